@@ -14,8 +14,8 @@ from time import perf_counter
 from typing import Literal, NamedTuple, get_args
 
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.lab.quality.cases import Case
-from ragblend.lab.quality.measures import FULL, Answer, answer, loss, read
+from ragblend.lab.quality.cases import QaCase
+from ragblend.lab.quality.measures import FULL, Answer, generate_answer, loss, score_tokens
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, TokenizedPrompt
 
 Baseline = Literal["map_reduce", "map_rerank", "reorder"]
@@ -37,7 +37,7 @@ Ask = Callable[[Sequence[Part], str, str | None, int], Asked]
 
 
 def ask_baseline(
-    name: Baseline, engine: TransformersEngine, prompt: SegmentedPrompt, case: Case, answer_tokens: int
+    name: Baseline, engine: TransformersEngine, prompt: SegmentedPrompt, case: QaCase, answer_tokens: int
 ) -> Asked:
     """`prompt`, which is `case` as it would be asked, by the baseline.
 
@@ -52,7 +52,7 @@ def ask_baseline(
         request = engine.request(SegmentedPrompt(chunks, question, system), mode="full", max_tokens=max_tokens)
         num_prefilled += request.prompt.num_tokens
         start_s = perf_counter()
-        found = answer(engine, request, FULL)
+        found = generate_answer(engine, request, FULL)
         return Asked(found, request.prompt, perf_counter() - start_s)
 
     chunks = prompt.chunks
@@ -67,7 +67,7 @@ def ask_baseline(
     return last._replace(answer=last.answer._replace(report=report))
 
 
-def map_reduce(ask: Ask, chunks: Sequence[Part], case: Case, answer_tokens: int) -> Asked:
+def map_reduce(ask: Ask, chunks: Sequence[Part], case: QaCase, answer_tokens: int) -> Asked:
     """The question over summaries, each made of one chunk with the question at hand (LangChain's chain).
 
     What only two chunks together say, no summary can. A chunk that the model has no word for is left out."""
@@ -78,7 +78,7 @@ def map_reduce(ask: Ask, chunks: Sequence[Part], case: Case, answer_tokens: int)
 
 
 def map_rerank(
-    ask: Ask, chunks: Sequence[Part], case: Case, answer_tokens: int, score: Callable[[Asked], float]
+    ask: Ask, chunks: Sequence[Part], case: QaCase, answer_tokens: int, score: Callable[[Asked], float]
 ) -> Asked:
     """The question over each chunk alone; the answer with the highest score is the one, the first of equal ones.
 
@@ -95,7 +95,7 @@ def confidence(engine: TransformersEngine, found: Asked) -> float:
     model has learnt to say that something is not stated, it says so of most chunks, and is sure of it.
     """
     token_ids = found.answer.token_ids
-    return -loss(read(engine, found.prompt, found.answer.fused, token_ids), token_ids)
+    return -loss(score_tokens(engine, found.prompt, found.answer.fused, token_ids), token_ids)
 
 
 def reordered(chunks: Iterable[Chunk]) -> list[Chunk]:

@@ -22,13 +22,13 @@ import typer
 
 from ragblend.cli.options import split_counts, split_names
 from ragblend.cli.printing import err, print_json
-from ragblend.cli.session import quiet_libraries, use_threads
+from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.hardware import card_lines, hardware_card
-from ragblend.lab.bench.common.output import Column, on_terminal, table
+from ragblend.lab.bench.common.output import Column, format_table, make_terminal_progress
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import draw_prompts, engine_for, engine_for_model
 from ragblend.options import ModelOptions
@@ -77,7 +77,7 @@ def measure(
     sizes: Sequence[int],
     answer_tokens: int,
     repeats: int,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> list[BatchRun]:
     """Every size beside one after another, in turns; `prompts` are as many as the largest size."""
 
@@ -91,7 +91,7 @@ def measure(
     engine.generate_batch(prompts[:2], max_tokens=2)  # warm-up
     rounds = []
     for number in range(repeats):
-        tell(f"{engine.name}: round {number + 1} of {repeats}")
+        notify(f"{engine.name}: round {number + 1} of {repeats}")
         prefilled, one_by_one = Timed(partial(alone, 1)), Timed(partial(alone, answer_tokens))
         rounds.append((prefilled, one_by_one, {size: Timed(partial(together, size)) for size in sizes}))
     return [_run(engine.name, size, [(first, own, found[size]) for first, own, found in rounds]) for size in sizes]
@@ -153,7 +153,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Shapes and checkpoints, in float32. Table on stderr, one line of JSON on stdout, and in a file."""
-    use_threads(threads)
+    set_num_threads(threads)
     quiet_libraries()
     counts, runs = split_counts(sizes), list[BatchRun]()
     for subject in split_names(subjects):
@@ -162,7 +162,9 @@ def main(
         work = draw_prompts(*lengths, max(counts), engine.layers.config.vocab_size, seed)
         for chunk in work.chunks:
             engine.precompute(chunk)
-        runs += measure(engine, work.prompts, counts, answer_tokens, repeats, on_terminal() or (lambda line: None))
+        runs += measure(
+            engine, work.prompts, counts, answer_tokens, repeats, make_terminal_progress() or (lambda line: None)
+        )
         engine.close()
     config = {
         "dtype": "float32", "num_chunks": chunks, "chunk_tokens": chunk_tokens, "question_tokens": question_tokens,
@@ -175,7 +177,7 @@ def main(
         "config": config,
         "runs": [asdict(run) for run in runs],
     }
-    for line in (*card_lines(facts["hardware"]), "", *table(COLUMNS, runs)):
+    for line in (*card_lines(facts["hardware"]), "", *format_table(COLUMNS, runs)):
         err.print(line)
     if out is not None:
         out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

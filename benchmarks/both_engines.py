@@ -24,7 +24,7 @@ from ragblend.corpus.embedders import default_embedder
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.cases import SYSTEM
-from ragblend.lab.quality.data import load_cases, prompt_of
+from ragblend.lab.quality.data import build_prompt, load_cases
 
 
 def watch_selections() -> list[list[int]]:
@@ -55,7 +55,7 @@ def compare(config: QualityConfig, ratios: list[float], store: Path) -> list[dic
         )
         selections, embedder = watch_selections(), default_embedder()
         for case in load_cases(config):
-            prompt = prompt_of(case, theirs, embedder, config)
+            prompt = build_prompt(case, theirs, embedder, config)
             for chunk in prompt.chunks:
                 theirs.precompute(chunk)
             for ratio in ratios:

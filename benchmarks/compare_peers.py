@@ -31,7 +31,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.cases import SYSTEM
-from ragblend.lab.quality.data import Nearest, load_cases, prompt_of, stored_chunks
+from ragblend.lab.quality.data import SimilarPassages, build_prompt, load_cases, stored_chunks
 from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, prefill
 from ragblend.prompt.prompt import SegmentedPrompt, as_chunk
 
@@ -59,7 +59,7 @@ def topics(
     ]
 
 
-def written(engine: TransformersEngine, topic: int, question: str, prompt: SegmentedPrompt) -> dict[str, Any]:
+def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: SegmentedPrompt) -> dict[str, Any]:
     """What another project needs of a prompt: the ids of its parts, which are all its tokens, and the texts."""
     parts: list[list[int]] = []
     for segment in engine.segmenter.tokenize(prompt).segments:
@@ -75,7 +75,9 @@ def written(engine: TransformersEngine, topic: int, question: str, prompt: Segme
     }
 
 
-def measured(base: TransformersEngine, prompts: Sequence[SegmentedPrompt], near: Nearest) -> list[dict[str, Any]]:
+def measure_ragblend(
+    base: TransformersEngine, prompts: Sequence[SegmentedPrompt], near: SimilarPassages
+) -> list[dict[str, Any]]:
     """A run per configuration: first-token KL from full prefill in nats, TTFT as a share of full prefill's."""
     seen: dict[Configuration, list[tuple[float, float, float, bool]]] = {each: [] for each in CONFIGURATIONS}
     full_s: list[float] = []
@@ -140,23 +142,23 @@ def main() -> None:
         assert isinstance(base, TransformersEngine)
         embedder = load_embedder(EMBEDDER)
         cases = load_cases(config)
-        near = Nearest(cases, base, embedder, config)
-        moved = [prompt_of(case, base, embedder, config) for case in cases]
+        near = SimilarPassages(cases, base, embedder, config)
+        moved = [build_prompt(case, base, embedder, config) for case in cases]
         asked = topics(
-            [(case.question, prompt_of(case, base, embedder, wide)) for case in cases[: given.topics]],
+            [(case.question, build_prompt(case, base, embedder, wide)) for case in cases[: given.topics]],
             config.num_chunks,
         )
         given.prompts.parent.mkdir(parents=True, exist_ok=True)
         kept = {
             "system": SYSTEM,
             "moved": [
-                written(base, number, case.question, prompt)
+                prompt_facts(base, number, case.question, prompt)
                 for number, (case, prompt) in enumerate(zip(cases, moved, strict=True))
             ],
-            "topics": [written(base, *each) for each in asked],
+            "topics": [prompt_facts(base, *each) for each in asked],
         }
         given.prompts.write_text(json.dumps(kept) + "\n")
-        runs = measured(base, moved, near)
+        runs = measure_ragblend(base, moved, near)
         card = hardware_card()
     for run in runs:
         print(

@@ -21,15 +21,15 @@ from typer import Option
 from benchmarks.baselines import BASELINES, Baseline, ask_baseline
 from ragblend.cli.lab.bench import PlotOption, config_from, options_of
 from ragblend.cli.printing import out as stdout
-from ragblend.cli.session import quiet_libraries, use_threads
+from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.output import Echo, Tell, bench
+from ragblend.lab.bench.common.output import Echo, ProgressCallback, run_benchmark
 from ragblend.lab.bench.common.plots import Panel, plot_quality
-from ragblend.lab.quality.cases import Case
-from ragblend.lab.quality.measures import Configuration, read
-from ragblend.lab.quality.study import QualityResult, Record, engine_for, expect, run_quality, table_lines
+from ragblend.lab.quality.cases import QaCase
+from ragblend.lab.quality.measures import Configuration, score_tokens
+from ragblend.lab.quality.study import QualityRecord, QualityResult, engine_for, expect, run_quality, table_lines
 from ragblend.prompt.prompt import SegmentedPrompt
 
 PANELS = (
@@ -52,31 +52,31 @@ class FigureConfig(QualityConfig):
 
     def check(self) -> None:
         """Baselines that there are, besides what `bench quality` refuses."""
-        QualityConfig.check(self)
+        QualityConfig.validate(self)
         for baseline in self.baselines:
             if baseline not in BASELINES:
                 raise UsageError(f"baseline is {baseline!r}; choose from {', '.join(BASELINES)}")
 
 
-def run_figure(config: FigureConfig, progress: Tell | None = None) -> QualityResult:
+def run_figure(config: FigureConfig, progress: ProgressCallback | None = None) -> QualityResult:
     """What `bench quality` finds, and a run for each baseline."""
 
-    def also(base: TransformersEngine, prompt: SegmentedPrompt, case: Case) -> dict[Configuration, Record]:
+    def also(base: TransformersEngine, prompt: SegmentedPrompt, case: QaCase) -> dict[Configuration, QualityRecord]:
         return measure_baselines(base, prompt, case, config.baselines, config.answer_tokens)
 
     return run_quality(config, progress, also)
 
 
 def measure_baselines(
-    base: TransformersEngine, prompt: SegmentedPrompt, case: Case, names: Sequence[Baseline], answer_tokens: int
-) -> dict[Configuration, Record]:
+    base: TransformersEngine, prompt: SegmentedPrompt, case: QaCase, names: Sequence[Baseline], answer_tokens: int
+) -> dict[Configuration, QualityRecord]:
     """One prompt by each baseline. Its configuration has the ratio of full prefill, which it is: of its own prompts."""
     engine = engine_for(base, case, "none")
     expected = expect(engine, prompt, case, answer_tokens)
     records = {}
     for name in names:
         last = ask_baseline(name, engine, prompt, case, answer_tokens)
-        seen = read(engine, last.prompt, last.answer.fused, expected.full.token_ids)
+        seen = score_tokens(engine, last.prompt, last.answer.fused, expected.full.token_ids)
         configuration = Configuration(name, "none", 1.0)  # type: ignore[arg-type]  # no mode of the engine
         records[configuration] = expected.record(engine, last.answer, seen, last.prompt)
     return records
@@ -84,7 +84,9 @@ def measure_baselines(
 
 def bench_figure(config: FigureConfig, plot: Path | None, out: Path | None, echo: Echo) -> dict[str, Any]:
     """Card and table to `echo`, a picture to `plot`, the JSON object to `out`; returns it."""
-    facts = bench(config, run_figure, table_lines, echo, plot, lambda facts, path: plot_quality(facts, path, PANELS))
+    facts = run_benchmark(
+        config, run_figure, table_lines, echo, plot, lambda facts, path: plot_quality(facts, path, PANELS)
+    )
     facts |= {"command": "benchmarks.figures", "figure": 12}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,7 @@ def bench_figure(config: FigureConfig, plot: Path | None, out: Path | None, echo
 
 
 def _figure(*, plot: Path | None, out: Path | None, **given: Any) -> None:
-    use_threads(given["threads"])
+    set_num_threads(given["threads"])
     quiet_libraries()
     bench_figure(config_from(FigureConfig, given), plot, out, lambda line: stdout.print(line, markup=False))
 

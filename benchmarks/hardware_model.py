@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from ragblend.engine.vllm.pieces import read_by_runs, read_together
+from ragblend.engine.vllm.attention_calls import kv_reads_per_run, kv_reads_shared
 
 BYTES = 2  # of a bfloat16
 ASKED_SHARE = 0.8  # of the layers, which the question runs through first
@@ -90,7 +90,7 @@ def full(model: Model, tokens: int) -> list[Cost]:
 
 def recomputed(model: Model, rows: list[int], together: bool) -> list[Cost]:
     """One layer over the tokens at `rows`, by themselves or together, and stored KV put into its place."""
-    read = read_together(rows) if together else read_by_runs(rows)
+    read = kv_reads_shared(rows) if together else kv_reads_per_run(rows)
     return [
         Cost(model.linear_flops(len(rows)), model.weights * BYTES),
         Cost(model.attention_flops(sum(rows) + len(rows)), read * model.kv_bytes),
@@ -140,7 +140,7 @@ def reckon(
         # The question is asked while KV arrives; then what it chose is fused, and the engine runs the question itself.
         times.append(max(ask_s, ASKED_SHARE * bus_s) + model.layers * (layer_s + question_s))
     full_s = model.layers * seconds(full(model, tokens), device, efficiency)
-    gb = [read(rows) * model.kv_bytes / 1e9 for read in (read_by_runs, read_together)]
+    gb = [read(rows) * model.kv_bytes / 1e9 for read in (kv_reads_per_run, kv_reads_shared)]
     return Line(gpu, tokens, full_s, times[0], times[1], bus_s, gb[0], gb[1])
 
 

@@ -20,8 +20,8 @@ import typer
 
 from ragblend.cli.options import json_object
 from ragblend.cli.printing import err, print_json
-from ragblend.cli.session import quiet_libraries, use_threads
-from ragblend.engine.vllm.answer import INGEST_AT_ONCE
+from ragblend.cli.session import quiet_libraries, set_num_threads
+from ragblend.engine.vllm.base_engine import INGEST_AT_ONCE
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
 from ragblend.lab.bench.common.workloads import make_prompts
@@ -150,7 +150,7 @@ def main(
     seed: int = 0,
 ) -> None:
     """Tables on stderr, one line of JSON on stdout."""
-    use_threads(threads)
+    set_num_threads(threads)
     quiet_libraries()
     facts = bench_ingest_vllm(
         shape=shape,

@@ -31,7 +31,7 @@ from ragblend.cli.printing import err, print_json
 from ragblend.engine.store.base import contains_many
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, in_memory
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, load_into_memory
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.lab.bench.common.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
 
@@ -113,7 +113,7 @@ class Place:
         found = self.store.get(key)
         if found is None:
             raise SystemExit(f"{key} is lost")
-        in_memory(found)
+        load_into_memory(found)
 
     def _count_keys(self) -> None:
         if (found := len(list(self.store.keys()))) != len(self._keys):

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ragblend.cli.printing import err, print_json
-from ragblend.cli.session import quiet_libraries, use_threads
+from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import in_memory
+from ragblend.engine.store.kv import load_into_memory
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.vllm.worker import worker_of_this_process
 from ragblend.errors import RagblendError
@@ -119,7 +119,7 @@ class Side:
 
 
 def measure(
-    config: ThroughputConfig, read_s: float, rule: str, repeats: int, alone_s: float, tell: Callable[[str], None]
+    config: ThroughputConfig, read_s: float, rule: str, repeats: int, alone_s: float, notify: Callable[[str], None]
 ) -> list[StallRun]:
     """`repeats` rounds of the three sides, each with a stream of its own: `alone_s` seconds with nothing beside it."""
     sides = {name: Side(name) for name in SIDES}
@@ -129,18 +129,18 @@ def measure(
         open_vllm(config, num_prompts=2, prompt_tokens=length, store=Path(directory)) as (engine, vocab),
     ):
         work = make_prompts(config.num_chunks, config.chunk_tokens, QUESTION_TOKENS, repeats + 1, vocab, config.seed)
-        tell(f"precomputing {len(work.chunks)} chunks")
+        notify(f"precomputing {len(work.chunks)} chunks")
         for _ in engine.precompute_all(work.chunks):
             pass
         disk, memory, worker = DiskStore(Path(directory)), MemoryStore(1 << 40), worker_of_this_process()
         kvs = [kv for key in disk.keys() if (kv := disk.get(key)) is not None]  # noqa: SIM118 (a store is not a dict)
         for kv in kvs:
-            memory.put(in_memory(kv))
+            memory.put(load_into_memory(kv))
         speed = kvs[0].nbytes / kvs[0].header.num_layers / read_s
         stores: dict[str, KVStore] = {"memory": memory, "slow store": ThrottledStore(disk, speed)}
         streamed = SegmentedPrompt(work.chunks[:1], "0 1 2")
         for number, prompt in enumerate(work.prompts):
-            tell(f"round {number} of {repeats}" if number else "warm-up")
+            notify(f"round {number} of {repeats}" if number else "warm-up")
             for name, side in sides.items() if number else [(SIDES[1], Side("warm-up"))]:
                 with _Stream(engine, streamed) as stream:
                     if name in stores:
@@ -171,7 +171,7 @@ def main(
     seed: int = 0,
 ) -> None:
     """A table on stderr, one line of JSON on stdout, and in `out`."""
-    use_threads(threads)
+    set_num_threads(threads)
     quiet_libraries()
     config = ThroughputConfig(
         shape=shape, num_chunks=chunks, pool=chunks, chunk_tokens=chunk_tokens, dtype="float32", threads=threads,

@@ -28,7 +28,7 @@ import typer
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.decoding import Sampler
-from ragblend.engine.generation import GenerationStream, Guide, Prefilled, Request
+from ragblend.engine.generation import EngineRequest, GenerationStream, PrefillResult, TokenConstraint
 from ragblend.engine.report import Generation
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.hardware import card_lines, hardware_card
@@ -116,7 +116,7 @@ def measure(model: str, num_answers: int, num_compared: int) -> dict[str, Any]:
     }
 
 
-def compared(engine: TransformersEngine, request: Request, answer: Generation) -> dict[str, float]:
+def compared(engine: TransformersEngine, request: EngineRequest, answer: Generation) -> dict[str, float]:
     """What the masks of one answer cost, beside a free decode of the same tokens."""
     assert request.grammar is not None
     prefilled = engine.prefill(request)
@@ -138,7 +138,11 @@ def compared(engine: TransformersEngine, request: Request, answer: Generation) -
 
 
 def decoded(
-    engine: TransformersEngine, request: Request, prefilled: Prefilled, tokens: Sequence[int], guide: Guide | None
+    engine: TransformersEngine,
+    request: EngineRequest,
+    prefilled: PrefillResult,
+    tokens: Sequence[int],
+    guide: TokenConstraint | None,
 ) -> tuple[float, float]:
     """Seconds to decode `tokens` behind a prompt one by one, each chosen as ever, and those of them in `guide`."""
     sampler, logits, in_guide_s = Sampler(request.options), prefilled.logits, 0.0
@@ -146,10 +150,10 @@ def decoded(
     for token in tokens:
         if guide is not None:
             guide_start_s = perf_counter()
-            logits = guide.mask(logits)
-            guide.follow(token, 1)
+            logits = guide.mask_logits(logits)
+            guide.accept_token(token, 1)
             in_guide_s += perf_counter() - guide_start_s
-        sampler.choose(logits)
+        sampler.sample(logits)
         logits = engine.decode_step([token], prefilled.fused)
     return perf_counter() - start_s, in_guide_s
 

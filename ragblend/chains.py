@@ -129,7 +129,7 @@ def create_history_aware_blend_chain(
     """
     chat = _chat(llm)
     # A question on its own holds no chunk, so strictness would refuse it.
-    alone = chat.bind(strict=False) if _is_ours(chat) else chat
+    alone = chat.bind(strict=False) if _is_blend_model(chat) else chat
     rewrite = _runnable(rephrase) if rephrase is not None else REPHRASE_PROMPT | alone | StrOutputParser()
     first = RunnableLambda(itemgetter("input"))
     query = RunnableBranch((lambda given: not given.get("chat_history"), first), rewrite)
@@ -144,7 +144,7 @@ def _chain(
     return (
         asked
         | RunnablePassthrough.assign(context=RunnableLambda(itemgetter(query)) | _runnable(retriever))
-        | RunnablePassthrough.assign(message=RunnableLambda(partial(_messages, system, _is_ours(chat))) | chat)
+        | RunnablePassthrough.assign(message=RunnableLambda(partial(_messages, system, _is_blend_model(chat))) | chat)
         | RunnableGenerator(_results, _aresults)
     )
 
@@ -153,7 +153,7 @@ def _chat(llm: Runnable[Any, Any]) -> Runnable[Any, Any]:
     return llm.as_chat() if isinstance(llm, BlendLLM) else llm
 
 
-def _is_ours(llm: Runnable[Any, Any]) -> bool:
+def _is_blend_model(llm: Runnable[Any, Any]) -> bool:
     while isinstance(llm, RunnableBindingBase):
         llm = llm.bound
     return isinstance(llm, ChatBlend)
@@ -163,12 +163,12 @@ def _runnable(step: Any) -> Runnable[Any, Any]:
     return step if isinstance(step, Runnable) else RunnableLambda(step)
 
 
-def _as_input(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(given, str):
-        given = {"input": given}
-    if not isinstance(given.get("input"), str) or not given["input"].strip():
+def _as_input(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = {"input": value}
+    if not isinstance(value.get("input"), str) or not value["input"].strip():
         raise UsageError('the chain needs a question: invoke it with a string or {"input": question}')
-    return dict(given)
+    return dict(value)
 
 
 def _messages(system: str | None, as_chunks: bool, given: Mapping[str, Any]) -> list[BaseMessage]:
@@ -265,14 +265,14 @@ def create_long_document_chain(
     """
     if combine not in ("reduce", "refine", "rerank"):
         raise UsageError(f"combine is {combine!r}; choose reduce, refine or rerank")
-    if not _is_ours(chat := _chat(llm)):
+    if not _is_blend_model(chat := _chat(llm)):
         raise UsageError(
             f"llm is a {type(llm).__name__}; long documents need ChatBlend or BlendLLM, which count tokens"
         )
-    from ragblend.long_documents import LongDocument
+    from ragblend.long_documents import LongDocumentChain
 
     sizes = {"window_tokens": window_tokens, "overlap_tokens": overlap_tokens, "chunk_tokens": chunk_tokens}
-    asked = LongDocument(
+    asked = LongDocumentChain(
         chat, combine, instruction, system, sizes, map_prompt, refine_prompt, combine_prompt, no_answer
     )
     return asked.chain().with_config(run_name="long_document_chain")

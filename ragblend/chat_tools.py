@@ -37,18 +37,18 @@ def bind_tools(
 ) -> Runnable[Any, Any]:
     """`chat` with tools, in OpenAI's form; `strict` closes their schemas and requires every parameter."""
     return chat.bind(
-        tools=described(tools, strict), **{name: value for name, value in options.items() if value is not None}
+        tools=describe_tools(tools, strict), **{name: value for name, value in options.items() if value is not None}
     )
 
 
-def described(
+def describe_tools(
     tools: Sequence[Mapping[str, Any] | type | Callable[..., Any] | BaseTool], strict: bool | None = None
 ) -> list[dict[str, Any]]:
     """Tools in OpenAI's form."""
     return [convert_to_openai_tool(tool, strict=strict) for tool in tools]
 
 
-def structured(
+def bind_structured_output(
     chat: BaseChatModel,
     schema: Any,
     *,
@@ -68,7 +68,7 @@ def structured(
     shown: dict[str, Any] = {} if schema is None else {"ls_structured_output_format": said}
     parser: BaseOutputParser[Any] | Runnable[Any, Any]
     if method == "function_calling":
-        tool = convert_to_openai_tool(_named(schema), strict=strict)
+        tool = convert_to_openai_tool(_with_title(schema), strict=strict)
         name = tool["function"]["name"]
         if is_class and not strict:
             tool["function"]["parameters"] = json_schema(schema)
@@ -99,10 +99,10 @@ def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
         return schema.model_json_schema()  # with its $defs: a schema may refer to itself
     if isinstance(schema, Mapping) and not {"function", "name"} & set(schema) and not strict:
         return dict(schema)
-    return convert_to_json_schema(_named(schema), strict=strict)
+    return convert_to_json_schema(_with_title(schema), strict=strict)
 
 
-def _named(schema: Any) -> Any:
+def _with_title(schema: Any) -> Any:
     """A JSON schema with the title that LangChain asks for, though it says nothing; other schemas as they are."""
     if isinstance(schema, Mapping) and not {"function", "title", "name"} & set(schema):
         return {"title": "answer", **schema}
@@ -113,17 +113,17 @@ class _JsonAnswer(JsonOutputParser):
     """JSON, and all of it: LangChain's own parser completes an answer that was cut. None where a tool was called."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        return super().parse_result(result, partial=partial) if partial or _is_whole(result) else None
+        return super().parse_result(result, partial=partial) if partial or _is_complete(result) else None
 
 
 class _PydanticAnswer(PydanticOutputParser[Any]):
     """The same for a Pydantic class."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        return super().parse_result(result, partial=partial) if partial or _is_whole(result) else None
+        return super().parse_result(result, partial=partial) if partial or _is_complete(result) else None
 
 
-def _is_whole(result: Sequence[Generation]) -> bool:
+def _is_complete(result: Sequence[Generation]) -> bool:
     """Whether there is JSON to parse, or a call instead. Raises OutputParserException for an answer that was cut."""
     text, answer = result[0].text, result[0]
     if not text and isinstance(answer, ChatGeneration) and getattr(answer.message, "tool_calls", None):

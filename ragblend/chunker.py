@@ -57,16 +57,16 @@ def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512)
     text = document.text
     # One number per word is all that is kept: a text of short words would take many times its size otherwise.
     ends = array("I" if len(text) < 1 << 32 else "Q", (match.end() for match in _WORD.finditer(text)))
-    budget = _Budget(text, count_tokens, max_tokens)
+    budget = _TokenBudget(text, count_tokens, max_tokens)
     chunks: list[Chunk] = []
     first, start = 0, _start_of_word(text, ends, 0)
     while first < len(ends):
         last, num_tokens = first - 1, 0
         if ends[first] - start <= budget.probe_chars:
-            last, num_tokens = budget.reach(start, ends, first)
+            last, num_tokens = budget.find_last_end(start, ends, first)
         if last < first:
             letters = range(start + 1, ends[first] + 1)
-            last_letter, num_tokens = budget.reach(start, letters, 0)
+            last_letter, num_tokens = budget.find_last_end(start, letters, 0)
             if last_letter < 0:
                 raise UsageError(
                     f"chunk size is {max_tokens} tokens, but {text[start]!r} in {document.source or 'the document'} "
@@ -121,7 +121,7 @@ def _best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int)
     return best
 
 
-class _Budget:
+class _TokenBudget:
     """Finds how far a chunk may reach with few counts: guesses by characters per token, then counts the real text.
 
     What is counted grows with the chunk, never with the text: a piece far beyond what tokens usually hold is counted
@@ -137,7 +137,7 @@ class _Budget:
         self._chars_per_token = 4.0
         self.probe_chars = max(self._PROBE[0] * max_tokens, self._PROBE[1])
 
-    def reach(self, start: int, ends: Sequence[int], first: int) -> tuple[int, int]:
+    def find_last_end(self, start: int, ends: Sequence[int], first: int) -> tuple[int, int]:
         """Last index of `ends` from `first` that was counted and fits, and its tokens; (first - 1, 0) if none fits."""
         fits, fits_tokens, exceeds = first - 1, 0, len(ends)
         guesses = 0
@@ -168,7 +168,7 @@ class _Budget:
 # --- other people's splitters ----------------------------------------------------------------------------------------
 
 
-class _Piece(NamedTuple):
+class _SplitPiece(NamedTuple):
     text: str
     start: int | None  # where the splitter says it lies
     metadata: dict[str, Any]
@@ -180,7 +180,7 @@ def adapt_splitter(splitter: Any) -> Splitter:
     Pieces are looked up in the document to recover their offsets. A piece the splitter rewrote (normalised, prefixed
     with a header) keeps its text, with `start == end` where the search stood and `verbatim: False` in its metadata.
     """
-    cut = _piece_maker(splitter)
+    cut = _find_split_function(splitter)
     if cut is None:
         if callable(splitter):
             return splitter  # type: ignore[no-any-return]
@@ -190,29 +190,29 @@ def adapt_splitter(splitter: Any) -> Splitter:
         )
     # With overlap a piece may begin inside the one before; without, searching from its end keeps repeats apart.
     overlap = getattr(splitter, "_chunk_overlap", getattr(splitter, "chunk_overlap", None))
-    return _Adapted(cut, overlap == 0, _described(splitter))
+    return _SplitterAdapter(cut, overlap == 0, _describe_splitter(splitter))
 
 
-def version_of(splitter: Splitter) -> str:
+def get_splitter_version(splitter: Splitter) -> str:
     """What tells a splitter from one that cuts otherwise: its `version` if it has one, else its name."""
     named = getattr(splitter, "version", None) or getattr(splitter, "__qualname__", None) or type(splitter).__qualname__
     return str(named)
 
 
 @dataclass(frozen=True, slots=True)
-class _Adapted:
+class _SplitterAdapter:
     """Somebody else's splitter as a Splitter. `version`: its name and its settings."""
 
-    cut: Callable[[Document], Iterable[Any]]
+    split: Callable[[Document], Iterable[Any]]
     from_end: bool
     version: str
 
     def __call__(self, document: Document, /) -> list[Chunk]:
         """Chunks of one document."""
-        return _place(document, self.cut(document), from_end=self.from_end)
+        return _locate_pieces(document, self.split(document), from_end=self.from_end)
 
 
-def _described(splitter: Any) -> str:
+def _describe_splitter(splitter: Any) -> str:
     """A splitter's class and those of its settings that are plain values."""
     plain = (str, int, float, bool, type(None))
     settings = {
@@ -225,7 +225,7 @@ def _described(splitter: Any) -> str:
     return f"{type(splitter).__name__} {digest}" if settings else type(splitter).__name__
 
 
-def _piece_maker(splitter: Any) -> Callable[[Document], Iterable[Any]] | None:
+def _find_split_function(splitter: Any) -> Callable[[Document], Iterable[Any]] | None:
     if hasattr(splitter, "get_nodes_from_documents"):
 
         def nodes(document: Document) -> Iterable[Any]:
@@ -242,19 +242,19 @@ def _piece_maker(splitter: Any) -> Callable[[Document], Iterable[Any]] | None:
     return None
 
 
-def _piece(item: Any) -> _Piece:
+def _to_piece(item: Any) -> _SplitPiece:
     if isinstance(item, str):
-        return _Piece(item, None, {})
+        return _SplitPiece(item, None, {})
     metadata = dict(getattr(item, "metadata", None) or {})
     if hasattr(item, "page_content"):
-        return _Piece(item.page_content, metadata.pop("start_index", None), metadata)
-    return _Piece(item.get_content(), getattr(item, "start_char_idx", None), metadata)
+        return _SplitPiece(item.page_content, metadata.pop("start_index", None), metadata)
+    return _SplitPiece(item.get_content(), getattr(item, "start_char_idx", None), metadata)
 
 
-def _place(document: Document, items: Iterable[Any], *, from_end: bool) -> list[Chunk]:
+def _locate_pieces(document: Document, items: Iterable[Any], *, from_end: bool) -> list[Chunk]:
     chunks: list[Chunk] = []
     search_from = 0
-    for piece in map(_piece, items):
+    for piece in map(_to_piece, items):
         text = piece.text.strip()
         if not text:
             continue
@@ -269,11 +269,11 @@ def _place(document: Document, items: Iterable[Any], *, from_end: bool) -> list[
     return chunks
 
 
-def _find(text: str, wanted: str, piece: _Piece, search_from: int) -> int:
+def _find(text: str, wanted: str, piece: _SplitPiece, search_from: int) -> int:
     """Where `wanted` starts in `text`, or -1: as told if true and ahead, else the next place, else any (nesting)."""
-    told = -1 if piece.start is None else piece.start + len(piece.text) - len(piece.text.lstrip())
-    told = told if told >= 0 and text.startswith(wanted, told) else -1
-    if told >= search_from:  # LlamaIndex tells an earlier copy of a repeated text
-        return told
+    claimed_start = -1 if piece.start is None else piece.start + len(piece.text) - len(piece.text.lstrip())
+    claimed_start = claimed_start if claimed_start >= 0 and text.startswith(wanted, claimed_start) else -1
+    if claimed_start >= search_from:  # LlamaIndex tells an earlier copy of a repeated text
+        return claimed_start
     ahead = text.find(wanted, search_from)
-    return ahead if ahead >= 0 else told if told >= 0 else text.find(wanted)
+    return ahead if ahead >= 0 else claimed_start if claimed_start >= 0 else text.find(wanted)

@@ -22,7 +22,6 @@ from ragblend.files.reading import read_file
 from ragblend.options import (
     CONTEXT,
     SHADOW,
-    Check,
     ContextPolicy,
     GenerationKeywords,
     GenerationOptions,
@@ -30,20 +29,21 @@ from ragblend.options import (
     ModelOptions,
     RatioChoice,
     TierOptions,
+    Validator,
     at_least,
+    copy_option,
     is_url,
     one_of,
     option,
-    same_as,
 )
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "ragblend.toml"
 USER_FILE = "config.toml"
 """The user's own settings, in `user_folder()`."""
-NOT_FOR_FOLDERS = ("remote", "store_key_file", "trust_remote_code")
+USER_ONLY_SETTINGS = ("remote", "store_key_file", "trust_remote_code")
 """Settings that no folder's file may set, whatever to."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
 
@@ -56,13 +56,13 @@ class Settings(TierOptions):
     backend: str = option(
         "transformers",
         "transformers, vllm, or a server's http://HOST:PORT (ragblend serve).",
-        Check(
+        Validator(
             lambda value: value in ("transformers", "vllm") or is_url(value),
             "transformers, vllm or a server's http://HOST:PORT",
         ),
     )
-    dtype: str = same_as(ModelOptions, "dtype")
-    device: str = same_as(ModelOptions, "device")
+    dtype: str = copy_option(ModelOptions, "dtype")
+    device: str = copy_option(ModelOptions, "device")
     index: str = option("ragblend-data/index", "Directory of the index.")
     store: str = option("ragblend-data/kv", "Directory of the KV store.")
     store_key_file: str | None = None  # signs and checks what is stored; None: what `ragblend init-key` made, if it did
@@ -78,14 +78,14 @@ class Settings(TierOptions):
     k: int = option(6, "Chunks retrieved per question.", at_least(1), flag="-k")
     neighbours: int = option(0, "Chunks added around each hit.", at_least(0))
     order: str = option("score", "Chunks by 'score' or in 'document' order.", one_of("score", "document"))
-    mode: Mode = same_as(GenerationOptions, "mode")
-    rule: str = same_as(GenerationOptions, "rule")
-    ratio: RatioChoice = same_as(GenerationOptions, "recompute_ratio")
-    max_tokens: int = same_as(GenerationOptions, "max_tokens")
-    temperature: float = same_as(GenerationOptions, "temperature")
+    mode: Mode = copy_option(GenerationOptions, "mode")
+    rule: str = copy_option(GenerationOptions, "rule")
+    ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
+    max_tokens: int = copy_option(GenerationOptions, "max_tokens")
+    temperature: float = copy_option(GenerationOptions, "temperature")
     system: str | None = option(None, "System text that chunks are precomputed behind.")
     namespace: str = option("", "Tenant; never reads another's KV.")
-    trust_remote_code: bool = same_as(ModelOptions, "trust_remote_code")
+    trust_remote_code: bool = copy_option(ModelOptions, "trust_remote_code")
     shadow: float = option(
         0.0,
         "Run full prefill beside this share of the requests, after the answer; 0 to 1.",
@@ -105,21 +105,21 @@ class Settings(TierOptions):
     def __repr__(self) -> str:
         """Without passwords, which URLs may hold."""
         shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        shown |= {name: value and redacted(value) for name, value in shown.items() if name in ("remote", "backend")}
+        shown |= {name: value and redact(value) for name, value in shown.items() if name in ("remote", "backend")}
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None = None) -> Settings:
     """Settings from `flags` (None values are unset), the environment, `directory`'s `ragblend.toml`, the user's own."""
     folder = directory or Path.cwd()
-    own = _from_file(user_folder() / USER_FILE)
+    own = _read_settings_file(user_folder() / USER_FILE)
     said = read_environment(os.environ) | {name: value for name, value in (flags or {}).items() if value is not None}
-    return Settings(**own | _believed(_from_file(folder / CONFIG_FILE), folder, own | said) | said)
+    return Settings(**own | _trusted_settings(_read_settings_file(folder / CONFIG_FILE), folder, own | said) | said)
 
 
 def trusted_setting(name: str) -> Any:
     """A setting that no folder's file may set: from the environment, else the user's own file; None where unset."""
-    return read_environment(os.environ, (name,)).get(name, _from_file(user_folder() / USER_FILE).get(name))
+    return read_environment(os.environ, (name,)).get(name, _read_settings_file(user_folder() / USER_FILE).get(name))
 
 
 def user_folder() -> Path:
@@ -128,22 +128,22 @@ def user_folder() -> Path:
     return (named if named.is_absolute() else Path("/", home, ".config")) / "ragblend"  # never below the working folder
 
 
-def _believed(found: Mapping[str, Any], folder: Path, trusted: Mapping[str, Any]) -> dict[str, Any]:
+def _trusted_settings(file_settings: Mapping[str, Any], folder: Path, trusted: Mapping[str, Any]) -> dict[str, Any]:
     """What of a folder's file counts. `trusted`: what flags, environment and the user's own file say."""
-    believed = {}
-    for name, value in found.items():
-        reason = _refusal(name, value, folder, trusted)
+    accepted = {}
+    for name, value in file_settings.items():
+        reason = _rejection_reason(name, value, folder, trusted)
         if not reason:
-            believed[name] = value
+            accepted[name] = value
         elif name not in trusted:
             log.warning(
                 "%s sets %s, which is ignored: %s. If you want it, say so yourself: its flag, RAGBLEND_%s, or %s",
                 folder / CONFIG_FILE, name, reason, name.upper(), user_folder() / USER_FILE,
             )  # fmt: skip
-    return believed
+    return accepted
 
 
-def _refusal(name: str, value: Any, folder: Path, trusted: Mapping[str, Any]) -> str:
+def _rejection_reason(name: str, value: Any, folder: Path, trusted: Mapping[str, Any]) -> str:
     """Why a folder's file may not set `name` to `value`; "" where it may."""
     if name == "trust_remote_code" and value:
         return "it would run code that comes with a model"
@@ -175,7 +175,7 @@ def _is_inside(path: str, folder: Path) -> bool:
         return False
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _read_settings_file(path: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         return {}
     try:

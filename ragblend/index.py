@@ -2,7 +2,7 @@
 
 `chunks.sqlite` is the truth (see `database`). `vectors.faiss` is derived from it, and mended whenever it is missing,
 damaged or behind; `manifest.json` says what made both. One machine, one writer at a time, any number of readers.
-Knows vectors and chunks, nothing about prompts, KV or models. Read `search` first, then `_catch_up`.
+Knows vectors and chunks, nothing about prompts, KV or models. Read `search` first, then `_sync_vectors`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ragblend.corpus.checked_database import DATABASE, create_database, is_blank, make_reingest_hint
 from ragblend.corpus.database import ChunkDatabase
 from ragblend.corpus.embedders import (
     Embedder,
@@ -29,11 +30,10 @@ from ragblend.corpus.embedders import (
     embedder_version,
     load_embedder,
 )
-from ragblend.corpus.rows import SCHEMA_VERSION, Row, text_hash
-from ragblend.corpus.tables import DATABASE, create_database, is_blank, reingest
-from ragblend.corpus.vectors.base import cosines, unit_rows
+from ragblend.corpus.schema import SCHEMA_VERSION, ChunkRow, text_hash
+from ragblend.corpus.vectors.base import compute_cosines, normalize_rows
 from ragblend.corpus.vectors.faiss_file import FAISS, Choice, FaissVectors, choose
-from ragblend.engine.store.sealed import seal, unseal
+from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.errors import (
     CorruptError,
     NotFoundError,
@@ -44,11 +44,11 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file
 from ragblend.prompt.prompt import Chunk
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-VECTORS, MANIFEST = "vectors.faiss", "manifest.json"
+VECTORS_FILE, MANIFEST = "vectors.faiss", "manifest.json"
 _VECTORS_BYTES = 1 << 40
 
 
@@ -107,10 +107,10 @@ def open_index(
     if (folder / DATABASE).exists() and not (begun and is_blank(folder)):
         return ChunkIndex(folder, embedder, vectors=vectors)
     if (folder / MANIFEST).exists():
-        raise CorruptError(f"{folder / DATABASE} is missing. {reingest(folder)}")
+        raise CorruptError(f"{folder / DATABASE} is missing. {make_reingest_hint(folder)}")
     if not create:
         raise NotFoundError(f"no index at {folder}; make one: ragblend ingest DOCS --index {folder}")
-    chosen = load_embedder(_place(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
+    chosen = load_embedder(_embedder_id(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
     facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
     facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
     facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint}
@@ -126,7 +126,7 @@ def _kind(known: str) -> str:
     return known if known == FAISS or known.startswith(f"{FAISS}:") else ""
 
 
-def _place(embedder: str) -> str:
+def _embedder_id(embedder: str) -> str:
     """The name of an embedder; a folder's is the same from every working folder."""
     return str(Path(embedder).resolve()) if Path(embedder).is_dir() else embedder
 
@@ -170,8 +170,8 @@ class ChunkIndex(ChunkDatabase):
     @property
     def manifest(self) -> Manifest:
         """The facts of the index as they are now."""
-        with self.reading():
-            facts = self.facts()
+        with self.read_transaction():
+            facts = self.read_metadata()
             return Manifest(
                 schema_version=SCHEMA_VERSION,
                 embedder=facts["embedder"],
@@ -213,9 +213,11 @@ class ChunkIndex(ChunkDatabase):
         vectors: [len(chunks), dim], normalised here; None to embed the texts now. Every chunk's `source` must be
         `source`, or UsageError. `file`: what it was read from, if it was. `vectors.faiss` follows at `save`.
         """
-        foreign = next((chunk.source for chunk in chunks if chunk.source != source), None)
-        if foreign is not None:
-            raise UsageError(f"a chunk of {foreign!r} was given to document {source!r}; give each document its own")
+        other_source = next((chunk.source for chunk in chunks if chunk.source != source), None)
+        if other_source is not None:
+            raise UsageError(
+                f"a chunk of {other_source!r} was given to document {source!r}; give each document its own"
+            )
         if vectors is None:
             vectors = self.embed([chunk.text for chunk in chunks])
         rows = self._unit_rows(vectors, len(chunks))
@@ -223,7 +225,7 @@ class ChunkIndex(ChunkDatabase):
         self._replace(source, content_hash, items, file)
         self._changed = True
 
-    def unembedded(self, texts: Sequence[str]) -> list[str]:
+    def find_texts_without_vectors(self, texts: Sequence[str]) -> list[str]:
         """Those of `texts` that no chunk has, wherever, each once."""
         stored = self.vectors(texts)
         return list(dict.fromkeys(text for text in texts if text_hash(text) not in stored))
@@ -254,7 +256,7 @@ class ChunkIndex(ChunkDatabase):
 
     def set_chunker(self, chunk_size: int, splitter: str = "") -> None:
         """Note how documents are cut from now on: tokens per chunk, or the splitter that cuts instead."""
-        self.set_facts(chunk_size=chunk_size, splitter=splitter)
+        self.write_metadata(chunk_size=chunk_size, splitter=splitter)
         self._changed = True
 
     @property
@@ -268,14 +270,14 @@ class ChunkIndex(ChunkDatabase):
         Before that the database's log is emptied into it, so that the manifest knows of no change that is not durable.
         """
         self.truncate_log()
-        with self.holding():  # other processes that save wait here
-            self._catch_up()
-            data = self._vectors.as_bytes()
+        with self.write_transaction():  # other processes that save wait here
+            self._sync_vectors()
+            data = self._vectors.to_bytes()
             self._vectors_sha256 = hashlib.sha256(data).hexdigest()
-            manifest = seal(asdict(self.manifest), MANIFEST)
-            folder = Directory(self.path, fsync=True, make_room="Make room and run the command again")
-            folder.clean()
-            folder.write(self.path / VECTORS, data)
+            manifest = encode_signed_json(asdict(self.manifest), MANIFEST)
+            folder = Directory(self.path, fsync=True, full_hint="Make room and run the command again")
+            folder.remove_stale_files()
+            folder.write(self.path / VECTORS_FILE, data)
             folder.write(self.path / MANIFEST, manifest)
         self._changed = self._is_behind = False
 
@@ -285,11 +287,11 @@ class ChunkIndex(ChunkDatabase):
             self._vectors = FaissVectors(self._made_by.dim, self._choice)
             self.save()
 
-    def check(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Whatever is wrong with the stored bytes, a sentence each; empty when all is well. Reads everything."""
         stored, problems = self._read_vectors(), list[str]()
         looks: list[Callable[[], list[str] | None]] = [
-            self.problems,
+            self.find_row_problems,
             lambda: [stored.damage],
             lambda: self._check_generation(stored.generation),
         ]
@@ -332,7 +334,7 @@ class ChunkIndex(ChunkDatabase):
                 "choose k of 1 or more, neighbours of 0 or more, and order 'score' or 'document'"
             )
         vector = self._query_vector(query)  # [1, dim]
-        with self._searching():
+        with self._search_snapshot():
             score_of = self._nearest(vector, k)
             found = self.rows(list(score_of))
             found.sort(key=lambda row: (-score_of[row.id], row.id))  # as `nearest` takes them: 3 begin with the best 1
@@ -342,7 +344,7 @@ class ChunkIndex(ChunkDatabase):
             placed.sort(key=lambda pair: (turn[pair[0].document], pair[0].ordinal))
         return [hit for _, hit in placed]
 
-    def similar_texts(self, text: str, count: int, may_stand: Callable[[str], bool] = lambda text: True) -> list[str]:
+    def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool] = lambda text: True) -> list[str]:
         """The texts of the `count` chunks nearest to the chunk of this text, by the vectors that are stored, nearest
         first: other texts than this one, none twice, that `may_stand` accepts. Fewer where there are no more.
         """
@@ -350,7 +352,7 @@ class ChunkIndex(ChunkDatabase):
         if own is None or not np.any(vector := np.frombuffer(own, "<f4")):
             return []
         seen, found, asked = {text_hash(text)}, list[str](), 4 * (count + 1)
-        with self._searching():
+        with self._search_snapshot():
             done = 0
             while True:
                 score_of = self._nearest(vector.reshape(1, -1), asked)
@@ -360,7 +362,7 @@ class ChunkIndex(ChunkDatabase):
                     if row.text_hash in seen:
                         continue
                     seen.add(row.text_hash)
-                    if may_stand(row.text):
+                    if is_allowed(row.text):
                         found.append(row.text)
                         if len(found) == count:
                             return found
@@ -369,10 +371,10 @@ class ChunkIndex(ChunkDatabase):
                 done, asked = len(ids), 4 * asked
 
     def _with_neighbours(
-        self, found: list[Row], score_of: dict[int, float], distance: int
-    ) -> list[tuple[Row, SearchHit]]:
+        self, found: list[ChunkRow], score_of: dict[int, float], distance: int
+    ) -> list[tuple[ChunkRow, SearchHit]]:
         rank_of = {row.id: rank for rank, row in enumerate(found)}
-        placed: dict[int, tuple[Row, SearchHit]] = {}
+        placed: dict[int, tuple[ChunkRow, SearchHit]] = {}
         for hit in found:
             for row in self.rows_around(hit, distance) if distance else [hit]:
                 own = row if row.id in rank_of else hit  # a hit beside another hit keeps its own score
@@ -398,34 +400,37 @@ class ChunkIndex(ChunkDatabase):
                 f"vectors have shape {rows.shape}, {self.path} needs {(num_rows, dim)}, one per text, by "
                 f"{self._made_by.embedder!r}; use it, or make another index: ragblend ingest DOCS --index NEW_PATH"
             )
-        return unit_rows(rows)
+        return normalize_rows(rows)
 
     # --- the search structure ---
 
-    class _Stored(NamedTuple):
+    class _LoadedVectors(NamedTuple):
         vectors: FaissVectors | None  # None when damaged
         generation: int = -1  # that the manifest names; -1 where it cannot be read
         damage: str = ""
 
     def _chosen(self, asked: str | None) -> Choice:
         """The kind of FAISS index: the one that there is, or the one that it is to become, which is remembered."""
-        known, wanted = _kind(self.facts().get("vectors", "")) or FAISS, choose(asked) if asked is not None else None
+        known, wanted = (
+            _kind(self.read_metadata().get("vectors", "")) or FAISS,
+            choose(asked) if asked is not None else None,
+        )
         if wanted is None:
             return choose(known)
         if wanted.remembered != known:
             FaissVectors(self._made_by.dim, wanted)  # raises what opening it again would
-            self.set_facts(vectors=wanted.remembered)
+            self.write_metadata(vectors=wanted.remembered)
         return wanted
 
     @contextmanager
-    def _searching(self) -> Iterator[None]:
+    def _search_snapshot(self) -> Iterator[None]:
         """One state of the database, and vectors that are as new."""
-        with self.reading():
-            self._catch_up()
+        with self.read_transaction():
+            self._sync_vectors()
             yield
 
     def _nearest(self, vector: FloatArray, k: int) -> dict[int, float]:
-        return self._vectors.nearest(vector, k, lambda ids: cosines(self.rows_there(ids), vector))
+        return self._vectors.nearest(vector, k, lambda ids: compute_cosines(self.find_rows(ids), vector))
 
     def _open_vectors(self) -> None:
         stored = self._read_vectors()
@@ -435,9 +440,9 @@ class ChunkIndex(ChunkDatabase):
         if stored.vectors is not None:
             self._vectors = stored.vectors
         self._check_generation(stored.generation)
-        with self.reading():
+        with self.read_transaction():
             self._check_generation(stored.generation)
-            self._catch_up(force=True)
+            self._sync_vectors(force=True)
         self._is_behind = bool(stored.damage) or self._vectors.generation != stored.generation
         if stored.damage:
             logger.warning("%s; search structure rebuilt from %s, nothing is lost", stored.damage, DATABASE)
@@ -446,56 +451,58 @@ class ChunkIndex(ChunkDatabase):
             except RagblendError as error:  # a reader without write permission has its answer all the same
                 logger.warning("the rebuilt search structure of %s could not be saved: %s", self.path, error)
 
-    def _read_vectors(self) -> _Stored:
+    def _read_vectors(self) -> _LoadedVectors:
         try:
-            manifest = unseal(read_file(self.path / MANIFEST), MANIFEST)
+            manifest = decode_signed_json(read_file(self.path / MANIFEST), MANIFEST)
             sha256, generation = str(manifest["vectors_sha256"]), int(manifest["generation"])
             known = str(manifest.get("vectors") or FAISS)
             if not _kind(known):
-                return self._Stored(None, generation, self._was_in_a_database(known))
+                return self._LoadedVectors(None, generation, self._was_in_a_database(known))
             if known != self._choice.remembered:
-                return self._Stored(None, generation, f"{self._choice.remembered} is new, vectors were in {known}")
+                return self._LoadedVectors(
+                    None, generation, f"{self._choice.remembered} is new, vectors were in {known}"
+                )
             if known != FAISS:
                 return self._read_mapped(sha256, generation)
-            data = read_file(self.path / VECTORS, limit=_VECTORS_BYTES)
+            data = read_file(self.path / VECTORS_FILE, limit=_VECTORS_BYTES)
         except FileNotFoundError as error:
-            return self._Stored(None, damage=f"{error.filename} is missing")
+            return self._LoadedVectors(None, damage=f"{error.filename} is missing")
         except OSError as error:
-            return self._Stored(None, damage=f"{error.filename} cannot be read ({error.strerror})")
+            return self._LoadedVectors(None, damage=f"{error.filename} cannot be read ({error.strerror})")
         except (ValueError, KeyError, TypeError, RecursionError):
-            return self._Stored(None, damage=f"{self.path / MANIFEST} is damaged")
+            return self._LoadedVectors(None, damage=f"{self.path / MANIFEST} is damaged")
         if hashlib.sha256(data).hexdigest() != sha256:
-            return self._Stored(None, generation, f"{self.path / VECTORS} does not match its checksum")
-        vectors = FaissVectors.of_bytes(data, generation)
+            return self._LoadedVectors(None, generation, f"{self.path / VECTORS_FILE} does not match its checksum")
+        vectors = FaissVectors.from_bytes(data, generation)
         if vectors.dim != self._made_by.dim:
-            return self._Stored(None, generation, f"{self.path / VECTORS} belongs to another index")
+            return self._LoadedVectors(None, generation, f"{self.path / VECTORS_FILE} belongs to another index")
         self._vectors_sha256 = sha256
-        return self._Stored(vectors, generation)
+        return self._LoadedVectors(vectors, generation)
 
     def _was_in_a_database(self, known: str) -> str:
         """What to say of an index whose vectors an older version kept in Qdrant or PostgreSQL."""
-        number = self.facts().get("vectors_number")
+        number = self.read_metadata().get("vectors_number")
         return (
-            f"the vectors of {self.path} were searched in {redacted(known)}, under {number}, and are in {VECTORS} now; "
-            "delete there what is left. To search a database of your own, wrap its LangChain store in "
+            f"the vectors of {self.path} were searched in {redact(known)}, under {number}, and are in {VECTORS_FILE} "
+            "now; delete there what is left. To search a database of your own, wrap its LangChain store in "
             "ragblend.vectorstores.PrecomputingVectorStore (docs/indexes.md)"
         )
 
-    def _read_mapped(self, sha256: str, generation: int) -> _Stored:
-        path, dim = self.path / VECTORS, self._made_by.dim
-        vectors = FaissVectors.of_file(path, sha256, dim, self._choice, generation)
+    def _read_mapped(self, sha256: str, generation: int) -> _LoadedVectors:
+        path, dim = self.path / VECTORS_FILE, self._made_by.dim
+        vectors = FaissVectors.from_file(path, sha256, dim, self._choice, generation)
         if vectors is None:
-            return self._Stored(None, generation, f"{path} does not match its checksum")
+            return self._LoadedVectors(None, generation, f"{path} does not match its checksum")
         if vectors.dim != dim:
-            return self._Stored(None, generation, f"{path} belongs to another index")
+            return self._LoadedVectors(None, generation, f"{path} belongs to another index")
         self._vectors_sha256 = sha256
-        return self._Stored(vectors, generation)
+        return self._LoadedVectors(vectors, generation)
 
-    def _catch_up(self, *, force: bool = False) -> None:
+    def _sync_vectors(self, *, force: bool = False) -> None:
         """Bring the vectors to the state of the database that the current transaction sees."""
         if force or self._vectors.generation != self.generation():
             self._check_generation(self._vectors.generation)
-            self._vectors.follow(self)
+            self._vectors.sync(self)
 
     def _check_generation(self, known: int) -> None:
         """Raise CorruptError when the database, whose counts only grow, has fewer changes than were `known` once."""
@@ -503,12 +510,14 @@ class ChunkIndex(ChunkDatabase):
         if lost > 0:
             raise CorruptError(
                 f"{self.path / DATABASE} lacks the last {lost} changes that {MANIFEST} knows of: its log was damaged, "
-                f"or an older copy was put back. {reingest(self.path)}"
+                f"or an older copy was put back. {make_reingest_hint(self.path)}"
             )
 
     def _check_embedder(self, embedder: Embedder | str) -> None:
         made_by = self._made_by
-        name, dim = (_place(embedder), made_by.dim) if isinstance(embedder, str) else (embedder.name, embedder.dim)
+        name, dim = (
+            (_embedder_id(embedder), made_by.dim) if isinstance(embedder, str) else (embedder.name, embedder.dim)
+        )
         if (name, dim) != (made_by.embedder, made_by.dim):
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "

@@ -22,8 +22,8 @@ from pydantic import ConfigDict
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
 from ragblend.frameworks.boundaries import is_media
-from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread, shown
-from ragblend.frameworks.tools import calls_may_come
+from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, redact_setting, run_in_thread
+from ragblend.frameworks.tools import may_return_calls
 from ragblend.prompt.prompt import Chunk, ToolCall
 from ragblend.prompt.tools import CallReader
 
@@ -97,10 +97,10 @@ class _LangChainModel(BlendModel):
 
         Of messages that no template takes, such as an answer alone: those of their texts.
         """
-        from ragblend.chat_tools import described
+        from ragblend.chat_tools import describe_tools
 
         try:
-            request = self._prepare([_turn(message) for message in messages], tools=described(tools or ()))
+            request = self._prepare([_turn(message) for message in messages], tools=describe_tools(tools or ()))
             return int(self.engine.segmenter.tokenize(request.prompt).num_tokens)
         except UsageError:
             return sum(len(self.get_token_ids(message.text)) for message in messages)
@@ -127,8 +127,10 @@ class _LangChainModel(BlendModel):
         except TypeError:
             return cast("SerializedNotImplemented", whole.to_json_not_implemented())
         written: SerializedConstructor = whole.to_json()
-        told = {name: str(value) if isinstance(value, Path) else value for name, value in written["kwargs"].items()}
-        written["kwargs"] = {name: shown(value) for name, value in told.items()}
+        plain_kwargs = {
+            name: str(value) if isinstance(value, Path) else value for name, value in written["kwargs"].items()
+        }
+        written["kwargs"] = {name: redact_setting(value) for name, value in plain_kwargs.items()}
         return written
 
     def batch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:
@@ -137,18 +139,18 @@ class _LangChainModel(BlendModel):
         Each has its own callbacks and, with `return_exceptions`, its own error. `max_concurrency` in the config is how
         many are answered at a time; without it, as many as the engine decodes together (`max_num_seqs`).
         """
-        return Runnable.batch(self, inputs, self._at_a_time(config, len(inputs)), **kwargs)  # type: ignore[arg-type]
+        return Runnable.batch(self, inputs, self._make_call_configs(config, len(inputs)), **kwargs)  # type: ignore[arg-type]
 
     def batch_as_completed(self, inputs: Sequence[Any], config: Any = None, **kwargs: Any) -> Iterator[Any]:
         """`batch`; each with its number, as soon as it is there."""
         plain: Any = Runnable
-        yield from plain.batch_as_completed(self, inputs, self._at_a_time(config, len(inputs)), **kwargs)
+        yield from plain.batch_as_completed(self, inputs, self._make_call_configs(config, len(inputs)), **kwargs)
 
     async def abatch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:
         """`batch`, without blocking the event loop."""
         return await Runnable.abatch(self, inputs, config, **kwargs)  # type: ignore[arg-type]
 
-    def _at_a_time(self, config: Any, count: int) -> list[RunnableConfig]:
+    def _make_call_configs(self, config: Any, count: int) -> list[RunnableConfig]:
         """The configs of `count` calls; the first, which is the one that counts, says how many run at a time."""
         configs = get_config_list(config, count)
         batch = getattr(self.engine, "batch", None)
@@ -157,16 +159,16 @@ class _LangChainModel(BlendModel):
         return configs
 
     def _open(self, request: Request) -> Stream:
-        with _overflow():
+        with _translate_overflow():
             return super()._open(request)
 
     def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
-        with _overflow():  # a server may say so only now
+        with _translate_overflow():  # a server may say so only now
             yield from super()._pieces(stream, request, cancelled)
 
 
 @contextmanager
-def _overflow() -> Iterator[None]:
+def _translate_overflow() -> Iterator[None]:
     """A prompt that is too long, as the error that LangChain looks for."""
     try:
         yield
@@ -265,9 +267,9 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         is, but for the tool that "function_calling" describes: say in it what the fields are for. `include_raw=True`
         returns {"raw": AIMessage, "parsed": ..., "parsing_error": ...}. An answer that reaches max_tokens is no JSON.
         """
-        from ragblend.chat_tools import structured
+        from ragblend.chat_tools import bind_structured_output
 
-        return structured(self, schema, method=method, include_raw=include_raw, strict=strict, **kwargs)
+        return bind_structured_output(self, schema, method=method, include_raw=include_raw, strict=strict, **kwargs)
 
     def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, **call: Any) -> Request:
         if not messages:
@@ -339,7 +341,7 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         **kwargs: Any,
     ) -> Generator[ChatGenerationChunk]:
         request = self._request(messages, stop, **kwargs)
-        _refuse_several(request)
+        _reject_multiple_answers(request)
         wants_usage = self.stream_usage if stream_usage is None else stream_usage
         stream = self._open(request)
         for message in _chunks(self, request, self._pieces(stream, request)):
@@ -472,7 +474,7 @@ class BlendLLM(_LangChainModel, BaseLLM):
         **kwargs: Any,
     ) -> Generator[GenerationChunk]:
         request = self._request(prompt, stop, **kwargs)
-        _refuse_several(request)
+        _reject_multiple_answers(request)
         stream = self._open(request)
         for piece in self._pieces(stream, request):
             chunk = GenerationChunk(text=piece)
@@ -500,7 +502,7 @@ class _PromptWithRoles(str):
     messages: Sequence[BaseMessage]
 
     @classmethod
-    def of(cls, messages: Sequence[BaseMessage]) -> Self:
+    def from_messages(cls, messages: Sequence[BaseMessage]) -> Self:
         # Callbacks show this text and answer caches compare it, so it names the roles.
         prompt = cls("\n".join(f"{message.type}: {message.text}" for message in messages))
         prompt.messages = messages
@@ -512,7 +514,7 @@ class _RolesPromptValue(ChatPromptValue):
 
     def to_string(self) -> str:
         """The messages as a string that carries them along."""
-        return _PromptWithRoles.of(self.messages)
+        return _PromptWithRoles.from_messages(self.messages)
 
 
 def _keep_roles(prompt: PromptValue) -> PromptValue:
@@ -532,7 +534,7 @@ def _turn(message: BaseMessage) -> Turn:
     content = message.content if isinstance(message.content, str) else list(message.content)
     if role == "assistant" and not isinstance(content, str):
         # What a model wrote besides text (tool calls, reasoning) is its own business, not part of the conversation.
-        content = [block for block in content if _is_said(block)]
+        content = [block for block in content if _is_conversation_block(block)]
     artifact = getattr(message, "artifact", None)
     documents = artifact if isinstance(artifact, list | tuple) else [artifact]
     chunks = tuple(_document_chunk(item) for item in documents if isinstance(item, Document | Chunk))
@@ -547,7 +549,7 @@ def _turn(message: BaseMessage) -> Turn:
     )
 
 
-def _is_said(block: str | Mapping[str, Any]) -> bool:
+def _is_conversation_block(block: str | Mapping[str, Any]) -> bool:
     """Whether a block of an answer belongs to the conversation: text, and what is then refused by name."""
     kind = "text" if isinstance(block, str) else str(block.get("type", "text"))
     return kind.startswith("text") or is_media(kind)
@@ -590,7 +592,7 @@ def _facts(model: BlendModel, result: Generation) -> dict[str, Any]:
 
 def _chunks(model: BlendModel, request: Request, pieces: Iterator[str]) -> Iterator[AIMessageChunk]:
     """A streamed answer's messages."""
-    if request.options.tools and calls_may_come(request.options):
+    if request.options.tools and may_return_calls(request.options):
         from ragblend.chat_tools import tool_chunks
 
         return tool_chunks(CallReader(model.engine.segmenter.calls_shown), pieces)
@@ -599,7 +601,7 @@ def _chunks(model: BlendModel, request: Request, pieces: Iterator[str]) -> Itera
 
 def _chat_result(model: BlendModel, request: Request, result: Generation) -> ChatResult:
     said: dict[str, Any] = {"content": result.text}
-    if request.options.tools and calls_may_come(request.options):
+    if request.options.tools and may_return_calls(request.options):
         from ragblend.chat_tools import tool_fields
 
         said = tool_fields(result.text, model.engine.segmenter.calls_shown)
@@ -621,7 +623,7 @@ def _llm_result(model: BlendModel, answers: Sequence[Sequence[Generation]]) -> L
     )
 
 
-def _refuse_several(request: Request) -> None:
+def _reject_multiple_answers(request: Request) -> None:
     if request.options.n not in (None, 1):
         raise UsageError(
             f"n is {request.options.n}; a stream has one answer: use invoke, generate or batch for several"

@@ -1,6 +1,6 @@
 """How `ragblend.chains.create_long_document_chain` asks: every window, then one answer of theirs.
 
-Knows langchain-core, `ragblend.llm` and windows. Read `LongDocument.chain` first.
+Knows langchain-core, `ragblend.llm` and windows. Read `LongDocumentChain.chain` first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from langchain_core.runnables.base import RunnableBindingBase
 
 from ragblend.errors import UsageError
 from ragblend.frameworks.model import precompute_and_register, run_in_thread
-from ragblend.frameworks.windows import Window, room_for_chunks, windows_of
+from ragblend.frameworks.windows import DocumentWindow, chunk_token_budget, windows_of
 
 _COUNTS = ("prompt_tokens", "num_reused_tokens", "num_recomputed_tokens")
 _NEXT = "\n\n"  # between answers
@@ -33,7 +33,7 @@ _Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dic
 
 
 @dataclass(frozen=True, slots=True)
-class LongDocument:
+class LongDocumentChain:
     """What `create_long_document_chain` was told; `chat` is a ChatBlend, bound or not."""
 
     chat: Runnable[Any, Any]
@@ -56,12 +56,12 @@ class LongDocument:
         """The document's windows, asked -> the last answer -> what the user sees."""
         return (
             RunnableLambda(self._read, self._aread)
-            | RunnablePassthrough.assign(message=RunnableLambda(self._last))
+            | RunnablePassthrough.assign(message=RunnableLambda(self._final_answer))
             | RunnableGenerator(_results, _aresults)
         )
 
     def _read(self, given: Any, config: RunnableConfig) -> dict[str, Any]:
-        rounds, said = self._rounds(*self._prepared(given)), None
+        rounds, said = self._rounds(*self._prepare_windows(given)), None
         while True:
             try:
                 model, asked = rounds.send(said)
@@ -70,7 +70,7 @@ class LongDocument:
             said = model.batch(asked, config)
 
     async def _aread(self, given: Any, config: RunnableConfig) -> dict[str, Any]:
-        rounds, said = self._rounds(*await run_in_thread(lambda cancelled: self._prepared(given))), None
+        rounds, said = self._rounds(*await run_in_thread(lambda cancelled: self._prepare_windows(given))), None
         while True:
             try:
                 model, asked = rounds.send(said)
@@ -78,34 +78,37 @@ class LongDocument:
                 return dict(end.value)
             said = await model.abatch(asked, config)
 
-    def _rounds(self, question: str, windows: Sequence[Window], tokens: dict[str, int]) -> _Rounds:
+    def _rounds(self, question: str, windows: Sequence[DocumentWindow], tokens: dict[str, int]) -> _Rounds:
         """What to ask, and whom, until only the last answer is missing; returns what is known by then."""
         said: list[AIMessage] = []
         reports: list[dict[str, Any]] = []  # of prompts without a window
         last: Any
         if self.combine == "refine" or len(windows) == 1:
             for window in windows[:-1]:
-                said += yield self.chat, [self._refining(question, window, said)]
-            last = self.chat, self._refining(question, windows[-1], said)
+                said += yield self.chat, [self._refine_messages(question, window, said)]
+            last = self.chat, self._refine_messages(question, windows[-1], said)
         elif self.combine == "rerank":
-            said += yield self.chat.bind(logprobs=True), [self._refining(question, window, []) for window in windows]
-            last = max([each for each in said if self._notes([each])] or said, key=_confidence)
+            said += yield (
+                self.chat.bind(logprobs=True),
+                [self._refine_messages(question, window, []) for window in windows],
+            )
+            last = max([each for each in said if self._distinct_answers([each])] or said, key=_confidence)
         else:
-            said += yield self.chat, [self._refining(question, window, []) for window in windows]
-            answers, notes = said, self._notes(said)
+            said += yield self.chat, [self._refine_messages(question, window, []) for window in windows]
+            answers, notes = said, self._distinct_answers(said)
             while len(groups := self._groups(question, notes)) > 1:
-                answers = yield self._alone, [self._combining(question, group) for group in groups]
+                answers = yield self._lenient_chat, [self._combine_messages(question, group) for group in groups]
                 reports += map(_report, answers)
-                notes = self._notes(answers)
-            told = next((each for each in answers if self._notes([each]) == notes), answers[0])
-            last = told if len(notes) < 2 else (self._alone, self._combining(question, notes))
-        shown = [{**window.place, **_answered(each)} for window, each in zip(windows, said, strict=False)]
+                notes = self._distinct_answers(answers)
+            sole_answer = next((each for each in answers if self._distinct_answers([each]) == notes), answers[0])
+            last = sole_answer if len(notes) < 2 else (self._lenient_chat, self._combine_messages(question, notes))
+        shown = [{**window.place, **_answer_facts(each)} for window, each in zip(windows, said, strict=False)]
         if self.combine == "rerank" and said:
             shown = [{**each, "score": _confidence(answer)} for each, answer in zip(shown, said, strict=True)]
         shown += [window.place for window in windows[len(said) :]]
         return {"input": question, "windows": shown, "tokens": tokens, "reports": reports, "last": last}
 
-    def _last(self, state: Mapping[str, Any]) -> Any:
+    def _final_answer(self, state: Mapping[str, Any]) -> Any:
         """The last answer, or who gives it."""
         if isinstance(state["last"], AIMessage):
             return state["last"]
@@ -114,15 +117,15 @@ class LongDocument:
 
     # --- windows ---
 
-    def _prepared(self, given: Any) -> tuple[str, list[Window], dict[str, int]]:
+    def _prepare_windows(self, given: Any) -> tuple[str, list[DocumentWindow], dict[str, int]]:
         """Question, windows, and what of them had to be prefilled; that is stored now."""
-        question, texts = self._asked(given)
+        question, texts = self._parse_input(given)
         engine = self._model.engine
-        asked = [self._filled(self.map_prompt, input=question)]
+        asked = [self._fill_prompt(self.map_prompt, input=question)]
         if self.combine == "refine":
-            asked.append(self._filled(self.refine_prompt, input=question, answer=""))
+            asked.append(self._fill_prompt(self.refine_prompt, input=question, answer=""))
         num_answers = 2 if self.combine == "refine" else 1  # the one so far stands in the prompt
-        room = min(self._room(text, num_answers) for text in asked)
+        room = min(self._remaining_tokens(text, num_answers) for text in asked)
         windows = windows_of(texts, engine, room, **self.sizes)
         chunks = list(dict.fromkeys(chunk for window in windows for chunk in window.chunks))
         count = engine.segmenter.count_tokens
@@ -132,7 +135,7 @@ class LongDocument:
         tokens = {"num_chunk_tokens": sum(count(chunk.text) for chunk in chunks)}
         return question, windows, tokens | {"num_prefilled_tokens": sum(count(chunk.text) for chunk in new)}
 
-    def _asked(self, given: Any) -> tuple[str, list[tuple[str, str]]]:
+    def _parse_input(self, given: Any) -> tuple[str, list[tuple[str, str]]]:
         is_named = isinstance(given, Mapping)
         question = given.get("input", self.instruction) if is_named else self.instruction
         document = given.get("document") if is_named else given
@@ -151,37 +154,37 @@ class LongDocument:
             for each in documents
         ]
 
-    def _room(self, text: str, num_answers: int = 1) -> int:
+    def _remaining_tokens(self, text: str, num_answers: int = 1) -> int:
         """Tokens that are left in a prompt with `text`."""
         answer_tokens = num_answers * self._model._options(self._bound).max_tokens
-        return room_for_chunks(self._model.engine, self.system or self._model.system, text, answer_tokens)
+        return chunk_token_budget(self._model.engine, self.system or self._model.system, text, answer_tokens)
 
     # --- prompts ---
 
-    def _refining(self, question: str, window: Window, said: Sequence[AIMessage]) -> list[BaseMessage]:
+    def _refine_messages(self, question: str, window: DocumentWindow, said: Sequence[AIMessage]) -> list[BaseMessage]:
         """The question over a window, and where there are answers so far, the last of them."""
         if said:
-            text = self._filled(self.refine_prompt, input=question, answer=said[-1].text.strip())
+            text = self._fill_prompt(self.refine_prompt, input=question, answer=said[-1].text.strip())
         else:
-            text = self._filled(self.map_prompt, input=question)
+            text = self._fill_prompt(self.map_prompt, input=question)
         blocks = [
             {"type": "text", "text": chunk.text, "extras": {"chunk_id": chunk.id, "source": chunk.source}}
             for chunk in window.chunks
         ]
         return self._messages([*blocks, {"type": "text", "text": text}])
 
-    def _combining(self, question: str, notes: Sequence[str]) -> list[BaseMessage]:
-        return self._messages(self._filled(self.combine_prompt, input=question, answers=_NEXT.join(notes)))
+    def _combine_messages(self, question: str, notes: Sequence[str]) -> list[BaseMessage]:
+        return self._messages(self._fill_prompt(self.combine_prompt, input=question, answers=_NEXT.join(notes)))
 
     def _messages(self, content: Any) -> list[BaseMessage]:
         return [*([SystemMessage(self.system)] if self.system else []), HumanMessage(content=content)]
 
-    def _filled(self, prompt: str, **values: str) -> str:
+    def _fill_prompt(self, prompt: str, **values: str) -> str:
         return prompt.format(no_answer=self.no_answer, **values)
 
     # --- answers ---
 
-    def _notes(self, said: Sequence[AIMessage]) -> list[str]:
+    def _distinct_answers(self, said: Sequence[AIMessage]) -> list[str]:
         """What answers say, each once."""
         texts = (message.text.strip() for message in said)
         none = self.no_answer.strip().lower()
@@ -191,7 +194,10 @@ class LongDocument:
         """Answers in groups that fit into a prompt each, of two at least."""
         if len(notes) < 2:
             return []
-        room, groups = self._room(self._filled(self.combine_prompt, input=question, answers="")), list[list[str]]()
+        room, groups = (
+            self._remaining_tokens(self._fill_prompt(self.combine_prompt, input=question, answers="")),
+            list[list[str]](),
+        )
         for note in notes:
             together = _NEXT.join((*(groups[-1] if groups else ()), note))
             if not groups or (len(groups[-1]) > 1 and len(self._model.engine.segmenter.text_ids(together)) > room):
@@ -202,7 +208,7 @@ class LongDocument:
     # --- the model ---
 
     @property
-    def _alone(self) -> Runnable[Any, Any]:
+    def _lenient_chat(self) -> Runnable[Any, Any]:
         """For prompts without chunks, which strictness would refuse."""
         return self.chat.bind(strict=False)
 
@@ -234,7 +240,7 @@ def _check_prompt(name: str, prompt: str, known: set[str]) -> None:
         raise UsageError(f"{name} cannot be filled in: {wrong}. It knows {fields}; write other braces twice: {{{{ }}}}")
 
 
-def _answered(message: AIMessage) -> dict[str, Any]:
+def _answer_facts(message: AIMessage) -> dict[str, Any]:
     return {"answer": message.text.strip(), "report": _report(message)}
 
 
@@ -248,7 +254,7 @@ def _confidence(message: AIMessage) -> float:
     return float(sum(token["logprob"] for token in tokens)) / max(1, len(tokens))
 
 
-class _Shown:
+class _StreamedResult:
     """What the user sees of the last answer as it comes, and what all of them took."""
 
     def __init__(self) -> None:
@@ -275,14 +281,14 @@ class _Shown:
 
 
 def _results(chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    shown = _Shown()
+    shown = _StreamedResult()
     for chunk in chunks:
         yield from shown.push(chunk)
     yield shown.end()
 
 
 async def _aresults(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    shown = _Shown()
+    shown = _StreamedResult()
     async for chunk in chunks:
         for result in shown.push(chunk):
             yield result

@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
 
 from ragblend.errors import UsageError
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 T = TypeVar("T")
 
@@ -25,40 +25,40 @@ DiskBudget = float | Literal["auto"]  # GiB, 0 for no limit, or as much as it le
 ContextPolicy = Literal["none", "similar"]  # what chunks are computed behind besides the prefix
 
 
-class Check(NamedTuple):
+class Validator(NamedTuple):
     """Which values an option takes, and how to say so: "choose 1 or more"."""
 
     accepts: Callable[[Any], bool]
-    choose: str
+    expected: str
 
-    def of(self, name: str, value: T) -> T:
+    def validate(self, name: str, value: T) -> T:
         """`value`, which is called `name`; raises UsageError unless it may be."""
         if not self.accepts(value):
-            shown = redacted(value) if isinstance(value, str) else value
-            raise UsageError(f"{name} is {shown!r}; choose {self.choose}")
+            shown = redact(value) if isinstance(value, str) else value
+            raise UsageError(f"{name} is {shown!r}; choose {self.expected}")
         return value
 
 
-def one_of(*names: str) -> Check:
+def one_of(*names: str) -> Validator:
     """Any of some names."""
-    return Check(lambda value: value in names, f"one of {', '.join(names)}")
+    return Validator(lambda value: value in names, f"one of {', '.join(names)}")
 
 
-def at_least(least: float, meaning: str = "") -> Check:
+def at_least(least: float, meaning: str = "") -> Validator:
     """A number, `least` or more; `meaning` says what `least` does."""
     said = f"{least} ({meaning})" if meaning else f"{least}"
-    return Check(lambda value: _is_number(value) and value >= least, f"{said} or more")
+    return Validator(lambda value: _is_number(value) and value >= least, f"{said} or more")
 
 
-def whole_from(least: int, meaning: str = "") -> Check:
+def int_at_least(least: int, meaning: str = "") -> Validator:
     """A whole number, `least` or more."""
     said = f"{least} ({meaning})" if meaning else f"{least}"
-    return Check(lambda value: type(value) is int and value >= least, f"a whole number, {said} or more")
+    return Validator(lambda value: type(value) is int and value >= least, f"a whole number, {said} or more")
 
 
-def share(low: str, high: str) -> Check:
+def between_zero_and_one(low: str, high: str) -> Validator:
     """A number from 0, which means `low`, to 1, which means `high`."""
-    return Check(lambda value: _is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
+    return Validator(lambda value: _is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
 
 
 def _is_structure(value: object) -> bool:
@@ -66,36 +66,36 @@ def _is_structure(value: object) -> bool:
 
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-STRUCTURED = Check(_is_structure, f"one of {', '.join(STRUCTURES)}, as in {{'json': SCHEMA}}")
-BUDGET = Check(
+STRUCTURED = Validator(_is_structure, f"one of {', '.join(STRUCTURES)}, as in {{'json': SCHEMA}}")
+BUDGET = Validator(
     lambda value: value == "auto" or (_is_number(value) and 0 <= value < math.inf),
     "0 (no limit) or more GiB, or 'auto' (as much as it leaves free)",
 )
-SHARE = share("full reuse", "recompute every chunk token")
-RATIO = Check(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.choose}, or 'auto'")
-SHADOW = share("off", "full prefill beside every request")
-PENALTY = Check(lambda value: _is_number(value) and -2 <= value <= 2, "a number from -2 to 2; 0 changes nothing")
-BIAS = Check(
+SHARE = between_zero_and_one("full reuse", "recompute every chunk token")
+RATIO = Validator(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.expected}, or 'auto'")
+SHADOW = between_zero_and_one("off", "full prefill beside every request")
+PENALTY = Validator(lambda value: _is_number(value) and -2 <= value <= 2, "a number from -2 to 2; 0 changes nothing")
+BIAS = Validator(
     lambda value: isinstance(value, Mapping) and all(_is_bias(*each) for each in value.items()),
     "a dictionary of token ids to numbers from -100 (never) to 100 (always)",
 )
 CONTEXT = one_of(*get_args(ContextPolicy))
 
 
-class Option(NamedTuple):
+class OptionSpec(NamedTuple):
     """What a dataclass field made by `option` knows besides its type and default."""
 
     help: str
-    check: Check | None
+    check: Validator | None
     flag: str  # on the command line, where that is not the field's name
 
 
-def option(default: Any, help: str, check: Check | None = None, *, flag: str = "") -> Any:
+def option(default: Any, help: str, check: Validator | None = None, *, flag: str = "") -> Any:
     """A dataclass field. A None where that is the default is not checked."""
-    return field(default=default, metadata={"option": Option(help, check, flag)})
+    return field(default=default, metadata={"option": OptionSpec(help, check, flag)})
 
 
-def same_as(options: type, name: str) -> Any:
+def copy_option(options: type, name: str) -> Any:
     """A field like that of another dataclass."""
     each: Field[Any] = options.__dataclass_fields__[name]  # type: ignore[attr-defined]
     return field(default=each.default, metadata=each.metadata)
@@ -108,10 +108,10 @@ class _Dataclass(Protocol):
 def check_options(options: _Dataclass) -> None:
     """Raise UsageError for the first field that `option` made and that has a value it may not have."""
     for each in fields(options):
-        known: Option | None = each.metadata.get("option")
+        known: OptionSpec | None = each.metadata.get("option")
         value = getattr(options, each.name)
         if known is not None and known.check is not None and not (value is None and each.default is None):
-            known.check.of(each.name, value)
+            known.check.validate(each.name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class TierOptions:
     )
     remote: str | None = option(None, "Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
     remote_timeout_s: float = option(
-        5.0, "Longest wait for one chunk of the remote tier.", Check(lambda value: value > 0, "more than 0 seconds")
+        5.0, "Longest wait for one chunk of the remote tier.", Validator(lambda value: value > 0, "more than 0 seconds")
     )
     kv_dtype: KvDtype = option(
         "auto", "How new KV is stored: auto (as computed), int8 or fp8.", one_of(*get_args(KvDtype))
@@ -154,7 +154,8 @@ class TierKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How a model is found and loaded, by the names that transformers has for it. Checked at birth; `of` reads more.
+    """How a model is found and loaded, by the names that transformers has for it. Checked at birth; `validate` reads
+    more.
 
     `device` is one place, `device_map` what transformers decides that place by ("auto", a device, or a dictionary that
     names one): the layers are run one at a time over KV on one device, so a map that splits them is refused.
@@ -185,7 +186,7 @@ class ModelOptions:
             )
 
     @classmethod
-    def of(cls, **given: Any) -> ModelOptions:
+    def from_keywords(cls, **given: Any) -> ModelOptions:
         """Options as people write them: `torch_dtype` for `dtype`, a torch.dtype, torch.device or device number, and
         any of them inside `model_kwargs`. Raises UsageError where one is said twice."""
         kwargs = dict(given.pop("model_kwargs", None) or {})
@@ -202,7 +203,7 @@ class ModelOptions:
         return cls(**said)
 
     @property
-    def changed(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Those that are not the default."""
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
@@ -221,7 +222,8 @@ MODEL_NAMES = tuple(each.name for each in fields(ModelOptions))
 
 
 class ModelKeywords(TypedDict, total=False):
-    """Keyword arguments that are ModelOptions, as people write them (see `ModelOptions.of`), for type checkers."""
+    """Keyword arguments that are ModelOptions, as people write them (see `ModelOptions.validate`), for type
+    checkers."""
 
     dtype: Any
     torch_dtype: Any
@@ -258,25 +260,27 @@ class GenerationOptions:
     max_tokens: int = option(256, "Longest answer, in tokens.", at_least(1))
     temperature: float = option(0.0, "0 is greedy.", at_least(0, "greedy"))
     top_p: float = option(
-        1.0, "Mass of the tokens to choose from.", Check(lambda value: 0 < value <= 1, "more than 0, at most 1")
+        1.0, "Mass of the tokens to choose from.", Validator(lambda value: 0 < value <= 1, "more than 0, at most 1")
     )
     seed: int | None = option(None, "Of the choice, where there is one.")
     stop: Sequence[str] | None = option(None, "Texts that end the answer.")
     structured_outputs: Mapping[str, Any] | None = option(None, "What the answer is held to.", STRUCTURED)
-    top_k: int | None = option(None, "Most tokens to choose from; 0: all.", whole_from(0, "all"))
+    top_k: int | None = option(None, "Most tokens to choose from; 0: all.", int_at_least(0, "all"))
     min_p: float | None = option(
-        None, "Least probability of a token, as a share of the likeliest one's.", share("any", "the likeliest alone")
+        None,
+        "Least probability of a token, as a share of the likeliest one's.",
+        between_zero_and_one("any", "the likeliest alone"),
     )
     repetition_penalty: float | None = option(
         None,
         "Above 1: tokens of prompt and answer become less likely.",
-        Check(lambda value: _is_number(value) and value > 0, "more than 0; 1 changes nothing"),
+        Validator(lambda value: _is_number(value) and value > 0, "more than 0; 1 changes nothing"),
     )
     presence_penalty: float | None = option(None, "Taken from the logit of what the answer has.", PENALTY)
     frequency_penalty: float | None = option(None, "The same, as often as the answer has it.", PENALTY)
     logit_bias: Mapping[int, float] | None = option(None, "Added to the logits of token ids.", BIAS)
     logprobs: bool = option(False, "Give the log-probability of each token of the answer.")
-    top_logprobs: int | None = option(None, "With it, that of this many likeliest tokens.", whole_from(0))
+    top_logprobs: int | None = option(None, "With it, that of this many likeliest tokens.", int_at_least(0))
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -17,14 +17,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ragblend.chunker import Splitter, split, version_of
+from ragblend.chunker import Splitter, get_splitter_version, split
+from ragblend.corpus.chunk_registry import open_registry, store_folders
 from ragblend.corpus.documents import MAX_FILE_MIB
-from ragblend.corpus.folders import ReadFailure, file_of, named, shown, walk
-from ragblend.corpus.texts import folders_of, registry_of
+from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
 from ragblend.engine.api import Engine
 from ragblend.engine.store.base import contains_many
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.tiered import Pins, disk_tier, format_bytes, kv_dtype_of
+from ragblend.engine.store.tiered import PinnableStore, disk_tier, format_bytes, kv_dtype_of
 from ragblend.errors import (
     BackendUnreachableError,
     EmptyCorpusError,
@@ -34,12 +34,19 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.contexts import Finder, drop_stale, drop_versions, settle_context, versions, with_similar
-from ragblend.ingestion.follow import Cut, follow, moved_from
-from ragblend.ingestion.follow import Progress as Progress
-from ragblend.ingestion.forget import forget_texts, registry_for, sweep, unfinished
-from ragblend.ingestion.nearby import nearby
-from ragblend.ingestion.rewrite import count_others, prefill_again, round_known
+from ragblend.ingestion.contexts import (
+    SimilarChunkFinder,
+    attach_similar_texts,
+    chunk_variants,
+    delete_other_variants,
+    delete_stale_variants,
+    resolve_context_policy,
+)
+from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_kv, find_pending_sources, registry_for
+from ragblend.ingestion.dtype_conversion import count_other_dtypes, prefill_again, quantize_stored
+from ragblend.ingestion.registered_similar import open_registered_finder
+from ragblend.ingestion.sync import ChunkerConfig, find_moved_files, sync_index
+from ragblend.ingestion.sync import Progress as Progress
 from ragblend.ingestion.workers import Prefill, Workers, prefill_here
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import Chunk
@@ -96,13 +103,13 @@ def ingest(
     workers: Workers | None = None,
     vectors: str | None = None,
     progress: Progress | None = None,
-    say: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> IngestReport:
     """Read, chunk, embed and index `paths`, and precompute the KV of every chunk that the store does not hold.
 
     Run again, it follows its files and folders: what is edited is replaced, and documents whose file or record is gone
     are dropped with their KV, registered texts and pins, unless `keep_missing`. Only what came from `paths` is, and
-    nothing that `glob` leaves out or that cannot be read this time. `folders.walk` says what a folder shows.
+    nothing that `glob` leaves out or that cannot be read this time. `folders.scan_folders` says what a folder shows.
 
     chunk_size: most tokens per chunk, in the engine's own tokenizer; the index's own where it is None. `splitter` cuts
     instead (`chunker.adapt_splitter` takes LangChain's and LlamaIndex's). Documents that were cut otherwise are cut
@@ -122,61 +129,68 @@ def ingest(
     """
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
-    tell = progress or (lambda stage, done, total: None)
+    on_progress = progress or (lambda stage, done, total: None)
     if precompute:
-        settle_context(engine, context)
-    own = [index.path if isinstance(index, ChunkIndex) else index, *folders_of(engine.store)]
-    found = walk([paths] if isinstance(paths, str | Path) else paths, glob, own)
+        resolve_context_policy(engine, context)
+    own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine.store)]
+    found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
     # What is opened here is saved and closed here: left open, what was committed stands in the database's log alone.
     with (
         nullcontext(index)
         if isinstance(index, ChunkIndex)
         else open_engine_index(index, engine, embedder, chunk_size, vectors=vectors) as opened
     ):
-        cut = _cut(opened, engine, chunk_size, splitter, say or logger.warning)
-        followed = follow(opened, found, cut, tell, workers, keep_missing=keep_missing, max_file_mib=max_file_mib)
+        cut = _resolve_chunker(opened, engine, chunk_size, splitter, notify or logger.warning)
+        followed = sync_index(
+            opened, found, cut, on_progress, workers, keep_missing=keep_missing, max_file_mib=max_file_mib
+        )
         report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
         report.num_updated, report.removed = followed.num_updated, followed.removed
         report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
-        report.num_removed_kv, problem = sweep(opened, engine)
+        report.num_removed_kv, problem = delete_orphaned_kv(opened, engine)
         if problem:
             logger.warning("what is gone stays in the remote tier (%s); the next ingestion drops it there", problem)
         if not followed.sources and not followed.failures and not followed.removed:
-            raise EmptyCorpusError(_nothing(paths, glob, report))
+            raise EmptyCorpusError(_explain_empty_corpus(paths, glob, report))
         chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
         report.num_chunks = len(chunks)
         report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
         if precompute and chunks:
             prefill = workers.prefill if workers is not None else prefill_here
-            wanted = versions(chunks, engine.context)
-            precompute_chunks(wanted, engine, tell, report, say, index=opened, prefill=prefill)
+            wanted = chunk_variants(chunks, engine.context)
+            precompute_chunks(wanted, engine, on_progress, report, notify, index=opened, prefill=prefill)
             indexed = set(followed.sources).difference(opened.sources("precomputed"))
             opened.set_status(indexed, "precomputed")
-            _pin_again(followed.sources, engine, opened)
-        if say is not None:
-            for folder, num_files in moved_from(opened, followed, found).items():
-                say(f"{num_files} of these files were in {shown(folder)} and are gone from there; to drop their old "
-                    f"documents: ragblend remove {shown(folder)}")  # fmt: skip
+            _refresh_pins(followed.sources, engine, opened)
+        if notify is not None:
+            for folder, num_files in find_moved_files(opened, followed, found).items():
+                place = display_source(folder)
+                notify(
+                    f"{num_files} of these files were in {place} and are gone from there; to drop their old documents: "
+                    f"ragblend remove {place}"
+                )
     report.store_bytes = disk_bytes(engine)
     report.elapsed_s = perf_counter() - start_s
     return report
 
 
-def _cut(
-    index: ChunkIndex, engine: Engine, chunk_size: int | None, splitter: Splitter | None, say: Callable[[str], None]
-) -> Cut:
+def _resolve_chunker(
+    index: ChunkIndex, engine: Engine, chunk_size: int | None, splitter: Splitter | None, notify: Callable[[str], None]
+) -> ChunkerConfig:
     """How documents are to be cut, which the index remembers. A change is said."""
     made = index.manifest
-    size = chunk_size_limit(engine, chunk_size or made.chunk_size or DEFAULT_CHUNK_TOKENS)
-    name = version_of(splitter) if splitter is not None else ""
+    size = validate_chunk_size(engine, chunk_size or made.chunk_size or DEFAULT_CHUNK_TOKENS)
+    name = get_splitter_version(splitter) if splitter is not None else ""
     if (size, name) != (made.chunk_size, made.splitter):
         if made.num_documents and (made.chunk_size or made.splitter) and (name or f"{size} tokens") != made.chunker:
-            say(f"chunks of {name or f'{size} tokens'} from now on, before {made.chunker}: documents given are cut and "
-                "prefilled again, others when they are given")  # fmt: skip
+            notify(
+                f"chunks of {name or f'{size} tokens'} from now on, before {made.chunker}: documents given are cut and "
+                "prefilled again, others when they are given"
+            )
         index.set_chunker(size, name)
     if splitter is not None:
-        return Cut(splitter, name)
-    return Cut(lambda document: split(document, engine.segmenter.count_tokens, size), str(size))
+        return ChunkerConfig(splitter, name)
+    return ChunkerConfig(lambda document: split(document, engine.segmenter.count_tokens, size), str(size))
 
 
 def precompute_chunks(
@@ -184,11 +198,11 @@ def precompute_chunks(
     engine: Engine,
     progress: Progress | None = None,
     report: IngestReport | None = None,
-    say: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
-    index: Finder | None = None,
-    note: Callable[[], object] | None = None,
+    index: SimilarChunkFinder | None = None,
+    register_texts: Callable[[], object] | None = None,
     prefill: Prefill = prefill_here,
 ) -> IngestReport:
     """Prefill every chunk whose KV the store does not hold.
@@ -200,15 +214,15 @@ def precompute_chunks(
     texts; by default they become an index's. `prefill`: who computes.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
-    tell = progress or (lambda stage, done, total: None)
+    on_progress = progress or (lambda stage, done, total: None)
     start_s = perf_counter()
-    distinct = {(chunk.text, chunk.context, chunk.behind): chunk for chunk in chunks}
+    distinct = {(chunk.text, chunk.context, chunk.context_texts): chunk for chunk in chunks}
     # Texts are noted first. A text whose KV is still to come is prefilled in its prompt, KV whose text is unknown would
     # never be found. And who deletes KV of texts that are gone looks there last: what is stored stays from here on.
-    if note is not None:
-        note()
+    if register_texts is not None:
+        register_texts()
     else:
-        with closing(registry_of(engine.store)) as registry:
+        with closing(open_registry(engine.store)) as registry:
             registry.add(text for text, *_ in distinct)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = contains_many(engine.store, list(keys.values()))
@@ -216,36 +230,38 @@ def precompute_chunks(
     report.num_known_kv += len(distinct) - len(missing)
     disk, absent = disk_tier(engine.store), set(missing)
     known = [chunk for chunk in distinct.values() if chunk not in absent]
-    missing, renewed = with_similar(missing, engine, index), list[Chunk]()
+    missing, renewed = attach_similar_texts(missing, engine, index), list[Chunk]()
     if rewrite:
-        num_rounded, renewed = round_known(known, engine)
-        renewed = with_similar(renewed, engine, index)
+        num_rounded, renewed = quantize_stored(known, engine)
+        renewed = attach_similar_texts(renewed, engine, index)
         report.num_rewritten_kv = num_rounded + len(renewed)
-    elif num_others := count_others(known, engine, disk):
+    elif num_others := count_other_dtypes(known, engine, disk):
         report.num_other_kv = num_others
-        if say is not None:
+        if notify is not None:
             dtype = kv_dtype_of(engine.store)
-            say(f"{num_others} known chunks stay as they are stored, not as {dtype}; to change that: "
+            notify(f"{num_others} known chunks stay as they are stored, not as {dtype}; to change that: "
                 f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
     if disk is not None and (missing or renewed):
         num_tokens = sum(_num_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
-        room = check_room(disk, forecast)
-        if say is not None:
+        room = describe_capacity(disk, forecast)
+        if notify is not None:
             num_chunks = len(missing) + len(renewed)
-            say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of KV to come, {room}")
-    tell("prefill", 0, len(missing) + len(renewed))
+            notify(
+                f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of KV to come, {room}"
+            )
+    on_progress("prefill", 0, len(missing) + len(renewed))
     prefilled = chain(prefill(missing, engine), prefill_again(renewed, engine, prefill))
     try:
         for done, nbytes in enumerate(prefilled, start=1):
             report.new_kv_bytes += nbytes
             report.num_new_kv += done <= len(missing)
-            tell("prefill", done, len(missing) + len(renewed))
+            on_progress("prefill", done, len(missing) + len(renewed))
     finally:
-        drop_stale((*missing, *renewed), engine, index)
+        delete_stale_variants((*missing, *renewed), engine, index)
     if disk is not None:
-        with closing(registry_of(engine.store)) as registry:
-            registry.note_stored(filter(disk.holds, keys.values()), engine.fingerprint)
+        with closing(open_registry(engine.store)) as registry:
+            registry.record_stored(filter(disk.has_file, keys.values()), engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
     return report
 
@@ -255,7 +271,7 @@ def precompute_index(
     index: ChunkIndex,
     context: ContextPolicy | None = None,
     progress: Progress | None = None,
-    say: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
     workers: Workers | None = None,
@@ -266,18 +282,18 @@ def precompute_index(
     in between, the same call goes on. `rewrite`: see `precompute_chunks`; `workers`: see `ingest`.
     """
     if context is not None:
-        engine.keep_context(context)
+        engine.set_context_policy(context)
     else:
-        settle_context(engine, None)
+        resolve_context_policy(engine, None)
     chunks = list(index.chunks())
-    wanted = versions(chunks, engine.context)
+    wanted = chunk_variants(chunks, engine.context)
     prefill = workers.prefill if workers is not None else prefill_here
-    report = precompute_chunks(wanted, engine, progress, say=say, rewrite=rewrite, index=index, prefill=prefill)
+    report = precompute_chunks(wanted, engine, progress, notify=notify, rewrite=rewrite, index=index, prefill=prefill)
     if context is not None:
-        report.num_removed_kv, problem = drop_versions(chunks, wanted, engine)
+        report.num_removed_kv, problem = delete_other_variants(chunks, wanted, engine)
         if problem:
             logger.warning("other versions stay in the remote tier (%s); the same command drops them there", problem)
-        _pin_again(index.sources(), engine, index)
+        _refresh_pins(index.sources(), engine, index)
     report.num_chunks, report.num_documents = index.num_chunks, index.num_documents
     report.store_bytes = disk_bytes(engine)
     return report
@@ -303,38 +319,38 @@ def precompute_documents(
     not.
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
-    settle_context(engine, None)
+    resolve_context_policy(engine, None)
     given = list(documents)
     chunks = [as_chunk(document) for document in given]
     texts_of: dict[str, list[str]] = {}
-    for chunk, name in zip(chunks, names or map(_name_of, given), strict=True):
+    for chunk, name in zip(chunks, names or map(_document_name, given), strict=True):
         texts_of.setdefault(name, []).append(chunk.text)
     chunks = [chunk for chunk in chunks if chunk.text.strip()]  # in a prompt, a blank one is text
     registry = registry_for(llm_or_engine)
-    finder, wanted = nearby(engine, registry), chunks
+    finder, wanted = open_registered_finder(engine, registry), chunks
     main = [chunk for chunk in chunks if chunk.context is None]
     if finder is not None:
-        wanted = [*chunks, *versions(main, "similar"), *finder.wanting()]
+        wanted = [*chunks, *chunk_variants(main, "similar"), *finder.find_missing_variants()]
 
-    def note() -> None:
+    def register_texts() -> None:
         for name, texts in texts_of.items():
             registry.add(texts, name)
         if finder is not None:
             finder.add(main)
 
     prefill = workers.prefill if workers is not None else prefill_here
-    report = precompute_chunks(wanted, engine, progress, note=note, index=finder, prefill=prefill)
+    report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
     report.num_chunks = len(chunks)
     if finder is not None:
-        finder.settle(wanted)
+        finder.mark_stored(wanted)
     named = {name: texts for name, texts in texts_of.items() if name}
-    gone = [text for name, texts in named.items() for text in registry.leaving(name, texts)]
+    gone = [text for name, texts in named.items() for text in registry.preview_release(name, texts)]
 
-    def let_go() -> None:
+    def unregister() -> None:
         for name, texts in named.items():
             registry.replace(name, texts)
 
-    report.num_removed_kv, problem = forget_texts(gone, engine, registry, let_go)
+    report.num_removed_kv, problem = delete_texts_kv(gone, engine, registry, unregister)
     if gone:
         registry.truncate_log()
     if problem:
@@ -342,7 +358,7 @@ def precompute_documents(
     return report
 
 
-def _name_of(document: Any) -> str:
+def _document_name(document: Any) -> str:
     found = getattr(document, "id", None) if hasattr(document, "page_content") else None
     return f"langchain/{found}" if found else ""
 
@@ -363,17 +379,17 @@ def as_chunk(document: Any) -> Chunk:
     )
 
 
-def find_documents(name: str, index: ChunkIndex, *, gone: bool = False) -> list[str]:
-    """Sources of the documents that a person means: a file, a folder, a record; see `folders.named`.
+def find_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = False) -> list[str]:
+    """Sources of the documents that a person means: a file, a folder, a record; see `folders.match_sources`.
 
     gone: those, too, whose removal has begun and was not finished. Raises NotFoundError when there is none.
     """
     known = [(source, file) for file, sources in index.documents().items() for source in sources]
-    found = named(name, known)
-    if gone:
-        found += named(name, [(source, file_of(source)) for source in sorted(unfinished(index))])
+    found = match_sources(name, known)
+    if include_unfinished:
+        found += match_sources(name, [(source, source_path(source)) for source in sorted(find_pending_sources(index))])
     if not found:
-        if gone and not index.is_saved:  # a removal was killed as all but this was done
+        if include_unfinished and not index.is_saved:  # a removal was killed as all but this was done
             index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; ragblend stats lists them")
     return list(dict.fromkeys(found))
@@ -386,10 +402,10 @@ def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) 
     folder, is ingested again. Raises BackendUnreachableError when a remote tier could not be told, with nothing left on
     this machine; the next removal or ingestion tells it. Raises NotFoundError for a document that is not there.
     """
-    known, begun = set(index.sources()), unfinished(index)
+    known, begun = set(index.sources()), find_pending_sources(index)
     given = [source for source in sources if source in known or source not in begun]
     num_chunks = sum(index.remove_document(source) for source in given)
-    num_removed, problem = sweep(index, engine)  # before saving, which a full disk may refuse
+    num_removed, problem = delete_orphaned_kv(index, engine)  # before saving, which a full disk may refuse
     if not index.is_saved:
         index.save()
     if problem:
@@ -408,12 +424,12 @@ def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, i
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; ragblend stats lists them")
-    if isinstance(engine.store, Pins):
-        engine.store.pin(source, [engine.key(chunk) for chunk in versions(chunks, engine.context)])
+    if isinstance(engine.store, PinnableStore):
+        engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
     return len(chunks), sum(engine.is_stored(chunk) for chunk in chunks)
 
 
-def _pin_again(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:
+def _refresh_pins(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:
     """A pinned document that was ingested again may have other chunks now."""
     disk = disk_tier(engine.store)
     pinned = disk.pins() if disk is not None else {}
@@ -462,7 +478,7 @@ def disk_bytes(engine: Engine) -> int:
     return disk.nbytes() if disk is not None else 0
 
 
-def check_room(disk: DiskStore, nbytes: int) -> str:
+def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     """How much room is left for `nbytes` of KV, in words, and whether other KV leaves for it.
 
     Raises StoreFullError when the disk has not so much free, or the store may not hold it at all."""
@@ -487,7 +503,7 @@ def check_room(disk: DiskStore, nbytes: int) -> str:
     )
 
 
-def chunk_size_limit(engine: Engine, chunk_size: int) -> int:
+def validate_chunk_size(engine: Engine, chunk_size: int) -> int:
     """`chunk_size`, or a UsageError when a chunk of it would not fit the model's context with a question behind it."""
     room = engine.context_length - 64
     if not 0 < chunk_size <= room:
@@ -503,11 +519,11 @@ def _num_tokens(chunk: Chunk, engine: Engine) -> int:
     return counted if isinstance(counted, int) else engine.segmenter.count_tokens(chunk.text)
 
 
-def _nothing(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:
+def _explain_empty_corpus(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:
     names = str(paths) if isinstance(paths, str | Path) else ", ".join(str(path) for path in paths)
     found = [
-        *(f"{shown(path)} {reason}" for path, reason in report.skipped[:1]),
-        *(f".gitignore leaves out {shown(path)}: name it to read it" for path in report.ignored[:1]),
+        *(f"{display_source(path)} {reason}" for path, reason in report.skipped[:1]),
+        *(f".gitignore leaves out {display_source(path)}: name it to read it" for path in report.ignored[:1]),
     ]
     why = f" ({'; '.join(found)})" if found else ""
     return f"{names} holds nothing to ingest that matches {glob!r}{why}; name a folder of text"

@@ -1,4 +1,4 @@
-"""What may be shown of texts that hold secrets: `redacted`, for URLs and for messages that may have echoed one.
+"""What may be shown of texts that hold secrets: `redact`, for URLs and for messages that may have echoed one.
 
 A URL is cut, not parsed: a password may hold `/`, `#`, `?` and `@`, and a scheme may be mistyped, so that what a parser
 takes for the host is a piece of the password. In doubt too much goes. Knows text.
@@ -18,16 +18,16 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _HOST = re.compile(r"([^:/?#@\[\]\s]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?|")
 _URL = re.compile(r"[^\s'\"<>()=]*(?:://|@)(?:[^\s'\"<>()]*[^\s'\"<>().,;:!?])?")
 _PAIR = re.compile(r"(?P<name>[\w.-]+)(?P<is>=)(?P<value>[^&\s;,'\")]+)")
-_MARKS = re.compile(r"[:/?#@&=;,\s\[\]'\"]+")
+_URL_DELIMITERS = re.compile(r"[:/?#@&=;,\s\[\]'\"]+")
 _SECRET_NAME = re.compile(
     r"pass(word|wd|phrase)?$|pwd$|secret|token$|credential|signature$|(api|access|private|store|account)[_-]?key$|^(key|sig|auth)$",
     re.IGNORECASE,
 )
-_MOST = 24  # marks in a password at which it may have been cut
-_LEAST = 3  # letters of a password that are looked for in a message: shorter ones stand in any text
+_MAX_DELIMITERS = 24  # marks in a password at which it may have been cut
+_MIN_PIECE_CHARS = 3  # letters of a password that are looked for in a message: shorter ones stand in any text
 
 
-def redacted(text: str, *, echo_of: str | None = None) -> str:
+def redact(text: str, *, echo_of: str | None = None) -> str:
     """A URL without user, password, options and fragment; with `echo_of`, a message without any piece of that URL's.
 
     echo_of: the URL that a library was given whose message this is. Other URLs in the message are cut, too.
@@ -38,20 +38,20 @@ def redacted(text: str, *, echo_of: str | None = None) -> str:
     "Port could not be cast to integer value as '***'"
     """
     if echo_of is None:
-        return _cut(text)
-    text = text.replace(echo_of, _cut(echo_of)) if echo_of else text
+        return _redact_url(text)
+    text = text.replace(echo_of, _redact_url(echo_of)) if echo_of else text
     for piece in sorted(set(_pieces(echo_of)), key=len, reverse=True):
         text = text.replace(piece, HIDDEN)
-    text = _URL.sub(lambda found: _cut(found[0]), text)
+    text = _URL.sub(lambda found: _redact_url(found[0]), text)
     return _PAIR.sub(lambda pair: f"{pair['name']}={HIDDEN}" if is_secret(pair["name"]) else pair[0], text)
 
 
 def has_secret(url: str) -> bool:
     """Whether something of `url` is not to be shown."""
-    return redacted(url) != url
+    return redact(url) != url
 
 
-def advice_on(url: str) -> str:
+def url_password_hint(url: str) -> str:
     """What to do about a password that ends a URL early, for the end of a message; "" where none does.
 
     >>> advice_on("redis://:a#b@cache")
@@ -73,7 +73,7 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name.lstrip("-")))
 
 
-def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
+def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options for people: those whose name says that they are secret are hidden, URLs are cut.
 
     >>> without_secrets({"hf_token": "abc", "remote": "redis://:abc@cache", "memory_gib": 2})
@@ -82,15 +82,15 @@ def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
-            shown[name] = without_secrets(value)
+            shown[name] = hide_secrets(value)
         elif is_secret(str(name)) and value is not None:
             shown[name] = HIDDEN
         else:
-            shown[name] = redacted(value) if isinstance(value, str) and ("://" in value or "@" in value) else value
+            shown[name] = redact(value) if isinstance(value, str) and ("://" in value or "@" in value) else value
     return shown
 
 
-def shown_command(words: list[str]) -> list[str]:
+def redact_command(words: list[str]) -> list[str]:
     """A command for people: values of flags that are secret are hidden, URLs are cut.
 
     >>> shown_command(["vllm", "--api-key", "abc", "--hf-token=abc", "--port", "80"])
@@ -104,13 +104,13 @@ def shown_command(words: list[str]) -> list[str]:
         elif word.startswith("--") and is_set and is_secret(flag):
             shown.append(f"{flag}={HIDDEN}")
         elif word.startswith("--") and is_set:
-            shown.append(f"{flag}={_cut(value)}" if "://" in value else word)
+            shown.append(f"{flag}={_redact_url(value)}" if "://" in value else word)
         else:
-            shown.append(_cut(word) if _SCHEME.match(word) else word)
+            shown.append(_redact_url(word) if _SCHEME.match(word) else word)
     return shown
 
 
-def _cut(url: str) -> str:
+def _redact_url(url: str) -> str:
     """The URL's scheme, host and path; what comes before its last `@`, and anything that is no host, is hidden."""
     found = _SCHEME.match(url)
     scheme = found[0] if found else ""
@@ -132,10 +132,12 @@ def _pieces(url: str) -> Iterator[str]:
     if not _HOST.fullmatch(host):
         host, before, options = "", rest, []
     for hidden in (before, *options):
-        marks = [0, *sorted({end for found in _MARKS.finditer(hidden) for end in found.span()}), len(hidden)][-_MOST:]
+        marks = [0, *sorted({end for found in _URL_DELIMITERS.finditer(hidden) for end in found.span()}), len(hidden)][
+            -_MAX_DELIMITERS:
+        ]
         for start, end in combinations(marks, 2):  # a parser that cuts it elsewhere shows what is between two marks
             part = hidden[start:end].strip(":/?#@&=;, ")
             for spelled in (part, unquote(part), unquote_plus(part), quote(part), quote(part, safe="")):
                 for each in (spelled, repr(spelled)[1:-1], ascii(spelled)[1:-1]):
-                    if len(each) >= _LEAST and each not in host:
+                    if len(each) >= _MIN_PIECE_CHARS and each not in host:
                         yield each

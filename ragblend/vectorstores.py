@@ -15,11 +15,11 @@ from typing import Any, Self
 import numpy as np
 
 from ragblend.corpus.embedders import Embedder, FloatArray, default_embedder, embed_question, load_embedder
-from ragblend.corpus.vectors.base import unit_rows
+from ragblend.corpus.vectors.base import normalize_rows
 from ragblend.errors import UsageError
-from ragblend.frameworks.model import forget_documents, precompute_and_register
+from ragblend.frameworks.model import delete_documents_kv, precompute_and_register
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.forget import registered_under, sweep
+from ragblend.ingestion.deletion import delete_orphaned_kv, find_registered_texts
 from ragblend.prompt.prompt import Chunk
 
 try:
@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("ragblend.vectorstores needs LangChain: pip install 'ragblend[langchain]'") from error
 
-_OURS = "langchain/"  # source, in the index, of a document that came in through LangChain; its id follows
+_SOURCE_PREFIX = "langchain/"  # source, in the index, of a document that came in through LangChain; its id follows
 
 
 class BlendEmbeddings(Embeddings):
@@ -62,11 +62,11 @@ class LangChainEmbedder:
     def embed(self, texts: Sequence[str], /) -> FloatArray:
         """[n, dim] float32 unit rows."""
         rows = self.embeddings.embed_documents(list(texts)) if texts else []
-        return unit_rows(np.reshape(np.array(rows, np.float32), (len(texts), self.dim)))
+        return normalize_rows(np.reshape(np.array(rows, np.float32), (len(texts), self.dim)))
 
     def embed_query(self, text: str, /) -> FloatArray:
         """[dim] float32, length 1."""
-        return unit_rows(self.embeddings.embed_query(text))
+        return normalize_rows(self.embeddings.embed_query(text))
 
 
 class BlendVectorStore(VectorStore):
@@ -100,15 +100,21 @@ class BlendVectorStore(VectorStore):
         metadata = metadatas or [{}] * len(texts)
         vectors = self.index.embed(texts)  # all at once: embedding is the slow part
         for name, text, facts, vector in zip(names, texts, metadata, vectors, strict=True):
-            chunk = Chunk(text, _OURS + name, metadata=facts)
+            chunk = Chunk(text, _SOURCE_PREFIX + name, metadata=facts)
             self.index.add_document(chunk.source, chunk.id, [chunk], vector[None, :])
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
         """Remove documents by id, all that came in through LangChain without `ids`; unknown ids are passed over."""
         stored = set(self.index.sources())
-        sources = [_OURS + name for name in ids] if ids is not None else [s for s in stored if s.startswith(_OURS)]
-        part = next((name for name in ids or () if _OURS + name not in stored and self.index.get([name])), None)
+        sources = (
+            [_SOURCE_PREFIX + name for name in ids]
+            if ids is not None
+            else [s for s in stored if s.startswith(_SOURCE_PREFIX)]
+        )
+        part = next(
+            (name for name in ids or () if _SOURCE_PREFIX + name not in stored and self.index.get([name])), None
+        )
         if part is not None:
             raise UsageError(f"{part} is a chunk of an ingested file; remove the whole file: ragblend remove FILE")
         for source in sources:
@@ -118,7 +124,9 @@ class BlendVectorStore(VectorStore):
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """The documents with these ids, in that order; unknown ids are passed over."""
-        found = (next(self.index.chunks(_OURS + name), None) or self.index.get([name]).get(name) for name in ids)
+        found = (
+            next(self.index.chunks(_SOURCE_PREFIX + name), None) or self.index.get([name]).get(name) for name in ids
+        )
         return [_document(chunk) for chunk in found if chunk is not None]
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
@@ -157,8 +165,8 @@ class BlendVectorStore(VectorStore):
 
 
 def _document(chunk: Chunk) -> Document:
-    if chunk.source.startswith(_OURS):
-        return Document(chunk.text, id=chunk.source.removeprefix(_OURS), metadata=dict(chunk.metadata))
+    if chunk.source.startswith(_SOURCE_PREFIX):
+        return Document(chunk.text, id=chunk.source.removeprefix(_SOURCE_PREFIX), metadata=dict(chunk.metadata))
     place = {"source": chunk.source, "start": chunk.start, "end": chunk.end}
     return Document(chunk.text, id=chunk.id, metadata={**place, **chunk.metadata})
 
@@ -186,14 +194,14 @@ class PrecomputingVectorStore(VectorStore):
         replaced = self._documents([name for name in given if name])
         ids = self.inner.add_documents(documents, **kwargs)
         precompute_and_register(documents, self.llm, _names(given))
-        self._forget(replaced)
+        self._delete_kv(replaced)
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Remove documents from the inner store, and their KV. Without `ids` KV stays, for `ragblend gc`."""
         gone = self._documents(ids or [])
         result = self.inner.delete(ids, **kwargs)
-        self._forget([*gone, *registered_under(_names(ids or []), self.llm)])
+        self._delete_kv([*gone, *find_registered_texts(_names(ids or []), self.llm)])
         return result
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
@@ -247,12 +255,14 @@ class PrecomputingVectorStore(VectorStore):
         except NotImplementedError:
             return []
 
-    def _forget(self, documents: Sequence[Document | str]) -> None:
-        forget_documents(documents, self.llm, still_used=self._holds)
+    def _delete_kv(self, documents: Sequence[Document | str]) -> None:
+        delete_documents_kv(documents, self.llm, still_used=self._has_text)
         if isinstance(self.inner, BlendVectorStore):
-            sweep(self.inner.index, getattr(self.llm, "engine", self.llm))  # who cannot be told now is told later
+            delete_orphaned_kv(
+                self.inner.index, getattr(self.llm, "engine", self.llm)
+            )  # who cannot be told now is told later
 
-    def _holds(self, text: str) -> bool:
+    def _has_text(self, text: str) -> bool:
         """Whether some document still has this text: its nearest neighbour would be the text itself."""
         return any(document.page_content.strip() == text for document in self.inner.similarity_search(text, k=4))
 

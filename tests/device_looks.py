@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import ragblend
 
-HOUSE = str(Path(ragblend.__file__).parent)
+PACKAGE_DIR = str(Path(ragblend.__file__).parent)
 LOOKS = {"item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", "argwhere", "equal", "allclose"}
 CASTS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"}
 
@@ -61,4 +61,4 @@ def _caller() -> str:
     while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back
     name = frame.f_code.co_filename if frame is not None else ""
-    return f"{name[len(HOUSE) + 1 :]}:{frame.f_lineno}" if name.startswith(HOUSE) else ""
+    return f"{name[len(PACKAGE_DIR) + 1 :]}:{frame.f_lineno}" if name.startswith(PACKAGE_DIR) else ""

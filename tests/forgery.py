@@ -21,7 +21,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import LayerKV, MemoryKV, stored_as
+from ragblend.engine.store.kv import LayerKV, MemoryKV, convert_kv_dtype
 from ragblend.engine.store.signing import StoreKey
 
 
@@ -32,7 +32,7 @@ class Victim(NamedTuple):
     lie: MemoryKV  # true's header, the KV of another text
     other: MemoryKV  # of another chunk
     own: StoreKey
-    foreign: StoreKey
+    other_key: StoreKey
 
     def in_namespace(self, namespace: str) -> MemoryKV:
         """The lie as another tenant would have stored it."""
@@ -122,7 +122,7 @@ def as_dtype(kv: MemoryKV, dtype: str) -> MemoryKV:
 
 def poisoned_codes(kv: MemoryKV, kv_dtype: str) -> bytes:
     """Eight-bit KV whose codes or scales are no numbers."""
-    data = encode_chunk(stored_as(kv, kv_dtype))
+    data = encode_chunk(convert_kv_dtype(kv, kv_dtype))
 
     def change(table: dict[str, Any], payload: bytearray) -> None:
         place = table["layer.002.keys" if kv_dtype == "fp8" else "layer.002.keys.scales"]["data_offsets"][0]
@@ -179,11 +179,11 @@ def _huge_table(table: dict[str, Any], payload: bytearray) -> None:
 FORGERIES: dict[str, Callable[[Victim], bytes]] = {
     "the truth, unsigned": lambda v: encode_chunk(v.true),
     "a lie with redone checksums": lambda v: encode_chunk(v.lie),
-    "a lie in eight bits": lambda v: encode_chunk(stored_as(v.lie, "int8")),
-    "the truth, signed by another key": lambda v: encode_chunk(v.true, v.foreign),
-    "a lie, signed by another key": lambda v: encode_chunk(v.lie, v.foreign),
+    "a lie in eight bits": lambda v: encode_chunk(convert_kv_dtype(v.lie, "int8")),
+    "the truth, signed by another key": lambda v: encode_chunk(v.true, v.other_key),
+    "a lie, signed by another key": lambda v: encode_chunk(v.lie, v.other_key),
     "another chunk's entry, renamed": lambda v: encode_chunk(v.other, v.own),
-    "another key's entry of another chunk, renamed": lambda v: encode_chunk(v.other, v.foreign),
+    "another key's entry of another chunk, renamed": lambda v: encode_chunk(v.other, v.other_key),
     "another chunk's entry under this one's name": lambda v: edited(
         encode_chunk(v.other, v.own), key=v.true.header.key
     ),

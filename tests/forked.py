@@ -28,7 +28,7 @@ import transformers, faiss, xxhash, safetensors, tokenizers
 from ragblend.cli import app as cli, store as cli_store
 from ragblend.operations import maintenance
 from ragblend import precompute, llm, chains, vectorstores
-from ragblend.ingestion import forget as forgetting
+from ragblend.ingestion import deletion as forgetting
 from ragblend.llamaindex import query as llamaindex
 from ragblend.engine.transformers import engine
 from ragblend.engine.store.remote import tier as remote, object_values as remote_objects, redis_values as remote_redis

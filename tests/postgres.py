@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PASSWORD = "hush/hush"  # spelled %2F in a URL
-NOBODY = 65534  # the server refuses to run as root
+UNPRIVILEGED_ID = 65534  # the server refuses to run as root
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def running_postgres() -> Iterator[str]:
         _run(folder, [binaries / "initdb", "-D", data, *options, "--pwfile", _password_file(folder)])
         server = subprocess.Popen(
             [binaries / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", "", "-F"],
-            cwd=folder, stdout=subprocess.DEVNULL, stderr=(folder / "log").open("wb"), **_as_nobody(),
+            cwd=folder, stdout=subprocess.DEVNULL, stderr=(folder / "log").open("wb"), **_unprivileged_user(),
         )  # fmt: skip
         try:
             url = f"postgresql://ragblend:{PASSWORD.replace('/', '%2F')}@127.0.0.1:{port}/postgres"
@@ -56,7 +56,7 @@ def _installed(package: Path, folder: Path) -> Path:
         shutil.copytree(libraries, folder / libraries.name)
     for name in ("bin", "lib", "share"):
         shutil.copytree(package / "pginstall" / name, folder / package.name / "pginstall" / name, symlinks=True)
-    os.chown(folder, NOBODY, NOBODY)
+    os.chown(folder, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
     return folder / package.name / "pginstall" / "bin"
 
 
@@ -67,12 +67,12 @@ def _password_file(folder: Path) -> Path:
     return path
 
 
-def _as_nobody() -> dict[str, object]:
-    return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+def _unprivileged_user() -> dict[str, object]:
+    return {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": []} if os.geteuid() == 0 else {}
 
 
 def _run(folder: Path, command: list[object]) -> None:
-    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True, **_as_nobody())
+    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True, **_unprivileged_user())
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -201,7 +201,7 @@ class Reference:
         avoid: Sequence[int] = (),
         read: Sequence[int] = (),
         question: int | None = None,
-        told: Sequence[int] | None = None,
+        recomputed: Sequence[int] | None = None,
         carry: float = 0.0,
         deepest: int | None = None,
     ) -> Blended:
@@ -210,8 +210,8 @@ class Reference:
         `deviation`: v, k; or ask, which asks the question at the layers `read` and chooses what it attends to before
         layer 0, those in `avoid` last. The question starts at `question`, or behind the last stored token. `told`: the
         tokens to recompute are these, nothing is measured. `carry`: from layer 1 on the others' stored KV moves by this
-        share of what those tell, keys before RoPE (see `told_by`); alike are tokens whose values are at two fifths of
-        the depth, or at layer `deepest`, if the question got no further.
+        share of what those tell, keys before RoPE (see `fit_change_predictor`); alike are tokens whose values are at
+        two fifths of the depth, or at layer `deepest`, if the question got no further.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -236,7 +236,7 @@ class Reference:
         last = len(ids) - 1  # always computed: its logits are the answer
         candidates.discard(last)
         computed.add(last)
-        if told is None and not any(shares.values()):
+        if recomputed is None and not any(shares.values()):
             candidates = set()
 
         if deviation == "ask" and candidates and shares[0] < 1:
@@ -248,13 +248,15 @@ class Reference:
             seen = self.ask(ids, sorted(computed), queries, [k for k, _ in stale], [v for _, v in stale], max(read))
             mass = torch.stack([seen[layer].mean(dim=(0, 1)) for layer in read]).mean(0)
             order = sorted(candidates, key=lambda position: (position in avoid, -float(mass[position])))
-            told = order[: math.ceil(round(shares[0] * num_stored, 6))]
+            recomputed = order[: math.ceil(round(shares[0] * num_stored, 6))]
 
-        kept = [] if told is None else sorted(candidates.difference(told))
-        if carry and kept and told:
+        kept = [] if recomputed is None else sorted(candidates.difference(recomputed))
+        if carry and kept and recomputed:
             reached = self.num_layers - 1 if deepest is None else deepest
-            tell = told_by(values[max(1, min(self.num_layers * 2 // 5, reached))], chunk_of, sorted(told), kept)
-        candidates = candidates if told is None else set(told)
+            predict_change = fit_change_predictor(
+                values[max(1, min(self.num_layers * 2 // 5, reached))], chunk_of, sorted(recomputed), kept
+            )
+        candidates = candidates if recomputed is None else set(recomputed)
         running = sorted(candidates | computed)
         hidden = self.decoder.embed_tokens(torch.tensor(ids)[running])
         for layer in range(self.num_layers):
@@ -262,11 +264,11 @@ class Reference:
             if carry and layer and candidates and kept:
                 there = sorted(candidates)
                 rows = [running.index(position) for position in there]
-                moved = carry * tell(k[rows] - before_rope[layer][there])
+                moved = carry * predict_change(k[rows] - before_rope[layer][there])
                 keys[layer][kept] = self.rope(layer, before_rope[layer][kept] + moved, kept)
-                values[layer][kept] += carry * tell(v[rows] - values[layer][there])
+                values[layer][kept] += carry * predict_change(v[rows] - values[layer][there])
             q, k = self.rope(layer, q, running), self.rope(layer, k, running)
-            if layer in shares and shares[layer] < 1 and told is None:
+            if layer in shares and shares[layer] < 1 and recomputed is None:
                 fresh, stored = (v, values[layer]) if deviation == "v" else (k, keys[layer])
                 drift = {
                     position: float((fresh[row] - stored[position]).pow(2).sum())
@@ -307,39 +309,41 @@ def as_cached(model: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]
     return values, keys[..., in_pairs] if model.config.model_type == "deepseek_v2" else keys
 
 
-def told_by(values: Tensor, chunk_of: dict[int, int], told: list[int], kept: list[int]) -> Callable[[Tensor], Tensor]:
+def fit_change_predictor(
+    values: Tensor, chunk_of: dict[int, int], recomputed: list[int], kept: list[int]
+) -> Callable[[Tensor], Tensor]:
     """What the change [R, H, D] of the tokens `told` says of the tokens `kept`: [N, H, D].
 
     The mean of a Gaussian process with unit noise: .3 for any two tokens, and exp(-d / 4) for alike ones, d the mean
     square of the difference of their `values` [T, H, D], each dimension standardised; half that between chunks. As a
     linear model whose 48 features are likenesses to some of the tokens told.
     """
-    everybody = sorted({*told, *kept})
-    rows = values[everybody].flatten(1).double()
+    all_positions = sorted({*recomputed, *kept})
+    rows = values[all_positions].flatten(1).double()
     rows = (rows - rows.mean(0)) / rows.std(0, correction=0)
-    row_of = dict(zip(everybody, rows, strict=True))
+    row_of = dict(zip(all_positions, rows, strict=True))
 
-    def alike(one: int, other: int) -> float:
+    def kernel(one: int, other: int) -> float:
         far = float((row_of[one] - row_of[other]).pow(2).mean())
         return 0.3 + math.exp(-far / 4) * (1.0 if chunk_of[one] == chunk_of[other] else 0.5)
 
-    count = min(48, len(told))
-    marks = [told[place * len(told) // count] for place in range(count)]
-    of_told, of_kept, of_marks = (
-        torch.tensor([[alike(one, mark) for mark in marks] for one in tokens], dtype=torch.float64)
-        for tokens in (told, kept, marks)
+    count = min(48, len(recomputed))
+    marks = [recomputed[place * len(recomputed) // count] for place in range(count)]
+    recomputed_kernel, of_kept, of_marks = (
+        torch.tensor([[kernel(one, mark) for mark in marks] for one in tokens], dtype=torch.float64)
+        for tokens in (recomputed, kept, marks)
     )
     # Ridge regression: the weights' prior has the covariance of the marks, inverted.
-    precision = of_told.T @ of_told + of_marks + 1e-6 * torch.eye(count)
+    precision = recomputed_kernel.T @ recomputed_kernel + of_marks + 1e-6 * torch.eye(count)
 
-    def tell(change: Tensor) -> Tensor:
+    def predict_change(change: Tensor) -> Tensor:
         far = change.double().norm(dim=-1, keepdim=True)  # [R, H, 1]
-        most = 3 * far.sort(0).values[(len(told) - 1) // 2]
+        most = 3 * far.sort(0).values[(len(recomputed) - 1) // 2]
         change = torch.where(far > most, change * most / far, change.double())
-        weights = torch.linalg.lstsq(precision, of_told.T @ change.flatten(1)).solution
+        weights = torch.linalg.lstsq(precision, recomputed_kernel.T @ change.flatten(1)).solution
         return (of_kept @ weights).reshape(len(kept), *change.shape[1:]).float()
 
-    return tell
+    return predict_change
 
 
 def gradual_shares(ratio: float, num_layers: int, check_layer: int = 1) -> dict[int, float]:

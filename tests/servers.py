@@ -266,9 +266,9 @@ class TalkingServer:
     The words are those of a Redis command, or of the first line of an HTTP request.
     """
 
-    def __init__(self, reply: Callable[[list[bytes]], Iterable[bytes]], *, speaks_http: bool = False) -> None:
+    def __init__(self, reply: Callable[[list[bytes]], Iterable[bytes]], *, is_http: bool = False) -> None:
         self.num_requests = 0
-        self._reply, self._speaks_http = reply, speaks_http
+        self._reply, self._is_http = reply, is_http
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -295,7 +295,7 @@ class TalkingServer:
 
     def _request(self, stream: BinaryIO) -> list[bytes]:
         first = stream.readline()
-        if not self._speaks_http:
+        if not self._is_http:
             return [stream.read(int(stream.readline()[1:]) + 2)[:-2] for _ in range(int(first[1:] or 0))]
         while stream.readline().strip():
             pass

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragblend.chunker import Document, adapt_splitter, split, version_of
+from ragblend.chunker import Document, adapt_splitter, get_splitter_version, split
 from ragblend.corpus.documents import open_source
-from ragblend.corpus.folders import walk
+from ragblend.corpus.folder_scan import scan_folders
 from ragblend.errors import NotADocumentError, NotFoundError, UnreadableDocumentError, UsageError
 from ragblend.index import open_index
-from ragblend.ingestion.follow import Cut, follow
+from ragblend.ingestion.sync import ChunkerConfig, sync_index
 
 SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
 
@@ -189,7 +189,7 @@ def test_llamaindex_parsers_plug_in():
 def test_a_splitter_with_other_settings_is_another_one():
     splitters = pytest.importorskip("langchain_text_splitters")
     make = partial(splitters.CharacterTextSplitter, separator="\n\n", chunk_overlap=0)
-    one, other, same = (version_of(adapt_splitter(make(chunk_size=size))) for size in (30, 60, 30))
+    one, other, same = (get_splitter_version(adapt_splitter(make(chunk_size=size))) for size in (30, 60, 30))
     assert one == same != other
     assert "CharacterTextSplitter" in one
 
@@ -438,17 +438,17 @@ def test_folders_are_walked_sorted_without_hidden_files_and_bad_ones_are_reporte
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
-        cut = Cut(lambda document: split(document, count_words, 8), "v")
-        found = walk([tmp_path, tmp_path / "a.md"], own=[tmp_path / "index"])  # a.md is named twice
-        followed = follow(index, found, cut, lambda *_: None)
+        cut = ChunkerConfig(lambda document: split(document, count_words, 8), "v")
+        found = scan_folders([tmp_path, tmp_path / "a.md"], own=[tmp_path / "index"])  # a.md is named twice
+        followed = sync_index(index, found, cut, lambda *_: None)
     assert [below(tmp_path, source) for source in followed.sources] == ["a.md", "b/z.txt"]
     assert [below(tmp_path, failure.path) for failure in followed.failures] == ["b/bad.json"]
     assert [below(tmp_path, skipped.path) for skipped in followed.skipped] == ["b/none.txt"]
-    assert [below(tmp_path, path) for path in walk([tmp_path], "*.md").files] == ["a.md"]
+    assert [below(tmp_path, path) for path in scan_folders([tmp_path], "*.md").files] == ["a.md"]
     with pytest.raises(UsageError, match="relative pattern"):
-        walk([tmp_path], "/etc/*")
+        scan_folders([tmp_path], "/etc/*")
     with pytest.raises(NotFoundError, match=r"nowhere does not exist"):
-        walk([tmp_path, tmp_path / "nowhere"])
+        scan_folders([tmp_path, tmp_path / "nowhere"])
 
 
 def test_equal_content_has_equal_hash_and_metadata_counts():

@@ -17,10 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragblend.corpus import embedders
-from ragblend.corpus.embedders import HashingEmbedder, MiniLMEmbedder, default_embedder, load_embedder, minilm_installed
-from ragblend.corpus.tables import create_database
+from ragblend.corpus.checked_database import create_database
+from ragblend.corpus.embedders import (
+    HashingEmbedder,
+    MiniLMEmbedder,
+    default_embedder,
+    is_minilm_installed,
+    load_embedder,
+)
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
-from ragblend.index import DATABASE, MANIFEST, VECTORS, ChunkIndex, open_index
+from ragblend.index import DATABASE, MANIFEST, VECTORS_FILE, ChunkIndex, open_index
 from ragblend.prompt.prompt import Chunk
 
 DIM = 512
@@ -114,7 +120,7 @@ def test_an_empty_index_finds_nothing(tmp_path):
     with open_index(tmp_path, HashingEmbedder(DIM), create=True) as index:
         assert index.search("anything") == []
     with reopen(tmp_path) as index:
-        assert (index.num_chunks, index.check()) == (0, [])
+        assert (index.num_chunks, index.find_problems()) == (0, [])
 
 
 @given(
@@ -130,7 +136,7 @@ def test_any_text_comes_back_as_it_went_in(tmp_path_factory, documents):
             index.add_document(source, "h", chunks_of(source, texts))
     with reopen(folder) as index:
         assert {source: [chunk.text for chunk in index.chunks(source)] for source in index.sources()} == documents
-        assert index.check() == []
+        assert index.find_problems() == []
 
 
 # --- changing ---
@@ -245,10 +251,10 @@ def flip(path: Path, at: int) -> None:
 
 
 DAMAGES = {
-    "truncated vectors": lambda folder: os.truncate(folder / VECTORS, 100),
-    "empty vectors": lambda folder: os.truncate(folder / VECTORS, 0),
-    "flipped bit in vectors": lambda folder: flip(folder / VECTORS, -5),
-    "no vectors": lambda folder: (folder / VECTORS).unlink(),
+    "truncated vectors": lambda folder: os.truncate(folder / VECTORS_FILE, 100),
+    "empty vectors": lambda folder: os.truncate(folder / VECTORS_FILE, 0),
+    "flipped bit in vectors": lambda folder: flip(folder / VECTORS_FILE, -5),
+    "no vectors": lambda folder: (folder / VECTORS_FILE).unlink(),
     "no manifest": lambda folder: (folder / MANIFEST).unlink(),
     "manifest is no JSON": lambda folder: (folder / MANIFEST).write_text("{"),
     "manifest is another JSON": lambda folder: (folder / MANIFEST).write_text("[]"),
@@ -263,7 +269,7 @@ def test_damaged_search_files_are_rebuilt_with_a_warning_and_repaired(folder, da
         assert best(index, "Herring in the Baltic Sea") == "Herring live in the Baltic Sea."
     caplog.clear()
     with reopen(folder) as index:
-        assert index.check() == []
+        assert index.find_problems() == []
     assert caplog.text == ""
 
 
@@ -294,15 +300,15 @@ def test_a_changed_row_is_noticed_when_read_and_by_check(folder, column):
     db.commit()
     db.close()
     with reopen(folder) as index:
-        assert len(index.check()) == 1
+        assert len(index.find_problems()) == 1
         with pytest.raises(CorruptError, match=r"of tea\.txt in .* is not what was written"):
             index.search("green tea", 7)
         index.add_document("tea.txt", "h", chunks_of("tea.txt", FACTS["tea.txt"]))  # ingesting it again repairs it
-        assert index.check() == []
+        assert index.find_problems() == []
 
 
 @pytest.mark.slow
-@given(position=st.floats(0, 1, exclude_max=True), name=st.sampled_from([DATABASE, VECTORS, MANIFEST]))
+@given(position=st.floats(0, 1, exclude_max=True), name=st.sampled_from([DATABASE, VECTORS_FILE, MANIFEST]))
 @settings(max_examples=60, deadline=None)
 def test_a_flipped_bit_anywhere_gives_the_right_answer_or_an_error(tmp_path_factory, position, name):
     folder = tmp_path_factory.mktemp("flip")
@@ -344,7 +350,7 @@ def test_a_save_killed_between_its_steps_loses_nothing(folder, monkeypatch, cras
         assert best(index, "penguins swim") == "Penguins swim."
         assert index.num_chunks == 8
         index.save()
-        assert index.check() == []
+        assert index.find_problems() == []
 
 
 def test_an_ingestion_that_never_saved_is_whole_after_reopening(folder, caplog):
@@ -372,7 +378,7 @@ def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch
 def test_two_chunks_with_one_row_id_are_refused(folder, monkeypatch):
     from ragblend.corpus import database as chunkdb
 
-    columns = chunkdb.columns_of
+    columns = chunkdb.make_row
     monkeypatch.setattr("ragblend.corpus.database.columns_of", lambda *args: (1, *columns(*args)[1:]))
     with reopen(folder) as index, pytest.raises(RagblendError, match="share one id"):
         index.add_document("new", "h", [Chunk("x", "new"), Chunk("y", "new")])
@@ -448,7 +454,7 @@ def test_changes_lost_with_the_log_are_said(folder):
     index = reopen(folder)
     for name in ("one.txt", "two.txt"):
         index.add_document(name, "h", [Chunk(f"Penguins swim in {name}.", name)])
-    with index.holding():  # so that the log is not emptied
+    with index.write_transaction():  # so that the log is not emptied
         index.save()
     copy = folder.with_name("copy")
     shutil.copytree(folder, copy)
@@ -466,12 +472,12 @@ def test_a_read_only_folder_is_searched(folder, monkeypatch):
     with pytest.raises(RagblendError, match="check its permissions"):
         index.remove_document("tea.txt")
     index.close()
-    assert sorted(path.name for path in folder.iterdir()) == before == sorted([DATABASE, MANIFEST, VECTORS])
+    assert sorted(path.name for path in folder.iterdir()) == before == sorted([DATABASE, MANIFEST, VECTORS_FILE])
 
 
 def test_no_file_of_the_index_is_a_pickle(folder):
     assert (folder / DATABASE).read_bytes().startswith(b"SQLite format 3\0")
-    assert (folder / VECTORS).read_bytes()[:4] == b"IxM2"
+    assert (folder / VECTORS_FILE).read_bytes()[:4] == b"IxM2"
     assert json.loads((folder / MANIFEST).read_text())["schema_version"] == 3
 
 
@@ -494,7 +500,7 @@ def test_hashing_is_the_same_on_every_machine():
 
 
 def test_the_default_embedder_falls_back_to_words_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(embedders, "minilm_installed", lambda: False)
+    monkeypatch.setattr(embedders, "is_minilm_installed", lambda: False)
     assert default_embedder().name == "hashing"
     assert "pip install 'ragblend[demo]'" in caplog.text
     with pytest.raises(NotFoundError, match="pip install"):
@@ -508,7 +514,7 @@ def test_embedders_are_found_by_name_without_loading_a_model(tmp_path):
         load_embedder(tmp_path / "no-such-model").embed(["x"])
 
 
-needs_minilm = pytest.mark.skipif(not minilm_installed(), reason="extra `demo` is not installed")
+needs_minilm = pytest.mark.skipif(not is_minilm_installed(), reason="extra `demo` is not installed")
 
 
 @needs_minilm

@@ -24,16 +24,16 @@ import ragblend.demo
 from ragblend import Chunk
 from ragblend.chunker import Document, split
 from ragblend.config import Settings, load_settings
+from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.corpus.documents import open_source, read_documents
-from ragblend.corpus.folders import walk
+from ragblend.corpus.folder_scan import scan_folders
 from ragblend.corpus.pages import read_page
 from ragblend.corpus.text_index import TextIndex
-from ragblend.corpus.texts import ChunkRegistry
 from ragblend.errors import UnreadableDocumentError, UsageError
 from ragblend.frameworks import boundaries as recovery_module
-from ragblend.frameworks.boundaries import _may_cut, recover
+from ragblend.frameworks.boundaries import _may_cut, recover_chunks
 from ragblend.index import open_index
-from ragblend.ingestion.follow import Cut, follow
+from ragblend.ingestion.sync import ChunkerConfig, sync_index
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.prompt import SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
@@ -215,7 +215,7 @@ _MARKUP = (
 
 @given(page=st.lists(st.sampled_from(_MARKUP.split("|")), max_size=25).map("".join))
 def test_ordinary_pages_have_the_tags_and_texts_that_the_standard_library_finds(page: str) -> None:
-    from ragblend.corpus.pages import _items
+    from ragblend.corpus.pages import _tokenize
 
     def joined(items: Iterable[Any]) -> list[object]:
         found: list[object] = []
@@ -226,7 +226,7 @@ def test_ordinary_pages_have_the_tags_and_texts_that_the_standard_library_finds(
                 found.append(item)
         return found
 
-    found = (item if isinstance(item, str) else tuple(item) for item in _items(page))
+    found = (item if isinstance(item, str) else tuple(item) for item in _tokenize(page))
     assert joined(found) == joined(_PlainPage(page).found)
 
 
@@ -290,11 +290,13 @@ def test_sixteen_hundred_segments_are_compared_a_few_thousand_times(monkeypatch:
 
     monkeypatch.setattr(TextIndex, "starting_at", starting_at)
     nested = ["x " * length for length in range(1, 1601)]
-    assert [part.text for part in recover("x " * 1600, segments=nested) if isinstance(part, Chunk)] == [nested[-1][:-1]]
+    assert [part.text for part in recover_chunks("x " * 1600, segments=nested) if isinstance(part, Chunk)] == [
+        nested[-1][:-1]
+    ]
     same = ["again and again"] * 1600
-    assert sum(isinstance(part, Chunk) for part in recover("\n\n".join(same), segments=same)) == 1600
+    assert sum(isinstance(part, Chunk) for part in recover_chunks("\n\n".join(same), segments=same)) == 1600
     dots = ["." * length for length in range(1, 60)]  # most of them were found where they are met again
-    assert sum(isinstance(part, Chunk) for part in recover("." * 1600, segments=dots)) >= 30
+    assert sum(isinstance(part, Chunk) for part in recover_chunks("." * 1600, segments=dots)) >= 30
     assert tried < 8000
 
 
@@ -329,7 +331,7 @@ _BITS = st.sampled_from(["a", "b", "a b", "x", "\n", " ", "\n\n", ".", "x y z", 
 )
 def test_segments_are_found_where_the_plain_way_finds_them(text: str, segments: list[str]) -> None:
     places, place = [], 0
-    for part in recover(text, segments=segments):
+    for part in recover_chunks(text, segments=segments):
         size = len(part.text if isinstance(part, Chunk) else part)
         if isinstance(part, Chunk):
             places.append((place, place + size))
@@ -361,11 +363,11 @@ def test_a_prompt_of_many_recognised_texts_is_put_together_once() -> None:
             return before + str(self)
 
     texts = [Counted(f"text {number}\n") for number in range(2000)]
-    parts = [part for text in texts for part in (Chunk(text, in_text=True), text)]
+    parts = [part for text in texts for part in (Chunk(text, found_in_prompt=True), text)]
     prompt = SegmentedPrompt.from_messages([("user", parts)])
-    (sent,) = prompt.unrecognised().messages
+    (sent,) = prompt.without_recognized().messages
     assert sent.parts == ("".join(text * 2 for text in texts),)
-    assert [part for part in recover(texts) if part] == ["".join(texts)]
+    assert [part for part in recover_chunks(texts) if part] == ["".join(texts)]
     assert copied < 2 * len(sent.parts[0])
 
 
@@ -379,13 +381,15 @@ def test_a_message_full_of_known_words_is_recognised_up_to_the_limit_and_says_it
     registry.add(["yes"])
     text = "yes\n" * 30_000
     with caplog.at_level(logging.WARNING):
-        parts = recover(text, registry=registry)
+        parts = recover_chunks(text, registry=registry)
     assert sum(isinstance(part, Chunk) for part in parts) == 10_000
     assert "".join(part.text if isinstance(part, Chunk) else part for part in parts) == text
     assert "more than 10000 ingested texts" in caplog.text
     assert "raise max_matches" in caplog.text
     caplog.clear()
-    assert sum(isinstance(part, Chunk) for part in recover(text[:400], registry=registry, max_matches=100)) == 100
+    assert (
+        sum(isinstance(part, Chunk) for part in recover_chunks(text[:400], registry=registry, max_matches=100)) == 100
+    )
     assert not caplog.text
 
 
@@ -442,8 +446,10 @@ def test_ingestion_goes_on_behind_a_file_that_is_too_large(tmp_path: Path) -> No
     (tmp_path / "large.txt").write_text("word " * 300_000)
     (tmp_path / "small.txt").write_text("The mill stands by the river.")
     with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
-        cut = Cut(lambda document: split(document, by_four), "v")
-        followed = follow(index, walk([tmp_path], own=[tmp_path / "index"]), cut, lambda *_: None, max_file_mib=1)
+        cut = ChunkerConfig(lambda document: split(document, by_four), "v")
+        followed = sync_index(
+            index, scan_folders([tmp_path], own=[tmp_path / "index"]), cut, lambda *_: None, max_file_mib=1
+        )
     assert [Path(source).name for source in followed.sources] == ["small.txt"]
     assert ["max_file_mib" in failure.reason for failure in followed.failures] == [True]
 
@@ -483,11 +489,11 @@ def test_documents_of_json_lines_are_indexed_as_they_come(tmp_path: Path, monkey
             return embed(texts, *known)
 
         monkeypatch.setattr(index, "embed", counted)
-        cut = Cut(lambda document: split(document, by_four), "v")
-        followed = follow(index, walk([path]), cut, lambda *_: None)
+        cut = ChunkerConfig(lambda document: split(document, by_four), "v")
+        followed = sync_index(index, scan_folders([path]), cut, lambda *_: None)
         assert (len(followed.sources), index.num_documents) == (400, 400)
         assert most <= 80
-        assert follow(index, walk([path]), cut, lambda *_: None).num_unchanged == 400
+        assert sync_index(index, scan_folders([path]), cut, lambda *_: None).num_unchanged == 400
 
 
 _JSON_LINES = st.lists(

@@ -37,13 +37,13 @@ from langchain_core.runnables import ConfigurableField, RunnableLambda
 from pydantic import ValidationError
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
-from ragblend.corpus.texts import ChunkRegistry
+from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine
 from ragblend.llm import BlendLLM, ChatBlend
@@ -270,9 +270,9 @@ def test_a_calibrated_ratio_is_named_auto(
     prompt = SegmentedPrompt.from_messages([("user", ["Context:\n\n", Chunk(A), Chunk(B), "Question: who?"])])
     prefix_ids = engine.segmenter.tokenize(prompt).prefix_ids
     points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
-    fit = Fit("cacheblend", 1, 0.4, True, points)
+    fit = RuleFit("cacheblend", 1, 0.4, True, points)
     facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, 0.9, 60, "k 2")
-    keep_calibration(DiskStore(tmp_path, fsync=False), Calibration(*facts, (fit,)))
+    save_calibration(DiskStore(tmp_path, fsync=False), Calibration(*facts, (fit,)))
     assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (0.4, 0.9)
     assert report(recompute_ratio=0.2)["recompute_ratio"] == 0.2
     with pytest.raises(UsageError, match="'auto'"):
@@ -762,7 +762,7 @@ def test_a_store_of_another_model(tmp_path: Path) -> None:
     load_engine("demo", store=store).close()
     disk = DiskStore(store)
     ((fingerprint, facts),) = disk.models().items()
-    disk.drop_note(f"models/{fingerprint}.json")
+    disk.delete_metadata(f"models/{fingerprint}.json")
     disk.put_model("0" * len(fingerprint), facts)  # as if another model had made it
     with pytest.raises(StoreMismatchError, match="another --store"):
         ChatBlend(model="demo", store=store)

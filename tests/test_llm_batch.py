@@ -19,8 +19,8 @@ from llama_index.core.llms import ChatMessage as LlamaIndexMessage
 from torch import Tensor
 
 from ragblend import BlendLLM, ChatBlend, load_engine
-from ragblend.engine.batching import _Member
-from ragblend.engine.generation import Step
+from ragblend.engine.batching import _Sequence
+from ragblend.engine.generation import DecodeStep
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.model import precompute_and_register
@@ -190,9 +190,9 @@ def test_a_call_that_is_cancelled_takes_no_other_with_it(
     chat, _ = models(engine)
     expected = [chat.invoke(question).content for question in QUESTIONS[:3]]
     all_run, is_cancelled, ended = threading.Event(), threading.Event(), []
-    decode, end = engine.batch._decode, _Member.end
+    decode, end = engine.batch._decode, _Sequence.end
 
-    def held(steps: Sequence[Step]) -> Sequence[Tensor]:
+    def held(steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         if len(steps) == 3:
             all_run.set()
             assert is_cancelled.wait(60)
@@ -200,7 +200,7 @@ def test_a_call_that_is_cancelled_takes_no_other_with_it(
         return decode(steps)
 
     monkeypatch.setattr(engine.batch, "_decode", held)
-    monkeypatch.setattr(_Member, "end", lambda member, error=None: ended.append(member.stream) or end(member, error))
+    monkeypatch.setattr(_Sequence, "end", lambda member, error=None: ended.append(member.stream) or end(member, error))
 
     async def ask() -> list[Any]:
         tasks = [asyncio.create_task(chat.ainvoke(question)) for question in QUESTIONS[:3]]

@@ -17,10 +17,10 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore, disk_tier
 from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
-from ragblend.ingestion.contexts import versions
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.precompute import (
     as_chunk,
-    check_room,
+    describe_capacity,
     ingest,
     open_engine_index,
     pin_document,
@@ -195,7 +195,7 @@ def test_similar_kv_is_stored_found_pinned_and_removed_with_its_document(engine,
         assert [chunk.context for chunk in hits] == ["none", "similar", "similar"]
         assert pin_document(source, engine, index) == (5, 5)
         pinned = disk_tier(engine.store).pins()[source]
-        assert set(pinned) == {engine.key(chunk) for chunk in versions(chunks, "similar")}
+        assert set(pinned) == {engine.key(chunk) for chunk in chunk_variants(chunks, "similar")}
         assert len(pinned) == 10
         assert remove_documents([source], engine, index) == (5, 10 + 1), "the other's similar version was behind it"
         assert len(list(engine.store.keys())) == 1
@@ -261,7 +261,7 @@ def test_ingesting_again_in_another_dtype_keeps_what_is_stored_and_says_so(chunk
         before = stored_dtypes(place)
         with load_engine("demo", place, kv_dtype=second) as engine:
             monkeypatch.setattr(engine, "_prefill_chunks", lambda *_: pytest.fail("prefilled a known chunk"))
-            report = precompute_chunks(chunks, engine, say=lines.append)
+            report = precompute_chunks(chunks, engine, notify=lines.append)
         assert stored_dtypes(place) == before
         assert (report.num_new_kv, report.num_rewritten_kv) == (0, 0)
         assert report.num_other_kv == (len(chunks) if said else 0)
@@ -331,15 +331,15 @@ def test_what_the_default_limit_means_is_said_before_prefilling(tmp_path):
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
         store = DiskStore(small / "kv", fsync=False, capacity_bytes="auto")
-        assert check_room(store, 3 << 20) == "8.0 MiB free"
+        assert describe_capacity(store, 3 << 20) == "8.0 MiB free"
         with pytest.raises(StoreFullError, match=r"may hold 4.0 MiB: as much as it leaves free.*RAGBLEND_DISK_GIB"):
-            check_room(store, 5 << 20)
+            describe_capacity(store, 5 << 20)
         for seed in range(3):
             store.put(make_kv(seed, tokens=8192))
-        assert re.search(r"holds 3\..* may hold 4\..*longest ago leaves", check_room(store, 2 << 20))
+        assert re.search(r"holds 3\..* may hold 4\..*longest ago leaves", describe_capacity(store, 2 << 20))
         chosen = DiskStore(small / "kv", fsync=False, capacity_bytes=2 << 20)
-        assert "may hold 2.0 MiB" in check_room(chosen, 4 << 20), "a number is somebody's choice"
-        assert check_room(DiskStore(small / "kv", fsync=False), 4 << 20).endswith("free"), "and so is no limit"
+        assert "may hold 2.0 MiB" in describe_capacity(chosen, 4 << 20), "a number is somebody's choice"
+        assert describe_capacity(DiskStore(small / "kv", fsync=False), 4 << 20).endswith("free"), "and so is no limit"
     finally:
         subprocess.run(["umount", "--lazy", str(small)], check=True)
 

@@ -16,8 +16,8 @@ from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.client import Connection
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
-from ragblend.operations.serve import ServeOptions, prepare
-from ragblend.redaction import redacted
+from ragblend.operations.serve import ServeOptions, build_server_command
+from ragblend.redaction import redact
 
 SECRET = "geheim"
 URLS = (
@@ -48,7 +48,7 @@ URLS = (
 @pytest.mark.parametrize("url", URLS)
 def test_no_message_about_a_remote_shows_its_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    shown = [redacted(url), repr(Settings(remote=url))]
+    shown = [redact(url), repr(Settings(remote=url))]
     try:
         store = open_remote(url, timeout_s=0.5)
         store.get("a" * 32)
@@ -67,7 +67,7 @@ def test_a_password_with_marks_in_it_is_told_how_to_be_written() -> None:
 
 def test_a_url_as_it_was_printed_is_refused_instead_of_tried() -> None:
     with pytest.raises(UsageError, match="give the whole URL"):
-        open_remote(redacted("redis://:geheim@cache:6379/0"))
+        open_remote(redact("redis://:geheim@cache:6379/0"))
 
 
 @pytest.mark.parametrize("make", [BlendLLM, ChatBlend, LlamaIndexLLM])
@@ -109,7 +109,7 @@ def test_the_printed_command_of_a_server_hides_what_is_secret(tmp_path: Path) ->
     flags = ("--hf-token", SECRET, f"--ssl-keyfile-password={SECRET}", "--max-model-len", "512")
     remote = f"redis://127.0.0.1:6379/0?password={SECRET}"
     options = ServeOptions(Settings(store=str(tmp_path), remote=remote), api_key=SECRET)
-    made = prepare(options, flags, check=False)
-    assert SECRET not in made.shown()
-    assert made.shown().endswith("--max-model-len 512")
+    made = build_server_command(options, flags, check=False)
+    assert SECRET not in made.display_command()
+    assert made.display_command().endswith("--max-model-len 512")
     assert made.command[-5:-3] == ("--hf-token", SECRET), "vLLM still gets it"

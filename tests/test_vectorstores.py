@@ -102,7 +102,7 @@ def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat: ChatBlend, tmp_p
         assert known(chat, A, B) == [False, True]
         store.delete(["a"])
         assert known(chat, A, B) == [False, False]
-        assert opened.leftovers().last_id == 0
+        assert opened.orphaned_texts().last_id == 0
 
 
 async def test_async_methods_precompute_too(store: PrecomputingVectorStore, chat: ChatBlend) -> None:

@@ -73,19 +73,19 @@ class DictValues:
         self._ask("sizes")
         yield from [(name, len(data)) for name, data in self.data.items()]
 
-    def notes(self) -> list[str]:
+    def list_metadata(self) -> list[str]:
         self._ask("notes")
         return list(self.noted)
 
-    def get_note(self, name: str) -> bytes | None:
+    def get_metadata(self, name: str) -> bytes | None:
         self._ask("get_note")
         return self.noted.get(name)
 
-    def put_note(self, name: str, data: bytes) -> None:
+    def put_metadata(self, name: str, data: bytes) -> None:
         self._ask("put_note")
         self.noted[name] = data
 
-    def drop_note(self, name: str) -> None:
+    def delete_metadata(self, name: str) -> None:
         self._ask("drop_note")
         self.noted.pop(name, None)
 

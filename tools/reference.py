@@ -13,7 +13,7 @@ from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 from ragblend.cli.app import app
-from ragblend.cli.groups import GROUPS, Grouped
+from ragblend.cli.groups import GROUPS, SectionedHelpGroup
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 HEAD = """# Every command
@@ -28,7 +28,7 @@ SUBCOMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")  # their first 
 def page() -> str:
     """The whole page."""
     root = get_command(app)
-    assert isinstance(root, Grouped)
+    assert isinstance(root, SectionedHelpGroup)
     context = typer.Context(root, info_name="ragblend")
     parts = [HEAD]
     for heading, group in GROUPS.items():

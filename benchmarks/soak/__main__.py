@@ -31,7 +31,7 @@ from benchmarks.soak.ledger import Ledger, Stored, Sum, sums
 from benchmarks.soak.memory import Growth, Sample, Sampler, growth
 from benchmarks.soak.work import TENANTS, Text, Work, compute_references
 from ragblend.cli.printing import err, print_json
-from ragblend.cli.session import quiet_libraries, use_threads
+from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import UsageError
@@ -52,7 +52,7 @@ SEEN = (
 )  # fmt: skip
 """Counters of which clients see nothing: that what was to happen did happen."""
 
-Tell = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class SoakConfig:
 class Soak:
     """One run, from the first server's start to the last look into the stores."""
 
-    def __init__(self, config: SoakConfig, tell: Tell) -> None:
-        self.config, self._tell = config, tell
+    def __init__(self, config: SoakConfig, notify: ProgressCallback) -> None:
+        self.config, self._notify = config, notify
         self.faults: list[dict[str, Any]] = []
         self.requests_s = self._start_s = 0.0
         self.tracebacks: list[str] = []
@@ -103,7 +103,7 @@ class Soak:
             replica.start()
         engine = stack.enter_context(load_engine("demo", home / "texts", on_miss="inline"))
         work = Work(engine, config.prompts, config.seed)
-        self.references = compute_references(work.questions, "demo", self._tell)
+        self.references = compute_references(work.questions, "demo", self._notify)
         self.ledger = Ledger(self.references, Stored())
         for replica in self._replicas:
             replica.wait()
@@ -159,7 +159,7 @@ class Soak:
     def _note(self, what: str) -> None:
         seconds = round(time.monotonic() - self._start_s, 1)
         self.faults.append({"num_requests": self._turnstile.num_done, "seconds": seconds, "what": what})
-        self._tell(f"{self._turnstile.num_done} requests: {what}")
+        self._notify(f"{self._turnstile.num_done} requests: {what}")
 
     def _redis_dies(self, share: float, until: float) -> None:
         self._turnstile.wait_for(self._at(share))
@@ -255,9 +255,9 @@ def _thinned(samples: Sequence[Sample], count: int = 60) -> list[tuple[int, floa
     return [(each.num_requests, round(each.rss_bytes / 2**20, 1)) for each in samples[:: 1 + len(samples) // count]]
 
 
-def measure(config: SoakConfig, tell: Tell) -> dict[str, Any]:
+def measure(config: SoakConfig, notify: ProgressCallback) -> dict[str, Any]:
     """Run the deployment and its clients; the JSON object. Its `problems` are empty where everything held."""
-    soak = Soak(config, tell)
+    soak = Soak(config, notify)
     with tempfile.TemporaryDirectory(prefix="ragblend-soak-") as home, ExitStack() as stack:
         soak.run(Path(home), stack)
         return soak.facts()
@@ -288,7 +288,7 @@ def main(
 ) -> None:
     """A table on stderr, one line of JSON on stdout, and in `out`. Exit code 1 if anything was wrong."""
     config = SoakConfig(requests, clients, prompts, threads, seed, minutes)
-    use_threads(1)
+    set_num_threads(1)
     quiet_libraries()
     facts = measure(config, lambda line: err.print(line, markup=False))
     for line in table(facts):

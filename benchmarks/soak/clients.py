@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.soak.deployment import Served, key_of
+from benchmarks.soak.deployment import ServedReplica, key_of
 from benchmarks.soak.ledger import Attempt, Ledger, Outcome, is_stored
-from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, never
-from ragblend.engine.vllm.answer import sampling
+from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, exclude_tokens
+from ragblend.engine.vllm.base_engine import sampling
 from ragblend.engine.vllm.client import delta, events
 from ragblend.engine.vllm.params import VllmMode, report_from
 from ragblend.errors import RagblendError
@@ -44,7 +44,7 @@ RETRY_PAUSE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlannedRequest:
     """One request before it is sent. It is left after `after_s` of silence, or after `after_events` of a stream."""
 
     tenant: str
@@ -108,9 +108,15 @@ class Client(threading.Thread):
     """One of the clients. `error` is what ended it, if that was not the last request."""
 
     def __init__(
-        self, number: int, seed: int, work: Work, replicas: Sequence[Served], ledger: Ledger, turnstile: Turnstile,
+        self,
+        number: int,
+        seed: int,
+        work: Work,
+        replicas: Sequence[ServedReplica],
+        ledger: Ledger,
+        turnstile: Turnstile,
         fresh: deque[Text],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(name=f"client-{number}", daemon=True)
         self._dice = random.Random(f"{seed} {number}")
         self._work, self._replicas, self._ledger, self._turnstile = work, replicas, ledger, turnstile
@@ -129,7 +135,7 @@ class Client(threading.Thread):
         except BaseException as error:  # told by the main thread
             self.error = error
 
-    def _serve(self, http: httpx.Client, wish: Wish) -> None:
+    def _serve(self, http: httpx.Client, wish: PlannedRequest) -> None:
         first = self._dice.randrange(len(self._replicas))
         end_s = time.monotonic() + PATIENCE_S
         for number in range(1000):
@@ -147,7 +153,7 @@ class Client(threading.Thread):
 
     # -- what is asked
 
-    def _wish(self) -> Wish:
+    def _wish(self) -> PlannedRequest:
         dice = self._dice
         ((mode, ratio, is_fresh),) = dice.choices(list(MIX), list(MIX.values()))
         tenant, stream = dice.choice(TENANTS), dice.random() < STREAMS
@@ -163,7 +169,7 @@ class Client(threading.Thread):
                 after_events = dice.randint(1, ANSWER_TOKENS - 1)
             else:
                 after_s = dice.uniform(0.001, 1.0) ** 2
-        return Wish(tenant, mode, ratio, question, is_fresh, stream, after_s, after_events)
+        return PlannedRequest(tenant, mode, ratio, question, is_fresh, stream, after_s, after_events)
 
     def _ingestible(self, tenant: str) -> Text:
         return self._dice.choice([text for text in self._work.texts if tenant in text.owners])
@@ -176,7 +182,7 @@ class Client(threading.Thread):
 
     # -- asking
 
-    def _try(self, http: httpx.Client, wish: Wish, replica: Served) -> Attempt:
+    def _try(self, http: httpx.Client, wish: PlannedRequest, replica: ServedReplica) -> Attempt:
         attempt = Attempt(
             replica.name, wish.tenant, wish.mode, wish.ratio, wish.question, wish.is_fresh, time.monotonic()
         )
@@ -212,22 +218,22 @@ class Client(threading.Thread):
     def _more(self, attempt: Attempt) -> dict[str, Any]:
         if attempt.mode == "ingest":
             return {"model": "demo", "max_tokens": 1}
-        options = GenerationOptions(logit_bias=never(self._work.stop_ids))
+        options = GenerationOptions(logit_bias=exclude_tokens(self._work.stop_ids))
         return {"model": "demo", "max_tokens": ANSWER_TOKENS, **sampling(options)}
 
-    def _refused(self, response: httpx.Response, wish: Wish, attempt: Attempt) -> None:
+    def _refused(self, response: httpx.Response, wish: PlannedRequest, attempt: Attempt) -> None:
         attempt.outcome = "refused"
         if response.status_code not in (502, 503, 504):
             response.read()
             said = f"{response.status_code} {response.text[:300]}"
             self._ledger.fail("errors", f"{wish.mode} of {wish.tenant} at {attempt.replica}: {said}")
 
-    def _read(self, response: httpx.Response, wish: Wish, attempt: Attempt) -> Outcome:
+    def _read(self, response: httpx.Response, wish: PlannedRequest, attempt: Attempt) -> Outcome:
         """What was said, into `attempt`; how it ended."""
         if not wish.stream:
-            told = json.loads(response.read())
-            attempt.token_ids = list(told["choices"][0]["token_ids"])
-            attempt.report = report_from(told.get("kv_transfer_params"))
+            response_body = json.loads(response.read())
+            attempt.token_ids = list(response_body["choices"][0]["token_ids"])
+            attempt.report = report_from(response_body.get("kv_transfer_params"))
             return "complete"
         for event in events(response.iter_lines()):
             part = delta(event)

@@ -101,7 +101,7 @@ class Redis:
 
 
 @dataclass(slots=True)
-class Life:
+class ReplicaRun:
     """A replica from one start to its end, in seconds of `time.monotonic`."""
 
     name: str
@@ -111,18 +111,18 @@ class Life:
     counters: dict[str, float] = field(default_factory=dict)  # then
 
 
-class Served:
+class ServedReplica:
     """A server that runs, as clients see it: where it is, and its lives with their counters."""
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url
-        self.lives: list[Life] = []
+        self.lives: list[ReplicaRun] = []
         self._before: dict[str, float] = {}
 
     def begin(self) -> None:
         """Clients begin now; what was counted before is not theirs."""
         self._before = self._counters()
-        self.lives.append(Life(f"{self.name} {len(self.lives) + 1}", time.monotonic()))
+        self.lives.append(ReplicaRun(f"{self.name} {len(self.lives) + 1}", time.monotonic()))
 
     def read_counters(self) -> None:
         """Note what `/metrics` says. Nothing may be under way; what was counted last is brought out by a step more."""
@@ -138,7 +138,7 @@ class Served:
             return counters_in(http.get("/metrics").raise_for_status().text)
 
 
-class Replica(Served):
+class Replica(ServedReplica):
     """One `ragblend serve` with a store of its own, and all the processes it starts. `flags` are those of `serve`."""
 
     def __init__(
@@ -165,7 +165,7 @@ class Replica(Served):
             self._process = subprocess.Popen(
                 self._command, cwd=self.home, env=self._environment, stdout=log, stderr=log, start_new_session=True
             )
-        self.lives.append(Life(f"{self.name} {len(self.lives) + 1}", time.monotonic()))
+        self.lives.append(ReplicaRun(f"{self.name} {len(self.lives) + 1}", time.monotonic()))
 
     def wait(self) -> None:
         """Until it is healthy."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, NamedTuple
 
-from benchmarks.soak.deployment import OF_READING, Life
+from benchmarks.soak.deployment import OF_READING, ReplicaRun
 from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, References, Text, subsets
 from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.params import VllmMode
@@ -192,7 +192,7 @@ class Sum(NamedTuple):
         return self.smallest <= self.counted <= self.largest
 
 
-def sums(life: Life, attempts: Iterable[Attempt]) -> list[Sum]:
+def sums(life: ReplicaRun, attempts: Iterable[Attempt]) -> list[Sum]:
     """Counters of `life` when they were read, which was with nothing under way, beside what clients saw until then."""
     assert life.read_s is not None
     seen = [each for each in attempts if each.start_s >= life.start_s and each.end_s <= life.read_s]
@@ -205,7 +205,7 @@ def sums(life: Life, attempts: Iterable[Attempt]) -> list[Sum]:
     hits = sum(_report(each).num_chunk_hits for each in asked)
     looked = sum(len(each.question.texts) for each in asked if each.looks_up)
     found = sum(_report(each).num_chunk_hits for each in asked if each.looks_up)
-    maybe = sum(len(each.question.texts) for each in begun if each.looks_up or each.mode == "ingest")
+    max_lookups = sum(len(each.question.texts) for each in begun if each.looks_up or each.mode == "ingest")
     num_tokens = sum(sum(end - start for start, end in each.question.spans) for each in begun if each.mode != "ingest")
     got = sum(len(each.token_ids) for each in seen)
     reused = sum(report.num_reused_tokens for report in reports)
@@ -217,8 +217,8 @@ def sums(life: Life, attempts: Iterable[Attempt]) -> list[Sum]:
         "finished_stop": (0, 0),
         "finished_error": (0, 0),
         "generation_tokens_total": (got, got + sum(each.max_tokens - len(each.token_ids) for each in begun)),
-        "ragblend_chunk_hits_total": (hits, hits + maybe),
-        "ragblend_chunk_misses_total": (looked - found, looked - found + maybe),
+        "ragblend_chunk_hits_total": (hits, hits + max_lookups),
+        "ragblend_chunk_misses_total": (looked - found, looked - found + max_lookups),
         "ragblend_ingested_chunks_total": (num_ingested, num_ingested + _count(begun, "ingest")),
         "ragblend_reused_tokens_total": (reused, reused + num_tokens),
         "ragblend_recomputed_tokens_total": (recomputed, recomputed + num_tokens),

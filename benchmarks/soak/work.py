@@ -173,7 +173,7 @@ def subsets(count: int) -> Iterator[Hits]:
         yield from map(frozenset, itertools.combinations(range(count), size))
 
 
-def compute_references(questions: Sequence[Question], model: str, tell: Callable[[str], None]) -> References:
+def compute_references(questions: Sequence[Question], model: str, notify: Callable[[str], None]) -> References:
     """All of them. Each set of hits has a namespace of its own, in which the chunks at those positions are stored."""
     found: dict[tuple[int, Mode, Hits], Reference] = {}
     with ExitStack() as stack:
@@ -181,7 +181,7 @@ def compute_references(questions: Sequence[Question], model: str, tell: Callable
         engine = stack.enter_context(load_engine(model, store, on_miss="inline", context="none"))
         stop_ids = engine.segmenter.stop_ids()
         for question in questions:
-            tell(f"right answers: prompt {question.number + 1} of {len(questions)}")
+            notify(f"right answers: prompt {question.number + 1} of {len(questions)}")
             found[question.number, "full", frozenset()] = _answer(engine, question, "full", stop_ids, frozenset())
             for hits in subsets(len(question.texts)):
                 chunks = list(question.prompt.chunks)
@@ -199,14 +199,19 @@ def compute_references(questions: Sequence[Question], model: str, tell: Callable
 def _answer(
     engine: TransformersEngine, question: Question, mode: Mode, stop_ids: frozenset[int], hits: Hits
 ) -> Reference:
-    told: Generation = engine.generate(
-        question.prompt, mode=mode, max_tokens=ANSWER_TOKENS, logit_bias=never(stop_ids), logprobs=True, top_logprobs=3
+    generation: Generation = engine.generate(
+        question.prompt,
+        mode=mode,
+        max_tokens=ANSWER_TOKENS,
+        logit_bias=exclude_tokens(stop_ids),
+        logprobs=True,
+        top_logprobs=3,
     )
-    seen = {position for position, chunk in enumerate(told.report.chunks) if chunk.hit}
+    seen = {position for position, chunk in enumerate(generation.report.chunks) if chunk.hit}
     if seen != hits:
         raise RagblendError(f"the engine alone found chunks {sorted(seen)} of prompt {question.number}, not {hits}")
     certain: list[int] = []
-    for token in told.logprobs or ():
+    for token in generation.logprobs or ():
         others = [logprob for token_id, logprob in token.top if token_id not in stop_ids]
         if others[0] - others[1] < MARGIN:
             break
@@ -214,7 +219,7 @@ def _answer(
     return Reference(tuple(certain))
 
 
-def never(token_ids: frozenset[int]) -> dict[int, float]:
+def exclude_tokens(token_ids: frozenset[int]) -> dict[int, float]:
     """A bias that keeps tokens out of an answer: answers of one length have more to be compared."""
     return dict.fromkeys(token_ids, -100.0)
 

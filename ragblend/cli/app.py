@@ -16,51 +16,54 @@ import typer
 
 from ragblend.cli.ask import ask, chat, search
 from ragblend.cli.documents import ingest, precompute, remove
-from ragblend.cli.groups import Grouped, add_epilogs, epilog
+from ragblend.cli.groups import SectionedHelpGroup, add_epilogs, epilog
 from ragblend.cli.lab.analyze import analyze
 from ragblend.cli.lab.bench import bench_app
 from ragblend.cli.lab.calibrate import calibrate_app
 from ragblend.cli.lab.explain import explain
 from ragblend.cli.lab.plan import register as register_plan
 from ragblend.cli.lab.ui import ui
-from ragblend.cli.options import JsonOption, takes
+from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import err, out, print_json, print_result, progress_bars
-from ragblend.cli.session import one_thread, quiet_libraries
+from ragblend.cli.session import quiet_libraries, use_one_thread
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
 from ragblend.config import Settings
 from ragblend.errors import RagblendError
 
 if TYPE_CHECKING:
-    from ragblend.operations.doctor import Check
+    from ragblend.operations.doctor import DiagnosticResult
 
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     help="Prefill every RAG chunk once, keep its KV cache, and fuse the retrieved chunks' caches at query time.",
-    cls=Grouped,
+    cls=SectionedHelpGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
-@takes("model backend index store remote")
+@with_settings("model backend index store remote")
 def doctor(settings: Settings, json_: JsonOption = False) -> None:
     """Check this machine: versions, model, embedder, disk, remote tier, vLLM; say what is missing, how to mend it."""
-    from ragblend.operations.doctor import examine
+    from ragblend.operations.doctor import run_diagnostics
 
-    checks = examine(settings)
+    checks = run_diagnostics(settings)
     lines = [f"{_mark(check)} {check.name}: {check.finding}" for check in checks]
     for words, optional in (("to mend", False), ("if you need it", True)):
-        missing = [check for check in checks if not check.ok and check.optional is optional and check.remedy]
-        lines += [f"{words}, {check.name}: {check.remedy}" for check in missing]
-    print_result({"checks": [check._asdict() for check in checks]}, "\n".join(lines), json_)
+        missing = [check for check in checks if not check.ok and check.optional is optional and check.fix]
+        lines += [f"{words}, {check.name}: {check.fix}" for check in missing]
+    facts = [
+        {"remedy" if name == "fix" else name: value for name, value in check._asdict().items()} for check in checks
+    ]
+    print_result({"checks": facts}, "\n".join(lines), json_)
     if not all(check.ok or check.optional for check in checks):
         raise typer.Exit(1)
 
 
-def _mark(check: Check) -> str:
+def _mark(check: DiagnosticResult) -> str:
     return "ok " if check.ok else "-  " if check.optional else "NO "
 
 
@@ -85,7 +88,7 @@ def init(
     print_result({"path": str(path)}, f"{path} holds every setting, commented out; flags and RAGBLEND_* win", json_)
 
 
-@takes("store remote rule ratio system context dtype kv_dtype trust_remote_code")
+@with_settings("store remote rule ratio system context dtype kv_dtype trust_remote_code")
 def serve(
     settings: Settings,
     given: typer.Context,
@@ -108,12 +111,12 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command that would run.")] = False,
 ) -> None:
     """Start vLLM's OpenAI-compatible server with chunk KV from a store. Further flags go to vLLM as they are."""
-    from ragblend.operations.serve import ServeOptions, prepare
+    from ragblend.operations.serve import ServeOptions, build_server_command
     from ragblend.operations.serve import serve as run
 
     options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys)
     if dry_run:
-        print(prepare(options, given.args).shown())
+        print(build_server_command(options, given.args).display_command())
         return
     err.print(
         f"starting vLLM with {settings.model} and the store {settings.store}; clients: --backend http://{host}:{port}"
@@ -131,7 +134,7 @@ def demo(
     json_: JsonOption = False,
 ) -> None:
     """Ingest a small corpus with the embedded model, then answer questions in all four modes side by side."""
-    one_thread()
+    use_one_thread()
     quiet_libraries()
     from ragblend.demo.show import run_demo
 
@@ -193,11 +196,13 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        from ragblend.files.directory import FULL, refusal
+        from ragblend.files.directory import DISK_FULL_ERRNOS, to_write_error
 
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
-        err.print(f"error: {refusal(error, Path(error.filename or '.'))}", markup=False, style="red", soft_wrap=True)
+        err.print(
+            f"error: {to_write_error(error, Path(error.filename or '.'))}", markup=False, style="red", soft_wrap=True
+        )
         sys.exit(RagblendError.exit_code)
 
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ragblend.cli.options import JsonOption, ShowSources, takes
+from ragblend.cli.options import JsonOption, ShowSources, with_settings
 from ragblend.cli.printing import err, out, print_json, print_shadow, print_sources, source_facts
-from ragblend.cli.session import embedder_name, open_engine, open_index_of, retrieve
+from ragblend.cli.session import embedder_name, open_engine, open_settings_index, retrieve
 from ragblend.config import Settings
 
 ENGINE_SETTINGS = "model backend index store remote"
@@ -19,7 +19,7 @@ PLACE_SETTINGS = "embedder system namespace dtype device trust_remote_code"
 _ANSWER = f"{ENGINE_SETTINGS} mode rule ratio {SEARCH_SETTINGS} max_tokens temperature shadow {PLACE_SETTINGS}"
 
 
-@takes(_ANSWER)
+@with_settings(_ANSWER)
 def ask(
     settings: Settings,
     question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
@@ -30,7 +30,7 @@ def ask(
     """Answer a question from the fused KV caches of the chunks it retrieves."""
     from ragblend.prompt.prompt import SegmentedPrompt
 
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         hits = retrieve(opened, question, settings)
         made = engine.stream(
             SegmentedPrompt([hit.chunk for hit in hits], question, settings.system), **settings.generation
@@ -59,7 +59,7 @@ def ask(
     err.print(answer.report.summary())
 
 
-@takes(_ANSWER, demo="Chat about the demo's corpus; nothing else is needed.")
+@with_settings(_ANSWER, demo="Chat about the demo's corpus; nothing else is needed.")
 def chat(
     settings: Settings,
     show_sources: ShowSources = False,
@@ -79,7 +79,7 @@ def chat(
     from ragblend.engine.transformers.model import DEMO
     from ragblend.frameworks.conversation import ChatSession
 
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         session = ChatSession(engine, system=settings.system)
         condenses = engine.name != DEMO if condense is None else condense
         err.print("Ask a question; an empty line or Ctrl-D ends the chat.")
@@ -106,7 +106,7 @@ def chat(
         print_shadow(engine, settings)
 
 
-@takes(f"index {SEARCH_SETTINGS} embedder")
+@with_settings(f"index {SEARCH_SETTINGS} embedder")
 def search(
     settings: Settings,
     question: Annotated[str, typer.Argument(help="What to look for.")],

@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.options import DocumentArgument, GpusPerWorker, JsonOption, RayAddress, Workers, takes
+from ragblend.cli.options import DocumentArgument, GpusPerWorker, JsonOption, RayAddress, Workers, with_settings
 from ragblend.cli.printing import count_of, err, print_ingest, print_result, progress_bars
-from ragblend.cli.session import embedder_name, open_engine, open_index_of, open_workers, wait_for_remote
+from ragblend.cli.session import embedder_name, open_engine, open_settings_index, open_workers, wait_for_remote
 from ragblend.config import Settings
 
 EXIT_PARTIAL = 6
 
 
-@takes(
+@with_settings(
     "model backend index store remote chunk_size context embedder system namespace dtype kv_dtype device "
     "trust_remote_code"
 )
@@ -55,7 +55,7 @@ def ingest(
             embedder=embedder_name(settings),
             workers=others,
             progress=progress,
-            say=err.print,
+            notify=err.print,
         )
         wait_for_remote(engine, progress)
     print_ingest(report, settings, json_)
@@ -63,7 +63,7 @@ def ingest(
         raise typer.Exit(EXIT_PARTIAL)
 
 
-@takes("model backend index store remote context system namespace dtype kv_dtype device trust_remote_code")
+@with_settings("model backend index store remote context system namespace dtype kv_dtype device trust_remote_code")
 def precompute(
     settings: Settings,
     kv_dtype: str | None = None,
@@ -81,7 +81,7 @@ def precompute(
 
     with (
         open_engine(settings, new_model=True) as engine,
-        open_index_of(settings, engine) as opened,
+        open_settings_index(settings, engine) as opened,
         open_workers(settings, workers, ray, gpus_per_worker) as others,
         progress_bars() as progress,
     ):
@@ -93,14 +93,14 @@ def precompute(
     print_ingest(report, settings, json_)
 
 
-@takes("model backend index store remote system namespace dtype")
+@with_settings("model backend index store remote system namespace dtype")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Forget documents: chunks, pins, and KV and texts that no other document has. What is still there comes back with
     the next `ingest` of its folder. Killed, or with the remote tier down (exit 5), the same command does the rest."""
     from ragblend.precompute import find_documents, remove_documents
 
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
-        sources = find_documents(document, opened, gone=True)
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
+        sources = find_documents(document, opened, include_unfinished=True)
         num_chunks, num_kv = remove_documents(sources, engine, opened)
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
     text = f"{document}: {count_of(sources, 'document')}, {num_chunks} chunks and {num_kv} KV caches removed"

@@ -66,7 +66,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-class Listed(TyperGroup):
+class FullHelpGroup(TyperGroup):
     """A list of commands with each one's first sentence whole."""
 
     def heading(self, name: str) -> str:
@@ -81,7 +81,7 @@ class Listed(TyperGroup):
                 formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in group if command])
 
 
-class Grouped(Listed):
+class SectionedHelpGroup(FullHelpGroup):
     """That of `ragblend` itself, with a heading for each group."""
 
     def heading(self, name: str) -> str:

@@ -18,12 +18,12 @@ import typer
 from ragblend.cli.session import settings_for_demo, settings_from
 from ragblend.config import Settings, setting_type
 from ragblend.errors import UsageError
-from ragblend.options import RATIO, Option
+from ragblend.options import RATIO, OptionSpec
 
 Command = Callable[..., None]
 
 
-def takes(names: str, *, demo: str = "") -> Callable[[Command], Command]:
+def with_settings(names: str, *, demo: str = "") -> Callable[[Command], Command]:
     """Flags for the settings `names`, between a command's own arguments and options; it is called with `settings`.
 
     A parameter of its own that is named like a setting sets it as well; one that is named like a flag is handed what
@@ -59,7 +59,7 @@ def takes(names: str, *, demo: str = "") -> Callable[[Command], Command]:
 
 def flag(name: str) -> Any:
     """The typer option of a setting."""
-    known: Option = Settings.__dataclass_fields__[name].metadata["option"]
+    known: OptionSpec = Settings.__dataclass_fields__[name].metadata["option"]
     more: dict[str, Any] = {"parser": parse_ratio, "metavar": "SHARE|auto"} if _type(name) is Any else {}
     return typer.Option(known.flag or f"--{name.replace('_', '-')}", help=known.help, **more)
 
@@ -75,7 +75,7 @@ def parse_ratio(text: str) -> float | str:
     try:
         return text if text == "auto" else float(text)
     except ValueError as error:
-        raise UsageError(f"{text!r} is no share; choose {RATIO.choose}") from error
+        raise UsageError(f"{text!r} is no share; choose {RATIO.expected}") from error
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.text import Text
 
 from ragblend.options import DiskBudget
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ragblend.index import SearchHit
 
 SCHEMA_VERSION = 1
-SAY_EVERY_S = 30.0  # between two lines of progress, where stderr is no terminal
+PROGRESS_INTERVAL_S = 30.0  # between two lines of progress, where stderr is no terminal
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
@@ -55,25 +55,25 @@ def print_json(facts: dict[str, Any]) -> None:
 
 def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     """What an ingestion did and cost."""
-    from ragblend.corpus.folders import shown
+    from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.tiered import format_bytes
 
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
-        where = f"store of {redacted(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
-    skipped = [f"{shown(path)} {reason.partition(';')[0]}" for path, reason in report.skipped]
+        where = f"store of {redact(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
+    skipped = [f"{display_source(path)} {reason.partition(';')[0]}" for path, reason in report.skipped]
     lines = [
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
         f"{report.num_tokens} tokens",
-        *([f"gone: {listed(map(shown, report.removed))}"] if report.removed else []),
+        *([f"gone: {join_names(map(display_source, report.removed))}"] if report.removed else []),
         *([f"{report.num_removed_kv} KV caches of what is changed or gone removed"] if report.num_removed_kv else []),
         f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored"
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
-        *([f"{len(report.skipped)} files are no documents: {listed(skipped)}"] if skipped else []),
-        *([f"left out by .gitignore: {listed(map(shown, report.ignored))}"] if report.ignored else []),
-        *(f"not read: {shown(failure.path)}: {failure.reason}" for failure in report.failures),
+        *([f"{len(report.skipped)} files are no documents: {join_names(skipped)}"] if skipped else []),
+        *([f"left out by .gitignore: {join_names(map(display_source, report.ignored))}"] if report.ignored else []),
+        *(f"not read: {display_source(failure.path)}: {failure.reason}" for failure in report.failures),
     ]
     print_result(report.as_dict(), "\n".join(lines), json_)
 
@@ -92,13 +92,13 @@ def source_facts(hit: SearchHit) -> dict[str, Any]:
 
 def print_sources(hits: Sequence[SearchHit]) -> None:
     """The retrieved chunks, one line each."""
-    from ragblend.corpus.folders import shown
+    from ragblend.corpus.folder_scan import display_source
 
     for number, hit in enumerate(hits, start=1):
         chunk = hit.chunk
         text = " ".join(chunk.text.split())
         text = text if len(text) <= 160 else text[:157] + "..."
-        place = f"{shown(chunk.source)}:{chunk.start}-{chunk.end}"
+        place = f"{display_source(chunk.source)}:{chunk.start}-{chunk.end}"
         out.print(f"[{number}] {place} ({hit.score:.2f}) {text}", markup=False)
 
 
@@ -131,7 +131,7 @@ def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
     return f"limit: {format_bytes(limit_bytes)} ({who})"
 
 
-def listed(names: Iterable[str], most: int = 3) -> str:
+def join_names(names: Iterable[str], most: int = 3) -> str:
     """The first few names, and how many there are more.
 
     >>> listed(["a", "b", "c"], most=2)
@@ -158,12 +158,14 @@ class _RateColumn(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:.3g}/s")
 
 
-def progress_lines(say: Callable[[str], None], every_s: float = SAY_EVERY_S) -> Callable[[str, int, int | None], None]:
+def progress_lines(
+    notify: Callable[[str], None], every_s: float = PROGRESS_INTERVAL_S
+) -> Callable[[str, int, int | None], None]:
     """A progress callback that says, now and then, how far a stage is, how fast it goes and how long it will take."""
     starts: dict[str, tuple[float, int]] = {}  # when a stage was seen first, and how far it was
     said_s = monotonic()
 
-    def tell(stage: str, done: int, total: int | None) -> None:
+    def on_progress(stage: str, done: int, total: int | None) -> None:
         nonlocal said_s
         now_s = monotonic()
         start_s, first = starts.setdefault(stage, (now_s, done))
@@ -172,9 +174,9 @@ def progress_lines(say: Callable[[str], None], every_s: float = SAY_EVERY_S) -> 
         said_s = now_s
         rate = (done - first) / (now_s - start_s)
         left = "" if total is None else f" of {total}, {(total - done) / rate:.0f} s left"
-        say(f"{stage}: {done}{left}, {rate:.3g}/s")
+        notify(f"{stage}: {done}{left}, {rate:.3g}/s")
 
-    return tell
+    return on_progress
 
 
 @contextmanager
@@ -189,9 +191,9 @@ def progress_bars() -> Iterator[Any]:
     with Progress(*columns, console=err, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def tell(stage: str, done: int, total: int | None) -> None:
+        def on_progress(stage: str, done: int, total: int | None) -> None:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total)
             bars.update(tasks[stage], completed=done, total=total)
 
-        yield tell
+        yield on_progress

@@ -33,7 +33,7 @@ def settings_from(arguments: dict[str, Any]) -> Settings:
 
 def settings_for_demo(arguments: dict[str, Any]) -> Settings:
     """Settings from a command's arguments and, where these say nothing, the demo's: its corpus is ingested first."""
-    one_thread()
+    use_one_thread()
     quiet_libraries()
     from ragblend.demo.show import demo_settings
 
@@ -42,12 +42,12 @@ def settings_for_demo(arguments: dict[str, Any]) -> Settings:
     return settings_from({**prepared, **{name: value for name, value in arguments.items() if value is not None}})
 
 
-def one_thread() -> None:
+def use_one_thread() -> None:
     """The embedded model is too small to share: on a busy machine two threads wait for each other at every step."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def use_threads(count: int | None) -> None:
+def set_num_threads(count: int | None) -> None:
     """Tell every library that computes, before it is imported, how many CPU threads to use; None leaves it alone."""
     if count is not None and count > 0:
         os.environ["OMP_NUM_THREADS"] = str(count)
@@ -103,7 +103,7 @@ def open_workers(settings: Settings, count: int | None, ray: str | None, gpus: f
         yield workers
 
 
-def open_index_of(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:
+def open_settings_index(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:
     """The index that the settings name, checked against the engine's tokenizer; with `create` an empty one if there
     is none.
     """

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.cli.options import DocumentArgument, JsonOption, takes
-from ragblend.cli.printing import count_of, limit_line, listed, print_result, progress_bars, remote_line
-from ragblend.cli.session import open_engine, open_index_of, remote_facts
+from ragblend.cli.options import DocumentArgument, JsonOption, with_settings
+from ragblend.cli.printing import count_of, join_names, limit_line, print_result, progress_bars, remote_line
+from ragblend.cli.session import open_engine, open_settings_index, remote_facts
 from ragblend.config import Settings
 
 EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
 
-@takes("store remote")
+@with_settings("store remote")
 def push(settings: Settings, json_: JsonOption = False) -> None:
     """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived, 1 where it is
     full."""
@@ -38,12 +38,12 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
         raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
 
 
-@takes("model index store system namespace dtype")
+@with_settings("model index store system namespace dtype")
 def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Keep documents' KV: no budget evicts it, until `unpin`. Ingested again, their new chunks are kept."""
     from ragblend.precompute import find_documents, pin_document
 
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         sources = find_documents(document, opened)
         pinned = [pin_document(source, engine, opened) for source in sources]
     num_chunks, num_stored = (sum(counts) for counts in zip(*pinned, strict=True))
@@ -52,30 +52,30 @@ def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fals
     print_result(facts, text, json_)
 
 
-@takes("store")
+@with_settings("store")
 def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Let documents' KV be evicted again."""
-    from ragblend.corpus.folders import file_of, named
+    from ragblend.corpus.folder_scan import match_sources, source_path
     from ragblend.engine.store.disk import DiskStore
 
     disk = DiskStore(settings.store, create=False)
-    sources = named(document, [(source, file_of(source)) for source in disk.pins()])
+    sources = match_sources(document, [(source, source_path(source)) for source in disk.pins()])
     for source in sources:
         disk.unpin(source)
     text = f"{document}: {count_of(sources, 'document')} no longer pinned" if sources else f"{document} was not pinned"
     print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
 
 
-@takes("index store remote")
+@with_settings("index store remote")
 def stats(settings: Settings, json_: JsonOption = False) -> None:
     """What the index and the store hold and cost."""
-    from ragblend.corpus.folders import shown
+    from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.disk import DiskStore
-    from ragblend.engine.store.open import capacity_of
+    from ragblend.engine.store.open import parse_capacity
     from ragblend.engine.store.tiered import format_bytes
     from ragblend.index import open_index
 
-    disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_of(settings.disk_gib))
+    disk = DiskStore(settings.store, create=False, capacity_bytes=parse_capacity(settings.disk_gib))
     entries, limit = list(disk.entries()), disk.limit_bytes()
     num_tokens = sum(entry.header.num_tokens for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
@@ -98,7 +98,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
         "kv_dtypes": dict(dtypes),
-        "context": disk.context(),
+        "context": disk.read_context(),
         "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
         "pinned": sorted(disk.pins()),
@@ -116,15 +116,15 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         limit_line(limit, settings.disk_gib),
         *([f"context: {facts['context']}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
-        *([f"pinned: {listed(map(shown, sorted(disk.pins())), 20)}"] if disk.pins() else []),
+        *([f"pinned: {join_names(map(display_source, sorted(disk.pins())), 20)}"] if disk.pins() else []),
         *([remote_line(facts["remote"])] if facts["remote"] else []),
-        *(f"  {shown(source)}" for source in sources[:20]),
+        *(f"  {display_source(source)}" for source in sources[:20]),
         *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
     ]
     print_result(facts, "\n".join(lines), json_)
 
 
-@takes("model backend index store remote system namespace dtype")
+@with_settings("model backend index store remote system namespace dtype")
 def verify(
     settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Drop damaged entries and prefill them again.")] = False,
@@ -136,20 +136,24 @@ def verify(
     report = verify_store(settings.store, settings.index)
     if settings.remote is not None:
         from ragblend.engine.store.remote.tier import open_remote
-        from ragblend.operations.trust import repair_remote, verify_remote
+        from ragblend.operations.signing import repair_remote, verify_remote
 
         tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
         report.damaged_remote = verify_remote(tier, settings.store)
         if repair:
             repair_remote(tier, settings.store, report.damaged_remote)
         tier.close()
-    if repair and report.is_bad:
+    if repair and report.has_problems:
         from ragblend.engine.store.disk import CONTEXT_FILE
         from ragblend.operations.maintenance import repair_store
 
         if CONTEXT_FILE in report.damaged_files:  # no engine opens the store before it is dropped
             settings = replace(settings, context=settings.context or "none")
-        with open_engine(settings) as engine, open_index_of(settings, engine) as opened, progress_bars() as progress:
+        with (
+            open_engine(settings) as engine,
+            open_settings_index(settings, engine) as opened,
+            progress_bars() as progress,
+        ):
             report.num_repaired = repair_store(report, engine, opened, progress)
     lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
     if report.missing:
@@ -162,14 +166,14 @@ def verify(
         lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
     if repair:
         lines += [f"{report.num_repaired} recomputed", *report.dropped, *report.unrepaired]
-    elif report.is_bad:
+    elif report.has_problems:
         lines.append("Damaged entries are never used for an answer. Drop and recompute them: ragblend verify --repair")
     print_result(report.as_dict(), "\n".join(lines), json_)
-    if report.unrepaired or (report.is_bad and not repair):
+    if report.unrepaired or (report.has_problems and not repair):
         raise typer.Exit(EXIT_CORRUPT)
 
 
-@takes("index store")
+@with_settings("index store")
 def gc(
     settings: Settings,
     max_size: Annotated[str | None, typer.Option("--max-size", help="Keep at most this much, e.g. 20GiB.")] = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.options import JsonOption, takes
+from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import print_result, progress_bars
 from ragblend.config import Settings
 
@@ -34,7 +34,7 @@ def init_key(
     print_result({"path": str(path), "id": key.id}, "\n".join(lines), json_)
 
 
-@takes("store")
+@with_settings("store")
 def sign(
     settings: Settings,
     signed_with: Annotated[
@@ -46,7 +46,7 @@ def sign(
     """Sign what a store holds already. You say by that that you trust whoever could write there until now."""
     from ragblend.engine.store.signing import find_key, read_key
     from ragblend.errors import NotFoundError
-    from ragblend.operations.trust import sign_store
+    from ragblend.operations.signing import sign_store
 
     key = find_key()
     if key is None:

@@ -14,25 +14,25 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.corpus.rows import (
-    CHECKED,
-    SELECT,
-    Doomed,
-    FileNote,
-    Leftovers,
-    Row,
-    columns_of,
+from ragblend.corpus.checked_database import CheckedDatabase, make_reingest_hint
+from ragblend.corpus.schema import (
+    CHECKED_COLUMNS,
+    SELECT_CHUNKS,
+    ChunkRow,
+    IngestedFile,
+    OrphanedTexts,
+    PendingDeletion,
+    make_row,
     text_hash,
 )
-from ragblend.corpus.tables import Tables, reingest
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.prompt.prompt import Chunk
 
 _OF_DOCUMENT = "WHERE d.source = ? ORDER BY c.ordinal"
-_DOOMED = "key, place, source, text_hash"
+_DELETION_COLUMNS = "key, place, source, text_hash"
 
 
-class ChunkDatabase(Tables):
+class ChunkDatabase(CheckedDatabase):
     """The documents of an index, their chunks and vectors, the files they came from, and what they left behind."""
 
     # --- reading ---
@@ -49,24 +49,29 @@ class ChunkDatabase(Tables):
 
     def sources(self, status: str | None = None) -> list[str]:
         """Sources of all documents, first added first; with `status`, of those that have it."""
-        found = self._checked("documents", "source", "WHERE ?1 IS NULL OR status = ?1 ORDER BY id", (status,))
+        found = self._select_checked("documents", "source", "WHERE ?1 IS NULL OR status = ?1 ORDER BY id", (status,))
         return [source for (source,) in found]
 
     def documents(self) -> dict[str, dict[str, str]]:
         """Content hashes by source, by file, first added first; of those that came in without a file under ""."""
         found: dict[str, dict[str, str]] = {}
-        for file, source, content_hash in self._checked("documents", "file, source, content_hash", "ORDER BY id"):
+        for file, source, content_hash in self._select_checked(
+            "documents", "file, source, content_hash", "ORDER BY id"
+        ):
             found.setdefault(file, {})[source] = content_hash
         return found
 
-    def files(self) -> dict[str, FileNote]:
+    def files(self) -> dict[str, IngestedFile]:
         """What is noted of the files that documents came from, by path."""
-        return {row[0]: FileNote(*row) for row in self._checked("files", CHECKED["files"], "ORDER BY path")}
+        return {
+            row[0]: IngestedFile(*row)
+            for row in self._select_checked("files", CHECKED_COLUMNS["files"], "ORDER BY path")
+        }
 
     def chunks(self, source: str | None = None) -> Iterator[Chunk]:
         """All chunks, or those of one document, in reading order. Each document is whole, as of its turn."""
         for name in self.sources() if source is None else [source]:
-            yield from (row.chunk() for row in self._sound(self._select(_OF_DOCUMENT, (name,))))
+            yield from (row.chunk() for row in self._require_intact(self._select(_OF_DOCUMENT, (name,))))
 
     def get(self, ids: Iterable[str]) -> dict[str, Chunk]:
         """The chunks with these ids, in that order; ids that are not here are left out."""
@@ -80,17 +85,17 @@ class ChunkDatabase(Tables):
 
     def texts_since(self, generation: int) -> list[str]:
         """The texts of chunks that were added after the manifest had that generation."""
-        with self.reading():
+        with self.read_transaction():
             return [row.text for row in self.rows(self.ids(newer_than=generation).tolist())]
 
     def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
         """The vectors, as stored, of those `texts` that some chunk has, by `text_hash`."""
         found = {}
-        with self.reading():
+        with self.read_transaction():
             for hashed in dict.fromkeys(map(text_hash, texts)):
                 # One will do, of as many as a line that every document has; damaged, the text is embedded again.
                 for row in self._select("WHERE c.text_hash = ? LIMIT 1", (hashed,)):
-                    if row.is_sound():
+                    if row.is_intact():
                         found[hashed] = row.vector
         return found
 
@@ -99,73 +104,80 @@ class ChunkDatabase(Tables):
         query = "SELECT id FROM chunks WHERE generation > ? ORDER BY document, ordinal"
         return np.array([row_id for (row_id,) in self._rows(query, (newer_than,))], np.int64)
 
-    def rows_there(self, ids: Sequence[int]) -> list[Row]:
+    def find_rows(self, ids: Sequence[int]) -> list[ChunkRow]:
         """Those of the rows with these ids that are here, in no order."""
         return self._rows_with("id", ids)
 
-    def rows(self, ids: Sequence[int]) -> list[Row]:
+    def rows(self, ids: Sequence[int]) -> list[ChunkRow]:
         """The rows with these ids, in no order. Raises CorruptError when one is not here."""
         found = self._rows_with("id", ids)
         if len(found) < len(ids):
-            raise CorruptError(f"{self._file} lists chunks it does not hold. {reingest(self.path)}")
+            raise CorruptError(f"{self._file} lists chunks it does not hold. {make_reingest_hint(self.path)}")
         return found
 
-    def rows_around(self, row: Row, distance: int) -> list[Row]:
+    def rows_around(self, row: ChunkRow, distance: int) -> list[ChunkRow]:
         """The row with up to `distance` rows before and after it in its document."""
         span = (row.document, row.ordinal - distance, row.ordinal + distance)
-        return self._sound(self._select("WHERE c.document = ? AND c.ordinal BETWEEN ? AND ? ORDER BY c.ordinal", span))
+        return self._require_intact(
+            self._select("WHERE c.document = ? AND c.ordinal BETWEEN ? AND ? ORDER BY c.ordinal", span)
+        )
 
-    def problems(self) -> list[str]:
+    def find_row_problems(self) -> list[str]:
         """What is wrong with the stored bytes, one sentence each."""
-        with self.reading():
+        with self.read_transaction():
             found = [line for (line,) in self._rows("PRAGMA integrity_check") if line != "ok"]
-            for table, columns in CHECKED.items():
+            for table, columns in CHECKED_COLUMNS.items():
                 damaged = f"SELECT count(*) FROM {table} WHERE checksum IS NOT row_checksum({columns})"
                 if table != "chunks" and (count := self._rows(damaged)[0][0]):
                     found.append(f"{count} rows of {table} are not what was written")
             strays = "SELECT count(*) FROM chunks WHERE document NOT IN (SELECT id FROM documents)"
             if count := self._rows(strays)[0][0]:
                 found.append(f"{count} chunks belong to no document")
-            for row in map(Row._make, self._connection.execute(SELECT)):  # by name, and by what its id is of
-                if not row.is_sound():
+            for row in map(
+                ChunkRow._make, self._connection.execute(SELECT_CHUNKS)
+            ):  # by name, and by what its id is of
+                if not row.is_intact():
                     found.append(f"chunk {row.chunk_id} of {row.source} is not what was written")
         return [f"{self._file}: {problem}" for problem in found]
 
     # --- what is left to delete elsewhere ---
 
-    def leftovers(self) -> Leftovers:
+    def orphaned_texts(self) -> OrphanedTexts:
         """What documents had that are gone or changed, and nothing here has now. `forget.sweep` deletes it."""
-        with self.reading():
-            rows = self._checked("leftovers", "id, source, text, behind", "ORDER BY id")
+        with self.read_transaction():
+            rows = self._select_checked("leftovers", "id, source, text, behind", "ORDER BY id")
             texts = {text: source for _, source, text, behind in reversed(rows) if not behind}
             sources = dict.fromkeys(source for _, source, _, _ in rows)
-            return Leftovers(
+            return OrphanedTexts(
                 tuple(text for text in texts if not self._has_text(text_hash(text))),
                 tuple(source for source in sources if not self._has("documents", "source", source)),
                 texts,
                 max((row[0] for row in rows), default=0),
             )
 
-    def doom(self, entries: Iterable[Doomed], leftovers: Leftovers) -> None:
-        """Note which entries are to go, in place of `leftovers`: from then on nothing here tells the texts."""
-        with self.holding():
+    def schedule_deletions(self, entries: Iterable[PendingDeletion], leftovers: OrphanedTexts) -> None:
+        """Note which entries are to go, in place of `orphaned_texts`: from then on nothing here tells the texts."""
+        with self.write_transaction():
             for entry in entries:
                 self._put("doomed", (*entry, b""))
             self._connection.execute("DELETE FROM leftovers WHERE id <= ?", (leftovers.last_id,))
 
-    def doomed(self) -> list[Doomed]:
-        """The entries of stores that `doom` noted and `pardon` has not taken off, in the order they were noted in."""
-        return [Doomed(*row) for row in self._checked("doomed", _DOOMED, "ORDER BY rowid")]
+    def pending_deletions(self) -> list[PendingDeletion]:
+        """The entries of stores that `schedule_deletions` noted and `clear_deletions` has not taken off, in the order
+        they were noted in."""
+        return [PendingDeletion(*row) for row in self._select_checked("doomed", _DELETION_COLUMNS, "ORDER BY rowid")]
 
-    def is_doomed(self, entry: Doomed) -> bool:
+    def is_deletion_pending(self, entry: PendingDeletion) -> bool:
         """Whether an entry is still noted, and nothing here has its text again."""
-        with self.reading():
-            noted = self._checked("doomed", _DOOMED, "WHERE key = ? AND place = ?", (entry.key, entry.place))
+        with self.read_transaction():
+            noted = self._select_checked(
+                "doomed", _DELETION_COLUMNS, "WHERE key = ? AND place = ?", (entry.key, entry.place)
+            )
             return tuple(entry) in noted and not self._has_text(entry.text_hash)
 
-    def pardon(self, entries: Iterable[Doomed]) -> None:
+    def clear_deletions(self, entries: Iterable[PendingDeletion]) -> None:
         """Take entries off the list: they are gone, or wanted again."""
-        with self.holding():
+        with self.write_transaction():
             rows = ((entry.key, entry.place) for entry in entries)
             self._connection.executemany("DELETE FROM doomed WHERE key = ? AND place = ?", rows)
 
@@ -175,7 +187,7 @@ class ChunkDatabase(Tables):
         self, source: str, content_hash: str, items: Mapping[str, tuple[Chunk, NDArray[np.float32]]], file: str = ""
     ) -> None:
         """Store a document whole, in place of its older version. items: chunk id -> (chunk, vector [dim])."""
-        with self.holding():
+        with self.write_transaction():
             generation = self._advance()
             # Unchecked: replacing a damaged document repairs it.
             old = self._select(_OF_DOCUMENT, (source,))
@@ -184,55 +196,55 @@ class ChunkDatabase(Tables):
             self._put("documents", (document, source, file, content_hash, "indexed"))
             self._connection.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._connection.executemany(
-                f"INSERT INTO chunks ({CHECKED['chunks']}, checksum) VALUES ({', '.join('?' * 13)})",
-                (columns_of(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
+                f"INSERT INTO chunks ({CHECKED_COLUMNS['chunks']}, checksum) VALUES ({', '.join('?' * 13)})",
+                (make_row(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
             )
             kept = {chunk.text for chunk, _ in items.values()}
-            self._leave(source, (row.text for row in old if row.text not in kept))
+            self._record_orphans(source, (row.text for row in old if row.text not in kept))
 
     def remove_document(self, source: str) -> int:
         """Forget a document. How many chunks it had. Raises NotFoundError when it is not here."""
-        with self.holding():
+        with self.write_transaction():
             self._advance()
             old = self._select(_OF_DOCUMENT, (source,))
             found = self._rows("DELETE FROM documents WHERE source = ? RETURNING id, file", (source,))
             if not found:
-                self._refuse(source)
+                self._raise_not_found(source)
             ((document, file),) = found
             self._connection.execute("DELETE FROM chunks WHERE document = ?", (document,))
             forget = "UPDATE files SET version = '', checksum = row_checksum(path, '', top) WHERE path = ?"
             self._connection.execute(forget, (file,))  # it has more to give
             self._drop_empty_files([file])
-            self._leave(source, (row.text for row in old))
+            self._record_orphans(source, (row.text for row in old))
         return len(old)
 
     def set_status(self, sources: Iterable[str], status: str) -> None:
         """Note how far documents have come, such as "precomputed". Raises NotFoundError, and then nothing is noted."""
-        columns = CHECKED["documents"].replace("status", "?1")
+        columns = CHECKED_COLUMNS["documents"].replace("status", "?1")
         update = f"UPDATE documents SET status = ?1, checksum = row_checksum({columns}) WHERE source = ?2"
-        with self.holding():
+        with self.write_transaction():
             for source in sources:
                 if not self._connection.execute(update, (status, source)).rowcount:
-                    self._refuse(source)
+                    self._raise_not_found(source)
 
-    def note_files(self, notes: Iterable[FileNote]) -> None:
+    def record_files(self, notes: Iterable[IngestedFile]) -> None:
         """Note what was read of files, each in place of its older note; one that holds no document is not kept."""
         notes = list(notes)
-        with self.holding():
+        with self.write_transaction():
             for note in notes:
                 self._put("files", note)
             self._drop_empty_files([note.path for note in notes])
 
     # --- inside ---
 
-    def _refuse(self, source: str) -> None:
+    def _raise_not_found(self, source: str) -> None:
         raise NotFoundError(f"no document {source!r} in {self.path}; see ragblend stats --index {self.path}")
 
     def _drop_empty_files(self, paths: Iterable[str]) -> None:
         empty = "DELETE FROM files WHERE path = ?1 AND NOT EXISTS (SELECT 1 FROM documents WHERE file = ?1)"
         self._connection.executemany(empty, ((path,) for path in paths))
 
-    def _leave(self, source: str, texts: Iterable[str]) -> None:
+    def _record_orphans(self, source: str, texts: Iterable[str]) -> None:
         # Numbers that never come again: whoever has read some drops these, and none that came since.
         for number, text in enumerate(dict.fromkeys(texts), start=self.generation() << 24):
             self._put("leftovers", (number, source, text, ""))
@@ -241,16 +253,16 @@ class ChunkDatabase(Tables):
         """Whether some chunk has the text of this `text_hash`."""
         return self._has("chunks", "text_hash", hashed)
 
-    def _select(self, where: str, values: Sequence[object]) -> list[Row]:
-        return [Row(*columns) for columns in self._rows(SELECT + where, values)]
+    def _select(self, where: str, values: Sequence[object]) -> list[ChunkRow]:
+        return [ChunkRow(*columns) for columns in self._rows(SELECT_CHUNKS + where, values)]
 
-    def _rows_with(self, column: Literal["id", "chunk_id"], values: Sequence[object]) -> list[Row]:
+    def _rows_with(self, column: Literal["id", "chunk_id"], values: Sequence[object]) -> list[ChunkRow]:
         where = f"WHERE c.{column} IN (SELECT value FROM json_each(?))"  # one parameter: their number is limited
-        return self._sound(self._select(where, (json.dumps(values),)))
+        return self._require_intact(self._select(where, (json.dumps(values),)))
 
-    def _sound(self, rows: list[Row]) -> list[Row]:
-        damaged = next((row for row in rows if not row.is_sound()), None)
+    def _require_intact(self, rows: list[ChunkRow]) -> list[ChunkRow]:
+        damaged = next((row for row in rows if not row.is_intact()), None)
         if damaged is not None:
             what = f"chunk {damaged.chunk_id} of {damaged.source} in {self._file} is not what was written"
-            raise CorruptError(f"{what}. {reingest(self.path)}")
+            raise CorruptError(f"{what}. {make_reingest_hint(self.path)}")
         return rows

@@ -21,17 +21,17 @@ from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from ragblend.corpus.folders import printable, source_of
+from ragblend.corpus.folder_scan import make_source, printable
 from ragblend.corpus.readers import (
-    BINARY,
-    LINES,
-    PARQUET,
-    PLAIN,
+    BINARY_REASON,
+    JSON_LINES_SUFFIXES,
+    PARQUET_SUFFIX,
     READERS,
     READERS_VERSION,
-    BadRecord,
-    Found,
-    marked_encoding,
+    TEXT_SUFFIXES,
+    ParsedRecords,
+    UnreadableRecord,
+    detect_bom_encoding,
     new_digest,
     read_text,
     stream_jsonl,
@@ -39,8 +39,8 @@ from ragblend.corpus.readers import (
 )
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
-OUTSIDE = "is a link that leads out of the folder; to have that file read, name it too"
-NO_FILE = "is a link to a file that is not there; restore it, or remove the link"
+LINK_OUTSIDE_REASON = "is a link that leads out of the folder; to have that file read, name it too"
+BROKEN_LINK_REASON = "is a link to a file that is not there; restore it, or remove the link"
 MAX_FILE_MIB = 256.0
 """Of a file that is read, where nobody said otherwise; 0: no limit."""
 
@@ -93,10 +93,16 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB) -> SourceFile:
     no limit). `read` raises what `read_documents` does; of those two, what is wrong is known as the documents are
     asked for, and which were left out behind the last.
     """
-    stream = stream_parquet if _suffix(path) == PARQUET else stream_jsonl if _suffix(path) in LINES else None
+    stream = (
+        stream_parquet
+        if _suffix(path) == PARQUET_SUFFIX
+        else stream_jsonl
+        if _suffix(path) in JSON_LINES_SUFFIXES
+        else None
+    )
     if stream is not None:
         with _opened(path, max_file_mib) as file:
-            if (head := file.peek(4)) and not marked_encoding(head):
+            if (head := file.peek(4)) and not detect_bom_encoding(head):
                 digest = hashlib.file_digest(file, new_digest).hexdigest()
                 return SourceFile(digest, partial(_read_stream, stream, path, digest))
     data = read_bytes(path, max_file_mib)
@@ -117,8 +123,8 @@ def _opened(path: str, max_file_mib: float) -> Iterator[BufferedReader]:
             raise UnreadableDocumentError("is neither a file nor a folder; give regular files")
         with Path(path).open("rb") as file:
             head = file.peek(_PEEK_BYTES)[:_PEEK_BYTES]
-            if not _is_known(path) and b"\0" in head and not marked_encoding(head):
-                raise NotADocumentError(BINARY)
+            if not _is_known(path) and b"\0" in head and not detect_bom_encoding(head):
+                raise NotADocumentError(BINARY_REASON)
             size_mib = os.fstat(file.fileno()).st_size / (1 << 20)
             if max_file_mib and size_mib > max_file_mib:
                 raise UnreadableDocumentError(
@@ -143,7 +149,7 @@ def read_documents(path: str, data: bytes) -> FileContents:
         raise NotADocumentError("is empty (0 bytes)")
     contents = FileContents(())
     try:
-        contents.documents = list(_documents_of(path, READERS.get(_suffix(path), read_text)(data), contents))
+        contents.documents = list(_to_documents(path, READERS.get(_suffix(path), read_text)(data), contents))
     except NotADocumentError:
         raise
     except UnreadableDocumentError as error:
@@ -160,37 +166,37 @@ def _check_name(path: str) -> None:
         raise UnreadableDocumentError(f"its name is not UTF-8 ({printable(path)}); rename it") from error
 
 
-def _read_stream(stream: Callable[[BufferedReader, str], Found], path: str, digest: str) -> FileContents:
+def _read_stream(stream: Callable[[BufferedReader, str], ParsedRecords], path: str, digest: str) -> FileContents:
     """The documents of a file whose format is read a record at a time."""
 
-    def records() -> Found:
+    def records() -> ParsedRecords:
         with _opened(path, 0) as file:
             yield from stream(file, digest)
 
     _check_name(path)
     contents = FileContents(())
-    contents.documents = _documents_of(path, records(), contents)
+    contents.documents = _to_documents(path, records(), contents)
     return contents
 
 
-def _documents_of(path: str, found: Found, contents: FileContents) -> Iterator[Document]:
+def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> Iterator[Document]:
     """The documents among what was found in a file; `contents` is told what could not be read."""
     num_found = num_records = num_documents = 0
-    bad: list[BadRecord] = []
+    bad: list[UnreadableRecord] = []
     for record in found:
         num_found += 1
-        if isinstance(record, BadRecord):
+        if isinstance(record, UnreadableRecord):
             bad.append(record)
             continue
         num_records += 1
-        text = _sound(record.text)
+        text = _normalize_text(record.text)
         if text.strip():
             num_documents += 1
-            yield Document(text, source_of(path, record.key), record.metadata)
+            yield Document(text, make_source(path, record.key), record.metadata)
     if bad:
         reasons = "; ".join(record.reason for record in bad[:3]) + ("; ..." if len(bad) > 3 else "")
         contents.failure = f"{len(bad)} of {num_found} records could not be read and are left out: {reasons}"
-        contents.unread = tuple(source_of(path, record.key) for record in bad)
+        contents.unread = tuple(make_source(path, record.key) for record in bad)
         if not num_records:
             raise UnreadableDocumentError(f"none of its {num_found} records can be read: {reasons}")
     elif not num_documents:
@@ -221,13 +227,13 @@ def _suffix(path: str) -> str:
 
 def _is_known(path: str) -> bool:
     """Whether the file's name says that it is text of a kind that is read here."""
-    return _suffix(path) in READERS or _suffix(path) in PLAIN
+    return _suffix(path) in READERS or _suffix(path) in TEXT_SUFFIXES
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _sound(text: str) -> str:
+def _normalize_text(text: str) -> str:
     """`text` with one kind of line break, and with lone surrogates (JSON can spell them) as U+FFFD: neither hashes."""
     if _SURROGATE.search(text):
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

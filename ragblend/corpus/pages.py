@@ -49,7 +49,7 @@ def read_page(page: str) -> Page:
     first_open: dict[str, int] = {}  # where each stands there first
     pieces: list[str] = []
     title: list[str] = []
-    for item in _items(page):
+    for item in _tokenize(page):
         if isinstance(item, str):
             if not open_hidden:
                 pieces.append(_WIDE.sub(" ", item))
@@ -76,23 +76,23 @@ def read_page(page: str) -> Page:
     return Page(text, " ".join("".join(title).split()))
 
 
-def _items(page: str) -> Iterator[str | _Tag]:
+def _tokenize(page: str) -> Iterator[str | _Tag]:
     """The texts and tags of a page in order; comments and declarations are left out."""
-    marks = _Marks(page)
+    marks = _MarkerScanner(page)
     place = text_start = 0
-    while (place := page.find("<", place)) >= 0 and marks.after(">", place) >= 0:
+    while (place := page.find("<", place)) >= 0 and marks.end_of_marker(">", place) >= 0:
         found = _TAG.match(page, place)
         if found is None:
             end = _end_of_declaration(page, place, marks)
         elif found[1]:
-            end = marks.after(">", found.end())
+            end = marks.end_of_marker(">", found.end())
         else:
             end = marks.end_of_tag(found.end())
         if end < 0:  # it has no end: it is text
             place += 1
             continue
         if place > text_start:
-            yield _unescaped(page[text_start:place])
+            yield _unescape(page[text_start:place])
         place = text_start = end
         if found is None:
             continue
@@ -106,19 +106,19 @@ def _items(page: str) -> Iterator[str | _Tag]:
             place = text_start = closing.end()
             yield _Tag(name, opens=False, closes=True)
     if text_start < len(page):
-        yield _unescaped(page[text_start:])
+        yield _unescape(page[text_start:])
 
 
-def _end_of_declaration(page: str, place: int, marks: _Marks) -> int:
+def _end_of_declaration(page: str, place: int, marks: _MarkerScanner) -> int:
     """Where a comment, a declaration or an instruction that begins at `place` ends; -1 for text."""
     if page.startswith("<!--", place):
-        return marks.after("-->", place + 4)
+        return marks.end_of_marker("-->", place + 4)
     if page.startswith("<![CDATA[", place):
-        return marks.after("]]>", place + 9)
-    return marks.after(">", place + 1) if page.startswith(("<!", "<?", "</"), place) else -1
+        return marks.end_of_marker("]]>", place + 9)
+    return marks.end_of_marker(">", place + 1) if page.startswith(("<!", "<?", "</"), place) else -1
 
 
-class _Marks:
+class _MarkerScanner:
     """Finds the next of some marks in a page, asked from its beginning to its end."""
 
     def __init__(self, page: str) -> None:
@@ -126,7 +126,7 @@ class _Marks:
         self._next: dict[str, int] = {}  # by mark: where it stood next when it was looked for, or the page's end
         self._num_unended = 0
 
-    def after(self, mark: str, place: int) -> int:
+    def end_of_marker(self, mark: str, place: int) -> int:
         """Where the first `mark` from `place` on ends; -1 when there is none."""
         known = self._next.get(mark, -1)
         if known < place:
@@ -141,10 +141,10 @@ class _Marks:
             if found is not None:
                 return found.end()
             self._num_unended += 1
-        return self.after(">", place)
+        return self.end_of_marker(">", place)
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     try:
         return html.unescape(text)
     except ValueError:  # a character reference of thousands of digits

@@ -27,7 +27,7 @@ READERS_VERSION = 2
 """To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
 
 
-class Record(NamedTuple):
+class ParsedRecord(NamedTuple):
     """A text in a file. `key` is put behind the file's path to make its source."""
 
     key: str
@@ -35,14 +35,14 @@ class Record(NamedTuple):
     metadata: dict[str, Any]
 
 
-class BadRecord(NamedTuple):
+class UnreadableRecord(NamedTuple):
     """A place in a file where a text should be and cannot be read."""
 
     key: str
     reason: str
 
 
-Found = Iterator[Record | BadRecord]
+ParsedRecords = Iterator[ParsedRecord | UnreadableRecord]
 
 _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
     (b"\xff\xfe\x00\x00", "utf-32"),
@@ -54,11 +54,11 @@ _SAMPLE_CHARS = 65536
 _MAX_ODD_SHARE = 0.05  # of control, private and unassigned characters; prose has none, random bytes far more
 
 
-CHANGED = "changed while it was read; run the command again"
-BINARY = "is a binary file (NUL bytes); convert it to text, HTML or PDF first"
+CHANGED_REASON = "changed while it was read; run the command again"
+BINARY_REASON = "is a binary file (NUL bytes); convert it to text, HTML or PDF first"
 
 
-def marked_encoding(data: bytes) -> str | None:
+def detect_bom_encoding(data: bytes) -> str | None:
     """The encoding that the data's byte order mark names."""
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
 
@@ -66,15 +66,15 @@ def marked_encoding(data: bytes) -> str | None:
 def _decode(data: bytes, declared: str = "") -> str:
     """Text of `data`: by its byte order mark, else as `declared`, else UTF-8. No other encoding is guessed:
     latin-1 maps every byte to some character, so it would turn any garbage into a document."""
-    marked = marked_encoding(data)
+    marked = detect_bom_encoding(data)
     if marked is None and b"\0" in data:
-        raise UnreadableDocumentError(BINARY)
-    text = _decoded(data, marked or declared or "utf-8-sig")
+        raise UnreadableDocumentError(BINARY_REASON)
+    text = _decode_as(data, marked or declared or "utf-8-sig")
     _check_sample(text[:_SAMPLE_CHARS])
     return text
 
 
-def _decoded(data: bytes, encoding: str, start: int = 0) -> str:
+def _decode_as(data: bytes, encoding: str, start: int = 0) -> str:
     """The text of a file's bytes from `start` on. Raises UnreadableDocumentError, which says where they are none."""
     try:
         return data.decode(encoding)
@@ -103,9 +103,9 @@ def new_digest(data: bytes = b"") -> hashlib.blake2b:
     return hashlib.blake2b(data, digest_size=16)
 
 
-def read_text(data: bytes) -> Found:
+def read_text(data: bytes) -> ParsedRecords:
     """All of it is one document."""
-    yield Record("", _decode(data), {})
+    yield ParsedRecord("", _decode(data), {})
 
 
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
@@ -114,7 +114,7 @@ _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?
 _MAX_EXTRACTED_CHARS = 2 << 20  # trafilatura takes 3 to 20 s per megabyte, and larger pages are data, not articles
 
 
-def _read_html(data: bytes) -> Found:
+def _read_html(data: bytes) -> ParsedRecords:
     found = None if data.startswith(b"\xef\xbb\xbf") else _CHARSET.search(data[:4096])
     declared = found[1].decode().lower() if found else ""
     # Browsers read "iso-8859-1" as Windows-1252 (WHATWG Encoding Standard), and pages rely on it for quotes and dashes.
@@ -122,7 +122,7 @@ def _read_html(data: bytes) -> Found:
     parsed = read_page(page)
     extract = _trafilatura_extract() if len(page) <= _MAX_EXTRACTED_CHARS else None
     text = extract(page, include_comments=False) if extract else None
-    yield Record("", text or parsed.text, {"title": parsed.title} if parsed.title else {})
+    yield ParsedRecord("", text or parsed.text, {"title": parsed.title} if parsed.title else {})
 
 
 @cache
@@ -140,7 +140,7 @@ def _trafilatura_extract() -> Callable[..., str | None] | None:
 _TEXT_FIELDS = ("text", "content", "page_content")
 
 
-def _read_csv(data: bytes) -> Found:
+def _read_csv(data: bytes) -> ParsedRecords:
     """One document per row when a column is called text, content or page_content; else one, a paragraph per row."""
     text = _decode(data)
     header = text.partition("\n")[0]
@@ -154,32 +154,32 @@ def _read_csv(data: bytes) -> Found:
         csv.field_size_limit(limit)
     wide = {number for number, row in enumerate(rows) if isinstance(row.get(""), list)}
     column = next((name for name in (rows[0] if rows else ()) if name.strip().lower() in _TEXT_FIELDS), None)
-    remedy = f"has more fields than the header; quote the {delimiter!r} in its text"
+    message = f"has more fields than the header; quote the {delimiter!r} in its text"
     if column is None:
         if wide:
-            raise UnreadableDocumentError(f"row {min(wide) + 1} {remedy}")
+            raise UnreadableDocumentError(f"row {min(wide) + 1} {message}")
         lines = ("; ".join(f"{name}: {value}" for name, value in row.items() if value) for row in rows)
-        yield Record("", "\n\n".join(lines), {})
+        yield ParsedRecord("", "\n\n".join(lines), {})
         return
     for number, row in enumerate(rows):
         if number in wide:
-            yield BadRecord(f"#{number}", f"row {number + 1} {remedy}")
+            yield UnreadableRecord(f"#{number}", f"row {number + 1} {message}")
             continue
         others = {name: value for name, value in row.items() if name and name != column}
-        yield Record(f"#{number}", row[column], others)
+        yield ParsedRecord(f"#{number}", row[column], others)
 
 
-def _read_json(data: bytes) -> Found:
+def _read_json(data: bytes) -> ParsedRecords:
     try:
         value = _parse_json(_decode(data))
     except (ValueError, RecursionError) as error:
         raise UnreadableDocumentError(f"is not JSON ({error}); repair it or rename it to .txt") from error
     if isinstance(value, list):
         for number, record in enumerate(value):
-            yield from _listed(record, number, f"item {number + 1}")
+            yield from _parse_item(record, number, f"item {number + 1}")
         return
     try:
-        yield from _record(value, "", "#")
+        yield from _parse_record(value, "", "#")
     except NotADocumentError as error:  # a configuration, most often
         raise NotADocumentError(f"its value {error}") from error
 
@@ -206,29 +206,29 @@ def _as_number(digits: str) -> tuple[int, str]:
     return len(plain), plain
 
 
-def _read_jsonl(data: bytes) -> Found:
-    return _jsonl(_decode(data).split("\n"))  # splitlines() would cut inside strings
+def _read_jsonl(data: bytes) -> ParsedRecords:
+    return _parse_jsonl(_decode(data).split("\n"))  # splitlines() would cut inside strings
 
 
-def stream_jsonl(file: BinaryIO, digest: str) -> Found:
+def stream_jsonl(file: BinaryIO, digest: str) -> ParsedRecords:
     """`_read_jsonl` of a file that is no UTF-16, a line at a time. All of it is known to be text before the first."""
     read, num_bytes, sample = new_digest(), 0, ""
     for line in file:  # ends at "\n" alone, which in UTF-8 is a part of no other character
         if b"\0" in line:
-            raise UnreadableDocumentError(BINARY)
-        text = _decoded(line, "utf-8", num_bytes)
+            raise UnreadableDocumentError(BINARY_REASON)
+        text = _decode_as(line, "utf-8", num_bytes)
         sample += text[: max(0, _SAMPLE_CHARS - len(sample))]
         read.update(line)
         num_bytes += len(line)
     _check_sample(sample.removeprefix("\ufeff"))
     if read.hexdigest() != digest:
-        raise UnreadableDocumentError(CHANGED)
+        raise UnreadableDocumentError(CHANGED_REASON)
     file.seek(0)
     texts = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(file))
-    yield from _jsonl(text.removesuffix("\n") for text in texts)
+    yield from _parse_jsonl(text.removesuffix("\n") for text in texts)
 
 
-def _jsonl(lines: Iterable[str]) -> Found:
+def _parse_jsonl(lines: Iterable[str]) -> ParsedRecords:
     number = 0  # of the record; lines are counted as editors do, from 1 and with the blank ones
     for line_number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -237,31 +237,31 @@ def _jsonl(lines: Iterable[str]) -> Found:
             record = _parse_json(line)
         except (ValueError, RecursionError) as error:
             reason = f"line {line_number} is not JSON ({error}); put one value on each line"
-            yield BadRecord(f"#{number}", reason)
+            yield UnreadableRecord(f"#{number}", reason)
         else:
-            yield from _listed(record, number, f"line {line_number}")
+            yield from _parse_item(record, number, f"line {line_number}")
         number += 1
 
 
-def _listed(value: Any, number: int, place: str) -> Found:
+def _parse_item(value: Any, number: int, place: str) -> ParsedRecords:
     """Documents of one of several JSON values."""
     try:
-        yield from _record(value, f"#{number}", ".")
+        yield from _parse_record(value, f"#{number}", ".")
     except UnreadableDocumentError as error:
-        yield BadRecord(f"#{number}", f"{place} {error}")
+        yield UnreadableRecord(f"#{number}", f"{place} {error}")
 
 
-def _record(value: Any, key: str, joint: str) -> Iterator[Record]:
+def _parse_record(value: Any, key: str, joint: str) -> Iterator[ParsedRecord]:
     """Documents of one JSON value: a string, {text: ...}, {ctxs: [...]} (MuSiQue) or {"0": ..., ...} (CacheBlend)."""
     if isinstance(value, str):
-        yield Record(key, value, {})
+        yield ParsedRecord(key, value, {})
         return
     if isinstance(value, dict):
         if isinstance(value.get("ctxs"), list):
             # Question and answers stay out of the metadata: they belong to the record, not to the passage.
             for number, passage in enumerate(value["ctxs"]):
                 try:
-                    yield from _record(passage, f"{key}{joint}{number}", ".")
+                    yield from _parse_record(passage, f"{key}{joint}{number}", ".")
                 except NotADocumentError as error:
                     raise UnreadableDocumentError(f"has a passage {number + 1} that {error}") from error
             return
@@ -269,12 +269,12 @@ def _record(value: Any, key: str, joint: str) -> Iterator[Record]:
         if name is not None:
             extra = value.get("metadata")
             fields = {key: item for key, item in value.items() if key not in {name, "metadata"}}
-            yield Record(key, value[name], {**fields, **(extra if isinstance(extra, dict) else {})})
+            yield ParsedRecord(key, value[name], {**fields, **(extra if isinstance(extra, dict) else {})})
             return
         numbered = [name for name in value if name.isdecimal() and isinstance(value[name], str)]
         if numbered:
             for name in sorted(numbered, key=_as_number):
-                yield Record(f"{key}{joint}{name}", value[name], {})
+                yield ParsedRecord(f"{key}{joint}{name}", value[name], {})
             return
     raise NotADocumentError(
         f"is neither a string nor an object with one of {', '.join(_TEXT_FIELDS)}, ctxs or numbered passages; "
@@ -286,7 +286,7 @@ def _record(value: Any, key: str, joint: str) -> Iterator[Record]:
 _LIGATURES = {ord(ligature): unicodedata.normalize("NFKC", ligature) for ligature in "ﬀﬁﬂﬃﬄﬅﬆ"}
 
 
-def _read_pdf(data: bytes) -> Found:
+def _read_pdf(data: bytes) -> ParsedRecords:
     try:
         from pypdf import PdfReader
     except ImportError as error:
@@ -297,25 +297,25 @@ def _read_pdf(data: bytes) -> Found:
         raise UnreadableDocumentError(
             f"is a damaged or locked PDF ({error or type(error).__name__}); repair it or save it without a password"
         ) from error
-    yield Record("", "\n\n".join(pages), {"num_pages": len(pages)})
+    yield ParsedRecord("", "\n\n".join(pages), {"num_pages": len(pages)})
 
 
 _ROWS_AT_A_TIME = 256
 
 
-def stream_parquet(file: io.BufferedReader, digest: str) -> Found:
+def stream_parquet(file: io.BufferedReader, digest: str) -> ParsedRecords:
     """`_read_parquet` of a file, some rows at a time."""
     if hashlib.file_digest(file, new_digest).hexdigest() != digest:
-        raise UnreadableDocumentError(CHANGED)
+        raise UnreadableDocumentError(CHANGED_REASON)
     file.seek(0)
-    yield from _parquet(file)
+    yield from _parse_parquet(file)
 
 
-def _read_parquet(data: bytes) -> Found:
-    return _parquet(io.BytesIO(data))
+def _read_parquet(data: bytes) -> ParsedRecords:
+    return _parse_parquet(io.BytesIO(data))
 
 
-def _parquet(file: BinaryIO) -> Found:
+def _parse_parquet(file: BinaryIO) -> ParsedRecords:
     """A row is read as a line of JSON with its columns would be: those of bytes and of lists of numbers (embeddings,
     pictures) are left out, and where none could be text, it is no document."""
     try:
@@ -338,7 +338,7 @@ def _parquet(file: BinaryIO) -> Found:
         number = 0
         for batch in table.iter_batches(_ROWS_AT_A_TIME, columns=names):
             for row in batch.to_pylist():
-                yield from _listed(_as_json(row), number, f"row {number + 1}")
+                yield from _parse_item(_as_json(row), number, f"row {number + 1}")
                 number += 1
     except (ArrowException, OSError) as error:
         raise UnreadableDocumentError(f"is a damaged Parquet file ({error}); write it anew") from error
@@ -353,14 +353,14 @@ def _as_json(value: Any) -> Any:
     return value if value is None or isinstance(value, str | bool | int | float) else str(value)
 
 
-LINES = frozenset({".jsonl", ".ndjson"})
-PARQUET = ".parquet"
-PLAIN = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex"})
-READERS: dict[str, Callable[[bytes], Found]] = {
+JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+PARQUET_SUFFIX = ".parquet"
+TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex"})
+READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), _read_html),
     **dict.fromkeys((".csv", ".tsv"), _read_csv),
-    **dict.fromkeys(LINES, _read_jsonl),
+    **dict.fromkeys(JSON_LINES_SUFFIXES, _read_jsonl),
     ".json": _read_json,
     ".pdf": _read_pdf,
-    PARQUET: _read_parquet,
+    PARQUET_SUFFIX: _read_parquet,
 }

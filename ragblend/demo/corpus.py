@@ -19,7 +19,7 @@ REFERENCE_KINDS = ("cross_ref", "two_hop_ref")
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class DemoDocument:
     """One document. A title and the first paragraph are one chunk, every other paragraph is one."""
 
     filename: str
@@ -47,14 +47,14 @@ class Question:
 class Corpus:
     """Records and questions about them."""
 
-    records: tuple[Record, ...]
+    records: tuple[DemoDocument, ...]
     questions: tuple[Question, ...]
 
-    def first(self, num_records: int) -> Corpus:
+    def first_records(self, num_records: int) -> Corpus:
         """The first records alone, with the questions that they answer."""
         records = self.records[:num_records]
         text = "\n".join(record.markdown for record in records)
-        return Corpus(records, tuple(asked for asked in self.questions if asked.gold and _tells(text, asked)))
+        return Corpus(records, tuple(asked for asked in self.questions if asked.gold and _contains_answer(text, asked)))
 
     def gold_chunks(self, question: Question) -> tuple[int, ...]:
         """Which of all records' chunks, counted in order, hold what answers it."""
@@ -79,7 +79,7 @@ class Corpus:
 
 def sample_corpus() -> Corpus:
     """The corpus as it is shipped."""
-    records = tuple(Record(path.name, path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.md")))
+    records = tuple(DemoDocument(path.name, path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.md")))
     lines = (RECORDS / QUESTIONS_FILE).read_text(encoding="utf-8").splitlines()
     return Corpus(records, tuple(_question(line) for line in lines))
 
@@ -90,8 +90,8 @@ def questions_about(texts: Iterable[str], count: int, seed: int = 0) -> list[str
     For `ragblend calibrate` with the embedded model, which understands no other questions.
     """
     text = "\n".join(texts)
-    told = [question.text for question in sample_corpus().questions if _tells(text, question)]
-    return random.Random(seed).sample(told, min(count, len(told)))
+    answerable = [question.text for question in sample_corpus().questions if _contains_answer(text, question)]
+    return random.Random(seed).sample(answerable, min(count, len(answerable)))
 
 
 def _question(line: str) -> Question:
@@ -99,5 +99,5 @@ def _question(line: str) -> Question:
     return Question(facts["kind"], facts["question"], facts["answer"], tuple(facts["gold"]), line)
 
 
-def _tells(text: str, question: Question) -> bool:
+def _contains_answer(text: str, question: Question) -> bool:
     return all(span["text"] in text for span in question.gold)

@@ -56,7 +56,7 @@ def open_demo(directory: Path, progress: Progress | None = None) -> Iterator[Dem
         open_engine_index(directory / "index", engine, EMBEDDER, chunk_size=CHUNK_TOKENS) as index,
     ):
         report = ingest(files, engine, index, chunk_size=CHUNK_TOKENS, progress=progress)
-        _forget_older_records(files, engine, index)
+        _remove_outdated_documents(files, engine, index)
         yield Demo(engine, index, corpus, report)
 
 
@@ -83,9 +83,9 @@ def run_demo(
             show_answers(rows, say)
         else:
             rows = [_ask_prepared(demo, item) for item in spread(demo.corpus.questions, NUM_QUESTIONS)]
-            show_answers(_telling(rows)[:NUM_SHOWN], say)
+            show_answers(_sort_by_mode_difference(rows)[:NUM_SHOWN], say)
             show_totals(rows, say)
-    return {"ingest": report.as_dict(), "questions": rows, "totals": totals(rows)}
+    return {"ingest": report.as_dict(), "questions": rows, "totals": summarize_modes(rows)}
 
 
 def ask_all_modes(demo: Demo, question: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def spread(questions: Sequence[Question], count: int) -> list[Question]:
     return [questions[i * len(questions) // count] for i in range(count)]
 
 
-def totals(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def summarize_modes(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Per mode: right answers, those among reference questions, how many there were, median TTFT in seconds."""
     prepared = [row for row in rows if row["answer"]]
     references = [row for row in prepared if row["kind"] in REFERENCE_KINDS]
@@ -132,38 +132,38 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 # -- printing
 
 
-def show_answers(rows: Sequence[dict[str, Any]], say: Echo) -> None:
+def show_answers(rows: Sequence[dict[str, Any]], echo: Echo) -> None:
     """Per question its sources and a small table: mode, answer, right or wrong, tokens reused and recomputed, time."""
     for row in rows:
         gold = f"   (gold: {row['answer']}; {row['kind'].replace('_', ' ')})" if row["answer"] else ""
-        say(f"{row['question']}{gold}")
+        echo(f"{row['question']}{gold}")
         for line in _source_lines(row):
-            say(f"  {line}")
-        say(f"  {'mode':<8}{'answer':<16}{'':<7}{'reused':>8}{'recomputed':>12}{'first token':>13}")
+            echo(f"  {line}")
+        echo(f"  {'mode':<8}{'answer':<16}{'':<7}{'reused':>8}{'recomputed':>12}{'first token':>13}")
         for mode, found in row["modes"].items():
             report = found["report"]
             verdict = "" if not row["answer"] else "right" if _is_right(row, mode) else "WRONG"
-            say(
+            echo(
                 f"  {mode:<8}{found['answer']:<16}{verdict:<7}{report['num_reused_tokens']:>8}"
                 f"{report['num_recomputed_tokens']:>12}{report['ttft_s'] * 1e3:>10.0f} ms"
             )
         blend = row["modes"]["blend"]["report"]
-        say(
+        echo(
             f"  blend reused {blend['num_reused_tokens']} of {blend['prompt_tokens']} prompt tokens "
             f"({blend['num_chunk_hits']}/{blend['num_chunks']} chunks from the store) and ran "
             f"{blend['charged_budget']:.0%} of full prefill's chunk work\n"
         )
 
 
-def show_totals(rows: Sequence[dict[str, Any]], say: Echo) -> None:
+def show_totals(rows: Sequence[dict[str, Any]], echo: Echo) -> None:
     """How many of all questions each mode got right, and what this does not show."""
-    say(f"All {len(rows)} questions; those above come first among those on which the modes differ.")
-    say(f"  {'mode':<8}{'right':>8}{'references':>13}{'first token':>14}")
-    for mode, total in totals(rows).items():
+    echo(f"All {len(rows)} questions; those above come first among those on which the modes differ.")
+    echo(f"  {'mode':<8}{'right':>8}{'references':>13}{'first token':>14}")
+    for mode, total in summarize_modes(rows).items():
         right = f"{total['num_right']}/{total['num_questions']}"
         references = f"{total['num_right_references']}/{total['num_references']}"
-        say(f"  {mode:<8}{right:>8}{references:>13}{total['ttft_s'] * 1e3:>11.0f} ms")
-    say(
+        echo(f"  {mode:<8}{right:>8}{references:>13}{total['ttft_s'] * 1e3:>11.0f} ms")
+    echo(
         '\nReferences: the paragraph with the answer says only "the company" or "she", and an earlier one says who.\n'
         "What retrieval does not find, no mode can answer. First token: median, KV in memory, one request at a time.\n"
         "The embedded model has about 1.3 million parameters and knows only this made-up world; on other text it\n"
@@ -176,16 +176,16 @@ def _source_lines(row: dict[str, Any]) -> list[str]:
     """The gold sentences with the chunks they stand in, and what else was retrieved; without gold, every chunk."""
     sources = row["sources"]
     if not row["gold"]:
-        return [f"[{number}] {_name(s)}: {_shortened(s['text'])}" for number, s in enumerate(sources, start=1)]
+        return [f"[{number}] {_name(s)}: {_shorten(s['text'])}" for number, s in enumerate(sources, start=1)]
     lines = []
     for span in row["gold"]:
-        places = [number for number, source in enumerate(sources, start=1) if _holds(source, span)]
+        places = [number for number, source in enumerate(sources, start=1) if _contains_span(source, span)]
         lines.append(f"{f'[{places[0]}]' if places else 'not retrieved,'} {span['source']}: ... {span['text']} ...")
     files = ", ".join(dict.fromkeys(_name(source) for source in sources))
     return [*lines, f"from {len(sources)} retrieved chunks of {files}"]
 
 
-def _holds(source: dict[str, Any], span: dict[str, Any]) -> bool:
+def _contains_span(source: dict[str, Any], span: dict[str, Any]) -> bool:
     same_file = _name(source) == span["source"]
     return same_file and bool(source["start"] <= span["start"] and span["end"] <= source["end"])
 
@@ -194,7 +194,7 @@ def _name(source: dict[str, Any]) -> str:
     return Path(source["source"]).name
 
 
-def _shortened(text: str, limit: int = 100) -> str:
+def _shorten(text: str, limit: int = 100) -> str:
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
@@ -217,7 +217,7 @@ def _is_right(row: dict[str, Any], mode: str) -> bool:
     return bool(row["modes"][mode]["answer"] == row["answer"])
 
 
-def _telling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _sort_by_mode_difference(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Questions that full prefill and blend answer and full reuse does not come first; the others after them."""
 
     def differs(row: dict[str, Any]) -> bool:
@@ -226,7 +226,7 @@ def _telling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: not differs(row))
 
 
-def _forget_older_records(files: Sequence[Path], engine: TransformersEngine, index: ChunkIndex) -> None:
+def _remove_outdated_documents(files: Sequence[Path], engine: TransformersEngine, index: ChunkIndex) -> None:
     """Drop records of an earlier version, or ingested from another working folder; other documents stay."""
     here = {file.resolve() for file in files}
     for source in index.sources():

@@ -14,9 +14,16 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from ragblend.engine.agreement import ShadowCounters
-from ragblend.engine.fusion.lookup import ALONE, Behind, default_context, key_name, remember_context, remembered_context
+from ragblend.engine.fusion.lookup import (
+    NO_CONTEXT,
+    IngestionContext,
+    context_key_name,
+    default_context_policy,
+    read_context_policy,
+    write_context_policy,
+)
 from ragblend.engine.generation import Backfill
-from ragblend.engine.notices import Notices
+from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
@@ -66,13 +73,13 @@ class EngineBase(ABC):
         self.namespace = namespace
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
         if context is not None:
-            CONTEXT.of("context", context)
-        known = context or remembered_context(store)
-        self.default_context = default_context(num_layers)
+            CONTEXT.validate("context", context)
+        known = context or read_context_policy(store)
+        self.default_context = default_context_policy(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
         self.flags = flags
-        self.notices = Notices(self)
+        self.notices = ReuseDiagnostics(self)
         self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
         self._shadow = Shadow(shadow, shadow_seed)
 
@@ -102,12 +109,12 @@ class EngineBase(ABC):
 
     # -- ingestion
 
-    def keep_context(self, policy: ContextPolicy) -> None:
+    def set_context_policy(self, policy: ContextPolicy) -> None:
         """Compute and look for chunks in this ingestion context from now on, and have the store remember it."""
-        remember_context(self.store, CONTEXT.of("context", policy))
+        write_context_policy(self.store, CONTEXT.validate("context", policy))
         self.context, self._knows_context = policy, True
 
-    def keys_ahead(self, chunks: Sequence[Part]) -> list[str]:
+    def likely_keys(self, chunks: Sequence[Part]) -> list[str]:
         """The keys that a prompt of these chunks is likely to use: the first one alone, all in the store's context, and
         alone where that is a guess."""
         named = [as_chunk(chunk) for chunk in chunks]
@@ -120,40 +127,41 @@ class EngineBase(ABC):
         """The key of the chunk's KV behind the default prefix, in the version that it names in `context`."""
         return self.key_of(*self._chunk_ids(chunk))
 
-    def key_of(self, token_ids: Sequence[int], behind: Behind = ALONE) -> str:
-        """`key` of a chunk that is token ids already, in the version that is computed behind `behind`."""
-        return self._key(self.default_prefix_ids, token_ids, key_name(behind.policy))
+    def key_of(self, token_ids: Sequence[int], behind: IngestionContext = NO_CONTEXT) -> str:
+        """`key` of a chunk that is token ids already, in the version that is computed behind `context_texts`."""
+        return self._key(self.default_prefix_ids, token_ids, context_key_name(behind.policy))
 
     def is_stored(self, chunk: Part) -> bool:
         """Whether the chunk's KV behind the default prefix is in the store, in the version that it names."""
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk behind the default prefix and what it names in `context` and `behind`, and store its slice.
+        """Prefill one chunk behind the default prefix and what it names in `context` and `context_texts`, and store its
+        slice.
 
         Bytes stored; 0 if it was there. Raises UsageError for a similar version without the texts it is behind.
         """
         return self.precompute_ids(*self._chunk_ids(chunk))
 
     @abstractmethod
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
         """`precompute` of a chunk that is token ids already, behind what is."""
 
     def forget(self, chunk: Part) -> bool:
         """Drop the chunk's KV behind the default prefix; whether it was stored."""
         return self.store.delete(self.key(chunk))
 
-    def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], Behind]:
+    def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], IngestionContext]:
         """The chunk's ids, and what it is to be computed behind."""
-        for text in (chunk.text, *chunk.behind) if isinstance(chunk, Chunk) else (chunk,):
+        for text in (chunk.text, *chunk.context_texts) if isinstance(chunk, Chunk) else (chunk,):
             check_unicode(text, "a chunk")
-        return self.segmenter.chunk_ids(chunk), self._behind_of(chunk)
+        return self.segmenter.chunk_ids(chunk), self._ingestion_context(chunk)
 
-    def _behind_of(self, chunk: Part) -> Behind:
+    def _ingestion_context(self, chunk: Part) -> IngestionContext:
         """What the version of a chunk that it names is computed behind."""
         if isinstance(chunk, Chunk) and chunk.context == "similar":
-            return Behind("similar", self.segmenter.context_parts(chunk))
-        return ALONE
+            return IngestionContext("similar", self.segmenter.context_parts(chunk))
+        return NO_CONTEXT
 
     def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int], context: str = "") -> str:
         return chunk_key(self.fingerprint, prefix_ids, token_ids, self.namespace, context)
@@ -181,7 +189,7 @@ class EngineBase(ABC):
 
     # -- background work
 
-    def _store_later(self, segments: Iterable[Segment]) -> None:
+    def _queue_backfill(self, segments: Iterable[Segment]) -> None:
         """Precompute chunks alone, in the background, unless `on_miss` is "inline"."""
         if self._backfill is None or self.closed:
             return

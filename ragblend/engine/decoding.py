@@ -15,7 +15,7 @@ from ragblend.errors import UsageError
 from ragblend.options import GenerationOptions
 
 
-class LogitShape:
+class LogitsProcessors:
     """Penalties, bias and limits of the choice, by transformers' own logits processors, over one answer's tokens.
 
     Presence and frequency count the answer alone, as OpenAI and vLLM do; transformers has no processor for them.
@@ -47,7 +47,7 @@ class LogitShape:
         if options.min_p:
             self._limits.append(MinPLogitsWarper(options.min_p))
 
-    def penalised(self, logits: Tensor) -> Tensor:
+    def apply_penalties(self, logits: Tensor) -> Tensor:
         """`logits` [vocabulary] with bias and penalties. Raises UsageError for a bias on a token that is none."""
         scores = logits.float()[None]
         try:
@@ -62,7 +62,7 @@ class LogitShape:
         penalised: Tensor = scores
         return penalised
 
-    def limited(self, scaled: Tensor) -> Tensor:
+    def filter_logits(self, scaled: Tensor) -> Tensor:
         """`scaled` [vocabulary], divided by the temperature, without what may not be chosen."""
         limited: Tensor = self._limits(torch.tensor([self._ids]), scaled[None])[0]
         return limited
@@ -84,11 +84,11 @@ class Sampler:
 
     def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:
         self._options = options
-        asked = (
+        settings = (
             options.top_k, options.min_p, options.repetition_penalty, options.presence_penalty,
             options.frequency_penalty, options.logit_bias,
         )  # fmt: skip
-        self._shape = LogitShape(options, prompt_ids) if asked != _PLAIN else None
+        self._shape = LogitsProcessors(options, prompt_ids) if settings != _PLAIN else None
         self.logprobs: list[tuple[int, float, list[tuple[int, float]]]] | None = [] if options.logprobs else None
         self._generator = torch.Generator()
         if options.seed is None:
@@ -96,15 +96,15 @@ class Sampler:
         else:
             self._generator.manual_seed(options.seed)
 
-    def choose(self, logits: Tensor) -> int:
+    def sample(self, logits: Tensor) -> int:
         """A token id from `logits` [vocabulary]."""
         shape = self._shape
-        scores = logits if shape is None else shape.penalised(logits)
+        scores = logits if shape is None else shape.apply_penalties(logits)
         if self._options.temperature == 0:
             token = int(scores.argmax())
         else:
             scaled = scores.float().cpu() / self._options.temperature
-            scaled = scaled if shape is None else shape.limited(scaled)
+            scaled = scaled if shape is None else shape.filter_logits(scaled)
             ordered, ids = scaled.softmax(dim=-1).sort(descending=True)
             # A token stays while the mass before it is below top_p, so the first always stays.
             ordered[ordered.cumsum(dim=-1) - ordered >= (self._options.top_p if shape is None else 1.0)] = 0
@@ -115,7 +115,7 @@ class Sampler:
             self.logprobs.append(_logprobs(logits, token, self._options.top_logprobs or 0))
         return token
 
-    def forced(self, tokens: Sequence[int]) -> None:
+    def record_forced(self, tokens: Sequence[int]) -> None:
         """Note `tokens` that nothing chose, because nothing else could come: their probability is 1."""
         for token in tokens:
             if self._shape is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ragblend.engine.decoding import Sampler, StopScanner
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.report import BlendReport, Generation, TokenLogprob
-from ragblend.engine.tuning.calibration import Fit
+from ragblend.engine.tuning.calibration import RuleFit
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
 from ragblend.prompt.prompt import Segment, TokenizedPrompt
@@ -40,29 +40,31 @@ class Conversation:
     fused: FusedKV | None = None
 
 
-class Options(GenerationKeywords, total=False):
+class EngineKeywords(GenerationKeywords, total=False):
     """Keyword arguments of the transformers engine's `generate`, `stream` and `request`; see there."""
 
     conversation: Conversation | None
 
 
-class Guide(Protocol):
+class TokenConstraint(Protocol):
     """Holds one answer to a grammar, token by token."""
 
     ended: bool  # the answer is complete, and nothing may follow
 
-    def mask(self, logits: Tensor) -> Tensor: ...  # [vocabulary], what may not come next at minus infinity
-    def follow(self, token: int, room: int) -> list[int]: ...  # it, and up to `room` in all that can only follow it
+    def mask_logits(self, logits: Tensor) -> Tensor: ...  # [vocabulary], what may not come next at minus infinity
+    def accept_token(
+        self, token: int, max_tokens: int
+    ) -> list[int]: ...  # it, and up to `room` in all that can only follow it
 
 
 class Grammar(Protocol):
     """What answers are held to: one grammar, a guide for each answer."""
 
-    def guide(self) -> Guide: ...
+    def guide(self) -> TokenConstraint: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EngineRequest:
     """One prompt and how it is answered: `options` are what was asked for, mode, rule and ratio what is to run."""
 
     prompt: TokenizedPrompt
@@ -71,12 +73,14 @@ class Request:
     ratio: float
     options: GenerationOptions
     conversation: Conversation | None = None
-    fit: Fit | None = None  # what was calibrated for the prompt's prefix and the rule
-    adapts: bool = False  # no ratio was asked for: `ratio` is the least, to be raised where recompute costs no time
+    fit: RuleFit | None = None  # what was calibrated for the prompt's prefix and the rule
+    adapts_ratio: bool = (
+        False  # no ratio was asked for: `ratio` is the least, to be raised where recompute costs no time
+    )
     grammar: Grammar | None = None
 
     @property
-    def calibrated(self) -> Fit | None:
+    def calibrated(self) -> RuleFit | None:
         """The fit, if it is of the rule that this request runs."""
         applies = self.fit is not None and self.rule in ("auto", self.fit.rule)
         return self.fit if applies else None
@@ -89,7 +93,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Prefilled:
+class PrefillResult:
     """The KV of a prompt, its last token's logits [vocabulary], and what it took."""
 
     fused: FusedKV
@@ -102,17 +106,17 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodeStep:
     """What a stream waits for: the logits [vocabulary] that follow `tokens`, which are to go behind `fused`."""
 
     tokens: Sequence[int]
     fused: FusedKV
 
 
-class Listener(Protocol):
+class LookupObserver(Protocol):
     """Wants to know which chunks of an answered prompt were stored."""
 
-    def answered(self, prompt: TokenizedPrompt, hits: Sequence[bool]) -> None: ...
+    def record_lookup(self, prompt: TokenizedPrompt, hits: Sequence[bool]) -> None: ...
 
 
 class DecodingEngine(Protocol):
@@ -126,14 +130,14 @@ class DecodingEngine(Protocol):
     def closed(self) -> bool: ...
     def check_process(self) -> None: ...
     @property
-    def notices(self) -> Listener: ...
-    def prefill(self, request: Request) -> Prefilled: ...
+    def notices(self) -> LookupObserver: ...
+    def prefill(self, request: EngineRequest) -> PrefillResult: ...
     def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor: ...
     def stop_ids(self) -> frozenset[int]: ...
     def backfill(self, misses: Sequence[Segment]) -> None: ...
 
 
-OnEnd = Callable[[Prefilled, Generation], None]
+OnEnd = Callable[[PrefillResult, Generation], None]
 """Told once an answer has ended, cancelled ones too. The KV has the answer's tokens behind the prompt's by then."""
 
 
@@ -143,7 +147,7 @@ class GenerationStream:
     When the engine is closed it ends, at the next token, with what there is: "cancelled", and no error.
     """
 
-    def __init__(self, engine: DecodingEngine, request: Request, on_end: OnEnd | None = None) -> None:
+    def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
         self._engine = engine
         self._request = request
         self._on_end = on_end
@@ -159,7 +163,7 @@ class GenerationStream:
     def __next__(self) -> str:
         self._engine.check_process()
         got = self.advance()
-        while isinstance(got, Step):
+        while isinstance(got, DecodeStep):
             try:
                 found: Tensor | BaseException = self._engine.decode_step(got.tokens, got.fused)
             except BaseException as error:
@@ -167,20 +171,20 @@ class GenerationStream:
             got = self.advance(found)
         return got
 
-    def advance(self, found: Tensor | BaseException | None = None) -> str | Step:
+    def advance(self, logits: Tensor | BaseException | None = None) -> str | DecodeStep:
         """To the next piece of text, or to the step whose logits it needs first: hand in those, or their error.
 
         Raises StopIteration at the end, as `__next__` does, which makes the steps itself.
         """
-        if isinstance(found, BaseException):
-            return self._pieces.throw(found)
-        return self._pieces.send(found)
+        if isinstance(logits, BaseException):
+            return self._pieces.throw(logits)
+        return self._pieces.send(logits)
 
     def close(self) -> None:
         """Stop generating. The result keeps what was made so far."""
         self._pieces.close()
 
-    def _run(self) -> Generator[str | Step, Tensor | None]:
+    def _run(self) -> Generator[str | DecodeStep, Tensor | None]:
         engine, request, result = self._engine, self._request, self.result
         if engine.closed:
             return
@@ -188,7 +192,7 @@ class GenerationStream:
         prefilled = engine.prefill(request)
         sampler = Sampler(request.options, request.prompt.token_ids)
         guide = request.grammar.guide() if request.grammar is not None else None
-        token = sampler.choose(prefilled.logits if guide is None else guide.mask(prefilled.logits))
+        token = sampler.sample(prefilled.logits if guide is None else guide.mask_logits(prefilled.logits))
         result.report = report = prefilled.report
         report.ttft_s = perf_counter() - self.start_s
         report.prompt_tokens = request.prompt.num_tokens
@@ -203,9 +207,9 @@ class GenerationStream:
                 if token in ends:
                     result.finish_reason = "stop"
                     break
-                tokens = [token] if guide is None else guide.follow(token, limit - len(result.token_ids))
+                tokens = [token] if guide is None else guide.accept_token(token, limit - len(result.token_ids))
                 if len(tokens) > 1:
-                    sampler.forced(tokens[1:])
+                    sampler.record_forced(tokens[1:])
                 shown = ""
                 for token in tokens:
                     result.token_ids.append(token)
@@ -221,15 +225,15 @@ class GenerationStream:
                 if len(result.token_ids) >= limit:
                     result.finish_reason = "length"
                     break
-                logits = yield Step(tokens, prefilled.fused)
+                logits = yield DecodeStep(tokens, prefilled.fused)
                 assert logits is not None
-                token = sampler.choose(logits if guide is None else guide.mask(logits))
+                token = sampler.sample(logits if guide is None else guide.mask_logits(logits))
             rest = scanner.push(text.flush()) + scanner.flush()
             if rest:
                 result.text += rest
                 yield rest
             if request.mode in ("blend", "reuse") and not report.refused_reason:
-                engine.notices.answered(request.prompt, [chunk.hit for chunk in report.chunks])
+                engine.notices.record_lookup(request.prompt, [chunk.hit for chunk in report.chunks])
         finally:
             report.decode_s = perf_counter() - decode_start_s - self.waited_s
             report.completion_tokens = len(result.token_ids)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ragblend.errors import StoreMismatchError, UsageError
-from ragblend.redaction import has_secret, redacted
+from ragblend.redaction import has_secret, redact
 
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine
@@ -109,32 +109,32 @@ def load_engine(
     is found. `api_key`, `timeout` (seconds) and `max_retries` are for HTTP.
     """
     tiers: TierKeywords = {name: value for name, value in loading.items() if name in TIER_NAMES}  # type: ignore[assignment]
-    asked = ModelOptions.of(**{name: value for name, value in loading.items() if name not in tiers})
+    asked = ModelOptions.from_keywords(**{name: value for name, value in loading.items() if name not in tiers})
     pair: tuple[Any, Any] | None = None
     if isinstance(model, str | Path):
         model = str(model)
     else:
-        from ragblend.engine.transformers.pair import checked_pair, pair_name
+        from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
 
-        pair = checked_pair(model)
+        pair = validate_loaded_model(model)
         model = pair_name(pair)
         if backend != "transformers":
-            raise UsageError(f"a loaded model is run here; with backend={redacted(backend)!r} give its name or path")
+            raise UsageError(f"a loaded model is run here; with backend={redact(backend)!r} give its name or path")
     options: dict[str, Any] = {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow}
     options["context"] = context
     if max_num_seqs is not None and backend != "transformers":
         raise UsageError(
-            f"max_num_seqs is for an engine that decodes in this process, not for backend={redacted(backend)!r}; vLLM "
+            f"max_num_seqs is for an engine that decodes in this process, not for backend={redact(backend)!r}; vLLM "
             "takes it where it starts: vllm_options={'max_num_seqs': ...}, or `ragblend serve MODEL --max-num-seqs ...`"
         )
     if (store is None or isinstance(store, str | Path)) and pair is None:
         options["flags"] = _command_flags(
             model=model, store=store, backend=backend, remote=_without_password(tiers.get("remote")),
-            namespace=namespace, **asked.changed,
+            namespace=namespace, **asked.non_defaults,
         )  # fmt: skip
     if is_url(backend):
-        _refuse_loading(asked, "set where the server starts, not", f"with {redacted(backend)}", vllm_options)
-        _refuse_tiers(tiers, redacted(backend))
+        _reject_loading_options(asked, "set where the server starts, not", f"with {redact(backend)}", vllm_options)
+        _reject_tier_settings(tiers, redact(backend))
         http: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
         given = {name: value for name, value in http.items() if value is not None}
         return _load_client(model, store, backend, given, options, asked)
@@ -143,18 +143,20 @@ def load_engine(
             raise UsageError(
                 f"device is {asked.device!r}; vLLM takes the device it was built for, choose one with its flags"
             )
-        _refuse_loading(replace(asked, dtype="auto"), "set by vllm_options, vLLM's own arguments, not", "with vLLM")
+        _reject_loading_options(
+            replace(asked, dtype="auto"), "set by vllm_options, vLLM's own arguments, not", "with vLLM"
+        )
         return _load_vllm(model, store, asked, vllm_options or {}, TierOptions(**tiers).tiers, options, new_model)
     if backend != "transformers":
         raise UsageError(
-            f"backend is {redacted(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
+            f"backend is {redact(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
         )
     from ragblend.engine.batching import MAX_NUM_SEQS
-    from ragblend.engine.store.kv import ModelShape, dtype_name
+    from ragblend.engine.store.kv import KVSpec, dtype_name
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.transformers.layers import TransformersLayers
+    from ragblend.engine.transformers.loaded_model import adopt_loaded_model
     from ragblend.engine.transformers.model import load_model
-    from ragblend.engine.transformers.pair import take_pair
     from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
     from ragblend.prompt.formats import prompt_format
     from ragblend.prompt.segmenter import Segmenter
@@ -167,10 +169,10 @@ def load_engine(
         raise UsageError(f"the store that you pass has its dtype: TieredStore(..., kv_dtype={tiers['kv_dtype']!r})")
     else:
         kv_store = store
-    loaded = load_model(model, asked) if pair is None else take_pair(pair, asked)
+    loaded = load_model(model, asked) if pair is None else adopt_loaded_model(pair, asked)
     layers = TransformersLayers(loaded.model)
     if isinstance(store, str | Path):
-        shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
+        shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
         register_model(Path(store), loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, new_model)
     segmenter = Segmenter(loaded.tokenizer, prompt_format(loaded.tokenizer, loaded.path))
     return TransformersEngine(
@@ -208,15 +210,15 @@ def _without_password(url: str | None) -> str | None:
     return None if url is None or has_secret(url) else url
 
 
-def _refuse_loading(asked: ModelOptions, where: str, how: str, more: Mapping[str, Any] | None = None) -> None:
+def _reject_loading_options(asked: ModelOptions, where: str, how: str, more: Mapping[str, Any] | None = None) -> None:
     """Raise UsageError for what says how weights are loaded, where they are not loaded here; finding them is."""
-    names = [*set(asked.changed) - {"revision", "cache_dir", "local_files_only", "trust_remote_code"}]
+    names = [*set(asked.non_defaults) - {"revision", "cache_dir", "local_files_only", "trust_remote_code"}]
     names += ["vllm_options"] if more else []
     if names:
         raise UsageError(f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} {where} {how}")
 
 
-def _refuse_tiers(tiers: TierKeywords, url: str) -> None:
+def _reject_tier_settings(tiers: TierKeywords, url: str) -> None:
     """Raise UsageError for settings of a store that is not opened here: with `url` it is the server's."""
     changed = sorted(name for name, value in tiers.items() if value != getattr(TierOptions(), name))
     if changed:
@@ -234,7 +236,7 @@ def _load_client(
     url: str,
     connection: dict[str, Any],
     options: dict[str, Any],
-    asked: ModelOptions,
+    model_options: ModelOptions,
 ) -> VllmClient:
     """An engine over the server at `url`, with `model`'s tokenizer from this machine."""
     from ragblend.engine.transformers.model import load_tokenizer
@@ -244,15 +246,15 @@ def _load_client(
 
     if store is not None and not isinstance(store, str | Path):
         raise UsageError(
-            f"store is a {type(store).__name__}; with {redacted(url)} the store is the server's, give a directory"
+            f"store is a {type(store).__name__}; with {redact(url)} the store is the server's, give a directory"
         )
     opened = Connection(url, **connection)
     try:
         facts = server_facts(opened, model)
-        tokenizer, path = load_tokenizer(model, asked)
+        tokenizer, path = load_tokenizer(model, model_options)
         if model not in (facts.model, facts.root):
             raise StoreMismatchError(
-                f"the server at {redacted(url)} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
+                f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
             )
         segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
         root = Path(store) if store is not None else None
@@ -265,7 +267,7 @@ def _load_client(
 def _load_vllm(
     model: str,
     store: str | Path | KVStore | None,
-    asked: ModelOptions,
+    model_options: ModelOptions,
     vllm_options: Mapping[str, Any],
     tiers: Mapping[str, Any],
     options: dict[str, Any],
@@ -285,9 +287,9 @@ def _load_vllm(
             f"store is a {type(store).__name__}; vLLM's workers open the store themselves, give a directory"
         )
     require_vllm()
-    trust = asked.trust_remote_code
-    found = str(find_model(model, options=asked))
-    checkpoint = find_checkpoint(found, asked.dtype, trust)._replace(name=model_name(model))
+    trust = model_options.trust_remote_code
+    found = str(find_model(model, options=model_options))
+    checkpoint = find_checkpoint(found, model_options.dtype, trust)._replace(name=model_name(model))
     place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store)
     root = place if isinstance(place, Path) else Path(place.name)
     register_model(root, checkpoint.fingerprint, checkpoint.facts(), new_model)
@@ -313,7 +315,7 @@ def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_m
     models = disk.models()
     if "kv_shapes" in models.get(fingerprint, {}):
         return
-    if models and not new_model and not disk.knows_model(fingerprint):  # its note may be damaged, or an older one
+    if models and not new_model and not disk.has_model(fingerprint):  # its note may be damaged, or an older one
         held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         raise StoreMismatchError(
             f"{path} holds KV of {held}, the engine runs {facts['model']} ({facts['dtype']}), which would find nothing "

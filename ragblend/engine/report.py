@@ -77,11 +77,11 @@ class BlendReport:
         return asdict(self)
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> BlendReport:
+    def read(cls, values: Mapping[str, Any]) -> BlendReport:
         """The report that `as_dict` gave, maybe of another version: fields that this one does not know are left out."""
-        report = cls(**_known(cls, told))
-        report.chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in told.get("chunks", ())]
-        if shadow := told.get("shadow"):
+        report = cls(**_known(cls, values))
+        report.chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in values.get("chunks", ())]
+        if shadow := values.get("shadow"):
             report.shadow = ShadowReport(**_known(ShadowReport, shadow))
         return report
 

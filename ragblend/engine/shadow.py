@@ -1,6 +1,6 @@
 """Full prefill beside a share of live requests: how often is the blended answer the one full prefill would give?
 
-Runs on a thread of its own once an answer has ended, so the answer itself never waits. Read `Shadow.consider` first.
+Runs on a thread of its own once an answer has ended, so the answer itself never waits. Read `Shadow.submit` first.
 Knows streams and reports. Knows nothing about backends; each brings what runs its full prefill.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.api import Stream
 from ragblend.engine.fusion.fidelity import first_token_kl
-from ragblend.engine.generation import DecodingEngine, GenerationStream, Prefilled, Request
+from ragblend.engine.generation import DecodingEngine, EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.options import SHADOW
 
@@ -34,7 +34,7 @@ class Shadow:
     """
 
     def __init__(self, share: float = 0.0, seed: int | None = None) -> None:
-        self.share = SHADOW.of("shadow", share)
+        self.share = SHADOW.validate("shadow", share)
         self._counters = ShadowCounters(share)
         self._random = random.Random(seed)
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class Shadow:
         with self._lock:
             return replace(self._counters)
 
-    def consider(self, compare: Callable[[], ShadowReport], report: BlendReport) -> None:
+    def submit(self, compare: Callable[[], ShadowReport], report: BlendReport) -> None:
         """Told that an answer has ended. If chosen, `compare` runs later, and its finding becomes `report.shadow`."""
         if self._executor is None:
             return
@@ -96,7 +96,9 @@ class Shadow:
                 counters.num_answers_same += found.answers_identical
 
 
-def compare_with_full(engine: DecodingEngine, request: Request, logits: Tensor, answer: Generation) -> ShadowReport:
+def compare_with_full(
+    engine: DecodingEngine, request: EngineRequest, logits: Tensor, answer: Generation
+) -> ShadowReport:
     """Run `request` by full prefill beside its `answer`, whose first token came from `logits` [vocabulary].
 
     Full prefill reads the text as it was sent, see `Segmenter.as_sent`.
@@ -106,25 +108,25 @@ def compare_with_full(engine: DecodingEngine, request: Request, logits: Tensor, 
     options = request.options if comparable else replace(request.options, max_tokens=1)
     kept: list[Tensor] = []
 
-    def keep(prefilled: Prefilled, _: Generation) -> None:
+    def keep(prefilled: PrefillResult, _: Generation) -> None:
         kept.append(prefilled.logits)
 
     prompt = engine.segmenter.as_sent(request.prompt)
     full = replace(request, prompt=prompt, mode="full", conversation=None, options=options)
-    same = runs_alike(GenerationStream(engine, full, keep), answer)
+    same = same_tokens(GenerationStream(engine, full, keep), answer)
     return ShadowReport(
         int(kept[0].argmax()) == int(logits.argmax()), first_token_kl(kept[0], logits), same if comparable else None
     )
 
 
-def runs_alike(stream: Stream, answer: Generation) -> bool:
+def same_tokens(stream: Stream, answer: Generation) -> bool:
     """Whether `stream` gives `answer`, token for token. Ends it at the first token that differs."""
     for _ in stream:
-        if not _starts_alike(stream.result.token_ids, answer.token_ids):
+        if not _has_same_prefix(stream.result.token_ids, answer.token_ids):
             stream.close()
             return False
     return stream.result.token_ids == answer.token_ids and stream.result.finish_reason == answer.finish_reason
 
 
-def _starts_alike(first: Sequence[int], second: Sequence[int]) -> bool:
+def _has_same_prefix(first: Sequence[int], second: Sequence[int]) -> bool:
     return all(a == b for a, b in zip(first, second, strict=False))

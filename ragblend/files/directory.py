@@ -27,7 +27,7 @@ from ragblend.errors import RagblendError, StoreFullError, StoreNotWritableError
 TEMP_SUFFIX = ".tmp"
 TEMP_MAX_AGE_S = 3600.0
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean: no room. Nothing is damaged, and with more room the same command goes on."""
 
 _PROBE_BYTES = 1 << 16  # as much as SQLite asks for at once
@@ -44,9 +44,9 @@ class Directory:
     to do about the first.
     """
 
-    def __init__(self, root: Path, *, fsync: bool, make_room: str = "") -> None:
+    def __init__(self, root: Path, *, fsync: bool, full_hint: str = "") -> None:
         self.root, self._fsync = root, fsync
-        self._make_room = make_room or f"Make room: ragblend gc --store {root}, or choose a store on a larger disk"
+        self._full_hint = full_hint or f"Make room: ragblend gc --store {root}, or choose a store on a larger disk"
         try:
             self._make(root)
         except OSError as error:
@@ -76,7 +76,7 @@ class Directory:
         """`replace` with what is at hand already."""
         self.replace(path, len(data), lambda stream: stream.write(data))
 
-    def leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def find_stale_files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Temp files that a dead process of this host, or anyone an hour ago, left behind."""
         for pattern in (f".*{TEMP_SUFFIX}", f"*/.*{TEMP_SUFFIX}"):
             for path in sorted(self.root.glob(pattern)):
@@ -85,13 +85,13 @@ class Directory:
                     if time.time() - stat.st_mtime > TEMP_MAX_AGE_S or _writer_is_dead(path.name):
                         yield path, stat
 
-    def clean(self) -> int:
-        """Remove `leftovers`; how many."""
-        return sum(unlink(path) for path, _ in self.leftovers())
+    def remove_stale_files(self) -> int:
+        """Remove `find_stale_files`; how many."""
+        return sum(unlink(path) for path, _ in self.find_stale_files())
 
     def write_error(self, error: OSError, path: Path, nbytes: int = 0) -> RagblendError:
         """What `path`, which needs `nbytes`, could not be written for, as the error to raise."""
-        return refusal(error, path, nbytes, self._make_room)
+        return to_write_error(error, path, nbytes, self._full_hint)
 
     def _make(self, path: Path) -> None:
         if not path.is_dir():
@@ -115,11 +115,13 @@ def unlink(path: Path) -> bool:
     return False
 
 
-def refusal(error: OSError, path: Path, nbytes: int = 0, make_room: str = "") -> RagblendError:
+def to_write_error(error: OSError, path: Path, nbytes: int = 0, full_hint: str = "") -> RagblendError:
     """Why `path`, which needs `nbytes`, cannot be written, as the error to raise."""
-    if error.errno in FULL:
+    if error.errno in DISK_FULL_ERRNOS:
         needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"
-        return StoreFullError(f"{needs}: {why_full(error)}. {make_room or 'Make room and run the command again'}")
+        return StoreFullError(
+            f"{needs}: {explain_disk_full(error)}. {full_hint or 'Make room and run the command again'}"
+        )
     return StoreNotWritableError(
         f"{path} cannot be written: {error.strerror or error}. Check the owner and the mount of {path.parent}, "
         f"or choose another place (--store DIR, --index DIR)"
@@ -139,7 +141,7 @@ def remove_file(path: Path) -> bool:
     return True
 
 
-def why_full(error: OSError) -> str:
+def explain_disk_full(error: OSError) -> str:
     """What there is no room for, in words; `error` is one of FULL."""
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -148,21 +150,21 @@ def why_full(error: OSError) -> str:
     return "the disk quota is used up" if error.errno == errno.EDQUOT else "no space is left on the disk"
 
 
-def full_problem(folder: Path, nbytes: int = 0) -> str:
+def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
     """Why nothing more can be written in `folder`, to a file that has `nbytes` now; "" where something can.
 
     For libraries that report a full disk as an error of input and output.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < nbytes + _PROBE_BYTES:
-        return why_full(OSError(errno.EFBIG, ""))
+        return explain_disk_full(OSError(errno.EFBIG, ""))
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"\0" * _PROBE_BYTES)
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
-        return why_full(error) if error.errno in FULL else ""
+        return explain_disk_full(error) if error.errno in DISK_FULL_ERRNOS else ""
     return ""
 
 

@@ -11,7 +11,7 @@ import os
 import stat
 from pathlib import Path
 
-NOTE_BYTES = 64 << 20
+MAX_METADATA_BYTES = 64 << 20
 """More than any JSON file of ours holds: what is larger is not read."""
 
 _KINDS = (
@@ -41,7 +41,7 @@ def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
 
 
-def read_file(path: str | os.PathLike[str], limit: int = NOTE_BYTES) -> bytes:
+def read_file(path: str | os.PathLike[str], limit: int = MAX_METADATA_BYTES) -> bytes:
     """What the regular file at `path` holds. Raises OSError, also for more than `limit` bytes, or mostly holes."""
     with os.fdopen(open_file(path), "rb") as stream:
         size = dense_size(stream.fileno())

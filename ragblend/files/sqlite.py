@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
-from ragblend.files.directory import full_problem, refusal
+from ragblend.files.directory import probe_disk_full, to_write_error
 from ragblend.files.reading import check_file
 
 LOCK_TIMEOUT_S = 30.0
@@ -25,7 +25,7 @@ _REFUSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PER
 _LARGEST_LOG_BYTES = 1 << 26  # what a transaction of ours may need at once, where a file-size limit is the question
 
 
-def connect(path: Path, way_out: str, *, create: bool = False) -> sqlite3.Connection:
+def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection:
     """A connection in autocommit mode, so that every BEGIN is written where it matters; `row_checksum` is in its SQL.
 
     In a folder that cannot be written (a package, a mounted image) nobody else writes either: it is read as it is.
@@ -35,7 +35,7 @@ def connect(path: Path, way_out: str, *, create: bool = False) -> sqlite3.Connec
         check_file(path)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ELOOP):  # of the others SQLite says what they keep it from
-            raise CorruptError(f"{path} cannot be opened: {error.strerror}. {way_out}") from error
+            raise CorruptError(f"{path} cannot be opened: {error.strerror}. {fix}") from error
     frozen = not os.access(path.parent, os.W_OK) and path.exists() and not path.with_name(path.name + "-wal").exists()
     mode = "mode=ro&immutable=1" if frozen else "mode=rwc" if create else "mode=rw"
     connection = sqlite3.connect(
@@ -101,7 +101,7 @@ def truncate_log(connection: sqlite3.Connection) -> None:
 
 
 @contextmanager
-def translated(path: Path, way_out: str) -> Iterator[None]:
+def wrap_sqlite_errors(path: Path, fix: str) -> Iterator[None]:
     """Raise SQLite's errors over the file `path` as ours. `way_out`: what to do when its bytes are damaged."""
     try:
         yield
@@ -111,12 +111,12 @@ def translated(path: Path, way_out: str) -> Iterator[None]:
         what = f"{path.parent}: two rows share one id ({error}); nothing was written, report it"
         raise RagblendError(what) from error
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 cannot always decode its own message
-        raise _translation(error, path, way_out) from error
+        raise _to_ragblend_error(error, path, fix) from error
     except OSError as error:
-        raise refusal(error, path) from error
+        raise to_write_error(error, path) from error
 
 
-def _translation(error: sqlite3.DatabaseError | UnicodeDecodeError, path: Path, way_out: str) -> RagblendError:
+def _to_ragblend_error(error: sqlite3.DatabaseError | UnicodeDecodeError, path: Path, fix: str) -> RagblendError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return RagblendError(f"another process is writing {path.parent}; wait for it to end and try again")
@@ -125,7 +125,7 @@ def _translation(error: sqlite3.DatabaseError | UnicodeDecodeError, path: Path, 
         # room; "unable to open" where a file has none to begin with.
         nbytes = 0 if code in _REFUSED else max(map(_size, (path, path.with_name(path.name + "-wal"))))
         spare = _LARGEST_LOG_BYTES if code == sqlite3.SQLITE_IOERR else 0
-        problem = full_problem(path.parent, nbytes + spare)
+        problem = probe_disk_full(path.parent, nbytes + spare)
         if problem or code == sqlite3.SQLITE_FULL:
             reason = problem or "no space is left on the disk"
             return StoreFullError(f"no room for {path.parent}: {reason}. Make room and run the command again")
@@ -135,7 +135,7 @@ def _translation(error: sqlite3.DatabaseError | UnicodeDecodeError, path: Path, 
             f"{path} cannot be read or written ({error}): the disk, or what it is connected by, fails, and nothing "
             "says that the file is damaged. Look at the system's log (dmesg), and try again"
         )
-    return CorruptError(f"{path} is damaged ({error}). {way_out}")
+    return CorruptError(f"{path} is damaged ({error}). {fix}")
 
 
 def _size(path: Path) -> int:

@@ -1,10 +1,10 @@
 """Chunk boundaries, found again in a prompt that a framework has glued into one string.
 
-`recover` is the one place for it: explicit segments, then a separator, then the registry of ingested texts. What it
-finds are places in a text, so it cannot add, drop or move a character: joined, the parts read as the text that was
+`recover_chunks` is the one place for it: explicit segments, then a separator, then the registry of ingested texts. What
+it finds are places in a text, so it cannot add, drop or move a character: joined, the parts read as the text that was
 sent, whatever was ingested. Two texts are the same when they are equal after `strip()`.
 
-Knows strings and chunks, nothing about tokens, KV or frameworks. Read `recover`, then `_Registered`.
+Knows strings and chunks, nothing about tokens, KV or frameworks. Read `recover_chunks`, then `_RegistryMatcher`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ragblend.corpus.text_index import TextIndex
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import CHUNK_JOINT, Chunk, Part, joined_texts
+from ragblend.prompt.prompt import CHUNK_DELIMITER, Chunk, Part, merge_texts
 from ragblend.prompt.segmenter import any_of
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ MAX_MATCHES = 10_000
 """Known texts that are recognised in one message: more is a table of everyday words, and each costs a place."""
 
 
-class Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """A chunk at `start .. end` of a text."""
 
     start: int
@@ -41,7 +41,7 @@ class Span(NamedTuple):
     chunk: Chunk
 
 
-class KnownTexts(Protocol):
+class TextRegistry(Protocol):
     """Texts of ingested chunks; `corpus.texts.ChunkRegistry` is one."""
 
     def __contains__(self, text: object) -> bool: ...
@@ -51,12 +51,12 @@ class KnownTexts(Protocol):
         ...
 
 
-def recover(
+def recover_chunks(
     content: str | Sequence[Block],
     *,
     segments: Sequence[Part] = (),
     separator: str | None = None,
-    registry: KnownTexts | None = None,
+    registry: TextRegistry | None = None,
     is_stored: Callable[[str], bool] | None = None,
     asks: bool = False,
     framed: bool = False,
@@ -96,7 +96,7 @@ def recover(
         parts = _explicit(parts, segments)
     if registry is not None:
         with registry.searching() as known:
-            parts = _Registered(parts, known, asks, framed, max_matches).cut()
+            parts = _RegistryMatcher(parts, known, asks, framed, max_matches).cut()
     if not any(isinstance(part, Chunk) or part.strip() for part in parts):
         return ()
     return tuple(parts)
@@ -119,10 +119,10 @@ def _flatten(content: str | Sequence[Block]) -> list[Part]:
     parts: list[Part] = []
     for block in blocks:
         parts += [block] if isinstance(block, str) else _marked(block)
-    return list(joined_texts(parts))
+    return list(merge_texts(parts))
 
 
-def _known_block(block: Block, registry: KnownTexts) -> list[Block]:
+def _known_block(block: Block, registry: TextRegistry) -> list[Block]:
     """A block, its text as a chunk if that is known."""
     text = block.get("text") if isinstance(block, Mapping) and _is_text(block) and _marks(block) is None else block
     core = text.strip() if isinstance(text, str) else ""
@@ -180,7 +180,7 @@ def _marked(block: Chunk | Mapping[str, Any]) -> list[Part]:
     return [before, Chunk(core, str(extras.get("source") or ""), metadata={"chunk_id": chunk_id}), after]
 
 
-def _cut(text: str, spans: Iterable[Span]) -> Iterator[Part]:
+def _cut(text: str, spans: Iterable[ChunkSpan]) -> Iterator[Part]:
     """`text` in parts, the `spans` (ascending, apart) as chunks."""
     place = 0
     for span in spans:
@@ -192,7 +192,7 @@ def _cut(text: str, spans: Iterable[Span]) -> Iterator[Part]:
 
 def _found(text: str) -> Chunk:
     """A chunk that stands in a text."""
-    return Chunk(text, in_text=True)
+    return Chunk(text, found_in_prompt=True)
 
 
 def _handed_over(chunk: Chunk, text: Part, start: int, end: int) -> Chunk:
@@ -200,7 +200,7 @@ def _handed_over(chunk: Chunk, text: Part, start: int, end: int) -> Chunk:
     the end of a line, the prompt is laid out as if the chunk had been a part of its own: nothing is added there."""
     assert isinstance(text, str)
     inside = (end < len(text) and text[end] != "\n") or bool(text[:start][-1:].strip())
-    return Chunk(text[start:end], chunk.source, metadata=chunk.metadata, in_text=inside)
+    return Chunk(text[start:end], chunk.source, metadata=chunk.metadata, found_in_prompt=inside)
 
 
 def _separated(parts: Sequence[Part], separator: str, known: Sequence[Callable[[str], bool]], asks: bool) -> list[Part]:
@@ -216,17 +216,17 @@ def _separated(parts: Sequence[Part], separator: str, known: Sequence[Callable[[
         before = ""  # the last character that stands before the piece
         for place, piece in enumerate(pieces):
             if before and piece and not before.isspace() and not piece[0].isspace():
-                found.append(CHUNK_JOINT)
+                found.append(CHUNK_DELIMITER)
             last = place == len(pieces) - 1
             core = piece.strip()
             is_chunk = any(test(core) for test in known) if known else place > 0 and not last
             if core and is_chunk and not (last and ends_turn):
                 start = piece.index(core)
-                found += _cut(piece, [Span(start, start + len(core), _found(core))])
+                found += _cut(piece, [ChunkSpan(start, start + len(core), _found(core))])
             else:
                 found.append(piece)
             before = piece[-1:] or before
-    return list(joined_texts(found))
+    return list(merge_texts(found))
 
 
 def _explicit(parts: Sequence[Part], segments: Sequence[Part]) -> list[Part]:
@@ -238,20 +238,20 @@ def _explicit(parts: Sequence[Part], segments: Sequence[Part]) -> list[Part]:
             given.setdefault(text, deque()).append(chunk)
     if not given:
         return list(parts)
-    search = _Explicit(given)
-    taken: list[list[Span]] = [[] for _ in parts]
+    search = _GivenChunkMatcher(given)
+    taken: list[list[ChunkSpan]] = [[] for _ in parts]
     for whole_lines in (True, False):
         for index, part in enumerate(parts):
             if isinstance(part, str):
                 taken[index] = list(search.spans(part, taken[index], whole_lines))
     pieces = (_cut(part, spans) if isinstance(part, str) else (part,) for part, spans in zip(parts, taken, strict=True))
-    return list(joined_texts(chain.from_iterable(pieces)))
+    return list(merge_texts(chain.from_iterable(pieces)))
 
 
 _HEAD = 8  # characters of a segment by which its places are looked for
 
 
-class _Explicit:
+class _GivenChunkMatcher:
     """Segments that are still to be found. What lies in a text that was taken is not looked at again, and what has been
     found as often as it was given is no longer looked for."""
 
@@ -259,7 +259,7 @@ class _Explicit:
         self._given, self._left = given, sum(map(len, given.values()))
         self._known, self._heads = TextIndex(given), any_of(each[:_HEAD] for each in given)
 
-    def spans(self, text: str, taken: Sequence[Span], whole_lines: bool) -> Iterator[Span]:
+    def spans(self, text: str, taken: Sequence[ChunkSpan], whole_lines: bool) -> Iterator[ChunkSpan]:
         """`taken` (ascending, apart), and between them the first places of what is left, the longest at each."""
         place = 0
         for span in (*taken, None):
@@ -273,7 +273,7 @@ class _Explicit:
                 yield span
                 place = span.end
 
-    def _at(self, text: str, start: int, limit: int, whole_lines: bool) -> Span | None:
+    def _at(self, text: str, start: int, limit: int, whole_lines: bool) -> ChunkSpan | None:
         """The longest segment that is left and stands at `start`, where it ends by `limit` and cuts no word."""
         if not (_begins_line(text, start) if whole_lines else _may_cut(text, start)):
             return None
@@ -285,7 +285,7 @@ class _Explicit:
             self._left -= 1
             if not self._given[known]:
                 self._known.discard(known)
-            return Span(start, end, _handed_over(chunk, text, start, end))
+            return ChunkSpan(start, end, _handed_over(chunk, text, start, end))
         return None
 
 
@@ -363,7 +363,7 @@ _MAX_LABELS = 3
 _QUESTION_MARKS = ("?", "？", "؟", ";")
 
 
-class _Registered:
+class _RegistryMatcher:
     """One search for known texts: a line after the other, each place once."""
 
     def __init__(self, parts: Sequence[Part], known: TextIndex, asks: bool, framed: bool, max_matches: int) -> None:
@@ -379,14 +379,14 @@ class _Registered:
         for index, part in enumerate(self._parts):
             if isinstance(part, str):
                 before = self._parts[index - 1] if index else ""
-                at_line = not (isinstance(before, Chunk) and before.in_text)
+                at_line = not (isinstance(before, Chunk) and before.found_in_prompt)
                 ends_turn = self._asks and index == len(self._parts) - 1
                 found += _cut(part, self._spans(part, at_line, ends_turn))
             else:
                 found.append(part)
-        return list(joined_texts(found))
+        return list(merge_texts(found))
 
-    def _spans(self, text: str, at_line: bool, ends_turn: bool) -> Iterator[Span]:
+    def _spans(self, text: str, at_line: bool, ends_turn: bool) -> Iterator[ChunkSpan]:
         """Known texts in `text`, which begins a line or goes on with one."""
         line = 0 if at_line else _next_line(text, 0)
         while line < len(text):
@@ -406,7 +406,7 @@ class _Registered:
                 self._labels.add(_label(text, line, chain[0][0]))
             for start, end in chain:
                 self._seen.add(text[start:end])
-                yield Span(start, end, _found(text[start:end]))
+                yield ChunkSpan(start, end, _found(text[start:end]))
             line = _next_line(text, chain[-1][1] if chain else line)
 
     def _on_line(self, text: str, line: int) -> Sequence[tuple[int, int]]:
@@ -444,7 +444,7 @@ class _Registered:
             place = following[1]
 
     def _may_end(self, text: str, line: int, chain: Sequence[tuple[int, int]]) -> bool:
-        """Whether what ends a user's turn is a passage rather than the question: see `recover`."""
+        """Whether what ends a user's turn is a passage rather than the question: see `recover_chunks`."""
         start, end = chain[0][0], chain[-1][1]
         known, label = text[start:end], _label(text, line, start)
         return (

@@ -70,7 +70,7 @@ class ChatSession:
         found = " ".join(answer.text.split()).strip("\"'` ")
         return found if found and answer.finish_reason == "stop" else question
 
-    def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> ChatTurn:
+    def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> StreamedReply:
         """Ask `question` over `chunks`, those of earlier turns left out; `generation` goes to `engine.stream`."""
         seen = {chunk.text for message in self._messages for chunk in message.parts if not isinstance(chunk, str)}
         turn = SegmentedPrompt(chunks, question).messages[-1]
@@ -89,22 +89,22 @@ class ChatSession:
             self._conversation = Conversation()
             generation.pop("conversation", None)
             return self.stream(chunks, question, **generation)
-        return ChatTurn(self, asked, stream)
+        return StreamedReply(self, asked, stream)
 
-    def add(self, asked: Message, answer: str) -> None:
+    def add(self, question: Message, answer: str) -> None:
         """Append a finished turn."""
-        self._messages += [asked, Message("assistant", (answer,))]
+        self._messages += [question, Message("assistant", (answer,))]
 
 
-class ChatTurn:
+class StreamedReply:
     """One answer in the making, as the engine's stream; joins its session when it has ended."""
 
-    def __init__(self, session: ChatSession, asked: Message, stream: Stream) -> None:
+    def __init__(self, session: ChatSession, question: Message, stream: Stream) -> None:
         self._session = session
-        self._asked = asked
+        self._question = question
         self._stream = stream
         self.result = stream.result
 
     def __iter__(self) -> Iterator[str]:
         yield from self._stream
-        self._session.add(self._asked, self.result.text)
+        self._session.add(self._question, self.result.text)

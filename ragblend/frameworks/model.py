@@ -28,10 +28,10 @@ from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_serializer, model_validator
 
-from ragblend.corpus.texts import ChunkRegistry, registry_of
+from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
 from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
-from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover
+from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover_chunks
 from ragblend.options import (
     MODEL_NAMES,
     TIER_NAMES,
@@ -40,17 +40,17 @@ from ragblend.options import (
     Mode,
     ModelOptions,
     RatioChoice,
+    int_at_least,
     is_url,
-    whole_from,
 )
 from ragblend.prompt.prompt import Chunk, Message, Part, SegmentedPrompt, ToolCall
-from ragblend.redaction import redacted, without_secrets
+from ragblend.redaction import hide_secrets, redact
 
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine, Stream
     from ragblend.engine.batching import ContinuousBatch
     from ragblend.engine.generation import GenerationStream
-    from ragblend.engine.notices import Notices
+    from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 
 T = TypeVar("T")
 
@@ -90,24 +90,28 @@ class CallOptions(GenerationOptions):
     def __post_init__(self) -> None:
         GenerationOptions.__post_init__(self)
         if self.n is not None:
-            whole_from(1).of("n", self.n)
+            int_at_least(1).validate("n", self.n)
         if self.separator is not None:
             check_separator(self.separator)
 
 
 _OPTION_NAMES = tuple(option.name for option in fields(CallOptions))
-_OF_CALLS = frozenset({"segments", "tools", "tool_choice", "parallel_tool_calls", "response_format"})  # no fields
+_PER_CALL_OPTIONS = frozenset(
+    {"segments", "tools", "tool_choice", "parallel_tool_calls", "response_format"}
+)  # no fields
 # Frameworks hand these down beside the user's own arguments; they say nothing to an engine.
-_NOT_FOR_US = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
+_IGNORED_OPTIONS = frozenset(
+    {"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"}
+)
 # What `load_engine` takes and no field is for.
 _ENGINE_OPTIONS = frozenset({*TIER_NAMES, "shadow", "trust_remote_code", "new_model", "max_num_seqs"}) - {"remote"}
-_LOADING = tuple(name for name in MODEL_NAMES if name != "trust_remote_code")  # ModelOptions that are fields
+_MODEL_FIELDS = tuple(name for name in MODEL_NAMES if name != "trust_remote_code")  # ModelOptions that are fields
 _ENGINE_FIELDS = frozenset(  # what opens an engine
     {"model", "store", "remote", "backend", "system", "namespace", "on_miss", "context", "max_retries"}
-    | {"vllm_options", "engine_options", *_LOADING}
+    | {"vllm_options", "engine_options", *_MODEL_FIELDS}
 )
 _MAY_HOLD_SECRETS = ("remote", "backend", "vllm_options", "engine_options", "model_kwargs")
-_BEFORE_TOOLS = ("functions", "function_call")  # what OpenAI called tools before
+_LEGACY_TOOL_OPTIONS = ("functions", "function_call")  # what OpenAI called tools before
 
 
 class Request(NamedTuple):
@@ -202,7 +206,7 @@ class BlendModel(BaseModel):
         super().model_post_init(context)
         key, self.api_key = self.api_key, None
         self._name_model()
-        self._with({})
+        self._merge_options({})
         unknown = sorted(set(self.engine_options or ()) - _ENGINE_OPTIONS)
         if unknown:
             known = ", ".join(sorted(_ENGINE_OPTIONS))
@@ -224,33 +228,39 @@ class BlendModel(BaseModel):
     def _name_model(self) -> None:
         """Have `model`, `dtype` and `device` be texts, whatever they were given as."""
         if not isinstance(self.model, str | Path):
-            from ragblend.engine.transformers.pair import checked_pair, pair_name
+            from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
 
-            self.loaded = checked_pair(self.model)
+            self.loaded = validate_loaded_model(self.model)
             self.model = pair_name(self.loaded)
         self.model = str(self.model)
-        self.dtype = ModelOptions.of(dtype=self.dtype).dtype
-        self.device = ModelOptions.of(device=self.device).device
-        self._loading()
+        self.dtype = ModelOptions.from_keywords(dtype=self.dtype).dtype
+        self.device = ModelOptions.from_keywords(device=self.device).device
+        self._model_options()
 
     @field_serializer(*_MAY_HOLD_SECRETS)
     def _without_secrets(self, value: Any) -> Any:
         """What `model_dump` shows: logs and traces keep it."""
-        return shown(value)
+        return redact_setting(value)
 
     def __repr_args__(self) -> Any:
-        return ((name, shown(value) if name in _MAY_HOLD_SECRETS else value) for name, value in super().__repr_args__())
+        return (
+            (name, redact_setting(value) if name in _MAY_HOLD_SECRETS else value)
+            for name, value in super().__repr_args__()
+        )
 
     def _engine_settings(self) -> dict[str, Any]:
         """What `share_engine` takes; no secrets."""
-        others = {"vllm_options", "max_retries", "engine_options", *_LOADING}
+        others = {"vllm_options", "max_retries", "engine_options", *_MODEL_FIELDS}
         own = {name: getattr(self, name) for name in _ENGINE_FIELDS - others}
-        own |= {"model": self.loaded or self.model, "store": _resolved(self.store)} | self._loading().changed
+        own |= {
+            "model": self.loaded or self.model,
+            "store": _resolve_store(self.store),
+        } | self._model_options().non_defaults
         return own | _backend_options(self) | (self.engine_options or {})
 
-    def _loading(self) -> ModelOptions:
+    def _model_options(self) -> ModelOptions:
         """How the model is loaded, save whether its own code may run."""
-        return ModelOptions.of(**{name: getattr(self, name) for name in _LOADING})
+        return ModelOptions.from_keywords(**{name: getattr(self, name) for name in _MODEL_FIELDS})
 
     def _open_engine(self, api_key: Any = None) -> None:
         """The engine that the settings name, where there is none yet, and its registry."""
@@ -261,7 +271,7 @@ class BlendModel(BaseModel):
             self.engine = share_engine(options.pop("model"), options.pop("store"), **options)
         _CLOSE_AT_EXIT.add(self.engine)
         if self.registry is None:
-            self.registry = registry_of(self.engine.store)
+            self.registry = open_registry(self.engine.store)
             _OWN_REGISTRIES.add(self.registry)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
@@ -286,7 +296,7 @@ class BlendModel(BaseModel):
                 f"it is made of instead: {name}(model=..., store='DIR'). copy.deepcopy works, and shares it"
             )
         bare = copy(self)
-        bare.__dict__["store"] = _resolved(self.store)  # found from another working directory, too
+        bare.__dict__["store"] = _resolve_store(self.store)  # found from another working directory, too
         for name in ("engine", "registry", "opened_with"):
             del bare.__dict__[name]
         return super(BlendModel, bare).__getstate__()
@@ -305,9 +315,11 @@ class BlendModel(BaseModel):
         given = tuple(_chunk(segment) for segment in options.segments)
         turns = [replace(turn, chunks=(*turn.chunks, *given)) for turn in turns]
         if options.tools or options.response_format or options.tool_choice:
-            from ragblend.frameworks.tools import held
+            from ragblend.frameworks.tools import output_constraint
 
-            options = replace(options, structured_outputs=held(options, self.engine.segmenter), response_format=None)
+            options = replace(
+                options, structured_outputs=output_constraint(options, self.engine.segmenter), response_format=None
+            )
         if options.tools:
             return self._prepare_with_tools(turns, options)
         said = ((turn.role, self._recover(turn, options)) for turn in turns)
@@ -326,9 +338,9 @@ class BlendModel(BaseModel):
 
     def _prepare_with_tools(self, turns: Sequence[Turn], options: CallOptions) -> Request:
         """`_prepare` of a call with tools."""
-        from ragblend.frameworks.tools import prepared
+        from ragblend.frameworks.tools import render_tool_turns
 
-        messages = prepared(turns, [self._recover(turn, options) for turn in turns])
+        messages = render_tool_turns(turns, [self._recover(turn, options) for turn in turns])
         if self.system and messages and messages[0].role != "system":
             messages.insert(0, Message("system", (self.system,)))
         prompt = SegmentedPrompt.from_messages(messages, options.tools)
@@ -337,7 +349,7 @@ class BlendModel(BaseModel):
         return Request(prompt, options)
 
     def _recover(self, turn: Turn, options: CallOptions) -> tuple[Part, ...]:
-        return recover(
+        return recover_chunks(
             turn.content,
             segments=turn.chunks,
             separator=options.separator,
@@ -358,20 +370,24 @@ class BlendModel(BaseModel):
             if call.get(known) not in (None, value):
                 raise UsageError(f"{known} is {call[known]!r}, and as {name} {value!r}; say it once")
             call[known] = value
-        old = [name for name in _BEFORE_TOOLS if call.get(name)]
+        old = [name for name in _LEGACY_TOOL_OPTIONS if call.get(name)]
         if old:
             raise UsageError(f"the call has {old[0]}=...; describe them as tools: bind_tools([...], tool_choice=...)")
         named = call.get("model")
         if named not in (None, self.model, self.engine.name):
             raise UsageError(f"model is {named!r}, this object runs {self.model!r}; make another one for it")
-        unknown = [name for name in call if name not in _OPTION_NAMES and name not in (*_NOT_FOR_US, *_BEFORE_TOOLS)]
+        unknown = [
+            name
+            for name in call
+            if name not in _OPTION_NAMES and name not in (*_IGNORED_OPTIONS, *_LEGACY_TOOL_OPTIONS)
+        ]
         if unknown:
             near = _nearest(unknown[0], _OPTION_NAMES)
             raise UsageError(f"the call has {unknown[0]}=...{near}; what a call may set is {', '.join(_OPTION_NAMES)}")
-        return self._with({name: call[name] for name in _OPTION_NAMES if name in call})
+        return self._merge_options({name: call[name] for name in _OPTION_NAMES if name in call})
 
-    def _with(self, call: Mapping[str, Any]) -> CallOptions:
-        own = {name: getattr(self, name) for name in _OPTION_NAMES if name not in _OF_CALLS}
+    def _merge_options(self, call: Mapping[str, Any]) -> CallOptions:
+        own = {name: getattr(self, name) for name in _OPTION_NAMES if name not in _PER_CALL_OPTIONS}
         return CallOptions(**{name: value for each in (own, call) for name, value in each.items() if value is not None})
 
     def _check_strict(self, prompt: SegmentedPrompt, turns: Iterable[Turn], options: CallOptions) -> None:
@@ -404,18 +420,18 @@ class BlendModel(BaseModel):
 
     def _open(self, request: Request) -> Stream:
         """The answer as a stream, not started yet; arguments and prompt length are checked here."""
-        self._note_prompt(request)
+        self._record_prompt(request)
         engine: Engine = self.engine
         return engine.stream(request.prompt, **request.options.keywords)
 
-    def _note_prompt(self, request: Request) -> None:
+    def _record_prompt(self, request: Request) -> None:
         """Tell the engine of a long prompt in which no chunk was recognised: it may hold documents all the same."""
-        notices: Notices | None = getattr(self.engine, "notices", None)
+        notices: ReuseDiagnostics | None = getattr(self.engine, "notices", None)
         if notices is None or request.prompt.chunks or request.options.mode not in ("blend", "reuse"):
             return
         texts = (part for message in request.prompt.messages for part in message.parts if isinstance(part, str))
         if max(map(len, texts), default=0) >= _LONG_TEXT:
-            notices.missed()
+            notices.record_miss()
 
     def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
         """The pieces of `stream`, which is closed however this ends. Raises TimeoutError between two pieces."""
@@ -437,7 +453,7 @@ class BlendModel(BaseModel):
         An engine in this process decodes them together, see `engine.batching`, beside those of other threads.
         Raises the first error there was, once the others have ended.
         """
-        asked = [self._each(request) if request.options.n else [request] for request in requests]
+        asked = [self._split_answers(request) if request.options.n else [request] for request in requests]
         streams = [[self._open(request) for request in several] for several in asked]
         batch: ContinuousBatch | None = getattr(self.engine, "batch", None)
         if batch is None:
@@ -446,13 +462,13 @@ class BlendModel(BaseModel):
                     pass
         else:
             timeout_s = requests[0].options.timeout if requests else None  # of one call, and so of all
-            watch = None if timeout_s is None and cancelled is None else partial(_is_over, timeout_s, cancelled)
-            for error in batch.finish(list(chain(*streams)), watch):  # type: ignore[arg-type]  # the engine's own
+            watch = None if timeout_s is None and cancelled is None else partial(_should_stop, timeout_s, cancelled)
+            for error in batch.run_until_done(list(chain(*streams)), watch):  # type: ignore[arg-type]  # the engine's own
                 if error is not None:
                     raise error
         return [[stream.result for stream in several] for several in streams]
 
-    def _each(self, request: Request) -> list[Request]:
+    def _split_answers(self, request: Request) -> list[Request]:
         """A request for each of its `n` answers, each with a seed of its own."""
         seed = request.options.seed
         seeds = [None if seed is None else seed + number for number in range(request.options.n or 1)]
@@ -473,8 +489,8 @@ class BlendModel(BaseModel):
 
     def _settings(self) -> dict[str, Any]:
         """What makes two answers differ: the key of an answer cache. Holds no secrets."""
-        names = {"backend", "namespace", "system", *_OPTION_NAMES} - _OF_CALLS - {"timeout"}
-        own = {name: getattr(self, name) for name in sorted(names)} | {"backend": redacted(self.backend)}
+        names = {"backend", "namespace", "system", *_OPTION_NAMES} - _PER_CALL_OPTIONS - {"timeout"}
+        own = {name: getattr(self, name) for name in sorted(names)} | {"backend": redact(self.backend)}
         return {"model": self.model, "fingerprint": self.engine.fingerprint, **own}
 
 
@@ -494,7 +510,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; the nearest is {found[0]!r}" if found else ""
 
 
-def _is_over(timeout_s: float | None, cancelled: threading.Event | None, stream: GenerationStream) -> bool:
+def _should_stop(timeout_s: float | None, cancelled: threading.Event | None, stream: GenerationStream) -> bool:
     """Whether an answer is to end here. Raises TimeoutError."""
     if cancelled is not None and cancelled.is_set():
         return True
@@ -507,11 +523,11 @@ def _check_time(start_s: float, timeout_s: float | None) -> None:
         raise TimeoutError(f"the answer took longer than timeout={timeout_s} s; raise it or lower max_tokens")
 
 
-def shown(value: Any) -> Any:
+def redact_setting(value: Any) -> Any:
     """A setting without passwords and tokens."""
     if isinstance(value, Mapping):
-        return without_secrets(value)
-    return redacted(value) if isinstance(value, str) else value
+        return hide_secrets(value)
+    return redact(value) if isinstance(value, str) else value
 
 
 def _backend_options(model: BlendModel) -> dict[str, Any]:
@@ -577,7 +593,7 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
     from ragblend.engine.load import load_engine
 
     loading = {name: options.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in options}
-    options |= ModelOptions.of(**loading).changed
+    options |= ModelOptions.from_keywords(**loading).non_defaults
 
     def load() -> Engine:
         loaded: Engine = load_engine(model, store, **options)
@@ -587,7 +603,7 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
     if store is not None and not isinstance(store, str | Path):
         return load()
     said = sorted((name, value) for name, value in options.items() if value is not None)
-    key = (model, _resolved(store), repr(said))
+    key = (model, _resolve_store(store), repr(said))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
         if engine is None or not getattr(engine, "is_usable", True):
@@ -595,7 +611,7 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
         return engine
 
 
-def _resolved(store: Any) -> Any:
+def _resolve_store(store: Any) -> Any:
     """A directory's absolute path, so that a pickled model finds it from any working directory; else `store`."""
     return str(Path(store).resolve()) if isinstance(store, str | Path) else store
 
@@ -607,11 +623,11 @@ def _close_engines() -> None:
         getattr(engine, "close", lambda: None)()
 
 
-def forget_documents(documents: Iterable[Any], llm_or_engine: Any, still_used: Callable[[str], bool]) -> int:
+def delete_documents_kv(documents: Iterable[Any], llm_or_engine: Any, still_used: Callable[[str], bool]) -> int:
     """Drop the KV and the registered texts of `documents`, save those whose text is `still_used`. How many had KV."""
-    from ragblend.ingestion.forget import forget_chunks
+    from ragblend.ingestion.deletion import delete_chunks_kv
 
-    return forget_chunks(map(_chunk, documents), llm_or_engine, still_used)
+    return delete_chunks_kv(map(_chunk, documents), llm_or_engine, still_used)
 
 
 def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any, names: Sequence[str] = ()) -> None:

@@ -1,7 +1,8 @@
 """Tools and schemas in a call of a framework's model: which tools, what the answer is held to, how it is read.
 
-`prepared` turns a conversation with tools into messages, `held` what a call asks for into `structured_outputs`. Both
-frameworks' models use them where a call has tools or a schema, and only there. Knows no framework.
+`render_tool_turns` turns a conversation with tools into messages, `output_constraint` what a call asks for into
+`structured_outputs`. Both frameworks' models use them where a call has tools or a schema, and only there. Knows no
+framework.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from ragblend.frameworks.model import CallOptions, Turn
 
 
-def held(options: CallOptions, segmenter: Segmenter) -> Mapping[str, Any] | None:
+def output_constraint(options: CallOptions, segmenter: Segmenter) -> Mapping[str, Any] | None:
     """`structured_outputs` of a call, from its tools, its response_format and what it names itself.
 
     Raises UsageError where they exclude each other.
     """
-    asked = _formatted(options.response_format) if options.response_format else options.structured_outputs
+    asked = _parse_response_format(options.response_format) if options.response_format else options.structured_outputs
     if options.response_format and options.structured_outputs:
         raise UsageError("the call has response_format and structured_outputs; leave one of them out")
     choice = tool_choice(options)
@@ -62,12 +63,12 @@ def tool_choice(options: CallOptions) -> str:
     return str(choice)
 
 
-def calls_may_come(options: CallOptions) -> bool:
+def may_return_calls(options: CallOptions) -> bool:
     """Whether the answer is to be read for calls."""
     return bool(options.tools) and tool_choice(options) != "none"
 
 
-def prepared(turns: Sequence[Turn], parts: Iterable[tuple[Part, ...]]) -> list[Message]:
+def render_tool_turns(turns: Sequence[Turn], parts: Iterable[tuple[Part, ...]]) -> list[Message]:
     """The messages of a conversation with tools: calls and what they returned stay where they are. Empty turns are
     dropped, and neighbours of one role merged, tools' apart."""
     messages: list[Message] = []
@@ -95,7 +96,7 @@ def new_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
 
-def _formatted(asked: Any) -> Mapping[str, Any] | None:
+def _parse_response_format(asked: Any) -> Mapping[str, Any] | None:
     """OpenAI's response_format as `structured_outputs`."""
     kind = asked.get("type") if isinstance(asked, Mapping) else None
     if kind == "text":

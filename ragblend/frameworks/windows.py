@@ -25,7 +25,7 @@ _OVERLAP = 0.1  # of a window, unless said otherwise
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class DocumentWindow:
     """Neighbouring chunks of a document, or of several in a row, that one prompt holds."""
 
     chunks: tuple[Chunk, ...]
@@ -45,7 +45,7 @@ def windows_of(
     window_tokens: int | None = None,
     overlap_tokens: int | None = None,
     chunk_tokens: int | None = None,
-) -> list[Window]:
+) -> list[DocumentWindow]:
     """Windows over documents, given as text and source, of which each takes at most `room` tokens of a prompt.
 
     window_tokens: tokens of a window, all there is room for unless given. overlap_tokens: at least so many of them it
@@ -59,7 +59,7 @@ def windows_of(
             "answer; choose between 1 and that, or lower max_tokens"
         )
     overlap = int(size * _OVERLAP) if overlap_tokens is None else overlap_tokens
-    joint = len(engine.segmenter.joint_ids)
+    joint = len(engine.segmenter.delimiter_ids)
     largest = min(CHUNK_TOKENS, size // _CHUNKS_PER_WINDOW) if chunk_tokens is None else chunk_tokens
     if not 0 <= overlap < size or not 0 < largest + joint <= size - overlap:
         raise UsageError(
@@ -71,7 +71,7 @@ def windows_of(
     if not chunks:
         raise UsageError("the document is empty; give one with text")
     spans = spans_of([count(chunk.text) + joint for chunk in chunks], size, overlap)
-    return [Window(tuple(chunks[start:end])) for start, end in spans]
+    return [DocumentWindow(tuple(chunks[start:end])) for start, end in spans]
 
 
 def spans_of(sizes: Sequence[int], room: int, overlap: int) -> list[tuple[int, int]]:
@@ -100,7 +100,7 @@ def spans_of(sizes: Sequence[int], room: int, overlap: int) -> list[tuple[int, i
         start = following
 
 
-def room_for_chunks(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
+def chunk_token_budget(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
     """Tokens of chunks that fit into a prompt with `text` behind them, and an answer."""
     beside = engine.segmenter.tokenize(SegmentedPrompt(["."], text, system)).num_tokens
     room = engine.context_length - beside - answer_tokens

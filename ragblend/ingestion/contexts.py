@@ -11,10 +11,10 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Protocol
 
-from ragblend.corpus.rows import text_hash
-from ragblend.corpus.texts import registry_of
+from ragblend.corpus.chunk_registry import open_registry
+from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
-from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.errors import BackendUnreachableError, UsageError
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.prompt import Chunk
@@ -23,38 +23,38 @@ NUM_SIMILAR = 2
 """Chunks that a similar version is computed behind."""
 
 
-class Finder(Protocol):
+class SimilarChunkFinder(Protocol):
     """Finds the chunks that are like a chunk. A ChunkIndex is one."""
 
-    def similar_texts(self, text: str, count: int, may_stand: Callable[[str], bool]) -> list[str]:
+    def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
         """The `count` nearest texts that `may_stand` accepts, the nearest first; not `text` itself, none twice."""
 
     def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
         """Of those `texts` that are there, by `text_hash`."""
 
 
-def settle_context(engine: Engine, wanted: ContextPolicy | None) -> None:
+def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
     """Use the context that is wanted, and have the store remember it; None is the engine's, which may be what the store
     remembers. That chunks stand alone is remembered only where they would not anyway.
 
     Raises UsageError where it remembers another: its chunks would be of two kinds.
     """
-    if wanted is None and engine.context == engine.default_context == "none":
+    if requested is None and engine.context == engine.default_context == "none":
         return
-    policy, remembered = CONTEXT.of("context", wanted or engine.context), remembered_context(engine.store)
+    policy, remembered = CONTEXT.validate("context", requested or engine.context), read_context_policy(engine.store)
     if remembered not in (None, "none", policy):
         raise UsageError(
             f"the store keeps its chunks in the context {remembered!r}, not {policy!r}; change it for all of them: "
             f"ragblend precompute --context {policy}"
         )
     if policy != remembered or policy != engine.context:
-        engine.keep_context(policy)
+        engine.set_context_policy(policy)
 
 
-def versions(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
+def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
     """All that a store of this policy keeps of `chunks`: each alone, and its similar version where there are such.
 
-    Those do not say yet what they are behind: see `with_similar`.
+    Those do not say yet what they are behind: see `attach_similar_texts`.
     """
     found: list[Chunk] = []
     for chunk in chunks:
@@ -69,7 +69,7 @@ def every_version(text: str) -> list[Chunk]:
     return [Chunk(text, context="none"), Chunk(text, context="similar")]
 
 
-def with_similar(chunks: Sequence[Chunk], engine: Engine, index: Finder | None) -> list[Chunk]:
+def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> list[Chunk]:
     """`chunks`, the similar versions among them with the texts that they are to be computed behind.
 
     Those are the nearest by the finder's own vectors among the chunks that are precomputed in the engine's namespace,
@@ -79,48 +79,48 @@ def with_similar(chunks: Sequence[Chunk], engine: Engine, index: Finder | None) 
     given = {chunk.text.strip() for chunk in chunks}
     known: dict[str, bool] = {}
 
-    def may_stand(text: str) -> bool:
+    def is_allowed(text: str) -> bool:
         if text not in known:
             known[text] = text.strip() in given or engine.is_stored(Chunk(text, context="none"))
         return known[text]
 
     found = []
     for chunk in chunks:
-        if chunk.context == "similar" and not chunk.behind:
+        if chunk.context == "similar" and not chunk.context_texts:
             if index is None:
                 raise UsageError(
                     "chunks in the context 'similar' are computed behind others that an index finds; give it one "
                     "(ragblend.ingest, ragblend precompute), or keep them alone: context 'none'"
                 )
-            behind = tuple(reversed(index.similar_texts(chunk.text, NUM_SIMILAR, may_stand)))  # the nearest beside it
+            behind = tuple(reversed(index.similar_texts(chunk.text, NUM_SIMILAR, is_allowed)))  # the nearest beside it
             while behind and not _fits(chunk, behind, engine):
                 behind = behind[1:]
-            chunk = replace(chunk, behind=behind)
+            chunk = replace(chunk, context_texts=behind)
             if not behind:
                 continue
         found.append(chunk)
     return found
 
 
-def drop_stale(chunks: Iterable[Chunk], engine: Engine, index: Finder | None) -> int:
+def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> int:
     """Delete those of the similar versions, stored a moment ago, that are behind a text which is gone meanwhile: who
     removed it may have looked before they were there. How many."""
     similar = [chunk for chunk in chunks if chunk.context == "similar"]
     if index is None or not similar:
         return 0
-    there = index.vectors({text for chunk in similar for text in chunk.behind})
-    stale = [chunk for chunk in similar if any(text_hash(text) not in there for text in chunk.behind)]
+    there = index.vectors({text for chunk in similar for text in chunk.context_texts})
+    stale = [chunk for chunk in similar if any(text_hash(text) not in there for text in chunk.context_texts)]
     return sum(engine.forget(chunk) for chunk in stale)
 
 
 def _fits(chunk: Chunk, behind: Sequence[str], engine: Engine) -> bool:
     prefix_ids: Sequence[int] = getattr(engine, "default_prefix_ids", ())
-    parts = engine.segmenter.context_parts(replace(chunk, behind=tuple(behind)))
+    parts = engine.segmenter.context_parts(replace(chunk, context_texts=tuple(behind)))
     num_tokens = len(prefix_ids) + sum(map(len, parts)) + engine.segmenter.count_tokens(chunk.text)
     return num_tokens + 2 <= engine.context_length  # two more than vLLM needs
 
 
-def drop_versions(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
+def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
     """Delete every version of `chunks` that is none of those `kept`, and where the store keeps similar versions no
     longer, those of what frameworks have brought.
 
@@ -130,15 +130,15 @@ def drop_versions(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine
     every = [each for chunk in chunks for each in every_version(chunk.text)]
     keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in stay]
     num_removed, problem = 0, ""
-    with closing(registry_of(engine.store)) as registry:
+    with closing(open_registry(engine.store)) as registry:
         brought = [] if engine.context == "similar" else registry.similar_entries()
         keys += brought
-        registry.forget_stored(keys)
+        registry.remove_stored(keys)
         for key in keys:
             try:
                 num_removed += engine.store.delete(key)
             except BackendUnreachableError as error:
                 problem = str(error)
         if not problem:  # else the next call is to find them
-            registry.mark_similar(brought, is_stored=False)
+            registry.set_similar_stored(brought, is_stored=False)
     return num_removed, problem

@@ -26,18 +26,18 @@ from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatc
 from ragblend.ingestion.workers import prefill_here
 from ragblend.options import is_url
 from ragblend.prompt.prompt import Chunk
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 BATCH_TOKENS, BATCH_CHUNKS = 8192, 64
 """What a worker is handed at a time, at most: seconds of work, and what is prefilled again when it dies."""
-BATCHES_EACH = 2
+BATCHES_PER_WORKER = 2
 RETRIES = 5  # of one batch: workers that die more often at the same place die of it
-FLUSH_S = 60.0  # for the remote tier to take what a batch has stored
+FLUSH_TIMEOUT_S = 60.0  # for the remote tier to take what a batch has stored
 _OBJECT_STORE_BYTES = 256 << 20  # texts and vectors only
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class EngineConfig:
     """How every worker opens the engine: `load_engine`'s arguments. Paths have to be the same everywhere."""
 
     model: str
@@ -72,13 +72,13 @@ class RayWorkers:
             raise UsageError(f"{count} workers cannot do anything; choose 1 or more (--workers)")
         backend = str(options.get("backend", "transformers"))
         if is_url(backend):
-            raise UsageError(f"the server at {redacted(backend)} prefills itself; leave out the workers (--workers)")
-        self._ray = _required_ray()
+            raise UsageError(f"the server at {redact(backend)} prefills itself; leave out the workers (--workers)")
+        self._ray = _import_ray()
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
             self._start_ray(address, ceil(count * num_cpus), num_gpus * count)
         found = Path(model).expanduser()
-        opening = Opening(
+        opening = EngineConfig(
             str(found.resolve()) if found.exists() else str(model),
             str(Path(store).expanduser().resolve()),
             # What a worker holds in memory is never asked for again.
@@ -104,19 +104,19 @@ class RayWorkers:
     @property
     def num_ahead(self) -> int:
         """Batches of texts that are embedded at the same time."""
-        return self._count * BATCHES_EACH
+        return self._count * BATCHES_PER_WORKER
 
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:
         """Have a worker embed `texts`; what is returned waits for the [n, dim] unit rows."""
-        return partial(self._result, self._hand_out("embed", list(texts), embedder))
+        return partial(self._result, self._submit("embed", list(texts), embedder))
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
         """Have the workers prefill `chunks`: the bytes stored of each, as they are done. Chunks behind others last."""
         made_by = (engine.fingerprint, engine.segmenter.fingerprint)
         for is_behind in (False, True):
             coming: list[Any] = []
-            for batch in _batches([chunk for chunk in chunks if bool(chunk.behind) == is_behind], engine):
-                coming.append(self._hand_out("prefill", batch, *made_by))
+            for batch in _batches([chunk for chunk in chunks if bool(chunk.context_texts) == is_behind], engine):
+                coming.append(self._submit("prefill", batch, *made_by))
                 done, coming = self._ray.wait(coming, num_returns=len(coming), timeout=0)
                 for each in done:
                     yield from self._result(each)
@@ -134,13 +134,13 @@ class RayWorkers:
         if self._is_own:
             self._ray.shutdown()
 
-    def _hand_out(self, method: str, *arguments: Any) -> Any:
+    def _submit(self, method: str, *arguments: Any) -> Any:
         """Give a worker something to do once one has room for it; what it will return."""
         while not self._free:
             done, _ = self._ray.wait(list(self._busy))
             for each in done:
                 worker, is_new = self._busy.pop(each), each in self._starting
-                self._free.extend([worker] * (BATCHES_EACH if is_new else 1))
+                self._free.extend([worker] * (BATCHES_PER_WORKER if is_new else 1))
         worker = self._free.popleft()
         made = getattr(worker, method).remote(*arguments)
         self._busy[made] = worker
@@ -152,7 +152,7 @@ class RayWorkers:
         try:
             return self._ray.get(coming)
         except RayTaskError as error:
-            raise _cause(error) from None
+            raise _unwrap_error(error) from None
         except RayActorError as error:
             raise RagblendError(
                 f"a worker died {RETRIES + 1} times at the same batch, perhaps for want of memory: choose fewer "
@@ -170,7 +170,7 @@ class RayWorkers:
             self._ray.init(address=address or "local", **quiet, **({} if address else here))
         except ConnectionError as error:
             raise BackendUnreachableError(
-                f"no Ray cluster at {redacted(address or 'local')} ({error}); start one: ray start --head, or leave "
+                f"no Ray cluster at {redact(address or 'local')} ({error}); start one: ray start --head, or leave "
                 "out --ray for workers on this machine"
             ) from error
 
@@ -178,7 +178,7 @@ class RayWorkers:
 class _Worker:
     """What runs in a process of Ray's."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: EngineConfig) -> None:
         self._opening = opening
         self._engine: Engine | None = None
         self._embedders: dict[str, Embedder] = {}
@@ -204,7 +204,7 @@ class _Worker:
         stored = list(prefill_here(chunks, engine))
         for tier in tiers_of(engine.store):
             if isinstance(tier, RemoteStore):
-                tier.flush(FLUSH_S)
+                tier.flush(FLUSH_TIMEOUT_S)
         return stored
 
     def _opened(self) -> Engine:
@@ -231,13 +231,13 @@ def _batches(chunks: Iterable[Chunk], engine: Engine) -> Iterator[list[Chunk]]:
         yield batch
 
 
-def _cause(error: Any) -> BaseException:
+def _unwrap_error(error: Any) -> BaseException:
     """What went wrong in the worker, as it was raised there."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, RagblendError | ImportError | OSError) else error
 
 
-def _required_ray() -> Any:
+def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:

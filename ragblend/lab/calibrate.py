@@ -6,7 +6,7 @@ or labels are needed. The ratio that is fitted is the smallest one that meets th
 of its agreement's 95 % interval does, and that of every larger ratio. The engine picks the calibration up by itself
 (`engine.tuning.calibration`).
 
-Read `calibrate` first, then `fit`. Knows the transformers engine and the index; prints nothing.
+Read `calibrate` first, then `fit_ratio`. Knows the transformers engine and the index; prints nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch import Tensor
 
 from ragblend.engine.api import Engine
 from ragblend.engine.fusion.fidelity import first_token_kl
-from ragblend.engine.fusion.rules import CHECK_LAYER, FALLBACK, check_ratio, find_rule
-from ragblend.engine.generation import Request
+from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, find_rule, validate_ratio
+from ragblend.engine.generation import EngineRequest
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
 from ragblend.intervals import wilson_interval
 from ragblend.precompute import Progress
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
-RULES = ("auto", FALLBACK)  # those worth measuring; more with --rules
+RULES = ("auto", NO_PROBE_RULE)  # those worth measuring; more with --rules
 CHECK_LAYERS = (1, 2, 4)  # as far as they lie in the first half of the model
 RATIOS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # beside 0 and 1, which are always measured
 NUM_QUESTIONS = 60
@@ -46,14 +46,14 @@ Z_SQUARED = 3.8415  # of a 95 % interval
 Curve = tuple[CurvePoint, ...]
 
 
-class Setting(NamedTuple):
+class GridPoint(NamedTuple):
     """A rule and the layer at which it is read."""
 
     rule: str
     check_layer: int
 
 
-class Trial(NamedTuple):
+class CalibrationSample(NamedTuple):
     """One question at one point of the grid, against full prefill."""
 
     agrees: bool
@@ -85,7 +85,7 @@ class CalibrationRun:
     held_out: HeldOut | None = None
 
     @property
-    def is_kept(self) -> bool:
+    def is_target_met(self) -> bool:
         """Whether what was promised may be true of the held-out questions."""
         return self.held_out is None or self.held_out.high >= self.calibration.target
 
@@ -116,14 +116,14 @@ def calibrate(
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     check_target(target, num_questions)
-    fitter = checked_engine(engine)
+    fitter = require_transformers_engine(engine)
     disk = disk_tier(engine.store) if save else None
     if save and disk is None:
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
     fitted, others = split_questions(questions, num_questions, num_held_out, target, seed)
-    grid = (0.0, *sorted({check_ratio(ratio) for ratio in ratios} - {0.0, 1.0}), 1.0)
-    settings = settings_for(rules, check_layers, fitter.layers.num_layers)
-    tell = progress or (lambda stage, done, total: None)
+    grid = (0.0, *sorted({validate_ratio(ratio) for ratio in ratios} - {0.0, 1.0}), 1.0)
+    settings = make_grid_points(rules, check_layers, fitter.layers.num_layers)
+    on_progress = progress or (lambda stage, done, total: None)
 
     def prompts(texts: Sequence[str]) -> list[SegmentedPrompt]:
         hits = (index.search(text, k, neighbours=neighbours, order=order) for text in texts)
@@ -132,7 +132,7 @@ def calibrate(
             for found, text in zip(hits, texts, strict=True)
         ]
 
-    curves = measure(fitter, prompts(fitted), settings, grid, tell)
+    curves = measure(fitter, prompts(fitted), settings, grid, on_progress)
     calibration = Calibration(
         fitter.fingerprint,
         fitter.default_prefix_ids,
@@ -143,8 +143,8 @@ def calibrate(
         f"k {k}, neighbours {neighbours}, order {order}",
         fit_all(curves, target),
     )
-    path = str(keep_calibration(disk, calibration)) if disk is not None else None
-    held_out = check(fitter, prompts(others), calibration, tell) if others else None
+    path = str(save_calibration(disk, calibration)) if disk is not None else None
+    held_out = evaluate_held_out(fitter, prompts(others), calibration, on_progress) if others else None
     num_prefills = len(fitted) * (3 + len(settings) * (len(grid) - 2)) + 2 * len(others)
     elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out)
@@ -192,11 +192,11 @@ def split_questions(
     distinct = list(dict.fromkeys(question.strip() for question in questions if question.strip()))
     check_target(target, len(distinct))
     drawn = random.Random(seed).sample(distinct, len(distinct))
-    num_fitted = max(num_needed(target), min(num_questions, len(drawn) - num_held_out))
+    num_fitted = max(min_questions(target), min(num_questions, len(drawn) - num_held_out))
     return drawn[:num_fitted], drawn[num_fitted:][:num_held_out]
 
 
-def num_needed(target: float) -> int:
+def min_questions(target: float) -> int:
     """Questions that can promise `target` where all agree: the lower bound of n of n is n / (n + 3.84).
 
     >>> num_needed(0.9), num_needed(0.98)
@@ -209,73 +209,75 @@ def check_target(target: float, num_questions: int) -> None:
     """Raise UsageError for a target that so many questions cannot promise, before anything is measured."""
     if not 0 < target < 1:
         raise UsageError(f"target is {target}; choose a share above 0 and below 1, such as {TARGET}")
-    if num_questions < num_needed(target):
-        promised = num_questions / (num_questions + Z_SQUARED)
+    if num_questions < min_questions(target):
+        highest_target = num_questions / (num_questions + Z_SQUARED)
         raise UsageError(
-            f"{num_questions} questions are too few: they can promise an agreement of {promised:.2f} at most, and "
-            f"{target:g} needs {num_needed(target)}; raise --num-questions, give more (--questions FILE, one per "
-            "line), or lower --target"
+            f"{num_questions} questions are too few: they can promise an agreement of {highest_target:.2f} at most, "
+            f"and {target:g} needs {min_questions(target)}; raise --num-questions, give more (--questions FILE, one "
+            "per line), or lower --target"
         )
 
 
 # -- measuring
 
 
-def settings_for(rules: Sequence[str], check_layers: Sequence[int], num_layers: int) -> tuple[Setting, ...]:
+def make_grid_points(rules: Sequence[str], check_layers: Sequence[int], num_layers: int) -> tuple[GridPoint, ...]:
     """Rules by check layer, the uncalibrated default first. A rule that reads no deviation has no check layer."""
     standard = find_rule("auto", num_layers).name
     names = dict.fromkeys(find_rule(rule, num_layers).name for rule in rules)
-    found = [Setting(standard, CHECK_LAYER)] if standard in names else []
+    found = [GridPoint(standard, CHECK_LAYER)] if standard in names else []
     for name in names:
         layers = [layer for layer in check_layers if 0 < layer <= num_layers // 2] or [CHECK_LAYER]
         needed = layers if find_rule(name).needs_deviation else [CHECK_LAYER]
-        found += [Setting(name, layer) for layer in needed]
+        found += [GridPoint(name, layer) for layer in needed]
     return tuple(dict.fromkeys(found))
 
 
 def measure(
     engine: TransformersEngine,
     prompts: Sequence[SegmentedPrompt],
-    settings: Sequence[Setting],
+    settings: Sequence[GridPoint],
     ratios: Sequence[float],
-    tell: Progress,
-) -> dict[Setting, Curve]:
+    on_progress: Progress,
+) -> dict[GridPoint, Curve]:
     """Every prompt in full and at every point of the grid, through the very path that a calibrated engine takes."""
-    trials: dict[tuple[Setting, float], list[Trial]] = {(s, ratio): [] for s in settings for ratio in ratios}
+    trials: dict[tuple[GridPoint, float], list[CalibrationSample]] = {
+        (s, ratio): [] for s in settings for ratio in ratios
+    }
     for number, prompt in enumerate(prompts):
-        tell("measure", number, len(prompts))
-        request, full = _in_full(engine, prompt)
+        on_progress("measure", number, len(prompts))
+        request, full = _run_full_prefill(engine, prompt)
         for ratio in ratios:
-            trial: Trial | None = None
+            trial: CalibrationSample | None = None
             for setting in settings:
                 if trial is None or 0 < ratio < 1:  # at 0 and 1 all are alike
-                    trial = _blended(engine, request, _unfitted(setting), ratio, full)
+                    trial = _run_blend(engine, request, _make_uncalibrated_fit(setting), ratio, full)
                 trials[setting, ratio].append(trial)
-    tell("measure", len(prompts), len(prompts))
-    return {setting: tuple(point(ratio, trials[setting, ratio]) for ratio in ratios) for setting in settings}
+    on_progress("measure", len(prompts), len(prompts))
+    return {setting: tuple(summarize_ratio(ratio, trials[setting, ratio]) for ratio in ratios) for setting in settings}
 
 
-def point(ratio: float, trials: Sequence[Trial]) -> CurvePoint:
+def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurvePoint:
     """What the questions say about one ratio of one setting."""
     agrees, kl, charged, charged_32 = (fmean(column) for column in zip(*trials, strict=True))
     return CurvePoint(ratio, charged, agrees, *wilson_interval(agrees, len(trials)), kl, charged_32)
 
 
-def check(
-    engine: TransformersEngine, prompts: Sequence[SegmentedPrompt], calibration: Calibration, tell: Progress
+def evaluate_held_out(
+    engine: TransformersEngine, prompts: Sequence[SegmentedPrompt], calibration: Calibration, on_progress: Progress
 ) -> HeldOut:
     """What `calibration` is worth on other questions: first tokens by its best fit against full prefill's."""
     fit, trials = calibration.fits[0], []
     for number, prompt in enumerate(prompts):
-        tell("check", number, len(prompts))
-        request, full = _in_full(engine, prompt)
-        trials.append(_blended(engine, request, fit, fit.ratio, full))
-    tell("check", len(prompts), len(prompts))
-    found = point(fit.ratio, trials)
+        on_progress("check", number, len(prompts))
+        request, full = _run_full_prefill(engine, prompt)
+        trials.append(_run_blend(engine, request, fit, fit.ratio, full))
+    on_progress("check", len(prompts), len(prompts))
+    found = summarize_ratio(fit.ratio, trials)
     return HeldOut(len(prompts), found.agreement, found.low, found.high, found.kl)
 
 
-def _in_full(engine: TransformersEngine, prompt: SegmentedPrompt) -> tuple[Request, Tensor]:
+def _run_full_prefill(engine: TransformersEngine, prompt: SegmentedPrompt) -> tuple[EngineRequest, Tensor]:
     """The prompt as a request, its chunks stored, and full prefill's first logits [V]."""
     for chunk in prompt.chunks:
         engine.precompute(chunk)
@@ -283,37 +285,41 @@ def _in_full(engine: TransformersEngine, prompt: SegmentedPrompt) -> tuple[Reque
     return request, engine.prefill(request).logits
 
 
-def _blended(engine: TransformersEngine, request: Request, fit: Fit, ratio: float, full: Tensor) -> Trial:
-    """A blend as `fit` makes the engine run it, against the logits `full` [V]."""
+def _run_blend(
+    engine: TransformersEngine, request: EngineRequest, fit: RuleFit, ratio: float, full: Tensor
+) -> CalibrationSample:
+    """A blend as `fit_ratio` makes the engine run it, against the logits `full` [V]."""
     found = engine.prefill(replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
     report = found.report
     agrees = bool(found.logits.argmax() == full.argmax())
-    return Trial(agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32)
+    return CalibrationSample(
+        agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32
+    )
 
 
-def _unfitted(setting: Setting) -> Fit:
+def _make_uncalibrated_fit(setting: GridPoint) -> RuleFit:
     """A setting as the engine takes it, before anything is known of it."""
     nothing = (0.0,) * 6
-    return Fit(*setting, 0.0, False, (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing)))
+    return RuleFit(*setting, 0.0, False, (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing)))
 
 
 # -- fitting: arithmetic on what was measured
 
 
-def fit(setting: Setting, curve: Curve, target: float) -> Fit:
+def fit_ratio(setting: GridPoint, curve: Curve, target: float) -> RuleFit:
     """The smallest ratio that keeps the promise `target`, as every larger one does; 1 where none below does."""
     keeps = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
     place = keeps.index(True) if True in keeps else len(curve) - 1
-    return Fit(*setting, curve[place].ratio, keeps[place], curve)
+    return RuleFit(*setting, curve[place].ratio, keeps[place], curve)
 
 
-def fit_all(curves: Mapping[Setting, Curve], target: float) -> tuple[Fit, ...]:
+def fit_all(curves: Mapping[GridPoint, Curve], target: float) -> tuple[RuleFit, ...]:
     """A fit per rule, at the layer where the promise takes the least charged budget; the least of all first.
 
     Where two take the same, the first of `curves` counts.
     """
-    best: dict[str, Fit] = {}
-    fits = (fit(setting, curve, target) for setting, curve in curves.items())
+    best: dict[str, RuleFit] = {}
+    fits = (fit_ratio(setting, curve, target) for setting, curve in curves.items())
     for found in sorted(fits, key=lambda each: each.point.charged_budget):
         best.setdefault(found.rule, found)
     return tuple(best.values())
@@ -322,7 +328,7 @@ def fit_all(curves: Mapping[Setting, Curve], target: float) -> tuple[Fit, ...]:
 # -- checks at the door
 
 
-def checked_engine(engine: Engine) -> TransformersEngine:
+def require_transformers_engine(engine: Engine) -> TransformersEngine:
     """The engine, if it shows the distributions that a calibration compares."""
     if not isinstance(engine, TransformersEngine):
         raise UsageError(

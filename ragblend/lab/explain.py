@@ -17,7 +17,7 @@ from torch import Tensor
 from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.fuse import relative_deviation
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.generation import DecodingEngine, GenerationStream, Options, Prefilled, Request
+from ragblend.engine.generation import DecodingEngine, EngineKeywords, EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.report import BlendReport, ChunkReport, Generation, Mode, RatioChoice
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UsageError
@@ -106,12 +106,12 @@ class ExplainingEngine(DecodingEngine, Protocol):
         """The model's name."""
         ...
 
-    def request(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Request:
+    def request(self, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> EngineRequest:
         """What to answer and how, tokenized and checked."""
         ...
 
 
-def explain(engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Explanation:
+def explain(engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> Explanation:
     """Answer `prompt` by blending and by full prefill, and compare. `options` are those of the engine's `request`.
 
     Takes three prefills and two answers (four where recognition moved token boundaries), and holds the KV of two
@@ -142,11 +142,11 @@ class Comparison:
     the engine's `request`. For one thread at a time.
     """
 
-    def __init__(self, engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[Options]) -> None:
+    def __init__(self, engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> None:
         self._engine, self._prompt, self._options = engine, prompt, options
         self._request = engine.request(prompt, **options)
-        self._kept: dict[Mode, tuple[Prefilled, Generation]] = {}
-        self._same_ids: Prefilled | None = None  # full prefill of the very tokens that are blended
+        self._kept: dict[Mode, tuple[PrefillResult, Generation]] = {}
+        self._same_ids: PrefillResult | None = None  # full prefill of the very tokens that are blended
         self._stored: tuple[set[int], list[float]] | None = None  # starts of stored chunks, deviation of every token
 
     def stream(self, mode: Mode, recompute_ratio: RatioChoice = None) -> GenerationStream:
@@ -162,7 +162,7 @@ class Comparison:
             options["recompute_ratio"] = recompute_ratio
             request = self._engine.request(self._prompt, **options)
 
-        def keep(prefilled: Prefilled, answer: Generation) -> None:
+        def keep(prefilled: PrefillResult, answer: Generation) -> None:
             self._kept[mode] = (prefilled, answer)
 
         return GenerationStream(self._engine, replace(request, mode=mode), keep)
@@ -206,13 +206,13 @@ class Comparison:
         prompt = self._request.prompt
         return self._engine.segmenter.as_sent(prompt).token_ids != prompt.token_ids
 
-    def _full(self) -> Prefilled:
+    def _full(self) -> PrefillResult:
         if not self._is_moved:
             return self._kept["full"][0]
         self._same_ids = self._same_ids or self._engine.prefill(replace(self._request, mode="full"))
         return self._same_ids
 
-    def _keep_stored(self, full: Prefilled) -> tuple[set[int], list[float]]:
+    def _keep_stored(self, full: PrefillResult) -> tuple[set[int], list[float]]:
         """Where the prompt's stored chunks begin, and how far the KV that was stored is off, before any recompute."""
         # Full reuse keeps all stored KV as it was placed: what blending started from.
         request = self._request
@@ -237,8 +237,8 @@ def _deviations(full: FusedKV, other: FusedKV, count: int) -> list[float]:
 
 def _segments(
     engine: ExplainingEngine,
-    request: Request,
-    blended: Prefilled,
+    request: EngineRequest,
+    blended: PrefillResult,
     found: Container[int],
     deviations: Sequence[float],
     remaining: Sequence[float],
@@ -268,7 +268,7 @@ def _segments(
         yield ExplainedSegment(segment.kind, segment.start, tuple(tokens), chunk, blended.read_s.get(segment.start))
 
 
-def _chunks(request: Request, prefilled: Prefilled) -> Iterator[tuple[Segment, ChunkReport]]:
+def _chunks(request: EngineRequest, prefilled: PrefillResult) -> Iterator[tuple[Segment, ChunkReport]]:
     """The prompt's chunks, and what the report says of them."""
     return zip(request.prompt.chunk_segments, prefilled.report.chunks, strict=True)
 

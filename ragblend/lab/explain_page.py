@@ -270,11 +270,11 @@ def plot_explanation(explanation: Explanation, path: Path) -> None:
     figure = Figure(figsize=(11, 1.9 + min(0.34 * len(segments), 40)), layout="constrained")
     FigureCanvasAgg(figure)  # draws to a file, whatever display there is
     axes = figure.add_subplot()
-    colours = LinearSegmentedColormap.from_list("deviation", ["#fdfdfb", "#d95f02"])
+    colors = LinearSegmentedColormap.from_list("deviation", ["#fdfdfb", "#d95f02"])
     for row, segment in enumerate(segments):
         cells = [[token.deviation or 0.0 for token in segment.tokens]]
         place = (-0.5, len(segment.tokens) - 0.5, row + 0.38, row - 0.38)
-        image = axes.imshow(cells, colours, vmin=0, vmax=scale, aspect="auto", interpolation="nearest", extent=place)
+        image = axes.imshow(cells, colors, vmin=0, vmax=scale, aspect="auto", interpolation="nearest", extent=place)
         axes.add_patch(_frame(segment, row))
         chosen = [place for place, token in enumerate(segment.tokens) if token.state == "recomputed"]
         size = min(14, 2400 / width)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ragblend.engine.tuning.pipeline import MachineProfile, check_speed, choose_ratio
+from ragblend.engine.tuning.loading_controller import MachineProfile, check_speed, largest_hidden_ratio
 from ragblend.errors import UsageError
 
 GB = 10**9  # what devices are sold in
@@ -31,7 +31,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class WorkloadSpec:
     """What the store is to hold and answer: prompts of `num_chunks` chunks of `chunk_tokens` tokens, and a question."""
 
     num_chunks: int = 6
@@ -39,7 +39,9 @@ class Need:
     question_tokens: int = 32
     ratio: float = 0.15
     usd_per_hour: float | None = None  # of the machine that prefills
-    asks_first: bool = False  # the rule first asks in most layers: next to no loading hides behind recompute
+    probes_before_selection: bool = (
+        False  # the rule first asks in most layers: next to no loading hides behind recompute
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_chunks", "chunk_tokens"):
@@ -62,7 +64,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class StorageEstimate:
     """One storage: what it costs and does to the time to first token. Times are estimates, in seconds."""
 
     storage: str
@@ -80,12 +82,12 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StoragePlan:
     """Every storage, cheapest first, and the cheapest that adds no delay; None where each of them does."""
 
-    need: Need
+    need: WorkloadSpec
     full_s: float  # full prefill of one prompt
-    options: tuple[Option, ...]
+    options: tuple[StorageEstimate, ...]
     chosen: str | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -98,34 +100,36 @@ SLIGHT = 0.1
 long as recomputing costs as much (docs/loading.md)."""
 
 
-def plan(profile: MachineProfile, storages: Sequence[Storage], need: Need) -> Plan:
+def plan(profile: MachineProfile, storages: Sequence[Storage], need: WorkloadSpec) -> StoragePlan:
     """The paper's second question: the cheapest storage from which blending `need` is as fast as from memory."""
     names = [storage.name for storage in storages]
     if not storages or len(set(names)) < len(names):
         raise UsageError(f"storages are {', '.join(names) or 'none'}; name one or more, each once (--storage)")
     ordered = sorted(storages, key=lambda storage: (storage.usd_per_gb_month, -storage.bytes_per_s, storage.name))
-    options = tuple(weigh(profile, storage, need) for storage in ordered)
+    options = tuple(estimate_storage(profile, storage, need) for storage in ordered)
     chosen = next((option.storage for option in options if option.pays and not option.adds_delay), None)
-    return Plan(need, profile.full_s(need.num_tokens), options, chosen)
+    return StoragePlan(need, profile.full_s(need.num_tokens), options, chosen)
 
 
-def weigh(profile: MachineProfile, storage: Storage, need: Need) -> Option:
+def estimate_storage(profile: MachineProfile, storage: Storage, need: WorkloadSpec) -> StorageEstimate:
     """What one storage costs, and what it does to prompts of that kind."""
     full_s = profile.full_s(need.num_tokens)
     load_s = profile.load_s(storage.bytes_per_s, need.num_stored)
     recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
-    saved_s = full_s - profile.blend_s(load_s, recompute_s, need.asks_first)
+    saved_s = full_s - profile.blend_s(load_s, recompute_s, need.probes_before_selection)
     chunk_gb = need.chunk_tokens * profile.bytes_per_token / GB
     saved_per_chunk_s = saved_s / need.num_chunks
     pays = saved_s > 0
     month_usd = chunk_gb * storage.usd_per_gb_month
-    return Option(
+    return StorageEstimate(
         storage=storage.name,
         load_s=load_s,
         recompute_s=recompute_s,
         ttft_s=full_s - saved_s,
-        adds_delay=load_s > recompute_s * (SLIGHT if need.asks_first else 1.0) or not profile.overlaps,
-        hidden_ratio=choose_ratio(need.ratio, profile.hiding_s(load_s, need.asks_first), full_s, profile.shares),
+        adds_delay=load_s > recompute_s * (SLIGHT if need.probes_before_selection else 1.0) or not profile.overlaps,
+        hidden_ratio=largest_hidden_ratio(
+            need.ratio, profile.hiding_s(load_s, need.probes_before_selection), full_s, profile.shares
+        ),
         pays=pays,
         gb_per_1000_chunks=1000 * chunk_gb,
         usd_per_1000_chunks_month=1000 * month_usd,

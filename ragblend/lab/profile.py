@@ -21,16 +21,17 @@ import torch
 
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
-from ragblend.engine.generation import Request
+from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import Mode
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import MemoryKV, in_memory
+from ragblend.engine.store.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import (
     drop_page_cache,
     machine_facts,
@@ -38,15 +39,14 @@ from ragblend.engine.tuning.machine import (
     read_machine_profile,
     serving_facts,
 )
-from ragblend.engine.tuning.pipeline import MachineProfile
-from ragblend.engine.vllm.answer import VllmRequest, blend_params
+from ragblend.engine.vllm.base_engine import VllmRequest, blend_params
 from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.prompt import Segment, TokenizedPrompt
 
-Tell = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 Ids = tuple[int, ...]
 
 RATIOS = (0.0, DEFAULT_RATIO, 0.5, 1.0)
@@ -57,7 +57,7 @@ _PREFIX_TOKENS = 1024  # room for the system text that chunks are computed behin
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class ProfileConfig:
     """What to measure on: prompts of up to `num_chunks` chunks of `chunk_tokens` tokens, each timed `repeats` times."""
 
     num_chunks: int = 6
@@ -79,19 +79,19 @@ class Effort:
 
 def measure_machine(
     engine: TransformersEngine | VllmEngine,
-    effort: Effort = Effort(),
+    effort: ProfileConfig = ProfileConfig(),
     *,
     directory: Path | None = None,
     remote: RemoteStore | None = None,
-    tell: Tell = lambda line: None,
+    notify: ProgressCallback = lambda line: None,
 ) -> MachineProfile:
     """Time `engine`'s model, the disk that holds `directory` and `remote`; tiers that are not given are left out.
 
-    A VllmEngine needs a memory tier that holds the chunks, see `vllm_to_measure`. Medians; modes take turns, so that a
-    machine that gets slower slows them alike. Raises UsageError for prompts beyond the model's context,
+    A VllmEngine needs a memory tier that holds the chunks, see `open_vllm_for_profile`. Medians; modes take turns, so
+    that a machine that gets slower slows them alike. Raises UsageError for prompts beyond the model's context,
     BackendUnreachableError for a remote that does not take or give the chunks.
     """
-    with closing(_OnVllm(engine) if isinstance(engine, VllmEngine) else _OnTransformers(engine)) as subject:
+    with closing(_VllmSubject(engine) if isinstance(engine, VllmEngine) else _TransformersSubject(engine)) as subject:
         chunks, prompts = _make_prompts(effort, subject.vocab_size, engine.default_prefix_ids)
         longest = prompts[-1]
         if longest.num_tokens >= engine.context_length:
@@ -99,19 +99,19 @@ def measure_machine(
                 f"{effort.num_chunks} chunks of {effort.chunk_tokens} tokens make prompts of {longest.num_tokens}, "
                 f"{engine.name} reads {engine.context_length}; choose fewer or shorter ones (--chunks, --chunk-tokens)"
             )
-        tell(f"precomputing {effort.num_chunks} chunks of {effort.chunk_tokens} tokens")
+        notify(f"precomputing {effort.num_chunks} chunks of {effort.chunk_tokens} tokens")
         for chunk in chunks:
             subject.precompute(chunk)
-        tell("timing full prefill and blending")
-        full_s, blend_s = _times(subject, prompts, effort)
+        notify("timing full prefill and blending")
+        full_s, blend_s = _measure_times(subject, prompts, effort)
         stored = subject.stored()
         speeds: dict[str, float] = {}
         if directory is not None:
-            tell(f"reading from the disk of {directory}")
-            speeds["disk"] = statistics.median(disk_speed(directory, stored) for _ in range(effort.repeats))
+            notify(f"reading from the disk of {directory}")
+            speeds["disk"] = statistics.median(measure_disk_speed(directory, stored) for _ in range(effort.repeats))
         if remote is not None:
-            tell(f"reading from {remote.values.url}")
-            speeds["remote"] = remote_speed(remote, stored)
+            notify(f"reading from {remote.values.url}")
+            speeds["remote"] = measure_remote_speed(remote, stored)
         return MachineProfile(
             fingerprint=engine.fingerprint,
             hardware=subject.hardware,
@@ -123,7 +123,7 @@ def measure_machine(
         )
 
 
-def _make_prompts(effort: Effort, vocab_size: int, prefix: Ids) -> tuple[list[Ids], list[TokenizedPrompt]]:
+def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[list[Ids], list[TokenizedPrompt]]:
     """Random chunks, and prompts of the first few of them, by `effort.lengths`; the last one has all."""
     draw = random.Random(0)
     chunks = [_ids(draw, effort.chunk_tokens, vocab_size) for _ in range(effort.num_chunks)]
@@ -137,8 +137,8 @@ def _make_prompts(effort: Effort, vocab_size: int, prefix: Ids) -> tuple[list[Id
     return chunks, prompts
 
 
-def _times(
-    subject: _OnTransformers | _OnVllm, prompts: Sequence[TokenizedPrompt], effort: Effort
+def _measure_times(
+    subject: _TransformersSubject | _VllmSubject, prompts: Sequence[TokenizedPrompt], effort: ProfileConfig
 ) -> tuple[dict[float, float], dict[float, float]]:
     """Median seconds of full prefill by prompt tokens, and of blending the longest prompt, the last, by ratio."""
     longest = prompts[-1]
@@ -153,7 +153,7 @@ def _times(
     return dict(zip(lengths, full_s, strict=True)), dict(zip(effort.ratios, blend_s, strict=True))
 
 
-class _OnTransformers:
+class _TransformersSubject:
     """An engine that shares the model, but keeps its KV in a memory tier of its own. Closing it leaves nothing."""
 
     def __init__(self, engine: TransformersEngine) -> None:
@@ -177,11 +177,11 @@ class _OnTransformers:
 
     def stored(self) -> list[MemoryKV]:
         store = self._engine.store
-        return [in_memory(kv) for key in store.keys() if (kv := store.get(key)) is not None]  # noqa: SIM118
+        return [load_into_memory(kv) for key in store.keys() if (kv := store.get(key)) is not None]  # noqa: SIM118
 
     def prefill_s(self, prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: float) -> float:
         """Seconds until the prompt's first logits."""
-        request = Request(prompt, mode, rule, ratio, GenerationOptions(max_tokens=1))
+        request = EngineRequest(prompt, mode, rule, ratio, GenerationOptions(max_tokens=1))
         start_s = perf_counter()
         prefilled = self._engine.prefill(request)
         if prefilled.logits.device.type == "cuda":
@@ -192,7 +192,7 @@ class _OnTransformers:
         self._engine.close()
 
 
-class _OnVllm:
+class _VllmSubject:
     """vLLM in this process, through its scheduler and its connector, as requests go. Closing it deletes the chunks."""
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -211,7 +211,7 @@ class _OnVllm:
         return [self._engine.key_of(chunk) for chunk in self._chunks]
 
     def stored(self) -> list[MemoryKV]:
-        return [in_memory(kv) for key in self._keys() if (kv := self._engine.store.get(key)) is not None]
+        return [load_into_memory(kv) for key in self._keys() if (kv := self._engine.store.get(key)) is not None]
 
     def prefill_s(self, prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: float) -> float:
         """Seconds until the first token has been sampled."""
@@ -233,8 +233,8 @@ class _OnVllm:
 
 
 @contextmanager
-def vllm_to_measure(
-    settings: Settings, effort: Effort, vllm_options: Mapping[str, Any] | None = None
+def open_vllm_for_profile(
+    settings: Settings, effort: ProfileConfig, vllm_options: Mapping[str, Any] | None = None
 ) -> Iterator[VllmEngine]:
     """vLLM in this process, as the settings say, over an empty store beside theirs whose memory tier holds the chunks.
 
@@ -264,7 +264,7 @@ def vllm_to_measure(
         yield engine
 
 
-def disk_speed(directory: Path, chunks: Sequence[MemoryKV]) -> float:
+def measure_disk_speed(directory: Path, chunks: Sequence[MemoryKV]) -> float:
     """Bytes per second that a DiskStore on the disk of `directory` reads, none of it from the page cache."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".profile-") as scratch:
@@ -272,10 +272,10 @@ def disk_speed(directory: Path, chunks: Sequence[MemoryKV]) -> float:
         for kv in chunks:
             disk.put(kv)
         drop_page_cache(Path(scratch).rglob("*.safetensors"))
-        return read_speed(disk, [kv.header.key for kv in chunks])
+        return measure_read_speed(disk, [kv.header.key for kv in chunks])
 
 
-def remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
+def measure_remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
     """Bytes per second that `remote` sends, a request's chunks side by side; they are deleted there again.
 
     Measured once: what has just arrived is kept for a moment.
@@ -289,15 +289,15 @@ def remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
                 f"{remote.values.url} did not take {len(keys)} chunks in {_REMOTE_TIMEOUT_S:.0f} s"
             )
         start_s = perf_counter()
-        remote.start(keys)
-        read_speed(remote, keys)
+        remote.start_fetches(keys)
+        measure_read_speed(remote, keys)
         return sum(kv.nbytes for kv in chunks) / (perf_counter() - start_s)
     finally:
         for key in keys:
             remote.delete(key)
 
 
-def read_speed(tier: KVStore, keys: Sequence[str]) -> float:
+def measure_read_speed(tier: KVStore, keys: Sequence[str]) -> float:
     """Bytes per second from asking for the keys until every layer of all has been read, as a request reads them."""
     start_s = perf_counter()
     found = [kv for key in keys if (kv := tier.get(key)) is not None]

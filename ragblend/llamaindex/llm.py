@@ -17,7 +17,7 @@ from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
 from ragblend.frameworks.boundaries import Block, refuse_block
 from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread
-from ragblend.frameworks.tools import calls_may_come, read_answer
+from ragblend.frameworks.tools import may_return_calls, read_answer
 from ragblend.prompt.prompt import Chunk, ToolCall
 from ragblend.prompt.tools import CallFormat, CallReader
 
@@ -86,7 +86,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         """Context window and names, which decide how LlamaIndex packs prompts."""
         return LLMMetadata(
             context_window=self.engine.context_length,
-            num_output=self._with({}).max_tokens,
+            num_output=self._merge_options({}).max_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.model,
             is_function_calling_model=self.is_chat_model,
@@ -232,7 +232,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         return await run_in_thread(answer)
 
     def _chat_response(self, request: Request, result: Generation) -> ChatResponse:
-        if request.options.tools and calls_may_come(request.options):
+        if request.options.tools and may_return_calls(request.options):
             blocks = _blocks(result.text, self.engine.segmenter.calls_shown)
             # LlamaIndex' programs look there whether there are calls, and then ask for them.
             more = {"tool_calls": [block.model_dump() for block in blocks if isinstance(block, ToolCallBlock)]}
@@ -244,7 +244,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         return _as_chat(_completion(self, result))
 
     def _stream_chat(self, request: Request) -> Generator[ChatResponse]:
-        if not (request.options.tools and calls_may_come(request.options)):
+        if not (request.options.tools and may_return_calls(request.options)):
             yield from map(_as_chat, self._stream_response(request))
             return
         form, stream, shown = self.engine.segmenter.calls_shown, self._open(request), ""
@@ -296,8 +296,8 @@ def _turn(message: ChatMessage) -> Turn:
             refuse_block(block.block_type)
         parts += ["\n", block.text] if parts else [block.text]
     more = message.additional_kwargs
-    told = str(more.get("tool_call_id", "")), str(more.get("name", ""))
-    return Turn(_ROLES[message.role], parts, (), tuple(calls), *told)
+    call_id_and_name = str(more.get("tool_call_id", "")), str(more.get("name", ""))
+    return Turn(_ROLES[message.role], parts, (), tuple(calls), *call_id_and_name)
 
 
 def _blocks(text: str, form: CallFormat) -> list[TextBlock | ToolCallBlock]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ragblend.errors import UsageError
-from ragblend.frameworks.model import forget_documents, precompute_and_register, run_in_thread
+from ragblend.frameworks.model import delete_documents_kv, precompute_and_register, run_in_thread
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.llamaindex.llm import BlendLLM
 
@@ -129,7 +129,7 @@ class BlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """The answer as text, or as a generator when streaming. `text_chunks` are used where `chunks` are not given."""
-        asked = self._asked(query_str, text_chunks if chunks is None else chunks) | response_kwargs
+        asked = self._make_chat_arguments(query_str, text_chunks if chunks is None else chunks) | response_kwargs
         if self._streaming:
             return _tokens(self._blend.stream_chat(**asked), facts)
         return _text(self._blend.chat(**asked), facts)
@@ -143,12 +143,12 @@ class BlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """`get_response`, without blocking the event loop."""
-        asked = self._asked(query_str, text_chunks if chunks is None else chunks) | response_kwargs
+        asked = self._make_chat_arguments(query_str, text_chunks if chunks is None else chunks) | response_kwargs
         if self._streaming:
             return _atokens(await self._blend.astream_chat(**asked), facts)
         return _text(await self._blend.achat(**asked), facts)
 
-    def _asked(self, query: str, texts: Sequence[str]) -> dict[str, Any]:
+    def _make_chat_arguments(self, query: str, texts: Sequence[str]) -> dict[str, Any]:
         """What `chat` is given: one user turn of the texts and the question, behind the system text if there is one."""
         system = [ChatMessage(role=MessageRole.SYSTEM, content=self._system)] if self._system else []
         user = ChatMessage(role=MessageRole.USER, content="\n\n".join((*texts, query)))
@@ -202,7 +202,7 @@ class BlendQueryEngine(RetrieverQueryEngine):
         Raises UsageError for LlamaIndex's other arguments (`response_mode`, prompt templates, ...): they are about its
         own prompts, and for `streaming` and `system` beside a synthesizer, which has its own.
         """
-        _refuse("from_args", [*map(repr, args), *kwargs])
+        _reject_unknown("from_args", [*map(repr, args), *kwargs])
         if response_synthesizer is not None and (streaming or system is not None):
             raise UsageError(
                 "streaming and system are the synthesizer's; give them to BlendSynthesizer, or leave it out"
@@ -231,7 +231,7 @@ class BlendQueryEngine(RetrieverQueryEngine):
 
         Raises UsageError for arguments that it does not know; a retriever of your own goes into `from_args`.
         """
-        _refuse("from_index", kwargs)
+        _reject_unknown("from_index", kwargs)
         if isinstance(index, BaseIndex):
             if neighbours is not None or order is not None:
                 raise UsageError(
@@ -253,7 +253,7 @@ class BlendQueryEngine(RetrieverQueryEngine):
         )
 
 
-def _refuse(where: str, unknown: Iterable[str]) -> None:
+def _reject_unknown(where: str, unknown: Iterable[str]) -> None:
     """Raise UsageError if there is anything: LlamaIndex itself would take it and do nothing with it."""
     if names := list(unknown):
         raise UsageError(
@@ -352,4 +352,4 @@ def delete_ref_doc(index: BaseIndex[Any], ref_doc_id: str, llm: Any) -> int:
     nodes = index.docstore.get_nodes(known.node_ids, raise_error=False) if known is not None else []
     index.delete_ref_doc(ref_doc_id, delete_from_docstore=True)
     left = {node.get_content(metadata_mode=MetadataMode.NONE).strip() for node in index.docstore.docs.values()}
-    return forget_documents(nodes, llm, still_used=left.__contains__)
+    return delete_documents_kv(nodes, llm, still_used=left.__contains__)

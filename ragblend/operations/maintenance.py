@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.corpus.texts import REGISTRY_FILE, drop_registry, registry_of
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, drop_registry, open_registry
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import (
     CALIBRATIONS_DIR,
@@ -24,7 +24,7 @@ from ragblend.engine.store.disk import (
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import disk_tier
-from ragblend.engine.tuning.calibration import problem_of
+from ragblend.engine.tuning.calibration import calibration_error
 from ragblend.errors import (
     BackendUnreachableError,
     CorruptError,
@@ -34,8 +34,8 @@ from ragblend.errors import (
     StoreFullError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.contexts import versions
-from ragblend.ingestion.forget import keys_without
+from ragblend.ingestion.contexts import chunk_variants
+from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.precompute import Progress, pin_document, precompute_chunks
 from ragblend.prompt.prompt import Chunk
 from ragblend.prompt.segmenter import Segmenter
@@ -64,7 +64,7 @@ class VerifyReport:
     unrepaired: list[str] = field(default_factory=list)  # what it could not mend, and the way out
 
     @property
-    def is_bad(self) -> bool:
+    def has_problems(self) -> bool:
         """Whether anything is damaged, or missing."""
         found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
         return any(found)
@@ -85,15 +85,15 @@ def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
         report.checked += 1
         if not result.ok:
             report.damaged[result.key] = result.reason
-    report.damaged_files = {result.key: result.reason for result in disk.verify_notes(problem_of)}
+    report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_error)}
     _verify_registry(disk, report)
     try:
         with open_index(index) as opened:
-            report.index_problems = list(opened.check())
-            used = _ids_in_use(opened)
+            report.index_problems = list(opened.find_problems())
+            used = _load_live_chunks(opened)
             if used is not None:
                 held: set[tuple[int, ...]] = set()
-                report.orphans = sum(1 for _ in _orphans(_noting(disk.headers(), held), used))
+                report.orphans = sum(1 for _ in _find_orphans(_collect_ids(disk.headers(), held), used))
                 report.num_without_kv = len(used.ids - held)
     except NotFoundError:
         pass  # a store can be used without an index, by the framework adapters
@@ -110,8 +110,8 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
             if next(disk.keys(), None) is not None:
                 report.damaged_files[REGISTRY_FILE] = "it is missing, so no text is recognised in a plain prompt"
             return
-        with registry_of(disk) as registry:
-            problems, stored = registry.problems(), registry.stored()
+        with open_registry(disk) as registry:
+            problems, stored = registry.find_problems(), registry.stored()
     except RagblendError as error:
         report.damaged_files[REGISTRY_FILE] = str(error)
         return
@@ -120,7 +120,7 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
     if not disk.has_evicted:
         models = disk.models()
         for key, fingerprint in stored.items():
-            if key not in report.damaged and not disk.holds(key):
+            if key not in report.damaged and not disk.has_file(key):
                 model = models.get(fingerprint, {}).get("model", f"a model with the fingerprint {fingerprint}")
                 report.missing[key] = f"stored for {model}, and gone"
 
@@ -134,21 +134,21 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     if report.index_problems:
         index.rebuild()
     if disk is not None and report.damaged_files:
-        _mend_files(report, disk, engine, index)
+        _repair_files(report, disk, engine, index)
     chunks, lost = list(index.chunks()), {*report.damaged, *report.missing}
     indexed = {chunk.text.strip() for chunk in chunks}
-    with registry_of(engine.store) as registry:
+    with open_registry(engine.store) as registry:
         others = [Chunk(text) for text in registry.texts() if text not in indexed]
-        behind = [chunk for chunk in versions(chunks, engine.context) if chunk.context is not None]
+        behind = [chunk for chunk in chunk_variants(chunks, engine.context) if chunk.context is not None]
         again = [chunk for chunk in (*behind, *others) if engine.key(chunk) in lost] if lost else []
         repaired = precompute_chunks(
-            [*chunks, *again], engine, progress, index=index, note=lambda: registry.add(indexed)
+            [*chunks, *again], engine, progress, index=index, register_texts=lambda: registry.add(indexed)
         )
         stored = registry.stored()
     for key in report.damaged if disk is not None else ():
         assert disk is not None
         disk.drop_damaged(key)  # last: killed before, it is still found
-    gone = [key for key in lost if key in stored and disk is not None and not disk.holds(key)]
+    gone = [key for key in lost if key in stored and disk is not None and not disk.has_file(key)]
     if gone and disk is not None and not disk.has_evicted:
         report.unrepaired.append(
             f"{len(gone)} entries are missing: this model does not make them of what is indexed, behind this prefix "
@@ -158,18 +158,18 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     return repaired.num_new_kv
 
 
-def _mend_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
+def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
     """Write again what can be known, and remove the rest: pins of indexed documents, and the registry's rows."""
     for source in index.sources():
-        if disk.place_of_pin(source) in report.damaged_files:
+        if disk.pin_location(source) in report.damaged_files:
             pin_document(source, engine, index)
-    still = {result.key for result in disk.verify_notes(problem_of)}
+    still = {result.key for result in disk.verify_metadata(calibration_error)}
     for place, reason in report.damaged_files.items():
         if place == REGISTRY_FILE:
             try:
-                with registry_of(disk) as registry:
+                with open_registry(disk) as registry:
                     registry.drop_damaged()
-                    is_sound = not registry.problems()
+                    is_sound = not registry.find_problems()
             except CorruptError:
                 is_sound = False
             except RagblendError:
@@ -177,24 +177,24 @@ def _mend_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: Ch
                 continue
             if not is_sound:  # SQLite's own structure is damaged, beyond what deleting rows mends
                 drop_registry(disk.root)
-                report.dropped.append(f"{place} is dropped: {_WHAT_IT_WAS[place]}")
-            _note_stored(disk)
+                report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place]}")
+            _record_stored(disk)
         elif place in still:
-            disk.drop_note(place)
-            report.dropped.append(f"{place} is dropped: {_WHAT_IT_WAS[place.partition('/')[0]]}")
+            disk.delete_metadata(place)
+            report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place.partition('/')[0]]}")
 
 
-def _note_stored(disk: DiskStore) -> None:
+def _record_stored(disk: DiskStore) -> None:
     """Have the registry know what is there, as it did."""
     found: dict[str, list[str]] = {}
     for header in disk.headers():
         found.setdefault(header.fingerprint, []).append(header.key)
-    with registry_of(disk) as registry:
+    with open_registry(disk) as registry:
         for fingerprint, keys in found.items():
-            registry.note_stored(keys, fingerprint)
+            registry.record_stored(keys, fingerprint)
 
 
-_WHAT_IT_WAS = {
+_LOSS_MESSAGES = {
     PINS_DIR: "nothing says which document it kept; pin it again: ragblend pin DOC",
     MODELS_DIR: "an engine of that model notes itself again",
     CALIBRATIONS_DIR: "make it again: ragblend calibrate",
@@ -204,7 +204,7 @@ _WHAT_IT_WAS = {
 }
 
 
-class Garbage(NamedTuple):
+class GcReport(NamedTuple):
     """What `collect_garbage` removed, or would remove: that of `GcResult`, texts no longer recognised, and pins."""
 
     evicted: tuple[str, ...]
@@ -218,7 +218,7 @@ class Garbage(NamedTuple):
 
 def collect_garbage(
     store: str | Path, index: str | Path | None, max_bytes: int | None = None, dry_run: bool = False
-) -> Garbage:
+) -> GcReport:
     """Remove leftovers and damaged files; with `index` also what it no longer has; then KV beyond `max_bytes`.
 
     That is KV of chunks that are in no document, of any model and prefix, KV that was computed behind such a chunk,
@@ -229,10 +229,10 @@ def collect_garbage(
     if index is None:
         result = disk.gc(max_bytes, None, dry_run)
         if not dry_run:
-            _forget_missing(disk)
-        return Garbage(*result)
-    with open_index(index) as opened, registry_of(disk) as registry:
-        used = _ids_in_use(opened)
+            _unrecord_missing(disk)
+        return GcReport(*result)
+    with open_index(index) as opened, open_registry(disk) as registry:
+        used = _load_live_chunks(opened)
         if used is None:
             raise RagblendError(
                 f"the tokenizer that {index} was made with cannot be loaded, so orphans cannot be told; "
@@ -240,12 +240,12 @@ def collect_garbage(
             )
         kept = {text.strip() for _, text in opened.texts()}
         if dry_run:
-            unwanted = set(_orphans(disk.headers(), used))
+            unwanted = set(_find_orphans(disk.headers(), used))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             texts = tuple(text for text in registry.texts() if text not in kept)
-            return Garbage(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
+            return GcReport(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
         orphans, freed_bytes = _drop_orphans(disk, opened, used)
-        with opened.holding():
+        with opened.write_transaction():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
@@ -254,32 +254,32 @@ def collect_garbage(
                 disk.unpin(name)
         registry.truncate_log()
         result = disk.gc(max_bytes)
-        _forget_missing(disk)
+        _unrecord_missing(disk)
         result = result._replace(evicted=(*orphans, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
-    return Garbage(*result, texts, pins)
+    return GcReport(*result, texts, pins)
 
 
-def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _InUse) -> tuple[list[str], int]:
+def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _LiveChunks) -> tuple[list[str], int]:
     """Delete what no chunk in use needs."""
     dropped, freed_bytes = list[str](), 0
-    pending = list(_orphans(disk.headers(), used))
+    pending = list(_find_orphans(disk.headers(), used))
     while pending:
-        with index.holding():  # what is indexed from here on finds its KV, or prefills it
+        with index.write_transaction():  # what is indexed from here on finds its KV, or prefills it
             if fresh := index.texts_since(used.generation):
-                used = used.with_texts(fresh, index.manifest.generation)
-                pending = list(_orphans(filter(None, map(disk.header, pending)), used))
+                used = used.add_texts(fresh, index.manifest.generation)
+                pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
-            freed_bytes += disk.drop(batch)
+            freed_bytes += disk.delete_many(batch)
         dropped += batch
     return dropped, freed_bytes
 
 
-def _forget_missing(disk: DiskStore) -> None:
+def _unrecord_missing(disk: DiskStore) -> None:
     """Miss no longer what is gone. Last: killed before, it is missed until the next `gc` or repair."""
     if (disk.root / REGISTRY_FILE).exists():
-        with registry_of(disk) as registry:
-            if gone := [key for key in registry.stored() if not disk.holds(key)]:
-                registry.forget_stored(gone)
+        with open_registry(disk) as registry:
+            if gone := [key for key in registry.stored() if not disk.has_file(key)]:
+                registry.remove_stored(gone)
 
 
 def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
@@ -288,14 +288,14 @@ def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) ->
     return tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
 
 
-def _orphans(headers: Iterable[KVHeader], used: _InUse) -> Iterator[str]:
+def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[str]:
     """Keys of chunks' KV that no chunk in use needs."""
     behind_prefix = (header for header in headers if header.prefix_ids)
-    found = keys_without(behind_prefix, lambda ids: None if ids in used.ids else True, used.joint)
+    found = find_orphaned_keys(behind_prefix, lambda ids: None if ids in used.ids else True, used.joint)
     return (key for key, _ in found)
 
 
-def _noting(headers: Iterable[KVHeader], held: set[tuple[int, ...]]) -> Iterator[KVHeader]:
+def _collect_ids(headers: Iterable[KVHeader], held: set[tuple[int, ...]]) -> Iterator[KVHeader]:
     """The headers, their token ids put into `held` as they pass."""
     for header in headers:
         held.add(header.token_ids)
@@ -327,7 +327,7 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
     disk.clean()
     remote.clean()
     known, keys = set(remote.keys()), list(disk.keys())
-    tell = progress or (lambda stage, done, total: None)
+    on_progress = progress or (lambda stage, done, total: None)
     num_sent = num_known = num_damaged = num_dropped = sent_bytes = 0
     problem, is_full = "", False
     for done, key in enumerate(keys, start=1):
@@ -347,11 +347,11 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
                 num_damaged += 1
             except (BackendUnreachableError, StoreFullError) as error:
                 num_dropped, problem, is_full = num_dropped + 1, str(error), isinstance(error, StoreFullError)
-        tell("push", done, len(keys))
+        on_progress("push", done, len(keys))
     return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem, is_full)
 
 
-class _InUse(NamedTuple):
+class _LiveChunks(NamedTuple):
     """Id sequences of the chunks indexed at `generation`, and what stands between two chunks of a prompt."""
 
     ids: set[tuple[int, ...]]
@@ -359,12 +359,12 @@ class _InUse(NamedTuple):
     generation: int
     segmenter: Segmenter
 
-    def with_texts(self, texts: Iterable[str], generation: int) -> _InUse:
+    def add_texts(self, texts: Iterable[str], generation: int) -> _LiveChunks:
         """These, and those of chunks that came since."""
         return self._replace(ids=self.ids.union(map(self.segmenter.chunk_ids, texts)), generation=generation)
 
 
-def _ids_in_use(index: ChunkIndex) -> _InUse | None:
+def _load_live_chunks(index: ChunkIndex) -> _LiveChunks | None:
     """What is in use, in the tokenizer the index was made with; None if that is not at hand."""
     from ragblend.engine.transformers.model import load_tokenizer
     from ragblend.prompt.formats import prompt_format
@@ -378,4 +378,4 @@ def _ids_in_use(index: ChunkIndex) -> _InUse | None:
     if segmenter.fingerprint != made.tokenizer_fingerprint:
         return None
     ids = {segmenter.chunk_ids(text) for _, text in index.texts()}
-    return _InUse(ids, segmenter.joint_ids, made.generation, segmenter)
+    return _LiveChunks(ids, segmenter.delimiter_ids, made.generation, segmenter)

@@ -16,6 +16,7 @@ from typing import NoReturn
 from ragblend.config import Settings
 from ragblend.engine.load import register_model
 from ragblend.engine.store.remote.tier import open_remote
+from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.engine.vllm.launch import (
     LOOPBACK,
     environment,
@@ -24,9 +25,8 @@ from ragblend.engine.vllm.launch import (
     server_command,
     transfer_config,
 )
-from ragblend.engine.vllm.tenants import read_keys
 from ragblend.errors import UsageError
-from ragblend.redaction import shown_command, without_secrets
+from ragblend.redaction import hide_secrets, redact_command
 
 API_KEY = "VLLM_API_KEY"
 RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
@@ -56,21 +56,21 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class ServerCommand:
     """A server about to start: its command, and what is added to its environment: secrets, which commands show."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     url: str
 
-    def shown(self) -> str:
+    def display_command(self) -> str:
         """The command for people: without API key, passwords and tokens, also those in vLLM's own flags."""
-        settings = [f"{name}={value}" for name, value in without_secrets(self.environment).items()]
-        command = shown_command(list(self.command))
+        settings = [f"{name}={value}" for name, value in hide_secrets(self.environment).items()]
+        command = redact_command(list(self.command))
         return shlex.join(["env", *settings, *command] if settings else command)
 
 
-def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = True) -> Launch:
+def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = True) -> ServerCommand:
     """The server's command for `options`, with vLLM's own `flags` at its end.
 
     Downloads the model where it is not here. Raises RagblendError where vLLM is missing or out of range, unless
@@ -109,7 +109,7 @@ def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = T
     if settings.remote is not None:
         added["RAGBLEND_REMOTE"] = settings.remote  # where the connector looks for what it is not told
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
-    return Launch(tuple(command), added, f"http://{f'[{host}]' if ':' in host else host}:{options.port}")
+    return ServerCommand(tuple(command), added, f"http://{f'[{host}]' if ':' in host else host}:{options.port}")
 
 
 def _check_keys(path: Path, api_key: str | None) -> None:
@@ -125,7 +125,7 @@ def _check_keys(path: Path, api_key: str | None) -> None:
 
 def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
     """Become the server. Returns only by raising."""
-    launch, settings = prepare(options, flags), options.settings
+    launch, settings = build_server_command(options, flags), options.settings
     checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code)
     register_model(Path(settings.store), checkpoint.fingerprint, checkpoint.facts(), new_model=True)
     os.execvpe(launch.command[0], list(launch.command), {**os.environ, **launch.environment})

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ragblend.config import CONFIG_FILE, NOT_FOR_FOLDERS, USER_FILE, Settings, user_folder
+from ragblend.config import CONFIG_FILE, USER_FILE, USER_ONLY_SETTINGS, Settings, user_folder
 from ragblend.options import TierOptions
 
 FOLDER_HEAD = """Settings of ragblend for this folder. Flags and RAGBLEND_NAME in the environment come before it, it
@@ -29,12 +29,12 @@ def settings_text(chosen: Mapping[str, Any], *, of_user: bool = False) -> str:
     model = "Qwen/Qwen3-8B"
     """
     head = (USER_HEAD if of_user else FOLDER_HEAD).format(
-        user=user_folder() / USER_FILE, folder=CONFIG_FILE, refused=", ".join(NOT_FOR_FOLDERS)
+        user=user_folder() / USER_FILE, folder=CONFIG_FILE, refused=", ".join(USER_ONLY_SETTINGS)
     )
     parts = [_comment(head)]
     for field in sorted(fields(Settings), key=lambda field: field.name in TierOptions.__dataclass_fields__):
         known = field.metadata.get("option")
-        if known is None or not (of_user or field.name not in NOT_FOR_FOLDERS):
+        if known is None or not (of_user or field.name not in USER_ONLY_SETTINGS):
             continue
         is_chosen = field.name in chosen
         value = chosen[field.name] if is_chosen else field.default

@@ -1,6 +1,6 @@
 """How a model wants its prompt written: its chat template, a declared format, or plain text.
 
-A format turns a SegmentedPrompt into parts: `Template` text, which may hold control tokens, and text from outside,
+A format turns a SegmentedPrompt into parts: `TemplateText` text, which may hold control tokens, and text from outside,
 which may not. Knows a Hugging Face tokenizer by its methods. Knows no token ids.
 """
 
@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
-from ragblend.prompt.prompt import CHUNK_JOINT, Chunk, Message, Part, SegmentedPrompt, ToolCall
-from ragblend.prompt.tools import CallFormat, found_format
-from ragblend.prompt.trimming import Written, as_read
+from ragblend.prompt.prompt import CHUNK_DELIMITER, Chunk, Message, Part, SegmentedPrompt, ToolCall
+from ragblend.prompt.tools import CallFormat, infer_call_format
+from ragblend.prompt.trimming import RenderedTemplate, detect_trimming
 
 FORMAT_FILE = "ragblend.json"
 """File beside a model's config.json that declares its prompt format (see `DeclaredFormat`)."""
@@ -30,7 +30,7 @@ PINNED_DATE = datetime(2024, 7, 26)
 """What stored KV takes for today where a chat template writes the date: KV must not be lost at midnight."""
 
 
-class Template(str):
+class TemplateText(str):
     """Text of the model's own template, which may hold control tokens. Every other string is text from outside."""
 
     __slots__ = ()
@@ -73,16 +73,16 @@ class PlainFormat(PromptFormat):
 
     def pieces(self, prompt: SegmentedPrompt) -> Iterator[Part]:
         """Template text and content, in reading order."""
-        yield Template(self._bos)
+        yield TemplateText(self._bos)
         for message in prompt.messages:
             before, after = self._frame(message.role) if prompt.chat else ("", "")
             framed = _last_text(message.parts)
             for index in range(len(message.parts)):
-                yield Template(before if index == framed.start else "")
+                yield TemplateText(before if index == framed.start else "")
                 yield from _content(message.parts, index)
-                yield Template(after if index == framed.stop - 1 else "")
+                yield TemplateText(after if index == framed.stop - 1 else "")
         if prompt.chat:
-            yield Template("Answer:")
+            yield TemplateText("Answer:")
 
     @staticmethod
     def _frame(role: str) -> tuple[str, str]:
@@ -95,11 +95,11 @@ def _content(parts: Sequence[Part], index: int) -> Iterator[Part]:
     if isinstance(part, str):
         yield part
         return
-    if not part.in_text and (before[-1:].strip() if isinstance(before, str) else before.in_text):
-        yield CHUNK_JOINT
+    if not part.found_in_prompt and (before[-1:].strip() if isinstance(before, str) else before.found_in_prompt):
+        yield CHUNK_DELIMITER
     yield part
-    if not part.in_text and following and not (isinstance(following[0], str) and following[0].startswith("\n")):
-        yield CHUNK_JOINT
+    if not part.found_in_prompt and following and not (isinstance(following[0], str) and following[0].startswith("\n")):
+        yield CHUNK_DELIMITER
 
 
 def _last_text(parts: Sequence[Part]) -> range:
@@ -114,7 +114,7 @@ def _last_text(parts: Sequence[Part]) -> range:
 
 
 def _is_text(part: Part) -> bool:
-    return isinstance(part, str) or part.in_text
+    return isinstance(part, str) or part.found_in_prompt
 
 
 def _text(part: Part) -> str:
@@ -156,15 +156,17 @@ class ChatTemplateFormat(PlainFormat):
                 refusal = refusal or error
                 continue
             for literal, number in zip(written.literals, written.order, strict=False):
-                yield Template(literal)
+                yield TemplateText(literal)
                 for index in range(len(contents[number])):
                     yield from _content(contents[number], index)
-            yield Template(written.literals[-1])
+            yield TemplateText(written.literals[-1])
             return
         assert refusal is not None
         raise refusal
 
-    def _written(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Written, Sequence[tuple[Part, ...]]]:
+    def _written(
+        self, messages: Sequence[Message], tools: Sequence[Any]
+    ) -> tuple[RenderedTemplate, Sequence[tuple[Part, ...]]]:
         """What the template makes of some turns, and what it takes of their contents."""
         contents: list[tuple[Part, ...]]
         if tools:
@@ -174,7 +176,7 @@ class ChatTemplateFormat(PlainFormat):
             names = _slots(range(len(contents)))
             turns = [{"role": turn.role, "content": name} for turn, name in zip(messages, names, strict=True)]
         slots = {name: number for number, name in enumerate(_slots(range(len(contents))))}
-        return as_read(turns, contents, slots, lambda given: self._literals(given, len(contents), tools))
+        return detect_trimming(turns, contents, slots, lambda given: self._literals(given, len(contents), tools))
 
     @cached_property
     def call_format(self) -> CallFormat | None:
@@ -206,7 +208,7 @@ class ChatTemplateFormat(PlainFormat):
             two = called(2)
         except Exception:  # one call at a time (Llama 3.1)
             two = None
-        return found_format(one, two, names, slots) if names[0] in head else None
+        return infer_call_format(one, two, names, slots) if names[0] in head else None
 
     def _rendered(self, turns: Sequence[Any], tools: Sequence[Any], asks: bool = True) -> str:
         """The template's text of some turns, with the slots of arguments bare."""
@@ -216,7 +218,7 @@ class ChatTemplateFormat(PlainFormat):
         )
         return _ARGUMENTS.sub(r"RAGBLENDSLOT\1END", str(text)) if tools else str(text)
 
-    def _literals(self, turns: Sequence[Mapping[str, Any]], num_slots: int, tools: Sequence[Any]) -> Written:
+    def _literals(self, turns: Sequence[Mapping[str, Any]], num_slots: int, tools: Sequence[Any]) -> RenderedTemplate:
         """What the template writes before, between and after the contents of `turns`, which are `num_slots`."""
         slots = _slots(range(num_slots))
         roles = [turn["role"] for turn in turns]
@@ -232,7 +234,7 @@ class ChatTemplateFormat(PlainFormat):
                 f"the model's chat template drops or repeats turn {min(wrong, len(roles) - 1)} of {roles}; put "
                 "everything into one user message, or use SegmentedPrompt.from_parts"
             )
-        return Written(written[::2], [slots.index(slot) for slot in found])
+        return RenderedTemplate(written[::2], [slots.index(slot) for slot in found])
 
 
 def _arrangements(prompt: SegmentedPrompt) -> Iterator[Sequence[Message]]:
@@ -244,12 +246,12 @@ def _arrangements(prompt: SegmentedPrompt) -> Iterator[Sequence[Message]]:
     merged: list[Message] = []
     for message in prompt.messages:
         if merged and merged[-1].role == message.role:
-            message = replace(message, parts=(*merged.pop().parts, CHUNK_JOINT, *message.parts))
+            message = replace(message, parts=(*merged.pop().parts, CHUNK_DELIMITER, *message.parts))
         merged.append(message)
     yield merged
     if merged[0].role == "system":
         system, asked = merged[0], merged[1:2]
-        parts = (*system.parts, CHUNK_JOINT, *asked[0].parts) if asked else system.parts
+        parts = (*system.parts, CHUNK_DELIMITER, *asked[0].parts) if asked else system.parts
         yield [Message(asked[0].role if asked else "user", parts), *merged[2:]]
 
 
@@ -346,7 +348,7 @@ class DeclaredFormat(PromptFormat):
 
     def pieces(self, prompt: SegmentedPrompt) -> Iterator[Part]:
         """Template text and content, in reading order. Chunks are set apart by their template alone."""
-        yield Template(self.prefix)
+        yield TemplateText(self.prefix)
         for message in prompt.messages:
             before, after = self._frame(message.role) if prompt.chat else ("", "")
             lead = self._lead if prompt.chat else str
@@ -358,11 +360,11 @@ class DeclaredFormat(PromptFormat):
                 if isinstance(part, Chunk):
                     yield part
                 elif index in is_text:
-                    yield Template(before if index == framed else "")
+                    yield TemplateText(before if index == framed else "")
                     yield lead(part)
                 # A question's frame ends with its turn, so that an answer follows chunks behind the question, too.
                 closes = framed if message.role == "system" else len(message.parts) - 1
-                yield Template(after if texts and index == closes else "")
+                yield TemplateText(after if texts and index == closes else "")
 
     def _frame(self, role: str) -> tuple[str, str]:
         if role == "system":
@@ -372,9 +374,9 @@ class DeclaredFormat(PromptFormat):
 
     def chunk_pieces(self, chunk: Chunk) -> Iterator[str]:
         """The chunk's opening token, its text and its end; all belong to the chunk's ids."""
-        yield Template(self.chunk_prefix)
+        yield TemplateText(self.chunk_prefix)
         yield self._lead(chunk.text)
-        yield Template(self.chunk_end)
+        yield TemplateText(self.chunk_end)
 
     def _lead(self, text: str) -> str:
         if self.collapse_whitespace:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ragblend.errors import UsageError
 from ragblend.options import ContextPolicy
 
-CHUNK_JOINT = "\n\n"
+CHUNK_DELIMITER = "\n\n"
 """Stands between a chunk that was handed over and what follows it, for models that declare no chunk template. It is
 text of the prompt and no part of the chunk, so a chunk has the same ids wherever it stands."""
 
@@ -23,9 +23,9 @@ text of the prompt and no part of the chunk, so a chunk has the same ids whereve
 class Chunk:
     """A reusable piece of a document: the unit of retrieval and of stored KV.
 
-    `text` is `document[start:end]` of the document named by `source`, character for character. `behind`, for
+    `text` is `document[start:end]` of the document named by `source`, character for character. `context_texts`, for
     precomputing: the texts of other chunks that its KV is to have seen where its `context` is "similar"; None and
-    "none" are the chunk alone. `in_text`: it was found in the text of a prompt rather than handed
+    "none" are the chunk alone. `found_in_prompt`: it was found in the text of a prompt rather than handed
     over, so what stands around it is there already and nothing is added.
     """
 
@@ -35,8 +35,8 @@ class Chunk:
     end: int = -1  # -1 at construction means start + len(text)
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     context: ContextPolicy | None = None
-    behind: tuple[str, ...] = ()
-    in_text: bool = field(default=False, compare=False)
+    context_texts: tuple[str, ...] = ()
+    found_in_prompt: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.end < 0:
@@ -112,17 +112,19 @@ class SegmentedPrompt:
         for turn in turns:
             if turn.role not in ("system", "user", "assistant") and not (tools and turn.role == "tool"):
                 raise UsageError(f"role is {turn.role!r}; choose system, user or assistant")
-        return cls._of(turns, chat=True, tools=tools)
+        return cls._create(turns, chat=True, tools=tools)
 
     @classmethod
     def from_parts(cls, parts: Sequence[Part]) -> SegmentedPrompt:
         """One plain text with chunks in it, for completion without a chat template."""
         if not any(parts):
             raise UsageError("the prompt is empty; give text or chunks")
-        return cls._of((Message("user", tuple(parts)),), chat=False)
+        return cls._create((Message("user", tuple(parts)),), chat=False)
 
     @classmethod
-    def _of(cls, messages: tuple[Message, ...], chat: bool, tools: Sequence[Mapping[str, Any]] = ()) -> SegmentedPrompt:
+    def _create(
+        cls, messages: tuple[Message, ...], chat: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> SegmentedPrompt:
         prompt = cls.__new__(cls)
         object.__setattr__(prompt, "messages", messages)
         object.__setattr__(prompt, "chat", chat)
@@ -134,18 +136,18 @@ class SegmentedPrompt:
         """The chunks, in prompt order."""
         return tuple(part for message in self.messages for part in message.parts if isinstance(part, Chunk))
 
-    def unrecognised(self) -> SegmentedPrompt:
+    def without_recognized(self) -> SegmentedPrompt:
         """The prompt as it was sent: chunks that were found in its text are text again, those handed over stay."""
-        if not any(chunk.in_text for chunk in self.chunks):
+        if not any(chunk.found_in_prompt for chunk in self.chunks):
             return self
         messages = []
         for turn in self.messages:
-            sent = (part.text if isinstance(part, Chunk) and part.in_text else part for part in turn.parts)
-            messages.append(replace(turn, parts=tuple(joined_texts(sent))))
-        return self._of(tuple(messages), self.chat, self.tools)
+            sent = (part.text if isinstance(part, Chunk) and part.found_in_prompt else part for part in turn.parts)
+            messages.append(replace(turn, parts=tuple(merge_texts(sent))))
+        return self._create(tuple(messages), self.chat, self.tools)
 
 
-def joined_texts(parts: Iterable[Part]) -> Iterator[Part]:
+def merge_texts(parts: Iterable[Part]) -> Iterator[Part]:
     """`parts` with neighbouring texts as one, none empty.
 
     >>> list(joined_texts(["a", "", "b", Chunk("c"), ""]))[0]

@@ -24,9 +24,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ragblend.errors import RagblendError, UsageError
-from ragblend.prompt.formats import DeclaredFormat, PromptFormat, Template, is_markup
+from ragblend.prompt.formats import DeclaredFormat, PromptFormat, TemplateText, is_markup
 from ragblend.prompt.prompt import (
-    CHUNK_JOINT,
+    CHUNK_DELIMITER,
     Chunk,
     Part,
     Segment,
@@ -35,7 +35,7 @@ from ragblend.prompt.prompt import (
     TokenizedPrompt,
     as_chunk,
 )
-from ragblend.prompt.tools import HERMES, CallFormat, written_out
+from ragblend.prompt.tools import HERMES, CallFormat, tools_as_text
 
 REMEMBERED_CHARACTERS = 4 << 20
 """Of texts whose ids a Segmenter keeps at hand: with ids, about 50 MB for English, some 2,500 chunks of 400 tokens."""
@@ -78,14 +78,14 @@ class Segmenter:
         if prompt.tools:
             prompt = self._with_tools(prompt)
         # A model that declares a template for chunks is to read it around those that were found, too.
-        sent = prompt if self.format.frames_chunks else prompt.unrecognised()
+        sent = prompt if self.format.frames_chunks else prompt.without_recognized()
         return TokenizedPrompt(self._segments(self.format.pieces(prompt)), sent if sent is not prompt else None)
 
     def _with_tools(self, prompt: SegmentedPrompt) -> SegmentedPrompt:
         """Tools for the chat template to write, or where it knows none, as text. Raises UsageError for tools that would
         write control tokens: templates write them as they are."""
         if self.format.call_format is None:
-            return written_out(prompt)
+            return tools_as_text(prompt)
         forged = self._control.search(json.dumps(prompt.tools, ensure_ascii=False))
         if forged:
             raise UsageError(f"a tool's description has the control token {forged.group()!r}; remove it from there")
@@ -103,7 +103,7 @@ class Segmenter:
         def show(text: str) -> str:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.literal(text))
 
-        return self.calls.shown_by(show)
+        return self.calls.without_control_tokens(show)
 
     def as_sent(self, prompt: TokenizedPrompt) -> TokenizedPrompt:
         """What full prefill beside `prompt` is given: the text as it was sent, tokenized as if nothing were known of
@@ -141,14 +141,14 @@ class Segmenter:
         return tuple(itertools.chain.from_iterable(self._ids(piece) for piece in pieces))
 
     def context_parts(self, chunk: Chunk) -> tuple[tuple[int, ...], ...]:
-        """What a chunk is precomputed behind, after the prefix: for each text that it names in `behind` its ids as a
-        chunk, with those of what stands between two chunks."""
-        return tuple(self.chunk_ids(text) + self.joint_ids for text in chunk.behind)
+        """What a chunk is precomputed behind, after the prefix: for each text that it names in `context_texts` its ids
+        as a chunk, with those of what stands between two chunks."""
+        return tuple(self.chunk_ids(text) + self.delimiter_ids for text in chunk.context_texts)
 
     @property
-    def joint_ids(self) -> tuple[int, ...]:
+    def delimiter_ids(self) -> tuple[int, ...]:
         """The ids of what stands between two chunks; () where each has a template of its own."""
-        return () if self.format.frames_chunks else self._ids(CHUNK_JOINT)
+        return () if self.format.frames_chunks else self._ids(CHUNK_DELIMITER)
 
     def chunk_frame(self, chunk: Part) -> tuple[int, int]:
         """How many of the chunk's ids its template puts before its text, and how many behind it."""
@@ -285,13 +285,13 @@ class Segmenter:
 
 
 def _is_template(piece: Part) -> bool:
-    return isinstance(piece, Template)
+    return isinstance(piece, TemplateText)
 
 
 def _merged(pieces: Iterable[Part]) -> Iterator[Part]:
     """`pieces` with neighbouring texts from outside as one: a tokenizer reads them as they were sent, in one go."""
     written = (piece for piece in pieces if piece)
-    for is_outside, run in itertools.groupby(written, lambda piece: not isinstance(piece, Chunk | Template)):
+    for is_outside, run in itertools.groupby(written, lambda piece: not isinstance(piece, Chunk | TemplateText)):
         if is_outside:
             yield "".join(map(str, run))
         else:

@@ -2,7 +2,7 @@
 
 A `CallFormat` is the text around a call. It is found by having the model's chat template write one
 (`formats.ChatTemplateFormat.call_format`); a model whose template knows no tools is told of them, and of `HERMES`, in
-its system text (`written_out`). Knows texts and JSON. Knows no tokens, no engine and no framework.
+its system text (`tools_as_text`). Knows texts and JSON. Knows no tokens, no engine and no framework.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import Message, SegmentedPrompt, joined_texts
+from ragblend.prompt.prompt import Message, SegmentedPrompt, merge_texts
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 """What a tool may be called: nothing that could be read as a control token."""
 
-_TOLD = """# Tools
+_TOOLS_PROMPT = """# Tools
 
 You may call one or more functions to assist with the user query.
 
@@ -36,34 +36,35 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written: `opening` CALL (`joint` CALL)* `closing`, a call being `begin` NAME `middle` JSON `end`.
+    """How calls are written: `opening` CALL (`delimiter` CALL)* `closing`, a call being `begin` NAME `middle` JSON
+    `end`.
 
-    `joint` None: never more than one.
+    `delimiter` None: never more than one.
     """
 
     begin: str
     middle: str
     end: str
-    joint: str | None = "\n"
+    delimiter: str | None = "\n"
     opening: str = ""
     closing: str = ""
 
-    def shown_by(self, show: Callable[[str], str]) -> CallFormat:
+    def without_control_tokens(self, show: Callable[[str], str]) -> CallFormat:
         """The same as an answer's text has it: `show` drops the control tokens that are no text."""
         parts = {name: show(getattr(self, name)) for name in ("begin", "middle", "end", "opening", "closing")}
-        return replace(self, **parts, joint=None if self.joint is None else show(self.joint))
+        return replace(self, **parts, delimiter=None if self.delimiter is None else show(self.delimiter))
 
-    def write(self, calls: Iterable[Any]) -> str:
+    def format_calls(self, calls: Iterable[Any]) -> str:
         """ToolCalls as the model would have written them."""
         texts = (f"{self.begin}{call.name}{self.middle}{call.arguments}{self.end}" for call in calls)
-        return self.opening + (self.joint or "").join(texts) + self.closing
+        return self.opening + (self.delimiter or "").join(texts) + self.closing
 
 
 HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
 """What most templates that know tools write, and what a model is told whose template knows none."""
 
 
-def found_format(one: str, two: str | None, names: Sequence[str], slots: Sequence[str]) -> CallFormat | None:
+def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Sequence[str]) -> CallFormat | None:
     """The format in which a template wrote one call, and two, with these `names` and `slots` for arguments.
 
     >>> one = "[CALLS] [{'name': 'add', 'args': X}]"
@@ -111,23 +112,23 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
-def written_out(prompt: SegmentedPrompt) -> SegmentedPrompt:
+def tools_as_text(prompt: SegmentedPrompt) -> SegmentedPrompt:
     """`prompt` for a model that knows no tools: they are described in the system text, calls and what they returned are
     text of the turns. Turns of one role that meet by that are one."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in prompt.tools)
     messages = list(prompt.messages)
     said = messages.pop(0).parts if messages[0].role == "system" else ()
-    told = (*said, *(["\n\n"] if said else []), _TOLD.format(tools=lines))
-    merged: list[Message] = [Message("system", tuple(joined_texts(told)))]
+    system_parts = (*said, *(["\n\n"] if said else []), _TOOLS_PROMPT.format(tools=lines))
+    merged: list[Message] = [Message("system", tuple(merge_texts(system_parts)))]
     for message in messages:
         role, parts = message.role, message.parts
         if message.calls:
-            parts = (*parts, *(["\n"] if parts else []), HERMES.write(message.calls))
+            parts = (*parts, *(["\n"] if parts else []), HERMES.format_calls(message.calls))
         if role == "tool":
             role, parts = "user", ("<tool_response>\n", *parts, "\n</tool_response>")
         if merged[-1].role == role:
             parts = (*merged.pop().parts, "\n", *parts)
-        merged.append(Message(role, tuple(joined_texts(parts))))
+        merged.append(Message(role, tuple(merge_texts(parts))))
     return SegmentedPrompt.from_messages(merged)
 
 
@@ -156,14 +157,14 @@ def structural_tag(
         for tool in tools
         if choice in ("auto", "required", tool["function"]["name"])
     ]
-    only_one = not parallel or form.joint is None or choice not in ("auto", "required")
+    only_one = not parallel or form.delimiter is None or choice not in ("auto", "required")
     calls: dict[str, Any] = (
         tags[0]
         if len(tags) == 1 and only_one
         else {
             "type": "tags_with_separator",
             "tags": tags,
-            "separator": form.joint or "",
+            "separator": form.delimiter or "",
             "at_least_one": True,
             "stop_after_first": only_one,
         }
@@ -201,7 +202,8 @@ class CallPiece(NamedTuple):
 
 
 class CallReader:
-    """Reads text and calls out of an answer as it comes. `form` is as the answer shows it (`CallFormat.shown_by`).
+    """Reads text and calls out of an answer as it comes. `form` is as the answer shows it
+    (`CallFormat.without_control_tokens`).
 
     >>> reader = CallReader(HERMES)
     >>> pieces = ['Well.\\n<tool_call>\\n{"name": "add", "argu', 'ments": {"a": "}"}}\\n</tool_call>']
@@ -270,12 +272,12 @@ class CallReader:
 
     def _end(self) -> None:
         if len(self._held) >= len(self._form.end):
-            self._held, self._step = self._held.removeprefix(self._form.end), self._behind
+            self._held, self._step = self._held.removeprefix(self._form.end), self._after_call
 
-    def _behind(self) -> None:
+    def _after_call(self) -> None:
         """Another call, or the end of them."""
-        another, closing = (self._form.joint or "") + self._form.begin, self._form.closing
-        if self._form.joint is not None and self._held.startswith(another):
+        another, closing = (self._form.delimiter or "") + self._form.begin, self._form.closing
+        if self._form.delimiter is not None and self._held.startswith(another):
             self._held, self._step = self._held[len(another) :], self._name
         elif not another.startswith(self._held) and not (
             closing and closing.startswith(self._held) and self._held != closing

@@ -14,29 +14,29 @@ from ragblend.prompt.prompt import Part
 _THOUGHT, _THOUGHT_END = "RAGBLENDTHOUGHT", "</think>"
 
 
-class Written(NamedTuple):
+class RenderedTemplate(NamedTuple):
     """What a template wrote: `literals` before, between and after the contents, whose numbers are in `order`."""
 
     literals: list[str]
     order: list[int]
 
 
-Write = Callable[[Sequence[Mapping[str, Any]]], Written]
+Write = Callable[[Sequence[Mapping[str, Any]]], RenderedTemplate]
 """Turns through the template. Raises UsageError for those that it refuses, drops or repeats."""
 
 
-def as_read(
+def detect_trimming(
     turns: Sequence[Mapping[str, Any]], contents: Sequence[tuple[Part, ...]], slots: Mapping[str, int], write: Write
-) -> tuple[Written, list[tuple[Part, ...]]]:
+) -> tuple[RenderedTemplate, list[tuple[Part, ...]]]:
     """What the template writes around the contents, and what it takes of each.
 
     turns: as templates read them, the content of each one of the `slots`, which say its number, or no content.
     """
-    told = {slots[turn["content"]]: turn for turn in turns if turn["content"] in slots}
+    turn_by_number = {slots[turn["content"]]: turn for turn in turns if turn["content"] in slots}
     taken, thoughts = list(contents), dict[int, str]()
 
-    def tried(before: Mapping[int, str], after: Mapping[int, str]) -> Written:
-        given = {number: (before.get(number, ""), after.get(number, "")) for number in told}
+    def tried(before: Mapping[int, str], after: Mapping[int, str]) -> RenderedTemplate:
+        given = {number: (before.get(number, ""), after.get(number, "")) for number in turn_by_number}
         return write(
             [
                 {**turn, "content": turn["content"].join(given[slots[turn["content"]]])}
@@ -46,21 +46,21 @@ def as_read(
             ]
         )
 
-    for number, turn in told.items():
+    for number, turn in turn_by_number.items():
         answer = _behind_thought(contents[number]) if turn["role"] == "assistant" else None
         mark = {**thoughts, number: _THOUGHT + _THOUGHT_END}
         if answer is not None and not any(_THOUGHT in literal for literal in tried(mark, {}).literals):
             taken[number], thoughts = answer, mark
     plain = tried(thoughts, {})
-    leads = {number: lead for number in told if (lead := _lead(taken[number]))}
+    leads = {number: lead for number in turn_by_number if (lead := _lead(taken[number]))}
     if leads:
-        wider = tried({number: thoughts.get(number, "") + leads.get(number, "") for number in told}, {})
+        wider = tried({number: thoughts.get(number, "") + leads.get(number, "") for number in turn_by_number}, {})
         for place, number in enumerate(plain.order):
             if number in leads:
                 kept = _growth(plain, wider, place)
                 first, *rest = taken[number]
                 taken[number] = (str(first)[max(0, len(leads[number]) - kept) :], *rest)
-    tails = {number: tail for number in told if (tail := _tail(taken[number]))}
+    tails = {number: tail for number in turn_by_number if (tail := _tail(taken[number]))}
     if tails:
         wider = tried(thoughts, tails)
         for place, number in enumerate(plain.order, start=1):
@@ -71,7 +71,7 @@ def as_read(
     return plain, taken
 
 
-def _growth(plain: Written, wider: Written, place: int) -> int:
+def _growth(plain: RenderedTemplate, wider: RenderedTemplate, place: int) -> int:
     """How many characters of what stood beside a slot the template kept."""
     return len(wider.literals[place]) - len(plain.literals[place])
 

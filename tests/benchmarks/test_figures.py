@@ -31,8 +31,8 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.plots import plot_panel
-from ragblend.lab.quality.cases import Case
-from ragblend.lab.quality.data import demo_cases, prompt_of
+from ragblend.lab.quality.cases import QaCase
+from ragblend.lab.quality.data import build_prompt, demo_cases
 from ragblend.lab.quality.measures import FULL, Answer
 from ragblend.lab.quality.study import QualityResult, measure, run_quality, table_lines
 from ragblend.prompt.prompt import Part, SegmentedPrompt, TokenizedPrompt
@@ -50,13 +50,13 @@ def engine() -> Iterator[TransformersEngine]:
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case() -> QaCase:
     return next(case for case in demo_cases(CONFIG) if ONE_HOP in case.question)
 
 
 @pytest.fixture
-def prompt(engine: TransformersEngine, case: Case) -> SegmentedPrompt:
-    return prompt_of(case, engine, HashingEmbedder(), CONFIG)
+def prompt(engine: TransformersEngine, case: QaCase) -> SegmentedPrompt:
+    return build_prompt(case, engine, HashingEmbedder(), CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def texts_of(prompt: TokenizedPrompt) -> list[str]:
 
 
 def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(
-    engine: TransformersEngine, case: Case, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
 ) -> None:
     last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
     (chosen,) = texts_of(last.prompt)
@@ -90,7 +90,7 @@ def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(
 
 
 def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(
-    engine: TransformersEngine, case: Case, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
 ) -> None:
     last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
     ids, answered = last.prompt.token_ids, [*last.answer.token_ids]
@@ -101,7 +101,7 @@ def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(
 
 
 def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(
-    engine: TransformersEngine, case: Case, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
 ) -> None:
     instruction = INSTRUCTION.format(question=case.question)
     said = [
@@ -115,7 +115,7 @@ def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(
 
 
 def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_exact(
-    engine: TransformersEngine, case: Case, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
 ) -> None:
     chunks = list(prompt.chunks)
     assert reordered(chunks) != chunks
@@ -136,7 +136,7 @@ def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_ex
 
 
 def test_every_prompt_that_a_baseline_prefills_is_charged(
-    engine: TransformersEngine, case: Case, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
 ) -> None:
     def count(chunks: Sequence[Part], question: str) -> int:
         return engine.segmenter.tokenize(SegmentedPrompt(chunks, question, case.system)).num_tokens
@@ -166,7 +166,7 @@ def scripted(texts: Sequence[str]) -> tuple[list[tuple[tuple[Part, ...], str]], 
 
 
 def test_the_first_token_waits_for_all_that_runs_before_it() -> None:
-    case = Case("Who?", ("Ada",), ())
+    case = QaCase("Who?", ("Ada",), ())
     asked, ask = scripted(["one", " ", "three", "Ada"])
     last = map_reduce(ask, ["a", "b", "c"], case, TOKENS)
     assert (last.answer.text, last.answer.ttft_s) == ("Ada", 3 * 3.0 + 1.0)
@@ -180,7 +180,7 @@ def test_the_first_token_waits_for_all_that_runs_before_it() -> None:
 
 
 def test_a_model_that_says_nothing_of_any_chunk_is_asked_without_one(
-    engine: TransformersEngine, case: Case, prompt: SegmentedPrompt, monkeypatch: pytest.MonkeyPatch
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(engine.segmenter), "decode", lambda self, ids: "")
     (found,) = measure_baselines(engine, prompt, case, ["map_reduce"], TOKENS).values()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.soak.deployment import OF_READING, Life, counters_in
+from benchmarks.soak.deployment import OF_READING, ReplicaRun, counters_in
 from benchmarks.soak.ledger import Attempt, Ledger, Stored, judge, sums
 from benchmarks.soak.memory import Sample, growth
 from benchmarks.soak.work import Question, Reference, References, Text
@@ -112,7 +112,7 @@ def test_what_came_before_a_client_hung_up_is_the_beginning_of_a_right_answer() 
 
 
 def life(attempts: list[Attempt], **off: float) -> Any:
-    found = Life("replica-0 1", 0.0, read_s=100.0)
+    found = ReplicaRun("replica-0 1", 0.0, read_s=100.0)
     for each in sums(found, attempts):
         found.counters[each.counter] = each.smallest + OF_READING.get(each.counter, 0) + off.get(each.counter, 0.0)
     return found
@@ -126,7 +126,7 @@ SEEN = [
 ]
 
 
-@pytest.mark.parametrize("counter", [each.counter for each in sums(Life("x", 0.0, read_s=100.0), SEEN)])
+@pytest.mark.parametrize("counter", [each.counter for each in sums(ReplicaRun("x", 0.0, read_s=100.0), SEEN)])
 def test_a_counter_that_is_one_off_does_not_add_up(counter: str) -> None:
     assert all(each.is_right for each in sums(life(SEEN), SEEN))
     for off in (1.0, -1.0):
@@ -135,7 +135,7 @@ def test_a_counter_that_is_one_off_does_not_add_up(counter: str) -> None:
 
 
 def test_sums_are_of_what_was_answered() -> None:
-    found = {each.counter: each.smallest for each in sums(Life("x", 0.0, read_s=100.0), SEEN)}
+    found = {each.counter: each.smallest for each in sums(ReplicaRun("x", 0.0, read_s=100.0), SEEN)}
     assert found["ragblend_requests_total"] == found["finished_length"] == 4
     assert (found["ragblend_chunk_hits_total"], found["ragblend_chunk_misses_total"]) == (2, 1)
     assert found["ragblend_ingested_chunks_total"] == 1
@@ -147,7 +147,9 @@ def test_only_what_was_left_leaves_room_in_a_counter() -> None:
     left = attempt(tokens=(), outcome="left", report=None)
     begun = attempt(tokens=BLENDED[:3], outcome="left", report=None)
     refused = attempt(tokens=(), outcome="refused", report=None)
-    bounds = {each.counter: each[3:] for each in sums(Life("x", 0.0, read_s=100.0), [*SEEN, left, begun, refused])}
+    bounds = {
+        each.counter: each[3:] for each in sums(ReplicaRun("x", 0.0, read_s=100.0), [*SEEN, left, begun, refused])
+    }
     assert bounds["ragblend_requests_total"] == (5, 6)
     assert bounds["finished_length"] == (4, 6)
     assert bounds["ragblend_chunk_hits_total"] == (2, 6)
@@ -155,7 +157,7 @@ def test_only_what_was_left_leaves_room_in_a_counter() -> None:
 
 
 def test_attempts_of_another_life_do_not_count() -> None:
-    lives = [Life("x", 0.0, read_s=15.0), Life("x", 21.0, read_s=100.0)]
+    lives = [ReplicaRun("x", 0.0, read_s=15.0), ReplicaRun("x", 21.0, read_s=100.0)]
     assert all(each.largest == 0 for one in lives for each in sums(one, SEEN))
 
 

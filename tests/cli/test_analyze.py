@@ -14,7 +14,7 @@ import pytest
 from commands import run_command
 
 from ragblend.demo import WEIGHTS
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.lab.traffic.models import kv_bytes_per_token
 
 PASSAGES = [" ".join(f"{word}{number}" for word in ("lease", "signed", "office", "rent") * 15) for number in range(8)]
@@ -169,7 +169,7 @@ def test_a_log_can_be_piped(folder: Path) -> None:
 
 
 def test_texts_that_a_store_knows_are_chunks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry
+    from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
 
     assert found_in(capsys, "logs")["marked_share"] == 0
     Path("kv").mkdir()

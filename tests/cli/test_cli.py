@@ -52,7 +52,7 @@ COMMANDS = (
 def home(tmp_path_factory) -> Path:
     """A directory with an ingested corpus."""
     home = tmp_path_factory.mktemp("home")
-    sample_corpus().first(4).write(home / "docs")
+    sample_corpus().first_records(4).write(home / "docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         patch.setattr(sys, "argv", ["ragblend", *INGEST])
@@ -664,10 +664,10 @@ def test_lists_of_counts():
 
 
 def test_of_several_calibrations_a_command_takes_the_one_of_its_index(home, monkeypatch):
-    from ragblend.cli.session import open_engine, open_index_of
+    from ragblend.cli.session import open_engine, open_settings_index
     from ragblend.config import Settings
 
     monkeypatch.chdir(home)
     settings = Settings(index="i", store="s", embedder="hashing")
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         assert engine.calibrations.chunker == opened.manifest.chunker != ""

@@ -30,7 +30,7 @@ TOKEN = {"id", "text", "state", "deviation", "remaining", "attention"}
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with an ingested corpus."""
     home = tmp_path_factory.mktemp("home")
-    sample_corpus().first(2).write(home / "docs")
+    sample_corpus().first_records(2).write(home / "docs")
     ingest = ["ingest", "docs", "--glob", "*.md", "--chunk-size", "112", "--embedder", "hashing", *PLACE]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)

@@ -11,11 +11,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from ragblend.cli.app import app
-from ragblend.cli.groups import GROUPS, Grouped
+from ragblend.cli.groups import GROUPS, SectionedHelpGroup
 from tools import reference
 
 ROOT = get_command(app)
-assert isinstance(ROOT, Grouped)
+assert isinstance(ROOT, SectionedHelpGroup)
 CONTEXT = typer.Context(ROOT, info_name="ragblend")
 EXAMPLES = [(name, line) for group in GROUPS.values() for name, lines in group.items() for line in lines]
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.store.sealed import seal
+from ragblend.engine.store.signed_json import encode_signed_json
 from ragblend.errors import UsageError
-from ragblend.index import MANIFEST, VECTORS, ChunkIndex, open_index
+from ragblend.index import MANIFEST, VECTORS_FILE, ChunkIndex, open_index
 from ragblend.prompt.prompt import Chunk
 
 DIM = 16
@@ -72,7 +72,7 @@ def test_a_kind_answers_as_flat_faiss_does_through_changes_and_reopening(kind, t
         assert other.is_saved
         if other._vectors.is_exact:
             assert_alike(answers(other, questions, 300), answers(plain, questions, 300))
-        assert other.check() == []
+        assert other.find_problems() == []
         both(lambda index: index.add_document("g", "1", chunks_of("g", 9), rows_of(9) * 0 + vectors["a"][0]))
         both(lambda index: index.remove_document("a"))  # what was mapped is changed
 
@@ -119,9 +119,9 @@ def test_a_removed_chunk_is_not_found_in_a_graph_and_a_quarter_rebuilds_it(tmp_p
 def test_a_damaged_file_of_any_kind_is_made_again(tmp_path, caplog):
     with open_index(tmp_path, embedder(), create=True, vectors="faiss:HNSW16") as index:
         index.add_document("a", "1", chunks_of("a", 50), rows := rows_of(50))
-    data = bytearray((tmp_path / VECTORS).read_bytes())
+    data = bytearray((tmp_path / VECTORS_FILE).read_bytes())
     data[len(data) // 2] ^= 1
-    (tmp_path / VECTORS).write_bytes(data)
+    (tmp_path / VECTORS_FILE).write_bytes(data)
     with open_index(tmp_path) as index:
         assert index.search(rows[7], 1)[0].chunk.text == "a 7"
     assert "does not match its checksum" in caplog.text
@@ -140,7 +140,7 @@ def test_another_kind_is_made_from_the_same_vectors_and_remembered(tmp_path):
             assert_alike(answers(index, rows), wanted)
         with open_index(tmp_path) as index:
             assert index.manifest.vectors == kind
-            assert index.check() == []
+            assert index.find_problems() == []
             assert_alike(answers(index, rows), wanted)
 
 
@@ -164,10 +164,10 @@ def as_in_a_database(folder: Path, url: str) -> None:
     """Have an index be as older versions left it, whose vectors were at `url`: no file of FAISS, the URL without
     its password and a number in the database, the URL and a state in the manifest."""
     with open_index(folder) as index:
-        index.set_facts(vectors=url, vectors_number="9f0c8e3d2b1a7645", vectors_left="[]")
+        index.write_metadata(vectors=url, vectors_number="9f0c8e3d2b1a7645", vectors_left="[]")
         manifest = asdict(index.manifest) | {"vectors": url, "vectors_sha256": "ab" * 32}
-    (folder / MANIFEST).write_bytes(seal(manifest, MANIFEST))
-    (folder / VECTORS).unlink()
+    (folder / MANIFEST).write_bytes(encode_signed_json(manifest, MANIFEST))
+    (folder / VECTORS_FILE).unlink()
 
 
 @pytest.mark.parametrize("url", ["postgresql://me@db.invalid:5432/rag?sslmode=require", "qdrant:///srv/qdrant"])
@@ -182,7 +182,7 @@ def test_an_index_with_vectors_in_a_database_opens_and_says_once_what_became_of_
         caplog.clear()
         with open_index(tmp_path) as index:
             assert answers(index, rows) == wanted
-            assert index.check() == []
+            assert index.find_problems() == []
             assert index.manifest.vectors == ""
         assert [record.levelname for record in caplog.records] == ["WARNING"] * is_first
         if is_first:

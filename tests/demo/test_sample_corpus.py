@@ -31,7 +31,7 @@ def test_every_gold_span_stands_in_its_record_and_in_the_chunks_named() -> None:
 
 
 def test_the_first_records_are_a_corpus_of_their_own(tmp_path: Path) -> None:
-    few = sample_corpus().first(4)
+    few = sample_corpus().first_records(4)
     few.write(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
     assert len(lines) > 12

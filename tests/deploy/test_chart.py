@@ -21,7 +21,7 @@ from ragblend.cli.app import app
 from ragblend.config import Settings
 from ragblend.engine.store.signing import KEY_VARIABLE
 from ragblend.engine.vllm import readiness
-from ragblend.engine.vllm.tenants import read_keys
+from ragblend.engine.vllm.api_keys import read_keys
 from tools.deploy.fetch import FOLDER, KUBERNETES
 
 VALUES = {"defaults": None, "everything on": EVERYTHING}

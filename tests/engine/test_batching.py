@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragblend.engine import batching, generation
 from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
-from ragblend.engine.generation import GenerationStream, Step
+from ragblend.engine.generation import DecodeStep, GenerationStream
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -65,7 +65,7 @@ def same(found: Generation, expected: Generation) -> None:
 
 def finished(engine: TransformersEngine, streams: Sequence[GenerationStream], **how: Any) -> list[Generation]:
     """The answers of streams, none of which fails."""
-    assert engine.batch.finish(streams, **how) == [None] * len(streams)
+    assert engine.batch.run_until_done(streams, **how) == [None] * len(streams)
     return [stream.result for stream in streams]
 
 
@@ -125,7 +125,7 @@ def test_no_more_are_decoded_together_than_was_said(tiny_engine, monkeypatch) ->
 
 def test_one_at_a_time_is_the_steps_of_one_prompt(tiny_engine, monkeypatch) -> None:
     engine = tiny_engine("llama", max_num_seqs=1)
-    monkeypatch.setattr(engine.layers, "run_joined", None)  # would raise
+    monkeypatch.setattr(engine.layers, "run_decode_batch", None)  # would raise
     assert [len(each.token_ids) for each in engine.generate_batch(PROMPTS[:3], max_tokens=4)] == [4, 4, 4]
 
 
@@ -149,7 +149,7 @@ def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch)
             raise RuntimeError("no memory for it")
         return prefill(request)
 
-    def failing_decode(steps: Sequence[Step]) -> Sequence[Tensor]:
+    def failing_decode(steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         if any(step.fused.length == streams[3]._request.prompt.num_tokens + 4 for step in steps):
             raise RuntimeError("its KV is gone")
         return decode(steps)
@@ -232,7 +232,7 @@ def test_who_waits_for_a_place_takes_no_time_from_who_is_being_prefilled(tiny_en
         return prefill(request)
 
     monkeypatch.setattr(engine, "prefill", slow)
-    monkeypatch.setattr(engine.batch, "_leave", lambda: looks.append(len(engine.batch._running)) or leave())
+    monkeypatch.setattr(engine.batch, "_retire_finished", lambda: looks.append(len(engine.batch._running)) or leave())
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(engine.generate, PROMPTS[0], max_tokens=3)
         assert in_prefill.wait(60)
@@ -247,7 +247,7 @@ def test_an_interrupt_reaches_the_thread_that_it_came_in_and_no_other_answer(eng
     both_run, main, found = threading.Event(), threading.current_thread(), []
     decode = engine.batch._decode
 
-    def interrupted(steps: Sequence[Step]) -> Sequence[Tensor]:
+    def interrupted(steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         if len(steps) == 2 and threading.current_thread() is main:
             both_run.set()
             raise KeyboardInterrupt

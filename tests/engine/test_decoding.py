@@ -84,7 +84,7 @@ LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
 
 def shares(options: GenerationOptions, draws: int = 3000) -> torch.Tensor:
     sampler = Sampler(options)
-    return torch.bincount(torch.tensor([sampler.choose(LOGITS) for _ in range(draws)]), minlength=4) / draws
+    return torch.bincount(torch.tensor([sampler.sample(LOGITS) for _ in range(draws)]), minlength=4) / draws
 
 
 def test_temperature_zero_takes_the_highest():
@@ -117,8 +117,8 @@ def test_a_seed_repeats_and_two_samplers_do_not_disturb_each_other():
         )
         tokens = []
         for _ in range(40):
-            tokens.append(sampler.choose(LOGITS))
-            other.choose(LOGITS)
+            tokens.append(sampler.sample(LOGITS))
+            other.sample(LOGITS)
         return tokens
 
     assert draw(7) == draw(7)
@@ -153,7 +153,7 @@ def test_greedy_answers_are_those_of_transformers_generate(options, tiny_model):
         expected = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0, **theirs)
         sampler, found = Sampler(GenerationOptions(**options), PROMPT_IDS), list(PROMPT_IDS)
         for _ in range(12):
-            found.append(sampler.choose(model(torch.tensor([found])).logits[0, -1]))
+            found.append(sampler.sample(model(torch.tensor([found])).logits[0, -1]))
     assert found == expected[0].tolist()
     assert found[-12:] != model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None)[0, -12:].tolist()
 
@@ -169,7 +169,7 @@ def test_what_may_be_chosen_is_what_transformers_leaves(options):
     warpers += [MinPLogitsWarper(options["min_p"])] if "min_p" in options else []
     left = LogitsProcessorList(warpers)(torch.tensor([[0]]), logits[None])[0].softmax(-1)
     sampler = Sampler(GenerationOptions(temperature=0.7, seed=1, **options))
-    counts = torch.bincount(torch.tensor([sampler.choose(logits) for _ in range(4000)]), minlength=40) / 4000
+    counts = torch.bincount(torch.tensor([sampler.sample(logits) for _ in range(4000)]), minlength=40) / 4000
     assert set(counts.nonzero().flatten().tolist()) <= set(left.nonzero().flatten().tolist())
     torch.testing.assert_close(counts, left, atol=0.03, rtol=0)
 
@@ -182,21 +182,21 @@ def test_presence_and_frequency_count_the_answer_and_not_the_prompt():
         ({"presence_penalty": -1.0}, [0, 0, 0, 0, 0]),
     ):
         sampler = Sampler(GenerationOptions(**options), [0, 0, 0, 0])
-        assert [sampler.choose(logits) for _ in range(5)] == expected, options
+        assert [sampler.sample(logits) for _ in range(5)] == expected, options
 
 
 def test_equal_seeds_choose_alike_whatever_limits_the_choice():
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
     for options in ({}, {"top_k": 10}, {"min_p": 0.05, "repetition_penalty": 1.2}):
         first, second, other = (Sampler(GenerationOptions(temperature=1.0, seed=s, **options)) for s in (4, 4, 5))
-        chosen = [[each.choose(logits) for _ in range(20)] for each in (first, second, other)]
+        chosen = [[each.sample(logits) for _ in range(20)] for each in (first, second, other)]
         assert chosen[0] == chosen[1] != chosen[2]
 
 
 def test_logprobs_are_the_models_own_whatever_is_added_to_its_logits():
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
     sampler = Sampler(GenerationOptions(logprobs=True, top_logprobs=2, logit_bias={3: 100.0}))
-    assert sampler.choose(logits) == 3
+    assert sampler.sample(logits) == 3
     expected = logits.log_softmax(-1)
     ((token, logprob, top),) = sampler.logprobs
     assert (token, [each for each, _ in top]) == (3, [1, 2])
@@ -207,8 +207,8 @@ def test_logprobs_are_the_models_own_whatever_is_added_to_its_logits():
 def test_what_may_not_come_is_no_alternative_and_what_had_to_come_is_certain():
     logits = torch.tensor([1.0, -torch.inf, 2.0, -torch.inf])
     sampler = Sampler(GenerationOptions(logprobs=True, top_logprobs=3))
-    assert sampler.choose(logits) == 2
-    sampler.forced([1, 3])
+    assert sampler.sample(logits) == 2
+    sampler.record_forced([1, 3])
     chosen, *forced = sampler.logprobs
     assert [token for token, _ in chosen[2]] == [2, 0]
     assert forced == [(1, 0.0, [(1, 0.0)]), (3, 0.0, [(3, 0.0)])]
@@ -216,10 +216,10 @@ def test_what_may_not_come_is_no_alternative_and_what_had_to_come_is_certain():
 
 def test_penalties_count_what_had_to_come():
     sampler = Sampler(GenerationOptions(presence_penalty=2.0))
-    sampler.forced([1])
-    assert sampler.choose(torch.tensor([2.0, 3.0, 0.0])) == 0
+    sampler.record_forced([1])
+    assert sampler.sample(torch.tensor([2.0, 3.0, 0.0])) == 0
 
 
 def test_a_bias_on_a_token_that_is_none_is_said():
     with pytest.raises(UsageError, match=r"logit_bias cannot be used"):
-        Sampler(GenerationOptions(logit_bias={99: 1.0})).choose(torch.zeros(10))
+        Sampler(GenerationOptions(logit_bias={99: 1.0})).sample(torch.zeros(10))

@@ -211,7 +211,7 @@ def test_beyond_a_few_waiting_ones_requests_are_left_out_and_counted(gate):
     shadow = Shadow(1.0)
     reports = [BlendReport("blend", "ask", 0.15) for _ in range(MAX_WAITING + 3)]
     for report in reports:
-        shadow.consider(lambda: found_after(gate), report)
+        shadow.submit(lambda: found_after(gate), report)
     gate.set()
     shadow.flush()
     counters = shadow.counters
@@ -230,7 +230,7 @@ def test_closing_drops_what_waits_and_finishes_what_runs(gate):
 
     reports = [BlendReport("blend", "ask", 0.15) for _ in range(3)]
     for report in reports:
-        shadow.consider(compare, report)
+        shadow.submit(compare, report)
     assert started.wait(60)
     closing = threading.Thread(target=shadow.close)
     closing.start()
@@ -239,7 +239,7 @@ def test_closing_drops_what_waits_and_finishes_what_runs(gate):
     assert not closing.is_alive()
     assert reports[0].shadow is not None
     assert reports[2].shadow is None
-    shadow.consider(compare, BlendReport("blend", "ask", 0.15))  # an answer that ended after the engine did
+    shadow.submit(compare, BlendReport("blend", "ask", 0.15))  # an answer that ended after the engine did
     assert shadow.counters.num_dropped == 1
     shadow.flush()
 
@@ -261,7 +261,7 @@ def test_full_prefill_reads_the_text_as_it_was_sent_not_as_it_was_cut(shadowed, 
     """A boundary found in a text may move a token boundary. At ratio 1.0 nothing else is left that could differ."""
     engine, model = shadowed(), stock_model("llama")
     sent = f"Content: {CHUNKS[0]}\nwhat is that?"
-    found = ["Content: ", Chunk(CHUNKS[0], in_text=True), "\nwhat is that?"]
+    found = ["Content: ", Chunk(CHUNKS[0], found_in_prompt=True), "\nwhat is that?"]
     prompt = SegmentedPrompt.from_messages([("user", found)])
     answer = engine.generate(prompt, recompute_ratio=1.0, max_tokens=MAX_TOKENS)
     engine.flush_shadow()

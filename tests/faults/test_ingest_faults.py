@@ -65,7 +65,7 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
         )
         with open_index(tmp_path / "index") as index:
             assert all(engine.is_stored(chunk) for chunk in index.chunks())
-            assert index.check() == []
+            assert index.find_problems() == []
     assert report.num_new_kv + report.num_known_kv == report.num_chunks > 200
     verified = verify_store(tmp_path / "kv", tmp_path / "index")
     assert (verified.damaged, verified.orphans, verified.index_problems) == ({}, 0, [])
@@ -123,7 +123,7 @@ def test_verify_names_every_flipped_file(ingested, counted):
         path.write_bytes(original)
         for leftover in path.parent.glob(f"{path.stem}*damaged*"):
             leftover.unlink()
-    assert not verify_store(ingested / "kv", ingested / "index").is_bad
+    assert not verify_store(ingested / "kv", ingested / "index").has_problems
     counted(f"{len(paths)} damaged files: verify names them and no other")
 
 

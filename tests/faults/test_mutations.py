@@ -25,12 +25,12 @@ from commands import run_command
 from places import text_about
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.corpus.texts import registry_of
+from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import machine_facts, write_profile
-from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import RagblendError
 from ragblend.index import open_index
 from ragblend.operations.maintenance import repair_store, verify_store
@@ -114,7 +114,7 @@ def mutate(work: Path, kind: str, rng: random.Random) -> str:
 def told(work: Path) -> dict[str, Any]:
     """All that an index and a store tell. Raises RagblendError where that is noticed to be damaged."""
     disk = DiskStore(work / "kv", create=False)
-    with open_index(work / "index") as index, registry_of(disk) as registry:
+    with open_index(work / "index") as index, open_registry(disk) as registry:
         vectors = {
             row: hashlib.md5(index._vectors.faiss.reconstruct(row).tobytes()).hexdigest()
             for row in faiss.vector_to_array(index._vectors.faiss.id_map).tolist()
@@ -146,10 +146,10 @@ def fill(work: Path) -> None:
             pin_document(index.sources()[0], engine, index)
         disk = DiskStore(work / "kv")
         points = tuple(CurvePoint(ratio, ratio, 1.0, 0.9, 1.0, 0.0, ratio) for ratio in (0.0, 1.0))
-        fit = Fit("cacheblend", 1, 0.5, True, points)
+        fit = RuleFit("cacheblend", 1, 0.5, True, points)
         prefix = tuple(engine.default_prefix_ids)
         made = Calibration(engine.fingerprint, prefix, "64 tokens", 1e9, 0.9, 20, "index", (fit,))
-        keep_calibration(disk, made)
+        save_calibration(disk, made)
         measured = MachineProfile(engine.fingerprint, machine_facts("cpu"), 4, 1024, ((100, 0.1), (200, 0.2)))
         write_profile(work / "kv", measured)
 

@@ -18,7 +18,7 @@ from servers import free_port, running_redis
 
 from ragblend.engine.store.base import VerifyResult
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import MemoryKV, in_memory
+from ragblend.engine.store.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.signing import StoreKey
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
@@ -81,7 +81,7 @@ class Tier:
         store = self.remote(key) if self.url else DiskStore(self.root, fsync=False, store_key=key)
         shapes = expecting.tiers[1]._demands.shapes  # type: ignore[attr-defined]
         for fingerprint, shape in shapes.items():
-            store.expect(fingerprint, shape)
+            store.set_expected_spec(fingerprint, shape)
         return list(store.verify())
 
 
@@ -133,7 +133,7 @@ class Asker:
     @staticmethod
     def _kv(engine: Any, store: MemoryStore, text: str) -> MemoryKV:
         engine.precompute(text)
-        return in_memory(store.get(engine.key(text)))
+        return load_into_memory(store.get(engine.key(text)))
 
     def ask(self, store: Any, mode: str, ratio: float) -> tuple[torch.Tensor, bool]:
         """The first logits, and whether the first chunk's KV was used."""

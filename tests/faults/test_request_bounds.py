@@ -14,7 +14,7 @@ import pytest
 from servers import RedisServer, TcpProxy, running_redis
 from tier_support import assert_same
 
-from ragblend.engine.store.kv import ChunkKV, in_memory
+from ragblend.engine.store.kv import ChunkKV, load_into_memory
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.redis_values import RedisValues
@@ -46,7 +46,7 @@ class Checked(TieredStore):
 
     def fetch_ahead(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
         start_s = time.perf_counter()
-        found = super().fetch_ahead(keys)
+        found = super().fetch_many(keys)
         self.waited_s = time.perf_counter() - start_s
         for key, kv in found.items():
             assert_same(kv, self.expected[key])
@@ -61,7 +61,7 @@ def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """60 (full: 1000) requests of 4 to 12 chunks that only Redis has, the line to it in another state each time."""
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     rng = random.Random(3)
     texts = [" ".join(rng.choices(WORDS, k=40)) for _ in range(24)]
     own = MemoryStore(1 << 30)
@@ -75,7 +75,7 @@ def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(
     values = RedisValues(f"redis://127.0.0.1:{proxy.port}/0", BOUND_S)
     far = RemoteStore(values, timeout_s=BOUND_S, breaker=CircuitBreaker(pause_s=0.02, max_pause_s=0.1))
     store = Checked(far)
-    store.expected = {key: in_memory(own.get(key)) for key in own.keys()}  # noqa: SIM118 (no dict)
+    store.expected = {key: load_into_memory(own.get(key)) for key in own.keys()}  # noqa: SIM118 (no dict)
     engine = tiny_engine("llama", store)
     outcomes: Counter[str] = Counter()
     latest_s = longest_wait_s = 0.0

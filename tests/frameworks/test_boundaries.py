@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend import Chunk
-from ragblend.corpus.texts import ChunkRegistry
+from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.errors import UsageError
-from ragblend.frameworks.boundaries import recover
+from ragblend.frameworks.boundaries import recover_chunks
 from ragblend.prompt.prompt import Part
 
 A = "The first chunk tells of the harbour and its boats."
@@ -46,12 +46,12 @@ def known(*texts: str) -> ChunkRegistry:
 def test_the_registry_finds_chunks_and_leaves_what_joins_them(registry: ChunkRegistry) -> None:
     prompt = f"Context:\n\n{A}\n\n{B}\n\nQuestion: where?"
     expected = ["Context:\n\n", f"<{A}>", "\n\n", f"<{B}>", "\n\nQuestion: where?"]
-    assert shown(recover(prompt, registry=registry, asks=True)) == expected
+    assert shown(recover_chunks(prompt, registry=registry, asks=True)) == expected
 
 
 @pytest.mark.parametrize("joiner", ["\n\n", "\n", " ", "\n \n", "\r\n\r\n", "\n\n\n\n", "\n---\n", "  \n", "\t"])
 def test_any_joiner_stays_what_it_is(joiner: str, registry: ChunkRegistry) -> None:
-    assert shown(recover(A + joiner + B, registry=registry)) == [f"<{A}>", joiner, f"<{B}>"]
+    assert shown(recover_chunks(A + joiner + B, registry=registry)) == [f"<{A}>", joiner, f"<{B}>"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_template_around_a_chunk_on_its_line_is_seen_through(
     before: str, after: str, registry: ChunkRegistry
 ) -> None:
     prompt = f"Use these.\n{before}{A}{after}" + ("Why?" if after.endswith("\n") else "\nWhy?")
-    assert shown(recover(prompt, registry=registry, asks=True))[1] == f"<{A}>"
+    assert shown(recover_chunks(prompt, registry=registry, asks=True))[1] == f"<{A}>"
 
 
 @pytest.mark.parametrize(
@@ -103,32 +103,35 @@ def test_a_template_around_a_chunk_on_its_line_is_seen_through(
     ],
 )
 def test_a_stored_sentence_inside_a_question_stays_part_of_the_question(prompt: str, registry: ChunkRegistry) -> None:
-    assert recover(prompt, registry=registry, asks=True) == (prompt,)
+    assert recover_chunks(prompt, registry=registry, asks=True) == (prompt,)
     context = f"Context:\n\n{B}\n\n{prompt}"
-    assert shown(recover(context, registry=registry, asks=True)) == ["Context:\n\n", f"<{B}>", f"\n\n{prompt}"]
+    assert shown(recover_chunks(context, registry=registry, asks=True)) == ["Context:\n\n", f"<{B}>", f"\n\n{prompt}"]
 
 
 def test_a_question_that_is_an_ingested_text_is_the_question() -> None:
     asked = "How do I reset my password?"
     registry = known(A, asked, "Never on a Sunday.")
-    assert shown(recover(f"{A}\n\n{asked}", registry=registry, asks=True)) == [f"<{A}>", f"\n\n{asked}"]
+    assert shown(recover_chunks(f"{A}\n\n{asked}", registry=registry, asks=True)) == [f"<{A}>", f"\n\n{asked}"]
     # Retrieval brings the very text that is asked: the first is a passage, the second the question.
-    assert shown(recover(f"{A}\n\nor\n\n{A}", registry=registry, asks=True)) == [f"<{A}>", f"\n\nor\n\n{A}"]
+    assert shown(recover_chunks(f"{A}\n\nor\n\n{A}", registry=registry, asks=True)) == [f"<{A}>", f"\n\nor\n\n{A}"]
     # A few words at the end of a turn are something that anybody may say.
-    assert recover("Never on a Sunday.", registry=registry, asks=True) == ("Never on a Sunday.",)
+    assert recover_chunks("Never on a Sunday.", registry=registry, asks=True) == ("Never on a Sunday.",)
     # Elsewhere nobody asks.
-    assert shown(recover(f"{A}\n\n{asked}", registry=registry)) == [f"<{A}>", "\n\n", f"<{asked}>"]
+    assert shown(recover_chunks(f"{A}\n\n{asked}", registry=registry)) == [f"<{A}>", "\n\n", f"<{asked}>"]
 
 
 @pytest.mark.parametrize("label", ["", "[{n}] ", "{n}. ", "- ", "Content: ", "Document {n}: "])
 def test_a_prompt_that_asks_first_loses_none_of_its_documents(label: str, registry: ChunkRegistry) -> None:
     prompt = "Where?\n\n" + "\n\n".join(label.replace("{n}", str(n)) + text for n, text in enumerate([B, A]))
-    assert [part.text for part in recover(prompt, registry=registry, asks=True) if isinstance(part, Chunk)] == [B, A]
+    assert [part.text for part in recover_chunks(prompt, registry=registry, asks=True) if isinstance(part, Chunk)] == [
+        B,
+        A,
+    ]
 
 
 def test_a_text_to_work_on_may_end_a_users_turn(registry: ChunkRegistry) -> None:
     prompt = f"Write a concise summary of the following:\n\n{A}"
-    assert shown(recover(prompt, registry=registry, asks=True))[1] == f"<{A}>"
+    assert shown(recover_chunks(prompt, registry=registry, asks=True))[1] == f"<{A}>"
 
 
 def test_a_parents_text_is_not_cut_by_the_children_that_were_stored() -> None:
@@ -137,16 +140,19 @@ def test_a_parents_text_is_not_cut_by_the_children_that_were_stored() -> None:
         "Among the guests was James Bell, and James Bell was born in Dorburg. He left early.\nNobody saw him go again."
     )
     children = ["Among the guests was James Bell, and James Bell was", "born in Dorburg. He left early."]
-    found = recover(f"Context: {parent}\nQ: who?", registry=known(*children), asks=True)
+    found = recover_chunks(f"Context: {parent}\nQ: who?", registry=known(*children), asks=True)
     assert text_of(found) == f"Context: {parent}\nQ: who?"
     lines = known("Nobody saw him go again.")
-    assert shown(recover(parent, registry=lines)) == [parent.partition("\n")[0] + "\n", "<Nobody saw him go again.>"]
+    assert shown(recover_chunks(parent, registry=lines)) == [
+        parent.partition("\n")[0] + "\n",
+        "<Nobody saw him go again.>",
+    ]
 
 
 def test_where_the_model_puts_a_template_around_chunks_only_whole_lines_count(registry: ChunkRegistry) -> None:
     for prompt in (f"[1] {A}\nx", f"{A} (page 1)\nx", f"{A} {B}\nx", f"Read this:\n\n{A}"):
-        assert recover(prompt, registry=registry, asks=True, framed=True) == (prompt,)
-    assert shown(recover(f"Read:\n{A}\nWhy?", registry=registry, asks=True, framed=True))[1] == f"<{A}>"
+        assert recover_chunks(prompt, registry=registry, asks=True, framed=True) == (prompt,)
+    assert shown(recover_chunks(f"Read:\n{A}\nWhy?", registry=registry, asks=True, framed=True))[1] == f"<{A}>"
 
 
 def test_numbers_words_and_addresses_are_never_cut() -> None:
@@ -159,22 +165,22 @@ def test_numbers_words_and_addresses_are_never_cut() -> None:
         "see the page",
         "theory",
     ):
-        assert recover(prompt, registry=registry) == (prompt,)
-        explicit = recover(prompt, segments=list(registry.texts()))
+        assert recover_chunks(prompt, registry=registry) == (prompt,)
+        explicit = recover_chunks(prompt, segments=list(registry.texts()))
         assert text_of(explicit) == prompt
         assert [part.text for part in explicit if isinstance(part, Chunk)] in ([], ["the"])
 
 
 def test_the_longest_known_text_that_fits_wins() -> None:
     whole = f"{A}\n{B}"
-    assert shown(recover(f"{whole}\n", registry=known(A, B, whole))) == [f"<{whole}>", "\n"]
+    assert shown(recover_chunks(f"{whole}\n", registry=known(A, B, whole))) == [f"<{whole}>", "\n"]
     # The longest does not end where the line ends, so the shorter one it is.
-    assert shown(recover(f"{A}\n{B} more", registry=known(A, whole))) == [f"<{A}>", f"\n{B} more"]
+    assert shown(recover_chunks(f"{A}\n{B} more", registry=known(A, whole))) == [f"<{A}>", f"\n{B} more"]
 
 
 def test_short_texts_count_where_they_fill_whole_lines() -> None:
     registry = known("Yes.", "No.\nNever.")
-    found = shown(recover("He said: Yes. Really\nYes.\t\nNo.\nNever.\n", registry=registry))
+    found = shown(recover_chunks("He said: Yes. Really\nYes.\t\nNo.\nNever.\n", registry=registry))
     assert found == ["He said: Yes. Really\n", "<Yes.>", "\t\n", "<No.\nNever.>", "\n"]
 
 
@@ -184,40 +190,42 @@ def test_short_texts_count_where_they_fill_whole_lines() -> None:
 def test_a_separator_cuts_and_the_registry_decides(registry: ChunkRegistry) -> None:
     # document_separator=SEP leaves the first document glued to the header and the last one to the question.
     glued = f"Context:\n{A}{SEP}{B}{SEP}unknown{SEP}{A}\nQuestion?"
-    found = shown(recover(glued, separator=SEP, registry=registry))
+    found = shown(recover_chunks(glued, separator=SEP, registry=registry))
     assert found == ["Context:\n", f"<{A}>", "\n\n", f"<{B}>", "\n\nunknown\n\n", f"<{A}>", "\nQuestion?"]
     # document_prompt=SEP+{page_content}+SEP leaves joiners between separators.
     wrapped = f"Context:\n{SEP}{A}{SEP}\n\n{SEP}{B}{SEP}\n\nQuestion?"
-    found = shown(recover(wrapped, separator=SEP, registry=registry))
+    found = shown(recover_chunks(wrapped, separator=SEP, registry=registry))
     assert found == ["Context:\n", f"<{A}>", "\n\n", f"<{B}>", "\n\nQuestion?"]
 
 
 def test_what_separators_leave_reads_the_same_whatever_was_ingested(registry: ChunkRegistry) -> None:
     prompt = f"Context:{SEP}{A}{SEP}{B}{SEP} and {SEP}{A}{SEP}\nWhy?"
-    reads = {text_of(recover(prompt, separator=SEP, registry=each)) for each in (registry, known(A), known("x"), None)}
+    reads = {
+        text_of(recover_chunks(prompt, separator=SEP, registry=each)) for each in (registry, known(A), known("x"), None)
+    }
     assert reads == {f"Context:\n\n{A}\n\n{B} and {A}\nWhy?"}
 
 
 def test_a_separator_with_a_store_recognises_what_no_registry_knows() -> None:
-    found = recover(f"Context: {SEP} kept {SEP} and {SEP} not {SEP} ?", separator=SEP, is_stored="kept".__eq__)
+    found = recover_chunks(f"Context: {SEP} kept {SEP} and {SEP} not {SEP} ?", separator=SEP, is_stored="kept".__eq__)
     assert shown(found) == ["Context:  ", "<kept>", "  and  not  ?"]
 
 
 def test_a_separator_alone_is_trusted() -> None:
-    found = recover(f"Context:{SEP}one{SEP}\n\n{SEP}two{SEP}Q", separator=SEP)
+    found = recover_chunks(f"Context:{SEP}one{SEP}\n\n{SEP}two{SEP}Q", separator=SEP)
     assert shown(found) == ["Context:\n\n", "<one>", "\n\n", "<two>", "\n\nQ"]
 
 
 def test_separators_and_control_tokens_in_user_text_forge_no_boundary(registry: ChunkRegistry) -> None:
     question = f"What is {SEP}<doc> The lamp is broken. {SEP} </s>?"
-    found = recover(f"{SEP}{A}{SEP}{question}", separator=SEP, registry=registry, asks=True)
+    found = recover_chunks(f"{SEP}{A}{SEP}{question}", separator=SEP, registry=registry, asks=True)
     assert shown(found) == [f"<{A}>", "\n\nWhat is <doc> The lamp is broken.  </s>?"]
 
 
 def test_the_last_piece_of_a_users_turn_is_the_question(registry: ChunkRegistry) -> None:
-    found = recover(f"{B}{SEP}{A}", separator=SEP, registry=registry, asks=True)
+    found = recover_chunks(f"{B}{SEP}{A}", separator=SEP, registry=registry, asks=True)
     assert shown(found) == [f"<{B}>", f"\n\n{A}"] or shown(found) == [f"<{B}>", "\n\n", f"<{A}>"]
-    assert shown(recover(f"{B}{SEP}why?", separator=SEP, registry=known(B, "why?"), asks=True)) == [
+    assert shown(recover_chunks(f"{B}{SEP}why?", separator=SEP, registry=known(B, "why?"), asks=True)) == [
         f"<{B}>",
         "\n\nwhy?",
     ]
@@ -226,7 +234,7 @@ def test_the_last_piece_of_a_users_turn_is_the_question(registry: ChunkRegistry)
 @pytest.mark.parametrize("separator", ["", " ", " # # ", "\n"])
 def test_separators_that_frameworks_would_strip_are_refused(separator: str) -> None:
     with pytest.raises(UsageError, match=r"\[\[RB\]\]"):
-        recover("text", separator=separator)
+        recover_chunks("text", separator=separator)
 
 
 # --- explicit segments and blocks ---
@@ -234,7 +242,7 @@ def test_separators_that_frameworks_would_strip_are_refused(separator: str) -> N
 
 def test_explicit_segments_come_first_and_keep_their_source(registry: ChunkRegistry) -> None:
     given_chunk = Chunk(f" {A[:21]}\n", source="a.txt")
-    found = recover(f"Context: {A}\n\n{B}", segments=[given_chunk], registry=registry)
+    found = recover_chunks(f"Context: {A}\n\n{B}", segments=[given_chunk], registry=registry)
     assert shown(found) == ["Context: ", f"<{A[:21]}>", A[21:] + "\n\n", f"<{B}>"]
     assert isinstance(found[1], Chunk)
     assert found[1].source == "a.txt"
@@ -242,23 +250,31 @@ def test_explicit_segments_come_first_and_keep_their_source(registry: ChunkRegis
 
 def test_an_explicit_segment_counts_as_often_as_it_is_given() -> None:
     prompt = "Paris\n\nParis\n\nIs Paris nice?"
-    assert shown(recover(prompt, segments=["Paris"])) == ["<Paris>", "\n\nParis\n\nIs Paris nice?"]
-    assert shown(recover(prompt, segments=["Paris", "Paris"])) == ["<Paris>", "\n\n", "<Paris>", "\n\nIs Paris nice?"]
+    assert shown(recover_chunks(prompt, segments=["Paris"])) == ["<Paris>", "\n\nParis\n\nIs Paris nice?"]
+    assert shown(recover_chunks(prompt, segments=["Paris", "Paris"])) == [
+        "<Paris>",
+        "\n\n",
+        "<Paris>",
+        "\n\nIs Paris nice?",
+    ]
 
 
 def test_an_explicit_segment_is_the_passage_rather_than_the_words_of_a_question() -> None:
     prompt = "Is Paris nice?\n\nParis"
-    assert shown(recover(prompt, segments=["Paris"])) == ["Is Paris nice?\n\n", "<Paris>"]
-    assert shown(recover(prompt, segments=["Paris", "Paris"])) == ["Is ", "<Paris>", " nice?\n\n", "<Paris>"]
+    assert shown(recover_chunks(prompt, segments=["Paris"])) == ["Is Paris nice?\n\n", "<Paris>"]
+    assert shown(recover_chunks(prompt, segments=["Paris", "Paris"])) == ["Is ", "<Paris>", " nice?\n\n", "<Paris>"]
 
 
 def test_explicit_segments_that_overlap_are_taken_once() -> None:
-    assert text_of(recover("one two three", segments=["one two", "two three"])) == "one two three"
-    assert shown(recover("one two three", segments=["one two", "two three"]))[0] == "<one two>"
+    assert text_of(recover_chunks("one two three", segments=["one two", "two three"])) == "one two three"
+    assert shown(recover_chunks("one two three", segments=["one two", "two three"]))[0] == "<one two>"
 
 
 def test_explicit_segments_of_scripts_without_spaces_are_found() -> None:
-    assert shown(recover("资料：巴黎是法国的首都。问题", segments=["巴黎是法国的首都。"]))[1] == "<巴黎是法国的首都。>"
+    assert (
+        shown(recover_chunks("资料：巴黎是法国的首都。问题", segments=["巴黎是法国的首都。"]))[1]
+        == "<巴黎是法国的首都。>"
+    )
 
 
 def test_content_blocks_with_a_chunk_id_are_chunks() -> None:
@@ -267,7 +283,7 @@ def test_content_blocks_with_a_chunk_id_are_chunks() -> None:
         {"type": "text", "text": f"{A}\n", "extras": {"chunk_id": "7", "source": "a.txt"}},
         {"type": "text", "text": "Q"},
     ]
-    found = recover(blocks)
+    found = recover_chunks(blocks)
     assert shown(found) == ["Context:", f"<{A}>", "\nQ"]
     assert isinstance(found[1], Chunk)
     assert (found[1].source, found[1].metadata["chunk_id"]) == ("a.txt", "7")
@@ -276,11 +292,11 @@ def test_content_blocks_with_a_chunk_id_are_chunks() -> None:
 @pytest.mark.parametrize("block", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}])
 def test_blocks_without_text_are_refused_by_name(block: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=str(block["type"])):
-        recover([block])
+        recover_chunks([block])
 
 
 def test_blank_prompts_are_empty() -> None:
-    assert recover(" \n") == recover([]) == recover([Chunk(" "), ""]) == ()
+    assert recover_chunks(" \n") == recover_chunks([]) == recover_chunks([Chunk(" "), ""]) == ()
 
 
 # --- whatever they hold ---
@@ -296,7 +312,7 @@ fragments = st.sampled_from(
 @given(chunks=chunk_texts, question=texts)
 def test_joined_chunks_are_recovered_whatever_they_hold(chunks: list[str], question: str) -> None:
     registry = known(*chunks)
-    found = recover("\n\n".join([*chunks, question]), registry=registry)
+    found = recover_chunks("\n\n".join([*chunks, question]), registry=registry)
     recovered = [part.text for part in found if isinstance(part, Chunk)]
     everything = [*chunks, question]
     if not any(one in other for i, one in enumerate(chunks) for j, other in enumerate(everything) if i != j):
@@ -314,11 +330,13 @@ def test_joined_the_parts_are_the_text_that_was_sent(
     prompt = "".join(data.draw(st.lists(pieces, max_size=12)))
     segments = data.draw(st.lists(st.sampled_from(chunks), max_size=3))
     separator = data.draw(st.sampled_from([None, SEP]))
-    empty = recover(prompt, separator=separator, asks=asks, framed=framed, registry=ChunkRegistry())
-    found = recover(prompt, separator=separator, asks=asks, framed=framed, registry=known(*chunks), segments=segments)
+    empty = recover_chunks(prompt, separator=separator, asks=asks, framed=framed, registry=ChunkRegistry())
+    found = recover_chunks(
+        prompt, separator=separator, asks=asks, framed=framed, registry=known(*chunks), segments=segments
+    )
     assert text_of(found) == text_of(empty)
     if separator is None:
         assert text_of(found) == (prompt if prompt.strip() else "")
     for chunk, following in zip(found, (*found[1:], "\n"), strict=False):
         if isinstance(chunk, Chunk):  # a format adds a blank line only where neither holds
-            assert chunk.in_text or (isinstance(following, str) and following.startswith("\n"))
+            assert chunk.found_in_prompt or (isinstance(following, str) and following.startswith("\n"))

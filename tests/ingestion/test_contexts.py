@@ -13,8 +13,8 @@ from commands import run_command
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
-from ragblend.engine.fusion.lookup import remembered_context
-from ragblend.engine.fusion.rules import DEEP
+from ragblend.engine.fusion.lookup import read_context_policy
+from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
@@ -22,7 +22,7 @@ from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.index import open_index
-from ragblend.ingestion.contexts import versions
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_store
 from ragblend.precompute import (
     ingest,
@@ -73,7 +73,7 @@ def deep_model(
 ) -> str:
     """A random model, of the fewest layers that count as deep."""
     path = tmp_path_factory.mktemp("deep")
-    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP).save_pretrained(path)
+    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return str(path)
 
@@ -125,23 +125,23 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
     url = f"file://{tmp_path}/shared"
     with load_engine(deep_model, tmp_path / "deep", remote=url, on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 8
-        assert remembered_context(engine.store) == "similar"
+        assert read_context_policy(engine.store) == "similar"
         assert contexts_of(engine) == ["none", "similar", "similar"]
     with load_engine(deep_model, tmp_path / "replica", remote=url, on_miss="inline") as engine:
         assert contexts_of(engine) == ["none", "similar", "similar"]  # nobody told it
     with load_engine(deep_model, tmp_path / "told", context="none", on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 4
-        assert remembered_context(engine.store) == "none"
+        assert read_context_policy(engine.store) == "none"
     with load_engine(deep_model, tmp_path / "told", on_miss="inline") as engine:
         assert contexts_of(engine) == ["none"] * 3
-        assert {engine.key(text) for text in prompt.chunks} == set(engine.keys_ahead(prompt.chunks))
+        assert {engine.key(text) for text in prompt.chunks} == set(engine.likely_keys(prompt.chunks))
         with open_engine_index(docs.parent / "index", engine, create=False) as index:
             assert precompute_index(engine, index).num_new_kv == 0, "it was told to keep them alone"
             assert precompute_index(engine, index, context="similar").num_new_kv == 4
-        assert remembered_context(engine.store) == "similar"
+        assert read_context_policy(engine.store) == "similar"
     (docs.parent / "index").rename(tmp_path / "of the deep one")
     engine = opened()
-    assert (bring_in(docs, engine).num_new_kv, remembered_context(engine.store)) == (4, None)
+    assert (bring_in(docs, engine).num_new_kv, read_context_policy(engine.store)) == (4, None)
 
 
 def test_a_chunk_with_nothing_beside_it_stays_alone_and_an_index_is_needed(docs, opened):
@@ -158,7 +158,7 @@ def test_a_chunk_with_nothing_beside_it_stays_alone_and_an_index_is_needed(docs,
 def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened):
     engine = opened()
     bring_in(docs, engine)
-    assert remembered_context(engine.store) is None
+    assert read_context_policy(engine.store) is None
     assert bring_in(docs, engine, context="similar").num_new_kv == 4  # a second version of what is there
     with pytest.raises(UsageError, match="precompute --context none"):
         bring_in(docs, engine, context="none")
@@ -167,11 +167,11 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
         for policy, num_new, num_removed in (("none", 0, 4), ("similar", 4, 0), ("none", 0, 4)):
             report = precompute_index(engine, index, policy)
             assert (report.num_new_kv, report.num_removed_kv) == (num_new, num_removed)
-            wanted = {engine.key(chunk) for chunk in versions(index.chunks(), policy)}
+            wanted = {engine.key(chunk) for chunk in chunk_variants(index.chunks(), policy)}
             assert set(engine.store.keys()) == wanted
             pinned = disk_tier(engine.store).pins()[str(docs / "fox.txt")]
-            assert set(pinned) == {engine.key(chunk) for chunk in versions([Chunk(TEXTS["fox"])], policy)}
-            assert (engine.context, remembered_context(engine.store)) == (policy, policy)
+            assert set(pinned) == {engine.key(chunk) for chunk in chunk_variants([Chunk(TEXTS["fox"])], policy)}
+            assert (engine.context, read_context_policy(engine.store)) == (policy, policy)
 
 
 def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, opened, tmp_path):
@@ -285,7 +285,7 @@ def test_upkeep_works_on_similar_versions(docs, opened, tmp_path):
     with open_index(index) as found:  # forgotten by the index alone, as a crash would leave it
         found.remove_document(str(docs / "fox.txt"))
     collect_garbage(store, index)
-    assert {key for key in keys.values() if DiskStore(store).holds(key)} == {keys["moss"]}
+    assert {key for key in keys.values() if DiskStore(store).has_file(key)} == {keys["moss"]}
 
 
 def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, capsys):
@@ -301,7 +301,7 @@ def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, c
     assert run_command("verify", "--repair", *place) == 0
     assert not note.exists()
     assert run_command("precompute", "--context", "similar", *place) == 0
-    assert DiskStore(tmp_path / "kv").context() == "similar"
+    assert DiskStore(tmp_path / "kv").read_context() == "similar"
 
 
 @pytest.mark.parametrize("left", ["neighbour", "fixed"])
@@ -311,13 +311,13 @@ def test_a_context_that_left_is_as_if_the_store_remembered_none(left, docs, open
     note = tmp_path / "kv" / CONTEXT_FILE
     shutil.copy(GOLDEN / "left" / f"context-{left}.json", note)
     with opened() as engine:
-        assert (engine.context, remembered_context(engine.store)) == ("none", None)
+        assert (engine.context, read_context_policy(engine.store)) == ("none", None)
         assert bring_in(docs, engine).num_new_kv == 4
-        assert remembered_context(DiskStore(tmp_path / "kv")) is None
+        assert read_context_policy(DiskStore(tmp_path / "kv")) is None
         assert verify_store(tmp_path / "kv", tmp_path / "index").damaged_files == {}
         assert json.loads(note.read_text())["context"] == left  # nobody has said another
         assert bring_in(docs, engine, context="similar").num_new_kv == 4
-    assert DiskStore(tmp_path / "kv").context() == "similar"
+    assert DiskStore(tmp_path / "kv").read_context() == "similar"
     assert caplog.text.count(f"remembers the context {left!r}") == 1
     assert "ragblend precompute --context none|similar" in caplog.text
 
@@ -328,7 +328,7 @@ def test_a_replica_with_an_empty_disk_finds_versions_by_its_configuration(docs, 
         bring_in(docs, engine, context="similar")
     prompt = SegmentedPrompt([Chunk(TEXTS[name]) for name in ("bell", "kern", "moss")], "Who plays the flute?")
     with opened("replica", remote=url, context="similar", on_miss="inline") as engine:
-        assert remembered_context(engine.store) is None
+        assert read_context_policy(engine.store) is None
         found = engine.generate(prompt, max_tokens=1).report.chunks
         assert [chunk.context for chunk in found[1:]] == ["similar", "similar"]
         assert [chunk.hit for chunk in found] == [True] * 3

@@ -19,7 +19,7 @@ from langchain_core.documents import Document
 
 from ragblend import ingest, load_engine, open_index
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import in_memory
+from ragblend.engine.store.kv import load_into_memory
 from ragblend.errors import BackendUnreachableError, StoreMismatchError, StoreNotWritableError, UsageError
 from ragblend.precompute import precompute_documents, precompute_index
 
@@ -81,7 +81,7 @@ def assert_same(ours: Path, theirs: Path) -> None:
     keys = [sorted(store.keys()) for store in stores]
     assert keys[0] == keys[1] != []
     for key in keys[0]:
-        found, expected = (in_memory(kv) for store in stores if (kv := store.get(key)) is not None)
+        found, expected = (load_into_memory(kv) for store in stores if (kv := store.get(key)) is not None)
         assert found.header == expected.header
         for index in range(found.header.num_layers):
             pairs = zip(found.layer(index), expected.layer(index), strict=True)

@@ -43,7 +43,7 @@ class Continued(Reference):
         """
         if rule == "ask":
             read = global_layers or range(self.num_layers)
-            result = self.blend(parts, {0: ratio}, rule, avoid, read, question, carry=RULES[rule].carry)
+            result = self.blend(parts, {0: ratio}, rule, avoid, read, question, carry=RULES[rule].drift_gain)
         elif rule == "random":
             result = self.blend(forced(parts, set(selected)), {1: 0.0})
         else:

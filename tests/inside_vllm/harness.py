@@ -14,7 +14,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.vllm.engine import stop_vllm
 from ragblend.engine.vllm.launch import Checkpoint
 
@@ -157,14 +157,14 @@ def recorded_selections() -> Iterator[list[list[int]]]:
     from ragblend.engine.vllm import worker as vllm_worker
 
     selections: list[list[int]] = []
-    note_fused = vllm_worker.note_fused
+    note_fused = vllm_worker.record_fusion
 
     def recording(report: Any, starts: Any, stored: Any, plan: Any, result: Any) -> None:
         selections.append(result.recomputed.tolist())
         note_fused(report, starts, stored, plan, result)
 
-    vllm_worker.note_fused = recording
+    vllm_worker.record_fusion = recording
     try:
         yield selections
     finally:
-        vllm_worker.note_fused = note_fused
+        vllm_worker.record_fusion = note_fused

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized
 from ragblend.errors import DamagedEntryError
 
 Get = Callable[..., Any]
@@ -29,7 +29,7 @@ class SlowEntry:
         return self._kv.nbytes
 
     def layer(self, index: int) -> LayerKV:
-        return restored(self.stored_layer(index))
+        return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:
         start_s = time.perf_counter()

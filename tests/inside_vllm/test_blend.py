@@ -13,7 +13,7 @@ from continued import Continued
 from harness import ask, ask_all, engine, ingest, random_ids, recorded_selections, report, tokens
 from reference import Span
 
-from ragblend.engine.fusion.rules import DEFAULT, FALLBACK
+from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.vllm import layers as vllm_layers
 
 RATIOS = (0.0, 0.05, 0.15, 0.5)
@@ -184,7 +184,7 @@ def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(served, sto
                 if rule != "auto":
                     assert rule_run == rule
                 else:  # in the patchy prompt, more is to be run ahead than that is worth
-                    assert rule_run == (DEFAULT if prompt.spans[0][1] == 66 else FALLBACK)
+                    assert rule_run == (DEFAULT_RULE if prompt.spans[0][1] == 66 else NO_PROBE_RULE)
                 assert_like_reference(output, prompt, reference, selections[-1], ratio, rule_run, family)
 
 

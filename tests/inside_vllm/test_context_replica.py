@@ -11,8 +11,8 @@ import pytest
 from harness import FAMILIES, SIZES, make_model
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.engine.fusion.lookup import remembered_context
-from ragblend.engine.fusion.rules import DEEP
+from ragblend.engine.fusion.lookup import read_context_policy
+from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.precompute import ingest
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,7 +24,7 @@ TEXTS = ("the other chunk is in the answer", "question the other chunk", "what t
 def deep_model(make_tokenizer: Callable[..., Any], tmp_path: Path) -> str:
     """A random model, of the fewest layers that count as deep."""
     config_class, model_class, changes = FAMILIES["llama"]
-    model = make_model(config_class, model_class, **{**SIZES, **changes, "num_hidden_layers": DEEP})
+    model = make_model(config_class, model_class, **{**SIZES, **changes, "num_hidden_layers": DEEP_MODEL_LAYERS})
     model.save_pretrained(tmp_path / "deep")
     make_tokenizer().save_pretrained(tmp_path / "deep")
     return str(tmp_path / "deep")
@@ -51,4 +51,4 @@ def test_a_replica_with_an_empty_disk_finds_versions(
     with load_engine(model, tmp_path / "second", backend="vllm", vllm_options=SMALL, **options) as replica:
         report = replica.generate(SegmentedPrompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
         assert [chunk.context for chunk in report.chunks] == ["none", "similar", "similar"]
-        assert (replica.context, remembered_context(replica.store)) == ("similar", None)
+        assert (replica.context, read_context_policy(replica.store)) == ("similar", None)

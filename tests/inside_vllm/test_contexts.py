@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
-from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.params import parse_params
 from ragblend.errors import UsageError
@@ -63,7 +63,7 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
     with open_engine_index(index, vllm, create=False) as opened:
         precompute_index(vllm, opened, policy)
         root = next(tier.root for tier in vllm.store.tiers if isinstance(tier, DiskStore))
-        assert remembered_context(vllm.store) == policy
+        assert read_context_policy(vllm.store) == policy
         with load_engine(model, tmp_path / "kv", dtype="float32", on_miss="inline") as ours:
             precompute_index(ours, opened, policy)
             theirs = {header.key: header for header in DiskStore(root).headers()}
@@ -94,7 +94,7 @@ def test_a_damaged_chunk_of_the_context_is_computed_again(vllm):
     a, b, c = "the answer to that theory", "is the question", "of the other chunk"
     for text in (a, b):
         vllm.precompute(Chunk(text, context="none"))
-    similar = Chunk(c, context="similar", behind=(a, b))
+    similar = Chunk(c, context="similar", context_texts=(a, b))
     vllm.precompute(similar)
     disk = next(tier for tier in vllm.store.tiers if isinstance(tier, DiskStore))
     before = [tuple(disk.get(vllm.key(similar)).layer(layer)) for layer in range(6)]

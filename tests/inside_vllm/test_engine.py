@@ -16,14 +16,14 @@ from harness import recorded_selections
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, RULES
-from ragblend.engine.notices import Notices
 from ragblend.engine.report import MODES
+from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
-from ragblend.operations.doctor import examine_vllm
+from ragblend.operations.doctor import run_vllm_diagnostics
 from ragblend.precompute import precompute_documents
 
 A, B, C = (
@@ -154,9 +154,9 @@ def test_a_calibration_decides_what_the_request_leaves_open(engine: Any, store: 
         point._replace(ratio=0.5, agreement=0.9, high=1.0),
         point._replace(ratio=1.0, agreement=1.0, high=1.0),
     )
-    fit = Fit("cacheblend_k", 2, 0.5, True, points)
+    fit = RuleFit("cacheblend_k", 2, 0.5, True, points)
     facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, 0.8, 60, "k 3")
-    path = keep_calibration(DiskStore(store), Calibration(*facts, (fit,)))
+    path = save_calibration(DiskStore(store), Calibration(*facts, (fit,)))
     for ratio in (None, "auto"):
         report = engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=1).report
         assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.5, 0.9)
@@ -207,16 +207,16 @@ def test_a_plugin_that_is_kept_out_is_told_before_vllm_starts(monkeypatch: pytes
     monkeypatch.setenv("VLLM_PLUGINS", "others")
     with pytest.raises(RagblendError, match="VLLM_PLUGINS=others,ragblend"):
         load_engine("demo", backend="vllm")
-    checks = {check.name: check for check in examine_vllm(Settings(backend="vllm"))}
+    checks = {check.name: check for check in run_vllm_diagnostics(Settings(backend="vllm"))}
     assert not checks["vllm plugin"].ok
-    assert "unset it" in checks["vllm plugin"].remedy
+    assert "unset it" in checks["vllm plugin"].fix
     assert checks["vllm"].ok
     assert checks["vllm model"].ok
 
 
 def test_doctor_names_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    checks = {check.name: check for check in examine_vllm(Settings(backend="vllm", store=str(tmp_path)))}
+    checks = {check.name: check for check in run_vllm_diagnostics(Settings(backend="vllm", store=str(tmp_path)))}
     assert not checks["vllm store"].ok
     assert "cannot write" in checks["vllm store"].finding
 
@@ -227,7 +227,7 @@ def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
     chunks = ["Rose Bishop works for Zenco.", "Zenco sells lamps."]
     monkeypatch.setattr(engine, "default_prefix_ids", engine.segmenter.default_prefix_ids("Be brief."))
     monkeypatch.setattr(engine, "system", "Be brief.")
-    monkeypatch.setattr(engine, "notices", Notices(engine))
+    monkeypatch.setattr(engine, "notices", ReuseDiagnostics(engine))
     for _ in range(2):
         prompt = SegmentedPrompt(chunks, QUESTION, "Be brief.")
         assert engine.generate(prompt, max_tokens=1).report.num_chunk_hits == 0

@@ -22,11 +22,11 @@ from harness import (
 )
 from reference import Span
 
-from ragblend.engine.fusion.rules import DEFAULT, DEFAULT_RATIO, FALLBACK
+from ragblend.engine.fusion.rules import DEFAULT_RATIO, DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.machine import serving_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
-from ragblend.engine.vllm.loading import MemoryChange
+from ragblend.engine.vllm.loading import MemoryTierDelta
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
@@ -71,7 +71,7 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
         assert (blended["num_chunk_hits"], blended["refused_reason"]) == (3, "")
         assert blended["recompute_ratio"] == DEFAULT_RATIO
         loading = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.loading
-        loading.note(MemoryChange(gone=tuple(DiskStore(tmp_path / "two").keys())))
+        loading.note(MemoryTierDelta(removed=tuple(DiskStore(tmp_path / "two").keys())))
         refused = ask(llm, IDS, {"mode": "blend", "spans": SPANS})
         assert "full prefill of 190 tokens" in report(refused)["refused_reason"]
         assert tokens(refused) == tokens(ask(llm, IDS))
@@ -113,6 +113,6 @@ def test_a_long_question_in_chunks_of_a_prefill(
         assert selections == [reference.blended(parts, 0.15, "ask", [], 471).selected]
         assert_close(output, reference)
         # Asking costs more here than it brings, so the default falls back to the rule that needs no question.
-        assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans}))["rule"] == FALLBACK
-        assert report(ask(llm, IDS, {"mode": "blend", "ratio": 0.15, "spans": SPANS}))["rule"] == DEFAULT
+        assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans}))["rule"] == NO_PROBE_RULE
+        assert report(ask(llm, IDS, {"mode": "blend", "ratio": 0.15, "spans": SPANS}))["rule"] == DEFAULT_RULE
         assert free_blocks(llm) == free

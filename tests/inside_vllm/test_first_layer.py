@@ -15,7 +15,7 @@ from harness import ask, ask_all, connector_worker, engine, ingest, random_ids, 
 from reference import Span
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized
 from ragblend.engine.vllm.layers import VllmLayers
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
@@ -66,7 +66,7 @@ class _Watched:
         return self._kv.nbytes
 
     def layer(self, index: int) -> LayerKV:
-        return restored(self.stored_layer(index))
+        return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:
         self._reads.append(index)

@@ -17,7 +17,7 @@ from harness import connector_worker, machine, recorded_selections
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.engine.tuning.machine import machine_facts, serving_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.precompute import precompute_documents
@@ -141,10 +141,10 @@ def test_the_ratio_rises_to_what_hides_behind_loading_as_in_the_transformers_eng
 def test_a_calibrated_ratio_is_the_least_one(engines: tuple[Any, Any]) -> None:
     ours, reference = engines
     points = tuple(CurvePoint(ratio, ratio, ratio, ratio, ratio, 0.1, ratio) for ratio in (0.0, 1.0))
-    fit = Fit("cacheblend_k", 1, 0.25, True, points)
+    fit = RuleFit("cacheblend_k", 1, 0.25, True, points)
     facts = (ours.fingerprint, ours.default_prefix_ids, "any", 1e9, 0.25, 60, "k 3")
     disk = connector(ours).scheduler.disk
-    path = keep_calibration(disk, Calibration(*facts, (fit,)))
+    path = save_calibration(disk, Calibration(*facts, (fit,)))
     try:
         for share in (FAST, HIDING):
             forget_memory(*engines)

@@ -16,7 +16,7 @@ from harness import ask, engine, ingest, random_ids, report, tokens
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import MemoryKV, in_memory
+from ragblend.engine.store.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.signing import KEY_VARIABLE, StoreKey
 
 PREFIX, CHUNKS = random_ids(5, 1), [random_ids(40, seed) for seed in (2, 3, 4)]
@@ -64,7 +64,7 @@ class Server:
         fingerprint = next(iter(disk.models()))
         found = disk.get(chunk_key(fingerprint, tuple(PREFIX), tuple(chunk), ""))
         assert found is not None
-        return in_memory(found)
+        return load_into_memory(found)
 
 
 @pytest.fixture(scope="module")

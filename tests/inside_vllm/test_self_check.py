@@ -17,7 +17,7 @@ from ragblend.errors import UnsupportedModelError
 
 def shifted_keys(layers: VllmLayers, *args: Any) -> None:
     layer, keys, rows = args
-    VllmLayers.turn(layers, layer, keys, rows + 1)
+    VllmLayers.rotate_keys(layers, layer, keys, rows + 1)
 
 
 def swapped_kv(layers: VllmLayers, *args: Any) -> LayerKV:
@@ -32,14 +32,14 @@ def one_request(layers: VllmLayers, rows: Any, *whose: Any) -> Any:
 
 def earlier_question(layers: VllmLayers, *args: Any) -> Any:
     layer, hidden, rows, *rest = args
-    return VllmLayers.run_layer_ahead(layers, layer, hidden, rows - 1, *rest)
+    return VllmLayers.run_probe_layer(layers, layer, hidden, rows - 1, *rest)
 
 
 def unscaled(layers: VllmLayers, *args: Any) -> Any:
     impl = layers._attention[args[0]].impl
     scale, impl.scale = impl.scale, 1.0  # only while the question is asked
     try:
-        return VllmLayers.run_layer_ahead(layers, *args)
+        return VllmLayers.run_probe_layer(layers, *args)
     finally:
         impl.scale = scale
 

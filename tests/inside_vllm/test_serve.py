@@ -24,7 +24,7 @@ from servers import REDIS_BINARY, running_redis
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.engine.tuning.machine import serving_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import RagblendError
@@ -142,10 +142,10 @@ def test_what_the_server_ingested_another_machine_gets_from_redis(engine: Any, r
 def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: Any, home: Path) -> None:
     store = home / "kv"
     points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
-    fit = Fit("cacheblend_k", 1, 0.4, True, points)
+    fit = RuleFit("cacheblend_k", 1, 0.4, True, points)
     facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, 0.9, 60, "k 2")
     before = engine.generate(PROMPT, max_tokens=1).report
-    path = keep_calibration(DiskStore(store), Calibration(*facts, (fit,)))
+    path = save_calibration(DiskStore(store), Calibration(*facts, (fit,)))
     found = [engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=8) for ratio in (None, "auto", 0.2)]
     path.unlink()
     assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)

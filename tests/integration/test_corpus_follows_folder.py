@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.corpus.texts import registry_of
+from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.contexts import versions
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.operations.maintenance import collect_garbage, verify_store
 from ragblend.precompute import (
     find_documents,
@@ -173,7 +173,7 @@ def ingest_somewhere(folder: Folder, engine: Any, index: ChunkIndex, monkeypatch
 
 def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
     """Everything that should not depend on what was there before."""
-    with registry_of(engine.store) as registry:
+    with open_registry(engine.store) as registry:
         texts = sorted(registry.texts())
     answers = []
     for question in QUESTIONS:
@@ -186,11 +186,11 @@ def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
         "hashes": {source: hashed for found in index.documents().values() for source, hashed in found.items()},
         "precomputed": sorted(index.sources("precomputed")),
         "files": {path: note.version for path, note in index.files().items()},
-        "leftovers": index.leftovers().last_id,
+        "leftovers": index.orphaned_texts().last_id,
         "texts": texts,
         "keys": sorted(engine.store.keys()),
         "nbytes": {entry.key: entry.nbytes for entry in DiskStore(place / "kv").entries()},
-        "problems": index.check(),
+        "problems": index.find_problems(),
         "answers": answers,
     }
 
@@ -223,7 +223,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         pins = disk_tier(engine.store).pins()
         assert pins.keys() <= followed["chunks"].keys()
         for source, keys in pins.items():
-            assert set(keys) == {engine.key(chunk) for chunk in versions(followed["chunks"][source], "none")}
+            assert set(keys) == {engine.key(chunk) for chunk in chunk_variants(followed["chunks"][source], "none")}
         again = ingest("docs", engine, index, **OPTIONS)
         assert (again.num_new_kv, again.num_updated, again.removed, again.num_removed_kv) == (0, 0, [], 0)
         assert again.num_unchanged == again.num_documents == len(followed["chunks"])

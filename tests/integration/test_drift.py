@@ -219,7 +219,9 @@ def plain_prompt(turns: Sequence[Turn], passages: list[str]) -> SegmentedPrompt:
     for turn in turns:
         # The passages stand in the text as they are: nothing around them is dropped, nothing is added.
         pieces = enumerate(cut.split(text_of(turn)))
-        parts: list[Part] = [Chunk(piece, in_text=True) if index % 2 else piece for index, piece in pieces if piece]
+        parts: list[Part] = [
+            Chunk(piece, found_in_prompt=True) if index % 2 else piece for index, piece in pieces if piece
+        ]
         if turn.role == "tool":
             messages[-1] = ("user", [*parts, "\n\n", *messages[-1][1]])
         elif parts:

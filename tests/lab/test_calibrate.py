@@ -23,48 +23,48 @@ from ragblend.demo import WEIGHTS
 from ragblend.demo.corpus import questions_about, sample_corpus
 from ragblend.demo.show import CHUNK_TOKENS, EMBEDDER, RETRIEVAL
 from ragblend.engine.fusion.fidelity import first_token_kl
-from ragblend.engine.fusion.rules import DEFAULT as AUTO
-from ragblend.engine.fusion.rules import FALLBACK
+from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
+from ragblend.engine.fusion.rules import NO_PROBE_RULE
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import (
     Calibration,
     CurvePoint,
-    Fit,
-    keep_calibration,
+    RuleFit,
     load_calibration,
+    save_calibration,
 )
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
 from ragblend.lab.bench.common.plots import plot_calibration
 from ragblend.lab.calibrate import (
     CalibrationRun,
+    CalibrationSample,
+    GridPoint,
     HeldOut,
-    Setting,
-    Trial,
     calibrate,
     check_target,
-    fit,
     fit_all,
+    fit_ratio,
     generate_questions,
+    make_grid_points,
     measure,
-    num_needed,
-    point,
+    min_questions,
     read_questions,
-    settings_for,
     split_questions,
+    summarize_ratio,
 )
 from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.prompt import Chunk
 
 RATIOS = (0.0, 0.1, 0.2, 0.5, 1.0)
-STANDARD, OTHER, DEEPER = Setting(AUTO, 1), Setting(FALLBACK, 1), Setting(FALLBACK, 2)
+STANDARD, OTHER, DEEPER = GridPoint(AUTO, 1), GridPoint(NO_PROBE_RULE, 1), GridPoint(NO_PROBE_RULE, 2)
 
 
 def curve(*right: int, of: int = 60, costs: float = 1.0) -> tuple[CurvePoint, ...]:
     """So many of the questions right at each of RATIOS; a ratio costs `costs` times itself."""
     return tuple(
-        point(ratio, [Trial(n < count, 0.0, costs * ratio, ratio) for n in range(of)])
+        summarize_ratio(ratio, [CalibrationSample(n < count, 0.0, costs * ratio, ratio) for n in range(of)])
         for ratio, count in zip(RATIOS, right, strict=True)
     )
 
@@ -83,31 +83,31 @@ counts = st.lists(st.integers(0, 60), min_size=5, max_size=5)
 
 @given(counts, st.floats(0.01, 0.99))
 def test_the_ratio_is_the_smallest_that_meets_the_target_as_every_larger_one_does(right: list[int], aim: float) -> None:
-    found = fit(STANDARD, curve(*right), aim)
+    found = fit_ratio(STANDARD, curve(*right), aim)
     met = [all(lower(count, 60) >= aim for count in right[place:]) for place in range(5)]
     assert found.meets_target == any(met)
     assert found.ratio == (RATIOS[met.index(True)] if any(met) else 1.0)
 
 
 def test_of_60_questions_59_must_agree_for_nine_tenths() -> None:
-    assert fit(STANDARD, curve(40, 58, 59, 60, 60), 0.9).ratio == 0.2
-    assert fit(STANDARD, curve(40, 59, 58, 60, 60), 0.9).ratio == 0.5  # a larger one fell short again
-    none = fit(STANDARD, curve(40, 50, 58, 58, 58), 0.9)
+    assert fit_ratio(STANDARD, curve(40, 58, 59, 60, 60), 0.9).ratio == 0.2
+    assert fit_ratio(STANDARD, curve(40, 59, 58, 60, 60), 0.9).ratio == 0.5  # a larger one fell short again
+    none = fit_ratio(STANDARD, curve(40, 50, 58, 58, 58), 0.9)
     assert (none.ratio, none.meets_target) == (1.0, False)
-    last = fit(STANDARD, curve(40, 50, 58, 58, 59), 0.9)
+    last = fit_ratio(STANDARD, curve(40, 50, 58, 58, 59), 0.9)
     assert (last.ratio, last.meets_target) == (1.0, True)
-    assert fit(STANDARD, curve(40, 60, 60, 60, 60), 0.94).meets_target is False  # 60 of 60 promise 0.9398
+    assert fit_ratio(STANDARD, curve(40, 60, 60, 60, 60), 0.94).meets_target is False  # 60 of 60 promise 0.9398
 
 
 @given(counts)
 def test_a_higher_target_never_takes_a_smaller_ratio(right: list[int]) -> None:
-    ratios = [fit(STANDARD, curve(*right), aim / 10).ratio for aim in range(1, 10)]
+    ratios = [fit_ratio(STANDARD, curve(*right), aim / 10).ratio for aim in range(1, 10)]
     assert ratios == sorted(ratios)
 
 
 @given(st.floats(0.01, 0.995))
 def test_so_many_questions_are_needed_that_full_agreement_is_enough(target: float) -> None:
-    num = num_needed(target)
+    num = min_questions(target)
     assert binomtest(num, num).proportion_ci(method="wilson").low >= target - 1e-5
     assert num == 1 or binomtest(num - 1, num - 1).proportion_ci(method="wilson").low < target + 1e-5
 
@@ -138,22 +138,22 @@ def test_the_promise_is_kept_by_the_ratio_that_is_fitted() -> None:
 def test_another_rule_or_layer_takes_over_only_where_it_is_cheaper() -> None:
     slow, fast = (20, 30, 40, 59, 60), (20, 59, 60, 60, 60)
     best, *others = fit_all({STANDARD: curve(*slow), OTHER: curve(*slow), DEEPER: curve(*fast)}, 0.9)
-    assert (best.rule, best.check_layer, best.ratio) == (FALLBACK, 2, 0.1)
+    assert (best.rule, best.check_layer, best.ratio) == (NO_PROBE_RULE, 2, 0.1)
     assert [(other.rule, other.ratio) for other in others] == [(AUTO, 0.5)]
     assert fit_all({STANDARD: curve(*fast), OTHER: curve(*fast)}, 0.9)[0].rule == AUTO
     dear = fit_all({STANDARD: curve(*slow), OTHER: curve(*fast, costs=6)}, 0.9)  # a smaller ratio, but more compute
-    assert [(found.rule, found.ratio) for found in dear] == [(AUTO, 0.5), (FALLBACK, 0.1)]
+    assert [(found.rule, found.ratio) for found in dear] == [(AUTO, 0.5), (NO_PROBE_RULE, 0.1)]
 
 
 def test_settings_start_with_what_is_used_uncalibrated() -> None:
-    assert settings_for((AUTO, FALLBACK), (1, 2, 4), 5)[0] == Setting(AUTO, 1)
-    assert settings_for((AUTO, FALLBACK), (1, 2, 4), 5) == (
-        Setting(AUTO, 1), Setting(FALLBACK, 1), Setting(FALLBACK, 2),
+    assert make_grid_points((AUTO, NO_PROBE_RULE), (1, 2, 4), 5)[0] == GridPoint(AUTO, 1)
+    assert make_grid_points((AUTO, NO_PROBE_RULE), (1, 2, 4), 5) == (
+        GridPoint(AUTO, 1), GridPoint(NO_PROBE_RULE, 1), GridPoint(NO_PROBE_RULE, 2),
     )  # fmt: skip
-    assert settings_for(("random",), (1, 2, 4), 32) == (Setting("random", 1),)
-    assert settings_for((FALLBACK, "auto"), (2, 4), 8)[0] == Setting(AUTO, 1)
+    assert make_grid_points(("random",), (1, 2, 4), 32) == (GridPoint("random", 1),)
+    assert make_grid_points((NO_PROBE_RULE, "auto"), (2, 4), 8)[0] == GridPoint(AUTO, 1)
     with pytest.raises(UsageError, match="magic"):
-        settings_for(("magic",), (1,), 5)
+        make_grid_points(("magic",), (1,), 5)
 
 
 # -- questions
@@ -185,7 +185,7 @@ def test_the_demo_is_asked_in_its_own_forms_what_its_texts_tell() -> None:
     for question in asked:
         words = tokenizer.pre_tokenizer.pre_tokenize_str(f" {question}")
         assert len(tokenizer.encode(f" {question}").ids) == len(words)  # each a token it knows
-    few = corpus.first(6)
+    few = corpus.first_records(6)
     some = set(questions_about([chunk for record in few.records for chunk in record.chunks], 999))
     assert some >= {question.text for question in few.questions}
     assert len(some) < len(corpus.questions)
@@ -214,7 +214,7 @@ def test_a_target_that_cannot_be_is_refused(wrong: float) -> None:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a part of the demo's corpus, ingested."""
     home = tmp_path_factory.mktemp("calibrate")
-    sample_corpus().first(6).write(home / "docs")
+    sample_corpus().first_records(6).write(home / "docs")
     with (
         load_engine("demo", home / "kv", new_model=True) as engine,
         open_engine_index(home / "index", engine, EMBEDDER, chunk_size=CHUNK_TOKENS) as index,
@@ -253,7 +253,7 @@ def test_what_is_promised_comes_true_on_held_out_questions_of_the_demos_corpus(f
     held = found.held_out
     assert held is not None
     assert held.num_questions == 24
-    assert found.is_kept
+    assert found.is_target_met
     best = found.calibration.fits[0]
     assert held.agreement >= found.calibration.target
     assert best.meets_target
@@ -283,7 +283,7 @@ def test_what_is_measured_is_what_a_calibrated_engine_does(
 ) -> None:
     prompts = [SegmentedPrompt([hit.chunk for hit in index.search(q, **RETRIEVAL)], q) for q in questions[:3]]
     best = found.calibration.fits[0]
-    settings = [Setting(best.rule, best.check_layer)]
+    settings = [GridPoint(best.rule, best.check_layer)]
     for prompt in prompts:
         (made,) = measure(engine, [prompt], settings, (0.0, best.ratio, 1.0), lambda stage, done, total: None).values()
         full = engine.prefill(engine.request(prompt, mode="full")).logits
@@ -359,7 +359,7 @@ def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], home: P
     later = replace(
         ours, chunker="of another index", created_s=ours.created_s + 9, fits=(replace(ours.fits[0], ratio=1.0),)
     )
-    path = keep_calibration(DiskStore(home / "kv"), later)
+    path = save_calibration(DiskStore(home / "kv"), later)
     code, out, _ = run("ask", "Who?", "-k", "2", "--max-tokens", "1", "--json")
     assert json.loads(out)["report"]["recompute_ratio"] == 0.0  # that of the index that is asked
     path.write_bytes(path.read_bytes()[:-9])
@@ -421,7 +421,7 @@ def calibration(ratio: float = 0.1, meets: bool = True) -> CalibrationRun:
         CurvePoint(0.1, 0.1801, 0.9833, 0.9114, 0.9971, 0.0302, 0.1133),
         CurvePoint(1.0, 0.8503, 1.0, 0.9398, 1.0, 2.8e-13, 0.8503),
     )
-    fits = (Fit("cacheblend_k", 1, ratio, meets, points),)
+    fits = (RuleFit("cacheblend_k", 1, ratio, meets, points),)
     calibration = Calibration("f00d", (1,), "112 tokens", 1e9, 0.9, 60, "k 2, neighbours 2", fits)
     held_out = HeldOut(100, 0.99, 0.9455, 0.9982, 0.0052)
     return CalibrationRun(calibration, "kv/calibrations/x.json", 300, 60.0, 50.0, held_out)

@@ -161,13 +161,13 @@ def test_characters_of_several_tokens_belong_to_the_last_one(segmenter):
 
 
 def test_a_boundary_that_recognition_moved_shows_in_the_comparison(engine, stock_model):
-    found = ["Content: ", Chunk(CHUNKS[0].text, in_text=True), "\nwhat is that?"]
+    found = ["Content: ", Chunk(CHUNKS[0].text, found_in_prompt=True), "\nwhat is that?"]
     prompt = SegmentedPrompt.from_messages([("user", found)])
     explanation = explain(engine, prompt, recompute_ratio=1.0, max_tokens=6)
     assert explanation.boundaries_moved
     assert explanation.first_token_kl > 1e-4
     assert max(token.remaining for token in explanation.tokens) < 1e-4  # of the KV of the very same tokens
-    whole = engine.segmenter.tokenize(prompt.unrecognised()).token_ids
+    whole = engine.segmenter.tokenize(prompt.without_recognized()).token_ids
     with torch.no_grad():
         answer = stock_model("llama").generate(torch.tensor([whole]), max_new_tokens=6, do_sample=False, num_beams=1)
     assert explanation.full_answer == engine.segmenter.decode(answer[0, len(whole) :].tolist())

@@ -18,6 +18,7 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import (
     drop_page_cache,
     machine_facts,
@@ -25,12 +26,11 @@ from ragblend.engine.tuning.machine import (
     read_machine_profile,
     write_profile,
 )
-from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import StoreNotWritableError, UsageError
-from ragblend.lab.profile import Effort, measure_machine
+from ragblend.lab.profile import ProfileConfig, measure_machine
 from tests.tier_support import DictValues, make_kv
 
-EFFORT = Effort(num_chunks=3, chunk_tokens=40, repeats=1, ratios=(0.0, 0.5, 1.0))
+EFFORT = ProfileConfig(num_chunks=3, chunk_tokens=40, repeats=1, ratios=(0.0, 0.5, 1.0))
 CHUNKS = ("the theory of the other chunk " * 8, "another chunk: that is the question " * 8)
 PROMPT = SegmentedPrompt(CHUNKS, "what is that?")
 
@@ -77,7 +77,7 @@ def test_measuring_finds_times_that_grow_and_leaves_nothing_behind(tmp_path: Pat
 
 def test_prompts_beyond_the_context_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
     with load_engine("demo") as engine, pytest.raises(UsageError, match="--chunk-tokens"):
-        measure_machine(engine, Effort(num_chunks=100, chunk_tokens=1000))
+        measure_machine(engine, ProfileConfig(num_chunks=100, chunk_tokens=1000))
 
 
 def test_a_profile_is_kept_per_model_and_machine(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem, separator_ids
 from ragblend.errors import RagblendError, UsageError
-from ragblend.operations.serve import Launch, ServeOptions, prepare
+from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command
 
 
-def launch(*flags: str, **options: Any) -> Launch:
+def launch(*flags: str, **options: Any) -> ServerCommand:
     settings = {name: options.pop(name) for name in [*options] if name in Settings.__dataclass_fields__}
-    return prepare(ServeOptions(Settings(**settings), **options), flags, check=False)
+    return build_server_command(ServeOptions(Settings(**settings), **options), flags, check=False)
 
 
 def value(command: tuple[str, ...], flag: str) -> str:
@@ -79,8 +79,8 @@ def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None
     made = launch(store=str(tmp_path), api_key="secret-key")
     assert made.environment["VLLM_API_KEY"] == "secret-key"
     assert "secret-key" not in " ".join(made.command)
-    assert "secret-key" not in made.shown()
-    assert "VLLM_API_KEY=***" in made.shown()
+    assert "secret-key" not in made.display_command()
+    assert "VLLM_API_KEY=***" in made.display_command()
 
 
 def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
@@ -89,7 +89,7 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tm
     config = extra(made.command)
     assert (config["disk_gib"], config["kv_dtype"]) == (3.0, "int8")
     assert "pass-word" not in " ".join(made.command)
-    assert "pass-word" not in made.shown()
+    assert "pass-word" not in made.display_command()
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
     assert ConnectorConfig.read(config).remote == url  # as vLLM's processes read it
@@ -135,7 +135,7 @@ def test_without_a_fitting_vllm_nothing_starts(tmp_path: Path, monkeypatch: Any,
     monkeypatch.setattr(vllm_launch, "vllm_version", lambda: version)
     monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: version)
     with pytest.raises(RagblendError, match=r"pip install 'ragblend\[vllm\]'"):
-        prepare(ServeOptions(Settings(store=str(tmp_path))))
+        build_server_command(ServeOptions(Settings(store=str(tmp_path))))
     assert list(tmp_path.iterdir()) == []
 
 

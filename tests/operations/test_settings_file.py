@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragblend.cli.app import app
-from ragblend.config import CONFIG_FILE, NOT_FOR_FOLDERS, USER_FILE, Settings, load_settings, user_folder
+from ragblend.config import CONFIG_FILE, USER_FILE, USER_ONLY_SETTINGS, Settings, load_settings, user_folder
 from ragblend.operations.settings_file import settings_text
 
 
@@ -36,7 +36,7 @@ def test_what_it_names_as_defaults_are_the_defaults(of_user: bool, caplog: pytes
 
 def test_it_names_every_setting_that_the_file_may_set() -> None:
     names = set(re.findall(r"^# (\w+) =", settings_text({}), re.MULTILINE))
-    assert names == set(Settings.__dataclass_fields__) - set(NOT_FOR_FOLDERS)
+    assert names == set(Settings.__dataclass_fields__) - set(USER_ONLY_SETTINGS)
     assert "remote" in re.findall(r"^# (\w+) =", settings_text({}, of_user=True), re.MULTILINE)
 
 

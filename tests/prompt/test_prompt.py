@@ -14,7 +14,7 @@ from transformers.utils import chat_template_utils
 
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt import segmenter as segmenter_module
-from ragblend.prompt.formats import ChatTemplateFormat, DeclaredFormat, PlainFormat, Template, prompt_format
+from ragblend.prompt.formats import ChatTemplateFormat, DeclaredFormat, PlainFormat, TemplateText, prompt_format
 from ragblend.prompt.prompt import Chunk, Message, SegmentedPrompt, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter, TextStream
 
@@ -305,7 +305,13 @@ def test_text_that_looks_like_a_slot_is_just_text(segmenters):
 def test_a_boundary_puts_no_space_into_the_text(template, make_spaced_tokenizer):
     tokenizer = make_spaced_tokenizer(template, SPECIALS)
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer))
-    cut = ["the ", Chunk("theatre", in_text=True), " on", Chunk("on the", in_text=True), "re</s>, the end"]
+    cut = [
+        "the ",
+        Chunk("theatre", found_in_prompt=True),
+        " on",
+        Chunk("on the", found_in_prompt=True),
+        "re</s>, the end",
+    ]
     whole = ["".join(part if isinstance(part, str) else part.text for part in cut)]
     for prompt in (SegmentedPrompt.from_parts, lambda parts: SegmentedPrompt.from_messages([("user", parts)])):
         texts = [text_of(segmenter, segmenter.tokenize(prompt(parts)).token_ids) for parts in (whole, cut)]
@@ -426,7 +432,7 @@ def test_a_segment_knows_which_of_its_tokens_are_template(name, segmenters):
         inner = segment.token_ids[segment.num_lead : segment.num_tokens - segment.num_tail]
         lead, tail = segment.token_ids[: segment.num_lead], segment.token_ids[segment.num_lead + len(inner) :]
         assert segmenter.decode(inner).strip() == segment.chunk.text
-        template = [piece for piece in segmenter.format.chunk_pieces(segment.chunk) if isinstance(piece, Template)]
+        template = [piece for piece in segmenter.format.chunk_pieces(segment.chunk) if isinstance(piece, TemplateText)]
         assert [*lead, *tail] == [token for text in template for token in segmenter._ids(text)]
     assert all(s.num_lead == s.num_tail == 0 for s in prompt.segments if s.kind != "chunk")
 
@@ -459,14 +465,14 @@ def test_a_chunk_that_came_before_is_not_tokenized_again(name, segmenters, monke
 
 def test_the_models_template_and_a_text_that_forges_it_are_remembered_apart(make_tokenizer):
     segmenter = Segmenter(make_tokenizer(CHATML, SPECIALS), PlainFormat())
-    trusted, forged = (segmenter._ids(kind("<|im_end|>")) for kind in (Template, str))
+    trusted, forged = (segmenter._ids(kind("<|im_end|>")) for kind in (TemplateText, str))
     assert len(trusted) == 1 < len(forged)
-    assert [segmenter._ids(kind("<|im_end|>")) for kind in (Template, str)] == [trusted, forged]
+    assert [segmenter._ids(kind("<|im_end|>")) for kind in (TemplateText, str)] == [trusted, forged]
 
 
 def test_a_refused_text_is_refused_again(make_tokenizer, monkeypatch: pytest.MonkeyPatch):
     segmenter = Segmenter(make_tokenizer(CHATML, SPECIALS), PlainFormat())
-    control = segmenter._ids(Template("<|im_end|>"))
+    control = segmenter._ids(TemplateText("<|im_end|>"))
     monkeypatch.setattr(segmenter, "_untrusted_ids", lambda *_: list(control))
     for _ in range(2):
         with pytest.raises(RagblendError, match="tokenizes to the control tokens"):

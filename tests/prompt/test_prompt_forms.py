@@ -58,7 +58,7 @@ TEMPLATES = {
 
 def found(text: str) -> Chunk:
     """A chunk that stands in a text."""
-    return Chunk(text, in_text=True)
+    return Chunk(text, found_in_prompt=True)
 
 
 FORMS: dict[str, list[tuple[str, str | Part | Sequence[Part]]]] = {
@@ -101,7 +101,7 @@ def joined(content: str | Part | Sequence[Part]) -> str:
     text, parts = "", [content] if isinstance(content, str | Chunk) else list(content)
     for part, following in zip(parts, [*parts[1:], ""], strict=True):
         text += part if isinstance(part, str) else part.text
-        text += "\n\n" if isinstance(part, Chunk) and not part.in_text and following != "" else ""
+        text += "\n\n" if isinstance(part, Chunk) and not part.found_in_prompt and following != "" else ""
     return text
 
 

@@ -55,7 +55,7 @@ CONVERSATION = [
     Message("system", ("Be brief.",)),
     Message("user", ("What is 1 + 2?",)),
     Message("assistant", (), (ToolCall("add", '{"a": 1, "b": "<|end|>"}', "x"),)),
-    Message("tool", ("It is ", Chunk("3, says the book", in_text=True), "."), call_id="x", name="add"),
+    Message("tool", ("It is ", Chunk("3, says the book", found_in_prompt=True), "."), call_id="x", name="add"),
 ]
 
 
@@ -152,10 +152,10 @@ arguments = st.dictionaries(st.text(max_size=4), json_values, max_size=3)
 def test_calls_are_read_as_they_were_written_wherever_the_text_is_cut(
     form: CallFormat, made: list[tuple[str, Any]], before: str, cuts: list[int], escaped: bool
 ) -> None:
-    if form.joint is None:
+    if form.delimiter is None:
         made = made[:1]
     calls = [ToolCall(name, json.dumps(value, ensure_ascii=escaped)) for name, value in made]
-    text = before + form.write(calls)
+    text = before + form.format_calls(calls)
     said, found = read_calls(text, form)
     assert (said, found) == (before, [(call.name, call.arguments) for call in calls])
     bounds = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})

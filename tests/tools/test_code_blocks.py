@@ -26,7 +26,7 @@ from typer.main import get_command
 
 from ragblend.cli.app import app
 from ragblend.demo.corpus import sample_corpus
-from ragblend.lab.calibrate import num_needed
+from ragblend.lab.calibrate import min_questions
 
 # Not executed here, and why. A test fails where a line of this is no longer needed.
 ELSEWHERE = {
@@ -92,7 +92,7 @@ def presumed(page: str, folder: Path) -> dict[str, Any]:
         "engine": engine,
         "chunks": chunks,
         "question": "What does Mavdyne sell?",
-        "questions": [question.text for question in corpus.questions][: num_needed(0.5)],
+        "questions": [question.text for question in corpus.questions][: min_questions(0.5)],
     }
 
 

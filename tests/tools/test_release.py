@@ -77,14 +77,14 @@ def test_a_version_s_notes_end_where_the_next_version_begins() -> None:
 )
 def test_a_tag_is_released_only_with_its_version_and_a_dated_changelog(tag: str, heading: str, refused: str) -> None:
     changelog = f"## [Unreleased]\n\n## [{ragblend.__version__}] - {heading}\n"
-    found = contents.tag_complaints(tag, None, changelog, date(2026, 12, 2))
+    found = contents.find_tag_problems(tag, None, changelog, date(2026, 12, 2))
     assert refused in "\n".join(found)
     assert bool(found) == bool(refused)
 
 
 def test_a_release_needs_the_address_it_is_made_at() -> None:
     changelog = f"## [{ragblend.__version__}] - 2026-12-01\n"
-    (found,) = contents.tag_complaints(
+    (found,) = contents.find_tag_problems(
         f"v{ragblend.__version__}", "https://github.com/nobody/nothing", changelog, date(2026, 12, 2)
     )
     assert "python -m tools.release.address https://github.com/nobody/nothing" in found
@@ -100,7 +100,7 @@ def test_sdist_and_wheel_hold_what_git_keeps(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (sdist,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
     kept = contents.tracked(others=True)  # who is at work has files that are not added yet
-    assert contents.complaints(sdist, wheel, kept) == []
+    assert contents.find_problems(sdist, wheel, kept) == []
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
@@ -114,7 +114,7 @@ def test_sdist_and_wheel_hold_what_git_keeps(tmp_path: Path) -> None:
     (folder / "left.log").touch()
     with tarfile.open(sdist, "w:gz") as archive:
         archive.add(folder, folder.name)
-    found = "\n".join(contents.complaints(sdist, wheel, kept))
+    found = "\n".join(contents.find_problems(sdist, wheel, kept))
     assert "lacks data/questions/README.md" in found
     assert "has left.log, which git does not keep" in found
 

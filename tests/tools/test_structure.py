@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.structure.draw import draw, floors, imports, size
+from tools.structure.draw import draw, imports, layer_rows, size
 from tools.structure.walk import blended_call
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_every_file_that_the_page_names_is_there() -> None:
 
 @pytest.mark.parametrize("container", ["ragblend", "ragblend.engine"])
 def test_the_house_is_drawn_as_the_contracts_and_imports_say(container: str) -> None:
-    rows = floors(container)
+    rows = layer_rows(container)
     rooms = [room for row in rows for room in row]
     level = {room: number for number, row in enumerate(rows) for room in row}
     assert all(level[room] < level[other] for room, used in imports(rooms).items() for other in used)

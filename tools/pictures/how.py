@@ -33,8 +33,8 @@ def kv(axes: Axes, ink: Ink) -> None:
     axes.text(0, 2.6, "in this prompt", color=ink.text, va="center", fontsize=9)
     for name, (start, count) in places.items():
         is_stored = name in stored
-        colour = ink.stored if is_stored else ink.computed
-        axes.add_patch(Rectangle((start, 1.6), count, 2, facecolor=colour, edgecolor=ink.edge, linewidth=0.6))
+        color = ink.stored if is_stored else ink.computed
+        axes.add_patch(Rectangle((start, 1.6), count, 2, facecolor=color, edgecolor=ink.edge, linewidth=0.6))
         axes.text(start + count / 2, 2.6, name, color=ink.text, ha="center", va="center", fontsize=9)
         if is_stored:
             home = stored[name]
@@ -55,8 +55,8 @@ def tokens(axes: Axes, ink: Ink) -> None:
         for _ in range(count):
             for layer in range(NUM_LAYERS):
                 always = not name.startswith("chunk")
-                colour = ink.computed if always or (index in CHOSEN and layer > 0) else ink.stored
-                axes.add_patch(Rectangle((x, layer), 0.8, 0.85, facecolor=colour, edgecolor=ink.edge, linewidth=0.3))
+                color = ink.computed if always or (index in CHOSEN and layer > 0) else ink.stored
+                axes.add_patch(Rectangle((x, layer), 0.8, 0.85, facecolor=color, edgecolor=ink.edge, linewidth=0.3))
             x, index = x + 1, index + 1
         x += 1
     axes.text(0, NUM_LAYERS - 0.6, "last layer", color=ink.faint, va="center", fontsize=9)
@@ -110,8 +110,8 @@ def cost(axes: Axes, ink: Ink) -> None:
 
 
 def _legend(axes: Axes, ink: Ink, x: float, y: float) -> None:
-    for colour, words in ((ink.computed, "computed now"), (ink.stored, "KV read from the store")):
-        axes.add_patch(Rectangle((x, y), 0.8, 0.85, facecolor=colour, edgecolor=ink.edge, linewidth=0.4))
+    for color, words in ((ink.computed, "computed now"), (ink.stored, "KV read from the store")):
+        axes.add_patch(Rectangle((x, y), 0.8, 0.85, facecolor=color, edgecolor=ink.edge, linewidth=0.4))
         axes.text(x + 1.6, y + 0.4, words, color=ink.faint, va="center", fontsize=9)
         x += 18
 

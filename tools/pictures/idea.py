@@ -103,8 +103,8 @@ def draw(ink: Ink, out: Path) -> None:
         axes.text(
             end + 19, y + 0.5, f"{kl:.3f}" if kl else "0", color=ink.text, ha="center", va="center", fontweight=weight
         )
-    for x, colour, words in ((LEFT, ink.computed, "computed now"), (LEFT + 20, ink.stored, "KV read from the store")):
-        axes.add_patch(Rectangle((x, -0.9), 0.8, 1, facecolor=colour, edgecolor=ink.edge, linewidth=0.4))
+    for x, color, words in ((LEFT, ink.computed, "computed now"), (LEFT + 20, ink.stored, "KV read from the store")):
+        axes.add_patch(Rectangle((x, -0.9), 0.8, 1, facecolor=color, edgecolor=ink.edge, linewidth=0.4))
         axes.text(x + 1.6, -0.4, words, color=ink.faint, va="center", fontsize=9)
     axes.set(xlim=(-1, end + 25), ylim=(-1.4, 11.4))
     axes.axis("off")
@@ -115,8 +115,8 @@ def draw(ink: Ink, out: Path) -> None:
 
 def _tokens(axes: Axes, xs: list[float], y: float, ink: Ink, computed: set[float]) -> None:
     for x in xs:
-        colour = ink.computed if x in computed else ink.stored
-        axes.add_patch(Rectangle((x, y), 0.8 * CELL, 1, facecolor=colour, edgecolor=ink.edge, linewidth=0.4))
+        color = ink.computed if x in computed else ink.stored
+        axes.add_patch(Rectangle((x, y), 0.8 * CELL, 1, facecolor=color, edgecolor=ink.edge, linewidth=0.4))
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 
 import ragblend
-from tools.release.contents import ROOT, complaints, notes, tag_complaints, tracked
+from tools.release.contents import ROOT, find_problems, find_tag_problems, notes, tracked
 from tools.release.installing import try_wheel
 
 DIST = ROOT / "dist"
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(notes(changelog, ragblend.__version__))
         return 0
     today = datetime.now(UTC).date()
-    found = tag_complaints(chosen.tag, chosen.repository, changelog, today) if chosen.tag else []
+    found = find_tag_problems(chosen.tag, chosen.repository, changelog, today) if chosen.tag else []
     if found:
         return _end(found)
     if not chosen.built:
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(built) != 2:
         return _end([f"{DIST} holds {len(built)} distributions, not an sdist and a wheel: leave --built away"])
     sdist, wheel = built
-    found = complaints(sdist, wheel, tracked())
+    found = find_problems(sdist, wheel, tracked())
     if found:
         return _end(found)
     print(f"sdist {_mib(sdist)}, wheel {_mib(wheel)}: all that git keeps, nothing else, licences inside")

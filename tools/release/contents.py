@@ -1,6 +1,6 @@
 """What the sdist and the wheel hold, held against git: everything that is kept, and nothing else.
 
-Read `complaints` first.
+Read `find_problems` first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def in_wheel(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def complaints(sdist: Path, wheel: Path, kept: set[str]) -> list[str]:
+def find_problems(sdist: Path, wheel: Path, kept: set[str]) -> list[str]:
     """What is wrong with the two where `kept` is what should be in them; empty where they may be published."""
     package = {name for name in kept if name.startswith("ragblend/")}
     found = [
@@ -67,7 +67,7 @@ def _difference(what: str, held: set[str], wanted: set[str]) -> list[str]:
     ]
 
 
-def tag_complaints(tag: str, repository: str | None, changelog: str, today: date) -> list[str]:
+def find_tag_problems(tag: str, repository: str | None, changelog: str, today: date) -> list[str]:
     """Why a release must not be made from `tag` in `repository` (its address) with that changelog."""
     version = ragblend.__version__
     found = []

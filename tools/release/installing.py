@@ -44,8 +44,8 @@ def _use(venv: Path, empty: Path) -> str:
     import_alone = "import sys, ragblend; assert 'torch' not in sys.modules; print(sys.version.split()[0])"
     python = _run([str(venv / "bin" / "python"), "-c", import_alone], empty).strip()
     _said_version(venv, empty)
-    told = json.loads(_run([str(venv / "bin" / "ragblend"), "demo", "--question", QUESTION, "--json"], empty))
-    answers = {mode: each["answer"] for mode, each in told["questions"][0]["modes"].items()}
+    result = json.loads(_run([str(venv / "bin" / "ragblend"), "demo", "--question", QUESTION, "--json"], empty))
+    answers = {mode: each["answer"] for mode, each in result["questions"][0]["modes"].items()}
     assert answers["full"] == answers["blend"] == GOLD, f"the demo answers {answers}, not {GOLD!r}"
     torch = _run([str(venv / "bin" / "python"), "-c", "import torch; print(torch.__version__)"], empty).strip()
     return f"Python {python}, PyTorch {torch}: installs, imports, answers"

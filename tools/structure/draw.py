@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 WIDTH = 100.0  # of a house, in the units of the drawing
 
 
-def floors(container: str) -> list[list[str]]:
+def layer_rows(container: str) -> list[list[str]]:
     """The floors of `ragblend` or `ragblend.engine`, top first, as full module names."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     (contract,) = (c for c in settings["contracts"] if c.get("containers") == [container])
@@ -51,9 +51,9 @@ def imports(rooms: list[str]) -> dict[str, list[str]]:
     return {room: sorted(seen - set().union(*map(below, seen)), key=rooms.index) for room, seen in direct.items()}
 
 
-def draw_house(axes: Axes, container: str, colour: str) -> None:
+def draw_layers(axes: Axes, container: str, color: str) -> None:
     """One section: a band per floor, a box per room."""
-    rows = floors(container)
+    rows = layer_rows(container)
     uses = imports([room for row in rows for room in row])
     for level, row in enumerate(rows):
         share = WIDTH / len(row)
@@ -62,7 +62,7 @@ def draw_house(axes: Axes, container: str, colour: str) -> None:
             is_engine = room == "ragblend.engine"
             x, y = number * share, -level
             axes.add_patch(
-                Rectangle((x + 0.4, y + 0.06), share - 0.8, 0.88, fc="#dcebfa" if is_engine else colour, ec="#6b7c8f")
+                Rectangle((x + 0.4, y + 0.06), share - 0.8, 0.88, fc="#dcebfa" if is_engine else color, ec="#6b7c8f")
             )
             sized = f"{num_files} files, {num_lines:,} lines" if num_files > 1 else f"{num_lines:,} lines"
             axes.text(x + 1.6, y + 0.66, name, fontsize=10, fontweight="bold", va="center")
@@ -79,8 +79,8 @@ def draw_house(axes: Axes, container: str, colour: str) -> None:
 def draw(out: Path) -> None:
     """Write the picture."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 8))
-    draw_house(left, "ragblend", "#fff4e0")
-    draw_house(right, "ragblend.engine", "#dcebfa")
+    draw_layers(left, "ragblend", "#fff4e0")
+    draw_layers(right, "ragblend.engine", "#dcebfa")
     figure.tight_layout(pad=0.4)
     figure.savefig(out, dpi=100)
 

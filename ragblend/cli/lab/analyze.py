@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.options import JsonOption, takes
+from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import err, print_result, progress_bars
 from ragblend.config import Settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.engine.tuning.pipeline import MachineProfile
+    from ragblend.engine.tuning.loading_controller import MachineProfile
     from ragblend.lab.traffic.analysis import Analysis, AnalysisConfig
     from ragblend.lab.traffic.requests import ChunkMarkers
     from ragblend.lab.traffic.tokens import Tokens
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TIER = "disk"
 
 
-@takes("store backend dtype device trust_remote_code")
+@with_settings("store backend dtype device trust_remote_code")
 def analyze(
     settings: Settings,
     trace: Annotated[list[str], typer.Argument(help="OpenAI bodies, a line each: files, folders, or - for stdin.")],
@@ -128,12 +128,12 @@ def _config(
     if least > 1:
         raise UsageError(f"ratio is {least}; choose 0 to 1")
     speed = measured.bytes_per_s.get(TIER) if measured else None
-    return AnalysisConfig(markers, BlendSettings(least, known.asks_first, speed), measured, kv_bytes)
+    return AnalysisConfig(markers, BlendSettings(least, known.probes_before_selection, speed), measured, kv_bytes)
 
 
 def _markers_of(separator: str | None, settings: Settings) -> ChunkMarkers:
     """What marks chunks in plain texts: the separator, and the texts that the store has ingested."""
-    from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry
+    from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
     from ragblend.frameworks.boundaries import check_separator
     from ragblend.lab.traffic.requests import ChunkMarkers
 
@@ -148,7 +148,7 @@ def _markers_of(separator: str | None, settings: Settings) -> ChunkMarkers:
 
 def lines_of(found: Analysis) -> list[str]:
     """What was found, for people."""
-    from ragblend.cli.printing import count_of, listed
+    from ragblend.cli.printing import count_of, join_names
 
     by = "estimated from the characters; --model counts them" if found.tokens_are_estimated else f"by {found.tokens_by}"
     lines = [
@@ -156,7 +156,7 @@ def lines_of(found: Analysis) -> list[str]:
         f"in order of {found.order}",
     ]
     if found.num_broken:
-        lines.append(f"{found.num_broken} broken: {listed(found.broken)}")
+        lines.append(f"{found.num_broken} broken: {join_names(found.broken)}")
     if found.num_other:
         lines.append(f"{found.num_other} logged values are no requests with text")
     if found.num_media:

@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
-from ragblend.cli.groups import Listed
+from ragblend.cli.groups import FullHelpGroup
 from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
 from ragblend.cli.printing import err, out, print_json
-from ragblend.cli.session import quiet_libraries, use_threads
+from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import (
     BenchConfig,
@@ -27,11 +27,11 @@ from ragblend.lab.bench.common.configs import (
     QualityConfig,
     ThroughputConfig,
     TtftConfig,
-    hints_of,
+    get_field_annotations,
 )
 
 bench_app = typer.Typer(
-    help="Measure, side by side in one process.", cls=Listed, no_args_is_help=True, rich_markup_mode=None
+    help="Measure, side by side in one process.", cls=FullHelpGroup, no_args_is_help=True, rich_markup_mode=None
 )
 
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a picture, FILE.png.")]
@@ -41,7 +41,7 @@ def options_of(config: type[BenchConfig]) -> list[Parameter]:
     """A keyword parameter for typer per field of `config`."""
     found = []
     for each in fields(config):
-        kind, option = get_args(hints_of(config)[each.name])
+        kind, option = get_args(get_field_annotations(config)[each.name])
         default = each.default if each.default is not MISSING else None
         if _is_list(kind) or get_origin(kind) is Mapping:
             kind = str | None
@@ -57,7 +57,7 @@ def config_from(config: type[C], values: Mapping[str, Any]) -> C:
     """`config` of the values that the command line gave for `options_of` it."""
     given = {}
     for each in fields(config):
-        kind, _ = get_args(hints_of(config)[each.name])
+        kind, _ = get_args(get_field_annotations(config)[each.name])
         value = values[each.name]
         if _is_list(kind) and value is not None:
             value = tuple(split_numbers(value) if "float" in str(kind) else split_names(value))
@@ -82,7 +82,7 @@ def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
     def command(*, json_: bool, plot: Path | None = None, **values: Any) -> None:
         if values.pop("backend_of_throughput", "vllm") != "vllm":
             raise UsageError("throughput is measured on a serving engine: --backend vllm")
-        use_threads(values["threads"])
+        set_num_threads(values["threads"])
         quiet_libraries()
         run: Callable[..., dict[str, Any]] = getattr(
             import_module(f"ragblend.lab.{_MODULES.get(name, f'bench.{name}')}"), f"bench_{name}"

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.options import JsonOption, split_names, split_numbers, takes
+from ragblend.cli.options import JsonOption, split_names, split_numbers, with_settings
 from ragblend.cli.printing import err, print_result, progress_bars
-from ragblend.cli.session import open_engine, open_index_of
+from ragblend.cli.session import open_engine, open_settings_index
 from ragblend.config import Settings
 from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 if TYPE_CHECKING:
-    from ragblend.engine.tuning.calibration import CurvePoint, Fit
+    from ragblend.engine.tuning.calibration import CurvePoint, RuleFit
     from ragblend.index import ChunkIndex
     from ragblend.lab.calibrate import CalibrationRun, HeldOut
 
@@ -26,7 +26,7 @@ calibrate_app = typer.Typer()
 
 
 @calibrate_app.command()
-@takes(
+@with_settings(
     "model index store remote k neighbours order embedder system namespace dtype device trust_remote_code",
     demo="On the demo's corpus; nothing else is needed.",
 )
@@ -53,7 +53,7 @@ def calibrate(
     """Find the recompute ratio at which your questions get full prefill's first token; the engine then uses it."""
     if settings.is_served:
         raise UsageError(
-            f"{redacted(settings.backend)} shows no distributions to compare; calibrate on the machine that has its "
+            f"{redact(settings.backend)} shows no distributions to compare; calibrate on the machine that has its "
             "store, with --store: the server takes the calibration from there"
         )
     settings = replace(settings, backend="transformers")  # vLLM uses the calibration, too
@@ -71,8 +71,8 @@ def calibrate(
         grid["check_layers"] = [int(layer) for layer in split_numbers(check_layers)]
     if ratios is not None:
         grid["ratios"] = split_numbers(ratios)
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened, progress_bars() as progress:
-        fitting.checked_engine(engine)
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened, progress_bars() as progress:
+        fitting.require_transformers_engine(engine)
         asked = _questions(questions, opened, engine.name, num_questions + held_out, seed)
         found = fitting.calibrate(
             engine,
@@ -119,11 +119,11 @@ def _questions(path: Path | None, index: ChunkIndex, model: str, count: int, see
 # -- printing
 
 
-def facts_of(found: CalibrationRun, model: str, questions: Path | None) -> dict[str, Any]:
+def facts_of(run: CalibrationRun, model: str, questions: Path | None) -> dict[str, Any]:
     """The calibration as plain JSON values, with the machine that it was measured on."""
     from ragblend.lab.bench.common.hardware import hardware_card
 
-    calibration, held = found.calibration, found.held_out
+    calibration, held = run.calibration, run.held_out
     body = calibration.as_dict()["calibration"]
     del body["prefix_ids"], body["created_s"]
     return {
@@ -138,18 +138,18 @@ def facts_of(found: CalibrationRun, model: str, questions: Path | None) -> dict[
         "predicted_agreement": {
             name: getattr(calibration.fits[0].point, name) for name in ("agreement", "low", "high")
         },
-        "held_out": asdict(held) | {"is_kept": found.is_kept} if held is not None else None,
-        "num_prefills": found.num_prefills,
-        "elapsed_s": round(found.elapsed_s, 1),
-        "cpu_s": round(found.cpu_s, 1),
-        "saved": found.path is not None,
+        "held_out": asdict(held) | {"is_kept": run.is_target_met} if held is not None else None,
+        "num_prefills": run.num_prefills,
+        "elapsed_s": round(run.elapsed_s, 1),
+        "cpu_s": round(run.cpu_s, 1),
+        "saved": run.path is not None,
         **body,
     }
 
 
-def lines_of(found: CalibrationRun) -> list[str]:
+def lines_of(run: CalibrationRun) -> list[str]:
     """The same for people: what was chosen, the curve of each rule, the check."""
-    calibration, best = found.calibration, found.calibration.fits[0]
+    calibration, best = run.calibration, run.calibration.fits[0]
     lines = [
         f"{calibration.num_questions} questions ({calibration.retrieval}), target {calibration.target:g}: "
         f"ratio {best.ratio:g} by {best.rule} at layer {best.check_layer}",
@@ -162,19 +162,19 @@ def lines_of(found: CalibrationRun) -> list[str]:
         lines.append("only ratio 1, full prefill's work, meets the target. Lower it, ask more, or measure more --rules")
     for fit in calibration.fits:
         lines += ["", *_table(fit)]
-    if found.held_out is not None:
-        held = found.held_out
-        verdict = "the target stands" if found.is_kept else "BELOW the target"
+    if run.held_out is not None:
+        held = run.held_out
+        verdict = "the target stands" if run.is_target_met else "BELOW the target"
         lines += [
             "",
             f"held out: of {held.num_questions} other questions {_share(held)} agree, KL {held.kl:.2g}; {verdict}",
         ]
-    if found.path is not None:
-        lines += ["", f"saved; `ragblend ask` and every engine on this store use it: {found.path}"]
+    if run.path is not None:
+        lines += ["", f"saved; `ragblend ask` and every engine on this store use it: {run.path}"]
     return lines
 
 
-def _table(fit: Fit) -> list[str]:
+def _table(fit: RuleFit) -> list[str]:
     title = f"{fit.rule}, layer {fit.check_layer}"
     rows = [f"{title}\n  {'ratio':>6} {'charged':>8} {'at 32':>7}   {'agreement':<24} KL, nats"]
     for point in fit.curve:

@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 
 from ragblend.cli.ask import ENGINE_SETTINGS, PLACE_SETTINGS, SEARCH_SETTINGS
-from ragblend.cli.options import JsonOption, takes
+from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import err, out, print_json, source_facts
-from ragblend.cli.session import open_engine, open_index_of, retrieve
+from ragblend.cli.session import open_engine, open_settings_index, retrieve
 from ragblend.config import Settings
 from ragblend.errors import UsageError
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 
-@takes(
+@with_settings(
     f"{ENGINE_SETTINGS} rule ratio {SEARCH_SETTINGS} max_tokens {PLACE_SETTINGS}",
     demo="Ask about the demo's corpus; nothing else is needed.",
 )
@@ -31,14 +31,14 @@ def explain(
     """Show what blending did to a prompt, token by token, and the answer beside full prefill's."""
     if settings.backend != "transformers":
         raise UsageError(
-            f"explain compares the KV itself, which {redacted(settings.backend)} keeps; use --backend transformers"
+            f"explain compares the KV itself, which {redact(settings.backend)} keeps; use --backend transformers"
         )
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.explain import explain as explain_prompt
     from ragblend.lab.explain_page import plot_explanation, summary_lines, write_html
     from ragblend.prompt.prompt import SegmentedPrompt
 
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         assert isinstance(engine, TransformersEngine)
         hits = retrieve(opened, question, settings)
         prompt = SegmentedPrompt([hit.chunk for hit in hits], question, settings.system)

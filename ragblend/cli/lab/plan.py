@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.options import JsonOption, VllmOptions, json_object, takes
+from ragblend.cli.options import JsonOption, VllmOptions, json_object, with_settings
 from ragblend.cli.printing import err, print_result
-from ragblend.cli.session import open_engine, use_threads
+from ragblend.cli.session import open_engine, set_num_threads
 from ragblend.config import Settings
 from ragblend.errors import UsageError
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.engine import TransformersEngine
-    from ragblend.engine.tuning.pipeline import MachineProfile
+    from ragblend.engine.tuning.loading_controller import MachineProfile
     from ragblend.engine.vllm.engine import VllmEngine
-    from ragblend.lab.plan import Option, Plan
-    from ragblend.lab.profile import Effort
+    from ragblend.lab.plan import StorageEstimate, StoragePlan
+    from ragblend.lab.profile import ProfileConfig
 
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")]
 
@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
 
 
-@takes("model store remote backend dtype device trust_remote_code")
+@with_settings("model store remote backend dtype device trust_remote_code")
 def profile(
     settings: Settings,
     chunks: Annotated[int, typer.Option("--chunks", help="Chunks of the longest prompt that is timed.")] = 6,
@@ -46,18 +46,18 @@ def profile(
 
     With `--backend vllm` in vLLM, as `ragblend serve` runs it; each backend follows its own times.
     """
-    use_threads(threads)
+    set_num_threads(threads)
     _bind_threads(settings, threads)
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.tuning.machine import write_profile
-    from ragblend.lab.profile import Effort, measure_machine
+    from ragblend.lab.profile import ProfileConfig, measure_machine
 
-    effort = Effort(chunks, chunk_tokens, repeats)
+    effort = ProfileConfig(chunks, chunk_tokens, repeats)
     tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s) if settings.remote else None
     try:
         with _open_to_measure(settings, effort, json_object(vllm_options, "--vllm-options")) as engine:
             root = Path(settings.store)
-            found = measure_machine(engine, effort, directory=root, remote=tier, tell=err.print)
+            found = measure_machine(engine, effort, directory=root, remote=tier, notify=err.print)
             path = write_profile(root, found)
     finally:
         if tier is not None:
@@ -65,7 +65,7 @@ def profile(
     print_result(found.as_dict(), "\n".join([*profile_lines(found), f"kept in {path}"]), json_)
 
 
-@takes("model store backend dtype device trust_remote_code")
+@with_settings("model store backend dtype device trust_remote_code")
 def plan(
     settings: Settings,
     storage: Annotated[
@@ -88,17 +88,23 @@ def plan(
     json_: JsonOption = False,
 ) -> None:
     """Which storage is the cheapest that adds no delay, what 1,000 chunks cost there, and when reuse pays them back."""
-    use_threads(threads)
+    set_num_threads(threads)
     _bind_threads(settings, threads)
     from ragblend.engine.fusion.rules import find_rule
-    from ragblend.lab.plan import Need, parse_storage
+    from ragblend.lab.plan import WorkloadSpec, parse_storage
     from ragblend.lab.plan import plan as make_plan
     from ragblend.lab.profile import find_profile
 
     profile = find_profile(settings, json_object(vllm_options, "--vllm-options"))
     known = find_rule(rule, profile.num_layers)
     least = known.ratio if ratio is None else ratio
-    need = Need(chunks, chunk_tokens, ratio=least, usd_per_hour=usd_per_hour, asks_first=known.asks_first)
+    need = WorkloadSpec(
+        chunks,
+        chunk_tokens,
+        ratio=least,
+        usd_per_hour=usd_per_hour,
+        probes_before_selection=known.probes_before_selection,
+    )
     made = make_plan(profile, [parse_storage(text, profile.bytes_per_s) for text in storage], need)
     print_result(made.as_dict(), "\n".join(plan_lines(made)), json_)
 
@@ -107,7 +113,7 @@ def _bind_threads(settings: Settings, threads: int | None) -> None:
     """`--threads` counts for vLLM only where it does not bind threads itself. Refuses a server: it runs elsewhere."""
     if settings.is_served:
         raise UsageError(
-            f"backend is {redacted(settings.backend)!r}; on the server's machine, where its store is: --backend "
+            f"backend is {redact(settings.backend)!r}; on the server's machine, where its store is: --backend "
             "vllm, or transformers"
         )
     if settings.backend == "vllm" and threads is not None:
@@ -115,14 +121,14 @@ def _bind_threads(settings: Settings, threads: int | None) -> None:
 
 
 def _open_to_measure(
-    settings: Settings, effort: Effort, vllm_options: dict[str, Any]
+    settings: Settings, effort: ProfileConfig, vllm_options: dict[str, Any]
 ) -> AbstractContextManager[TransformersEngine | VllmEngine]:
     """The engine whose times are wanted."""
     from ragblend.engine.transformers.engine import TransformersEngine
-    from ragblend.lab.profile import vllm_to_measure
+    from ragblend.lab.profile import open_vllm_for_profile
 
     if settings.backend == "vllm":
-        return vllm_to_measure(settings, effort, vllm_options)
+        return open_vllm_for_profile(settings, effort, vllm_options)
     if vllm_options:
         raise UsageError("--vllm-options go with --backend vllm")
     engine = open_engine(settings, new_model=True)
@@ -138,7 +144,7 @@ def profile_lines(profile: MachineProfile) -> list[str]:
     return [f"full prefill: {times}", f"blending, of that time: {shares}", f"reading: {tiers or 'not measured'}"]
 
 
-def plan_lines(plan: Plan) -> list[str]:
+def plan_lines(plan: StoragePlan) -> list[str]:
     """The plan as a table, cheapest device first, and the answer."""
     need, cheapest = plan.need, plan.chosen
     lines = [
@@ -150,12 +156,12 @@ def plan_lines(plan: Plan) -> list[str]:
     lines += [_option_line(option) for option in plan.options]
     if cheapest is None:
         ways = ["a faster one", "a higher ratio"]
-        ways += ["a rule that does not wait for most KV (--rule cacheblend)"] if need.asks_first else []
+        ways += ["a rule that does not wait for most KV (--rule cacheblend)"] if need.probes_before_selection else []
         return [*lines, f"every storage adds delay: {', '.join(ways)} or fewer bytes (--dtype) would help"]
     return [*lines, f"{cheapest} is the cheapest that adds no delay"]
 
 
-def _option_line(option: Option) -> str:
+def _option_line(option: StorageEstimate) -> str:
     repaid = "never" if option.reuses_to_repay is None else str(option.reuses_to_repay)
     monthly = "" if option.reuses_per_month is None else f"{option.reuses_per_month:>12.3g}"
     delay = "yes" if option.adds_delay else "no"

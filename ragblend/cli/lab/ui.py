@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragblend.cli.options import takes
+from ragblend.cli.options import with_settings
 from ragblend.cli.printing import err
-from ragblend.cli.session import open_engine, open_index_of, retrieve
+from ragblend.cli.session import open_engine, open_settings_index, retrieve
 from ragblend.config import Settings
 
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine
     from ragblend.index import ChunkIndex
-    from ragblend.lab.ui.desk import Job
+    from ragblend.lab.ui.job_queue import UiJob
 
 
-@takes(
+@with_settings(
     "model backend index store remote rule ratio k neighbours order max_tokens chunk_size context embedder "
     "system namespace dtype kv_dtype device trust_remote_code",
     demo="Open on the demo's corpus, with questions to ask; nothing else is needed.",
@@ -33,13 +33,13 @@ def ui(
     """Open a page: drop documents, ask, and see the four modes side by side and what became of every token."""
     from ragblend.lab.ui.app import serve
 
-    def open_(job: Job) -> tuple[Engine, ChunkIndex]:
+    def open_(job: UiJob) -> tuple[Engine, ChunkIndex]:
         engine = open_engine(settings, new_model=True)
         try:
-            index = open_index_of(settings, engine, create=True)
+            index = open_settings_index(settings, engine, create=True)
         except BaseException:
             engine.close()
             raise
         return engine, index
 
-    serve(settings, open_, retrieve, host=host, port=port, browser=browser, say=lambda line: err.print(line))
+    serve(settings, open_, retrieve, host=host, port=port, browser=browser, notify=lambda line: err.print(line))

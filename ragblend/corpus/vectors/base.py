@@ -9,37 +9,37 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.rows import Row
+from ragblend.corpus.schema import ChunkRow
 from ragblend.errors import UsageError
 
 Ids = NDArray[np.int64]
 
-PAGE = 4096
+ROWS_PER_PAGE = 4096
 """Vectors that are handed on at a time."""
 
 
-class Found(NamedTuple):
+class NearestRows(NamedTuple):
     """Rows that may be the nearest, the nearest first."""
 
     scores: NDArray[np.float32]  # [n]
     ids: Ids  # [n]
 
 
-def cosines(rows: Sequence[Row], vector: FloatArray) -> dict[int, float]:
+def compute_cosines(rows: Sequence[ChunkRow], vector: FloatArray) -> dict[int, float]:
     """Scores of rows by id; equal vectors have equal scores, wherever in `rows` they stand."""
     if not rows:
         return {}
     # Summed row by row: a matrix product rounds a row by its place.
-    scores = (vectors_of(rows).astype(np.float64) * vector.reshape(1, -1)).sum(axis=1).astype(np.float32)
+    scores = (stack_vectors(rows).astype(np.float64) * vector.reshape(1, -1)).sum(axis=1).astype(np.float32)
     return {row.id: float(score) for row, score in zip(rows, scores, strict=True)}
 
 
-def vectors_of(rows: Sequence[Row]) -> FloatArray:
+def stack_vectors(rows: Sequence[ChunkRow]) -> FloatArray:
     """[n, dim] the vectors of rows."""
     return np.frombuffer(b"".join(row.vector for row in rows), "<f4").reshape(len(rows), -1).astype(np.float32)
 
 
-def unit_rows(vectors: ArrayLike) -> FloatArray:
+def normalize_rows(vectors: ArrayLike) -> FloatArray:
     """A copy with rows of length 1; rows of zeros stay, and what is 1 but for rounding. Raises UsageError for NaN."""
     rows = np.array(vectors, np.float32)
     if not np.isfinite(rows).all():

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from ragblend.corpus.database import ChunkDatabase
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.vectors.base import PAGE, Found, Ids, vectors_of
+from ragblend.corpus.vectors.base import ROWS_PER_PAGE, Ids, NearestRows, stack_vectors
 from ragblend.errors import UsageError
 from ragblend.files.reading import open_file
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 FAISS = "faiss"
 FORMS = "faiss, or faiss:FACTORY (FAISS's own names, such as faiss:HNSW32 or faiss:IVF1024,Flat?nprobe=32)"
@@ -61,7 +61,7 @@ def choose(text: str) -> Choice:
     kind, _, rest = text.partition(":")
     if kind != FAISS:
         raise UsageError(
-            f"vectors is {redacted(text)!r}; choose {FORMS}. Vectors in a database are its LangChain store's, wrapped: "
+            f"vectors is {redact(text)!r}; choose {FORMS}. Vectors in a database are its LangChain store's, wrapped: "
             "ragblend.vectorstores.PrecomputingVectorStore(store, llm)"
         )
     target, _, query = rest.partition("?")
@@ -78,28 +78,28 @@ def choose(text: str) -> Choice:
 
 class FaissVectors:
     """Unit vectors [dim] by row id, derived from a database, as of its `generation`: what is missing or stale is made
-    again by `follow`."""
+    again by `sync`."""
 
     def __init__(self, dim: int, choice: Choice | None = None, generation: int = -1) -> None:
         self.generation = generation  # -1: before the first change
         self._choice, self._dim = choice or choose(FAISS), dim
         self.is_flat = self._choice.target == "Flat"  # as chosen: others may be flat until they are trained
         self._is_mapped = False
-        self._needed = 0 if self.is_flat else _num_needed(_made(dim, self._choice), self._choice.target)
+        self._needed = 0 if self.is_flat else _num_needed(_make_index(dim, self._choice), self._choice.target)
         self.faiss: Any = self._empty()
         self._num_gone = 0
 
     @staticmethod
-    def of_bytes(data: bytes, generation: int) -> FaissVectors:
-        """What `as_bytes` wrote of flat ones. FAISS's parser is not made for hostile bytes: compare their checksum
+    def from_bytes(data: bytes, generation: int) -> FaissVectors:
+        """What `to_bytes` wrote of flat ones. FAISS's parser is not made for hostile bytes: compare their checksum
         before."""
         found = FaissVectors(1, generation=generation)
         found.faiss = faiss.deserialize_index(np.frombuffer(data, np.uint8))
         return found
 
     @staticmethod
-    def of_file(path: Path, sha256: str, dim: int, choice: Choice, generation: int) -> FaissVectors | None:
-        """What `as_bytes` wrote, mapped; None where the file's checksum is another. Raises OSError."""
+    def from_file(path: Path, sha256: str, dim: int, choice: Choice, generation: int) -> FaissVectors | None:
+        """What `to_bytes` wrote, mapped; None where the file's checksum is another. Raises OSError."""
         fd = open_file(path)
         with os.fdopen(fd, "rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
@@ -112,7 +112,7 @@ class FaissVectors:
         found._set_options()
         return found
 
-    def as_bytes(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """All of it, for a file."""
         return bytes(faiss.serialize_index(self.faiss).tobytes())
 
@@ -131,23 +131,23 @@ class FaissVectors:
 
     # --- following ---
 
-    def follow(self, catalogue: ChunkDatabase) -> None:
+    def sync(self, catalogue: ChunkDatabase) -> None:
         """Come to hold the vectors of the catalogue and no others, those written since anew."""
         wanted, changed = catalogue.ids(), catalogue.ids(newer_than=self.generation)
         held = self._ids()
         stale = ~np.isin(held, wanted) | np.isin(held, changed)
         missing = wanted[~np.isin(wanted, held[~stale])]
-        if self._is_due(wanted.size, int(stale.sum()), held.size):
+        if self._needs_rebuild(wanted.size, int(stale.sum()), held.size):
             self._build(catalogue, wanted)
         else:
             if stale.any() or missing.size:
-                self._own()
+                self._copy_to_memory()
             self._drop(held, stale)
             self._add(catalogue, missing)
         self.generation = catalogue.generation()
         assert len(self) == wanted.size
 
-    def _is_due(self, num_wanted: int, num_stale: int, num_held: int) -> bool:
+    def _needs_rebuild(self, num_wanted: int, num_stale: int, num_held: int) -> bool:
         """Whether all is to be built anew: too much is marked as gone, or there is enough to train on now."""
         if self.is_flat:
             return False
@@ -160,11 +160,11 @@ class FaissVectors:
         self._is_mapped, self._num_gone = False, 0
         self.faiss = self._empty()
         if self._needed and wanted.size >= self._needed:
-            made = _made(self._dim, self._choice)
+            made = _make_index(self._dim, self._choice)
             # Evenly through the ids, which are hashes: in document order a sample could miss whole topics.
             count = self._needed * _MOST_PER_CENTROID // _LEAST_PER_CENTROID
             sample = np.sort(wanted)[:: max(1, wanted.size // count)][:count]
-            made.train(vectors_of(catalogue.rows(sample.tolist())))
+            made.train(stack_vectors(catalogue.rows(sample.tolist())))
             self.faiss = faiss.IndexIDMap(made)
             self._set_options()
         self._add(catalogue, wanted)
@@ -179,9 +179,9 @@ class FaissVectors:
         self._num_gone = int((held == _GONE).sum())
 
     def _add(self, catalogue: ChunkDatabase, missing: Ids) -> None:
-        for start in range(0, missing.size, PAGE):
-            page = catalogue.rows(missing[start : start + PAGE].tolist())
-            self.faiss.add_with_ids(vectors_of(page), np.array([row.id for row in page], np.int64))
+        for start in range(0, missing.size, ROWS_PER_PAGE):
+            page = catalogue.rows(missing[start : start + ROWS_PER_PAGE].tolist())
+            self.faiss.add_with_ids(stack_vectors(page), np.array([row.id for row in page], np.int64))
 
     # --- searching ---
 
@@ -199,7 +199,7 @@ class FaissVectors:
         slack = 0.0 if self.is_flat else _ROUNDING
         wanted, asked = min(k, total), min(2 * k + 8, total)
         while True:
-            scores, ids = self.candidates(vector, asked)
+            scores, ids = self.search(vector, asked)
             is_last = asked == total or len(ids) < asked or not self.is_exact
             if is_last or scores[-1] < scores[wanted - 1] - slack:
                 break
@@ -210,16 +210,16 @@ class FaissVectors:
         best = np.lexsort((ids, -scores))[:wanted]
         return dict(zip(ids[best].tolist(), scores[best].tolist(), strict=True))
 
-    def candidates(self, vector: FloatArray, count: int) -> Found:
+    def search(self, vector: FloatArray, count: int) -> NearestRows:
         """The `count` nearest to `vector` [1, dim]; fewer where there are no more, or some were not looked at."""
         total, asked = int(self.faiss.ntotal), count
         while True:
             scores, ids = (found[0] for found in self.faiss.search(vector, min(asked, total)))
             if self.is_exact:
-                return Found(scores, ids)
+                return NearestRows(scores, ids)
             there = ids != _GONE  # which also fills what was not found
             if there.sum() >= count or asked >= min(count + self._num_gone, total):
-                return Found(scores[there][:count], ids[there][:count])
+                return NearestRows(scores[there][:count], ids[there][:count])
             asked *= 2
 
     # --- inside ---
@@ -227,7 +227,7 @@ class FaissVectors:
     def _empty(self) -> Any:
         if self.is_flat or self._needed:
             return faiss.IndexIDMap2(faiss.IndexFlatIP(self._dim))
-        index = faiss.IndexIDMap(_made(self._dim, self._choice))
+        index = faiss.IndexIDMap(_make_index(self._dim, self._choice))
         _set_options(index.index, self._choice)
         return index
 
@@ -235,7 +235,7 @@ class FaissVectors:
         found: Ids = faiss.vector_to_array(self.faiss.id_map)
         return found
 
-    def _own(self) -> None:
+    def _copy_to_memory(self) -> None:
         """Into memory of its own: FAISS ends the process when what is mapped is changed."""
         if self._is_mapped:
             self.faiss = faiss.deserialize_index(faiss.serialize_index(self.faiss))
@@ -247,7 +247,7 @@ class FaissVectors:
             _set_options(self.faiss.index, self._choice)
 
 
-def _made(dim: int, choice: Choice) -> Any:
+def _make_index(dim: int, choice: Choice) -> Any:
     """An empty index of the kind. Raises UsageError for what FAISS does not know, or what is not searched by rows."""
     why = ""
     try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.fusion.rows import on_host
+from ragblend.engine.fusion.host_positions import on_host
 
 # Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
 # attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not.
@@ -24,7 +24,7 @@ BLOCK_ROWS = 64
 BLOCK_SCORES = defaultdict(lambda: 1 << 22, cpu=1 << 19)
 
 
-class Sight(NamedTuple):
+class AttentionParams(NamedTuple):
     """How a layer attends where it is more than a softmax over everything before: see Gemma 2 and gpt-oss."""
 
     window: int | None = None  # a token sees so many tokens, itself the last of them; None: all before it
@@ -32,27 +32,27 @@ class Sight(NamedTuple):
     sinks: Tensor | None = None  # [Hq], a score per head that takes its share of the softmax, and has no value
 
 
-PLAIN = Sight()
+PLAIN = AttentionParams()
 
 
-class Queries(NamedTuple):
+class ProbeQueries(NamedTuple):
     """The question at one layer: queries [Hq, Q, D], rotated to `rows` [Q], and the factor on query times key."""
 
     states: Tensor
     rows: Tensor  # int64, ascending
     scale: float
-    sight: Sight = PLAIN
+    sight: AttentionParams = PLAIN
     places: Sequence[int] = ()  # the same rows as the host knows them; (): the device is asked
 
-    def last(self, count: int) -> Queries:
+    def last(self, count: int) -> ProbeQueries:
         """Those of the last `count` rows."""
         return self._of(slice(len(self.rows) - count, len(self.rows)))
 
-    def first(self, count: int) -> Queries:
+    def first(self, count: int) -> ProbeQueries:
         """Those of the first `count` rows."""
         return self._of(slice(0, count))
 
-    def _of(self, part: slice) -> Queries:
+    def _of(self, part: slice) -> ProbeQueries:
         places = (self.places or on_host(self.rows))[part]
         return self._replace(states=self.states[:, part], rows=self.rows[part], places=places)
 
@@ -63,7 +63,7 @@ def attend_rows(
     values: Tensor,
     rows: Tensor,
     scale: float | None,
-    sight: Sight = PLAIN,
+    sight: AttentionParams = PLAIN,
     places: Sequence[int] = (),
 ) -> Tensor:
     """Causal attention of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R], ascending.
@@ -82,8 +82,8 @@ def attend_rows(
             outputs.append(attend_last(block, near, theirs, scale, sight))
         elif sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
             factor = query.shape[-1] ** -0.5 if scale is None else scale
-            bent = Queries(block[0], rows[part] - begin, factor, sight, [place - begin for place in places[part]])
-            outputs.append(_attend_bent(bent, near[0], theirs[0])[None])
+            bent = ProbeQueries(block[0], rows[part] - begin, factor, sight, [place - begin for place in places[part]])
+            outputs.append(_attend_eager(bent, near[0], theirs[0])[None])
         else:
             mask = _mask(query, rows[part, None], range(begin, end), first, sight.window)
             outputs.append(_attend_masked(block, near, theirs, mask, scale))
@@ -114,7 +114,9 @@ def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sc
     return output.reshape(1, num_heads, query.shape[2], values.shape[3])
 
 
-def attend_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None, sight: Sight = PLAIN) -> Tensor:
+def attend_last(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, sight: AttentionParams = PLAIN
+) -> Tensor:
     """Attention of the one row that is behind all of `keys`, `values` [1, H, T, D], itself their last: [1, Hq, 1, D].
 
     The heads that share a KV head are rows of one call, none masked: its keys and values are read once for all of them.
@@ -125,13 +127,13 @@ def attend_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         last = keys.shape[2] - 1
         rows = torch.full((1,), last, device=keys.device)
-        return _attend_bent(Queries(query[0], rows, factor, sight, (last,)), keys[0], values[0])[None]
+        return _attend_eager(ProbeQueries(query[0], rows, factor, sight, (last,)), keys[0], values[0])[None]
     grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
     output = nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
     return output.reshape(1, query.shape[1], 1, values.shape[-1])
 
 
-def _attend_bent(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_eager(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor:
     """Attention [Hq, Q, D] over keys and values [H, T, D], by probabilities: for what no kernel knows."""
     output = values.new_empty(queries.states.shape[0], len(queries.rows), values.shape[2])
     groups = queries.states.shape[0] // keys.shape[0]
@@ -141,7 +143,7 @@ def _attend_bent(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
     return output
 
 
-def attention_mass(queries: Queries, keys: Tensor) -> Tensor:
+def attention_mass(queries: ProbeQueries, keys: Tensor) -> Tensor:
     """Mean attention probability [T] float32 that the queries give to each token, over heads and queries.
 
     keys: [H, T, D], rotated; Hq is a multiple of H. A query at row i sees keys 0 .. i, with the whole prompt in its
@@ -152,12 +154,14 @@ def attention_mass(queries: Queries, keys: Tensor) -> Tensor:
     return mass / (queries.states.shape[0] * queries.states.shape[1])
 
 
-def attend_weighing(queries: Queries, keys: Tensor, values: Tensor, num_asking: int) -> tuple[Tensor, Tensor]:
+def attend_with_weights(
+    queries: ProbeQueries, keys: Tensor, values: Tensor, num_question_rows: int
+) -> tuple[Tensor, Tensor]:
     """`attend_rows` of all queries, [Hq, Q, D], and `attention_mass` of the last `num_asking`.
 
     keys, values: [H, T, D]. The probabilities of those that ask are made once, for both.
     """
-    asking = queries.last(num_asking)
+    asking = queries.last(num_question_rows)
     num_heads, num_queries, _ = asking.states.shape
     early = len(queries.rows) - num_queries
     if keys.dtype != torch.float32:  # whose scores are only kept in float32 by an attention that makes no weights
@@ -174,12 +178,12 @@ def attend_weighing(queries: Queries, keys: Tensor, values: Tensor, num_asking: 
     return output, mass / (num_heads * num_queries)
 
 
-def _attend(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
+def _attend(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor:
     states, rows, scale, sight, places = queries
     return attend_rows(states[None], keys[None], values[None], rows, scale, sight, places)[0]
 
 
-def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[Tensor]:
+def _score_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[Tensor]:
     """Masked scores [H, B, T] of some rows' queries, heads that share a KV head side by side.
 
     Where there are sinks, theirs is the last of T + 1 scores.
@@ -209,7 +213,7 @@ def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[Tensor]:
         yield scores
 
 
-def _weight_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+def _weight_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
     """Attention probabilities [h, B, T] float32 of some KV heads and some rows, those two and they."""
     groups, length = queries.states.shape[0] // keys.shape[0], keys.shape[1]
     few = max(1, BLOCK_SCORES[keys.device.type] // (groups * queries.states.shape[1] * length))

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.plan import Fused, FusePlan, Placement
+from ragblend.engine.fusion.plan import FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.rules import charged_budget, charged_budget_at
 from ragblend.engine.report import BlendReport, PrefixMatch
 from ragblend.options import ContextPolicy
@@ -26,7 +26,7 @@ class AttentionShares(NamedTuple):
     stale: float
 
 
-class Seen(Protocol):
+class MatchedContext(Protocol):
     """What a stored chunk was computed behind, as `lookup.Context` tells it."""
 
     @property
@@ -35,14 +35,14 @@ class Seen(Protocol):
     def policy(self) -> ContextPolicy: ...  # noqa: D102
 
 
-def note_fused(
+def record_fusion(
     report: BlendReport,
     starts: Iterable[int],
-    stored: Mapping[int, tuple[Placement, Seen]],
+    stored: Mapping[int, tuple[Placement, MatchedContext]],
     plan: FusePlan,
-    fused: Fused,
+    fused: FuseResult,
 ) -> None:
-    """Put into `report` what was reused and recomputed, per chunk and in all, and `note_fidelity`'s figures.
+    """Put into `report` what was reused and recomputed, per chunk and in all, and `record_fidelity`'s figures.
 
     Its chunks, misses so far, begin at `starts`; `stored` are those whose stored KV was used, by that position.
     """
@@ -69,10 +69,10 @@ def note_fused(
     # The last token is computed even when its KV is stored, where its logits are the answer.
     ends_stored = plan.wants_logits and any(each.end == len(plan.token_ids) for each in plan.placements)
     report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(recomputed) - ends_stored
-    note_fidelity(report, plan, fused)
+    record_fidelity(report, plan, fused)
 
 
-def note_fidelity(report: BlendReport, plan: FusePlan, fused: Fused) -> None:
+def record_fidelity(report: BlendReport, plan: FusePlan, fused: FuseResult) -> None:
     """Put into `report` what the rule saw of the prompt's KV; None where it did not look.
 
     `attention_*` are `attention_shares`. `mean_deviation` is the mean of `relative_deviation` over the recomputed
@@ -85,7 +85,7 @@ def note_fidelity(report: BlendReport, plan: FusePlan, fused: Fused) -> None:
         report.mean_deviation = float(fused.deviation[fused.recomputed].mean())
 
 
-def attention_shares(plan: FusePlan, fused: Fused) -> AttentionShares | None:
+def attention_shares(plan: FusePlan, fused: FuseResult) -> AttentionShares | None:
     """How the question's attention, where the rule read it, is spread over the prompt; None if it did not ask.
 
     Mean over the question's tokens, heads and the layers read, over the stale KV: before anything was recomputed.

@@ -16,27 +16,33 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import Queries, attend_weighing, attention_mass
-from ragblend.engine.fusion.carry import Carrying, carrying, looked_at
-from ragblend.engine.fusion.plan import Fused, FusePlan
-from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, MovableSource, Told
-from ragblend.engine.fusion.rules import Evidence, num_to_recompute
+from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass
+from ragblend.engine.fusion.drift_correction import DriftCorrection, fit_drift_correction, similarity_layer
+from ragblend.engine.fusion.plan import FusePlan, FuseResult
+from ragblend.engine.fusion.protocols import (
+    CorrectableLayerSource,
+    FreshKVHook,
+    LayerSource,
+    LayerwiseModel,
+    PromptKVBuffer,
+)
+from ragblend.engine.fusion.rules import RuleInputs, num_to_recompute
 from ragblend.engine.store.kv import LayerKV
 
 _T = TypeVar("_T")
 
 
-class Run(NamedTuple):
+class LayerCall(NamedTuple):
     """A layer to be run over some rows of a prompt, as `LayerwiseModel.run_layer` takes it."""
 
     layer: int
     hidden: Tensor  # [R, hidden size]
     rows: Tensor  # positions [R]
-    fused: FusedLayers
-    told: Told | None = None
+    fused: PromptKVBuffer
+    hook: FreshKVHook | None = None
 
 
-Steps = Generator[int | Run | Event, Tensor | None, _T]
+Steps = Generator[int | LayerCall | Event, Tensor | None, _T]
 """Work in steps: yields the rows that it ran through a layer itself, a Run, whose output it must be sent next, or an
 Event: gone on with before that is set, it blocks until then."""
 
@@ -44,10 +50,10 @@ Event: gone on with before that is set, it blocks until then."""
 def fuse(
     model: LayerwiseModel,
     plan: FusePlan,
-    fused: FusedLayers,
+    fused: PromptKVBuffer,
     layers: LayerSource,
     ends_s: list[float] | None = None,
-) -> Fused:
+) -> FuseResult:
     """Fill `fused` with the prompt's KV and return the last token's logits.
 
     Fresh tokens (prefix, question, everything without stored KV) run through every layer. Of the tokens with
@@ -56,22 +62,22 @@ def fuse(
     fresh tokens run ahead over stale KV, as far as it reads, and chooses before layer 0. Layer by layer, computed rows
     replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
     therefore full prefill. A rule that carries has the candidates that are kept moved, before anybody attends to them,
-    as the recomputed ones say (`carry`).
+    as the recomputed ones say (`drift_gain`).
 
     `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
     """
-    return drain(model, fuse_steps(model, plan, fused, layers, ends_s))
+    return run_to_completion(model, fuse_steps(model, plan, fused, layers, ends_s))
 
 
 @torch.inference_mode()
 def fuse_steps(
-    model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource, ends_s: list[float] | None = None
-) -> Steps[Fused]:
+    model: LayerwiseModel, plan: FusePlan, fused: PromptKVBuffer, layers: LayerSource, ends_s: list[float] | None = None
+) -> Steps[FuseResult]:
     """`fuse`, a layer at a time, for callers with other work in between, or with layers of other prompts to run."""
-    known = _candidates(plan)
-    probe = (yield from _probe(model, plan, fused, layers, known)) if _wants_probe(model, plan, known) else None
-    active = _active_rows(plan, known)
-    num_stale = int(known.mask[active].sum())  # the device is looked into where the rows change, not at every layer
+    state = _candidates(plan)
+    probe = (yield from _probe(model, plan, fused, layers, state)) if _should_probe(model, plan, state) else None
+    active = _active_rows(plan, state)
+    num_stale = int(state.mask[active].sum())  # the device is looked into where the rows change, not at every layer
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
     hidden = model.embed(plan.token_ids[active])
     rows_per_layer: list[float] = []
@@ -81,82 +87,88 @@ def fuse_steps(
         if layers.ready is not None:
             yield layers.ready[layer]
         layers.wait(layer)  # stored KV of this layer is now in `fused`
-        asked, measured = 0 if probe is None else probe.extra_rows(layer), 0.0
+        probe_rows, measured = 0 if probe is None else probe.extra_rows(layer), 0.0
         if layer in checks and num_stale:
-            kept, num_measured = _check(model, plan, fused, layer, checks[layer], hidden, active, known)
+            kept, num_measured = _select_at_check_layer(model, plan, fused, layer, checks[layer], hidden, active, state)
             hidden, active = hidden[kept], active[kept]
-            num_stale = int(known.mask[active].sum())
+            num_stale = int(state.mask[active].sum())
             measured = num_measured * model.kv_share
             fixed_cost = fixed_cost or measured
         # Layer 0 is exact as stored.
-        told = _carry(model, plan, layers, layer, active, known) if plan.carries and layer > 0 else None
-        rows_per_layer.append(num_stale + asked + measured)
+        hook = (
+            _drift_correction_hook(model, plan, layers, layer, active, state)
+            if plan.corrects_drift and layer > 0
+            else None
+        )
+        rows_per_layer.append(num_stale + probe_rows + measured)
         if layer == 0 and probe is not None:
-            hidden = yield from _run_first_layer(fused, hidden, active, known, probe)
+            hidden = yield from _run_first_layer(fused, hidden, active, state, probe)
         elif len(active) and layer < last_layer:
-            hidden = _sent((yield Run(layer, hidden, active, fused, told)))
+            hidden = _sent((yield LayerCall(layer, hidden, active, fused, hook)))
         elif len(active):
             # The last layer's output is needed for the last token alone; of the others only K and V.
             fresh = model.project_kv(layer, hidden)
-            if told is not None:
-                told.tell(LayerKV(fresh.keys[:, told.places], fresh.values[:, told.places]))
+            if hook is not None:
+                hook.callback(LayerKV(fresh.keys[:, hook.row_indices], fresh.values[:, hook.row_indices]))
             fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
             if plan.wants_logits:
-                hidden = _sent((yield Run(layer, hidden[-1:], active[-1:], fused)))
+                hidden = _sent((yield LayerCall(layer, hidden[-1:], active[-1:], fused)))
             measured += len(active)
         if ends_s is not None:
             ends_s.append(perf_counter())
         yield int(measured)
     fused.length = plan.end
-    return Fused(
+    return FuseResult(
         model.logits(hidden)[-1] if plan.wants_logits else torch.empty(0),
-        active[known.mask[active]],
+        active[state.mask[active]],
         rows_per_layer,
         fixed_cost,
         probe.seconds if probe is not None else 0.0,
-        known.attention,
-        known.deviation,
-        known.select_s,
+        state.attention,
+        state.deviation,
+        state.select_s,
     )
 
 
 @dataclass(slots=True)
-class _Known:
+class _CandidateState:
     """What is known about every token of the prompt before the first check. All tensors [T]."""
 
     mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
     chunks: Tensor  # int64, the placed chunk that it is in
-    carry: Tensor  # float32, of how far others say that it moves: the share that it does where it is kept
+    drift_gain: Tensor  # float32, of how far others say that it moves: the share that it does where it is kept
     separators: Tensor  # bool, the chunks' template
     seed: int
     attention: Tensor | None = None  # float32, once the question was run ahead
     deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
     select_s: float = 0.0  # seconds at the checks
-    carrying: tuple[Tensor, Tensor, Carrying | None] | None = None  # the rows that ran last, who tells, and what of it
+    last_correction: tuple[Tensor, Tensor, DriftCorrection | None] | None = (
+        None  # the rows that ran last, who tells, and what of it
+    )
 
-    def evidence(self, rows: Tensor) -> Evidence:
+    def evidence(self, rows: Tensor) -> RuleInputs:
         """About the tokens at `rows` [N]."""
         attention = None if self.attention is None else self.attention[rows]
-        return Evidence(rows, attention=attention, separators=self.separators[rows], seed=self.seed)
+        return RuleInputs(rows, attention=attention, template_mask=self.separators[rows], seed=self.seed)
 
 
-def _candidates(plan: FusePlan) -> _Known:
+def _candidates(plan: FusePlan) -> _CandidateState:
     """Which rows may be replaced, and which chunk they are in."""
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
     chunks = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
-    carry = torch.zeros(len(plan.token_ids), device=device)
+    drift_gain = torch.zeros(len(plan.token_ids), device=device)
     recomputes_all = plan.checks[-1].ratio >= 1
     for number, placement in enumerate(plan.placements):
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
         is_candidate[placement.start : placement.end] = not stays
-        share = plan.rule.carry_in_context if placement.has_context else plan.rule.carry
-        carry[placement.start : placement.end] = share
+        share = plan.rule.drift_gain_in_context if placement.has_context else plan.rule.drift_gain
+        drift_gain[placement.start : placement.end] = share
         chunks[placement.start : placement.end] = number
     if plan.wants_logits:
         is_candidate[-1] = False  # the last token is always computed: its logits are the answer
-    separators = torch.zeros_like(is_candidate) if plan.separators is None else plan.separators
-    return _Known(is_candidate, chunks, carry, separators, plan.seed)
+    separators = torch.zeros_like(is_candidate) if plan.template_mask is None else plan.template_mask
+    return _CandidateState(is_candidate, chunks, drift_gain, separators, plan.seed)
 
 
 def _fresh_rows(plan: FusePlan) -> Tensor:
@@ -170,7 +182,7 @@ def _fresh_rows(plan: FusePlan) -> Tensor:
     return fresh
 
 
-class _Probe(NamedTuple):
+class _ProbeResult(NamedTuple):
     """The question and all other fresh tokens, run over stale KV as far as the rule wanted to see."""
 
     num_rows: int
@@ -186,16 +198,16 @@ class _Probe(NamedTuple):
         return self.num_rows if layer <= self.last_layer else 0
 
 
-def _wants_probe(model: LayerwiseModel, plan: FusePlan, known: _Known) -> bool:
+def _should_probe(model: LayerwiseModel, plan: FusePlan, state: _CandidateState) -> bool:
     """Whether the rule asks the question, and there is something to choose. In a model of one layer there is not:
     layer 0's keys and values depend on the token alone, so stored ones are exact."""
     chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
-    return bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(known.mask.any())
+    return bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(state.mask.any())
 
 
 def _probe(
-    model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource, known: _Known
-) -> Steps[_Probe]:
+    model: LayerwiseModel, plan: FusePlan, fused: PromptKVBuffer, layers: LayerSource, state: _CandidateState
+) -> Steps[_ProbeResult]:
     """Run the fresh tokens through the probe's layers over the stale KV, and note in `known` what they attend to.
 
     Positions are the prompt's own and the softmax is over all of it. Leaves the fresh rows' KV in `fused`, where the
@@ -206,11 +218,11 @@ def _probe(
     masses: list[Tensor] = []
     seconds = 0.0
 
-    def watch(queries: Queries, keys: Tensor, values: Tensor | None = None) -> Tensor | None:
+    def watch(queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None:
         if values is None:
             masses.append(attention_mass(queries.last(plan.num_queries), keys))
             return None
-        output, mass = attend_weighing(queries, keys, values, plan.num_queries)
+        output, mass = attend_with_weights(queries, keys, values, plan.num_queries)
         masses.append(mass)
         return output
 
@@ -219,13 +231,13 @@ def _probe(
             yield layers.ready[layer]
         start_s = perf_counter()
         layers.wait(layer)
-        hidden = model.run_layer_ahead(layer, hidden, rows, fused, watch if layer in plan.probe_layers else None)
+        hidden = model.run_probe_layer(layer, hidden, rows, fused, watch if layer in plan.probe_layers else None)
         if layer == 0:
             first = hidden[rows < plan.end]
         seconds += perf_counter() - start_s
         yield len(rows)
-    known.attention = _mean_over_ranks(plan, torch.stack(masses).mean(0))
-    return _Probe(len(rows), len(first), first, plan.probe_layers[-1], seconds)
+    state.attention = _mean_over_ranks(plan, torch.stack(masses).mean(0))
+    return _ProbeResult(len(rows), len(first), first, plan.probe_layers[-1], seconds)
 
 
 def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
@@ -236,43 +248,45 @@ def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
     return summed[:-1] / summed[-1]
 
 
-def _run_first_layer(fused: FusedLayers, hidden: Tensor, active: Tensor, known: _Known, probe: _Probe) -> Steps[Tensor]:
+def _run_first_layer(
+    fused: PromptKVBuffer, hidden: Tensor, active: Tensor, state: _CandidateState, probe: _ProbeResult
+) -> Steps[Tensor]:
     """Layer 0's output [R, hidden size] of the active rows. Stored layer-0 KV is exact, so the probe's is too."""
-    stale = known.mask[active]
+    stale = state.mask[active]
     output = probe.hidden.new_empty(len(active), *probe.hidden.shape[1:])
     if bool(stale.any()):
-        output[stale] = _sent((yield Run(0, hidden[stale], active[stale], fused)))
+        output[stale] = _sent((yield LayerCall(0, hidden[stale], active[stale], fused)))
     output[~stale] = probe.hidden
     return output
 
 
-def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
+def _active_rows(plan: FusePlan, state: _CandidateState) -> Tensor:
     """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
     active = _fresh_rows(plan)
     active[plan.end :] = False
     ratio = plan.checks[0].ratio
-    rows = known.mask.nonzero().flatten()
+    rows = state.mask.nonzero().flatten()
     count = num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))
     if count and ratio < 1 and not plan.rule.needs_deviation:
-        active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
+        active[rows[_top(plan.rule.scores(state.evidence(rows)), count)]] = True
     elif count:
-        active |= known.mask
+        active |= state.mask
     return active.nonzero().flatten()
 
 
-def _check(
+def _select_at_check_layer(
     model: LayerwiseModel,
     plan: FusePlan,
-    fused: FusedLayers,
+    fused: PromptKVBuffer,
     layer: int,
     ratio: float,
     hidden: Tensor,
     active: Tensor,
-    known: _Known,
+    state: _CandidateState,
 ) -> tuple[Tensor, int]:
     """Indices into `active` that go on, and how many tokens were measured. Only norm and K/V projection run here."""
     start_s = perf_counter()
-    candidate = known.mask[active].nonzero().flatten()
+    candidate = state.mask[active].nonzero().flatten()
     rows = active[candidate]
     fresh = model.project_kv(layer, hidden[candidate])
     stored = LayerKV(fused.keys(layer)[:, rows], fused.values(layer)[:, rows])
@@ -280,52 +294,62 @@ def _check(
     deviations = (_deviation(fresh.keys, stored.keys), _deviation(fresh.values, stored.values))
     if plan.sum_over_ranks is not None:
         deviations = (plan.sum_over_ranks(deviations[0]), plan.sum_over_ranks(deviations[1]))
-    if known.deviation is None:
-        known.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
-        known.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
-    evidence = replace(known.evidence(rows), key_deviation=deviations[0], value_deviation=deviations[1])
+    if state.deviation is None:
+        state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
+        state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
+    evidence = replace(state.evidence(rows), key_deviation=deviations[0], value_deviation=deviations[1])
     chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
-    goes_on = ~known.mask[active]
+    goes_on = ~state.mask[active]
     goes_on[candidate[chosen]] = True
-    known.select_s += perf_counter() - start_s
+    state.select_s += perf_counter() - start_s
     return goes_on.nonzero().flatten(), len(rows)
 
 
-def _carry(
-    model: LayerwiseModel, plan: FusePlan, layers: LayerSource, layer: int, active: Tensor, known: _Known
-) -> Told | None:
+def _drift_correction_hook(
+    model: LayerwiseModel, plan: FusePlan, layers: LayerSource, layer: int, active: Tensor, state: _CandidateState
+) -> FreshKVHook | None:
     """Moves the candidates that are kept as the recomputed ones among `active` say, once those know their own KV.
 
     Both engines give the same: heads are each rank's own, and what is alike is found over all of them.
     """
-    source = cast("MovableSource", layers)  # whoever gives a plan that carries has one
-    if known.carrying is None or known.carrying[0] is not active:  # most layers run the same rows as the one before
-        places = known.mask[active].nonzero().flatten()
-        known.carrying = active, places, _tellers(model, plan, source, active, known) if len(places) else None
-    _, places, told = known.carrying
-    if told is None:
-        if len(places):  # all are recomputed; otherwise nothing was placed but what is exact
-            source.move(layer, None)
+    source = cast("CorrectableLayerSource", layers)  # whoever gives a plan that carries has one
+    if (
+        state.last_correction is None or state.last_correction[0] is not active
+    ):  # most layers run the same rows as the one before
+        row_indices = state.mask[active].nonzero().flatten()
+        state.last_correction = (
+            active,
+            row_indices,
+            _fit_correction(model, plan, source, active, state) if len(row_indices) else None,
+        )
+    _, row_indices, correction = state.last_correction
+    if correction is None:
+        if len(row_indices):  # all are recomputed; otherwise nothing was placed but what is exact
+            source.apply_drift(layer, None)
         return None
 
-    def tell(fresh: LayerKV) -> None:
-        source.move(layer, told.drift(fresh, source.stored(layer, told.rows)), told.shares)
+    def apply_correction(fresh: LayerKV) -> None:
+        source.apply_drift(
+            layer, correction.drift(fresh, source.read_stored(layer, correction.rows)), correction.shares
+        )
 
-    return Told(places, tell)
+    return FreshKVHook(row_indices, apply_correction)
 
 
-def _tellers(
-    model: LayerwiseModel, plan: FusePlan, source: MovableSource, active: Tensor, known: _Known
-) -> Carrying | None:
+def _fit_correction(
+    model: LayerwiseModel, plan: FusePlan, source: CorrectableLayerSource, active: Tensor, state: _CandidateState
+) -> DriftCorrection | None:
     """What the candidates among the rows `active` tell the others; None where there are no others."""
-    rows, is_active = known.mask.nonzero().flatten(), torch.zeros_like(known.mask)
+    rows, is_active = state.mask.nonzero().flatten(), torch.zeros_like(state.mask)
     is_active[active] = True
-    tells = is_active[rows]
-    if bool(tells.all()):
+    is_recomputed = is_active[rows]
+    if bool(is_recomputed.all()):
         return None
-    alike = source.stored(looked_at(model.num_layers, plan.probe_layers[-1]), rows).values
-    shares = known.carry.masked_fill(is_active, 0.0)
-    return carrying(alike, rows, known.chunks[rows], tells, shares, partial(_mean_over_ranks, plan))
+    similarity_values = source.read_stored(similarity_layer(model.num_layers, plan.probe_layers[-1]), rows).values
+    shares = state.drift_gain.masked_fill(is_active, 0.0)
+    return fit_drift_correction(
+        similarity_values, rows, state.chunks[rows], is_recomputed, shares, partial(_mean_over_ranks, plan)
+    )
 
 
 def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:
@@ -336,7 +360,8 @@ def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:
 def relative_deviation(
     fresh: LayerKV, stored: LayerKV, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """How far each token's `stored` KV is from `fresh`, both [H, T, D], keys rotated alike: [T] float32, 0 is equal.
+    """How far each token's `read_stored` KV is from `fresh`, both [H, T, D], keys rotated alike: [T] float32, 0 is
+    equal.
 
     The mean of |k - k'| / |k'| and |v - v'| / |v'|, with k' and v' the fresh vectors of all heads, L2 norms. So keys
     and values count alike, however large a model's keys are. `sum_over_ranks` as in FusePlan.
@@ -356,7 +381,7 @@ def _top(scores: Tensor, count: int) -> Tensor:
 
 
 @torch.inference_mode()
-def drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
+def run_to_completion(model: LayerwiseModel, steps: Steps[_T]) -> _T:
     """Run steps to their end, for what they return."""
     output: Tensor | None = None
     while True:
@@ -365,7 +390,7 @@ def drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
         except StopIteration as end:
             result: _T = end.value
             return result
-        output = model.run_layer(*step) if isinstance(step, Run) else None
+        output = model.run_layer(*step) if isinstance(step, LayerCall) else None
 
 
 def _sent(output: Tensor | None) -> Tensor:

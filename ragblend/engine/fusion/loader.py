@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.transfer import Transfer
-from ragblend.engine.store.kv import ChunkKV, LayerKV, MemoryKV, restored
+from ragblend.engine.fusion.transfer import HostToDeviceCopier
+from ragblend.engine.store.kv import ChunkKV, LayerKV, MemoryKV, dequantized
 
 # Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
 # ones; a reader that may be a few layers ahead loads during that time what later layers would wait for.
@@ -34,8 +34,8 @@ class _Readable(_Destination, Protocol):
 
 
 class _MovableKeys(Protocol):
-    def lift_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...
-    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None: ...
+    def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...
+    def add_key_drift(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None: ...
 
 
 class _Placed(Protocol):
@@ -55,11 +55,11 @@ class _Group:
         self.read_s = [0.0] * len(placements)
         self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
         self.spans: list[tuple[slice, slice]] = []  # where chunks side by side stand: in the prompt, and in `rows`
-        for start, end in _runs((placement.start, placement.end) for placement in placements):
+        for start, end in _merge_adjacent((placement.start, placement.end) for placement in placements):
             taken = self.spans[-1][1].stop if self.spans else 0
             self.spans.append((slice(start, end), slice(taken, taken + end - start)))
 
-    def read(self, layer: int, transfer: Transfer, computed: Iterator[LayerKV] | None = None) -> LayerKV:
+    def read(self, layer: int, transfer: HostToDeviceCopier, computed: Iterator[LayerKV] | None = None) -> LayerKV:
         """One layer of all chunks, side by side: [H, T of all, D]. Raises DamagedEntryError.
 
         `computed` has the layer of those that would have to be read, one after the other.
@@ -70,7 +70,9 @@ class _Group:
                 layers.append(next(computed))
                 continue
             start_s = perf_counter()
-            layers.append(restored(transfer.bring(kv.stored_layer(layer))))  # eight bits travel as eight bits
+            layers.append(
+                dequantized(transfer.copy_to_device(kv.stored_layer(layer)))
+            )  # eight bits travel as eight bits
             self.read_s[index] += perf_counter() - start_s
         if len(layers) == 1:
             return layers[0]
@@ -88,7 +90,7 @@ def _is_far(kv: ChunkKV) -> bool:
     return not isinstance(kv, MemoryKV)
 
 
-def _runs(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_adjacent(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ascending spans, with those that touch made one.
 
     >>> _runs([(2, 5), (5, 9), (12, 15)])
@@ -133,7 +135,7 @@ class LayerLoader:
     reads layer 0, last and for the store's sake, which verifies entries and moves them up whole; leaving waits for it.
 
     `movable` undoes and adds to what `place` does; where it is given, and the destination can be read, there are
-    `stored` and `move`.
+    `read_stored` and `apply_drift`.
     """
 
     def __init__(
@@ -153,16 +155,18 @@ class LayerLoader:
         self._num_layers = num_layers
         self._place, self._movable = place, movable
         self._destination = destination
-        self._rows = torch.empty(0, dtype=torch.int64)  # where `move` has placed: all positions up to the last chunk
+        self._rows = torch.empty(
+            0, dtype=torch.int64
+        )  # where `apply_drift` has placed: all positions up to the last chunk
         self._device = device
-        self._transfer = Transfer(device)
+        self._transfer = HostToDeviceCopier(device)
         self._ahead = threading.Semaphore(depth)
         self._ready = [threading.Event() for _ in range(num_layers)]
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._failed: frozenset[int] = frozenset()  # layers that it kept from being read
         self._threaded = any(
-            self._transfer.beside_compute or _is_far(each.kv) or not each.kv.header.is_lossless for each in placements
+            self._transfer.overlaps_compute or _is_far(each.kv) or not each.kv.header.is_lossless for each in placements
         )
         self._far = [kv for group in self._groups for kv in group.kvs if _is_far(kv)]
         self._first_layer = first_layer if self._far else None
@@ -227,7 +231,7 @@ class LayerLoader:
         start_s = self._released_s[layer] = perf_counter()
         if layer < self._num_waited:
             return
-        if self._thread is None or self._computes(layer):
+        if self._thread is None or self._is_computed(layer):
             self._load(layer)
         else:
             self._ready[layer].wait()
@@ -238,15 +242,17 @@ class LayerLoader:
         self._released_s[layer] = perf_counter()
         self.stall_s += self._released_s[layer] - start_s
 
-    def stored(self, layer: int, rows: Tensor) -> LayerKV:
+    def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see MovableSource."""
         assert self._movable is not None
         there = cast("_Readable", self._destination)
-        return LayerKV(self._movable.lift_keys(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows])
+        return LayerKV(
+            self._movable.unrotate_keys(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows]
+        )
 
-    def move(self, layer: int, by: LayerKV | None, shares: Tensor | None = None) -> None:
+    def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
         """Add to each row of that layer its shares, `shares` [T, M], of `by` [H, M, D], keys before rotation."""
-        if by is None:
+        if drift is None:
             return
         assert self._movable is not None
         assert shares is not None
@@ -254,25 +260,25 @@ class LayerLoader:
         if len(self._rows) != count:
             self._rows = torch.arange(count, device=shares.device)
         # All rows in one go, those that stay by nothing: that is faster than to gather and scatter nearly all.
-        self._movable.move_keys(layer, there.keys(layer)[:, :count], shares @ by.keys, self._rows)
-        there.values(layer)[:, :count] += (shares @ by.values).to(there.values(layer).dtype)
+        self._movable.add_key_drift(layer, there.keys(layer)[:, :count], shares @ drift.keys, self._rows)
+        there.values(layer)[:, :count] += (shares @ drift.values).to(there.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
         """Loading and fusing of every layer, given when the fusor was done with each, in `perf_counter` seconds."""
         spans = zip(self._released_s, ends_s, strict=True)
         return Timeline(tuple(sorted(self.events)), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
 
-    def _computes(self, layer: int) -> bool:
+    def _is_computed(self, layer: int) -> bool:
         return layer == 0 and self._first_layer is not None
 
     def _read_all(self) -> None:
         try:
             with torch.inference_mode(), self._transfer.in_compute_order():
-                for layer in sorted(range(self._num_layers), key=self._computes):  # what is computed comes last
+                for layer in sorted(range(self._num_layers), key=self._is_computed):  # what is computed comes last
                     self._ahead.acquire()
                     if self._stopped.is_set():
                         return
-                    if self._computes(layer):
+                    if self._is_computed(layer):
                         self._read_through(layer)
                     else:
                         self._load(layer)
@@ -287,7 +293,7 @@ class LayerLoader:
 
     def _load(self, layer: int) -> None:
         start_s = perf_counter()
-        computed = self._compute() if self._computes(layer) else None
+        computed = self._compute_first_layer() if self._is_computed(layer) else None
         for group in self._groups:
             keys, values = group.read(layer, self._transfer, computed)
             keys = self._place(layer, keys, group.rows)
@@ -295,7 +301,7 @@ class LayerLoader:
                 self._destination.write(layer, span, keys[:, taken], values[:, taken])
         self.events.append(LayerEvent(layer, start_s, perf_counter()))
 
-    def _compute(self) -> Iterator[LayerKV]:
+    def _compute_first_layer(self) -> Iterator[LayerKV]:
         """Layer 0 of the chunks that would have to be read, one after the other."""
         assert self._first_layer is not None
         ids = torch.tensor([token for kv in self._far for token in kv.header.token_ids], device=self._device)

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from ragblend.engine.fusion.rules import DEEP
+from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import SIMILAR
@@ -26,7 +26,7 @@ from ragblend.errors import UsageError
 from ragblend.options import ContextPolicy
 
 
-class Behind(NamedTuple):
+class IngestionContext(NamedTuple):
     """What one version of a chunk is computed behind besides the prefix, a text after the other, joints included."""
 
     policy: ContextPolicy = "none"
@@ -39,10 +39,10 @@ class Behind(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """`KVHeader.context`."""
+        """`KVHeader.read_context`."""
         return tuple(map(len, self.parts))
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise UsageError for a similar version of which nobody said what it is to be behind."""
         if self.policy == "similar" and not self.parts:
             raise UsageError(
@@ -51,40 +51,40 @@ class Behind(NamedTuple):
             )
 
 
-ALONE = Behind()
+NO_CONTEXT = IngestionContext()
 
 
-def default_context(num_layers: int) -> ContextPolicy:
+def default_context_policy(num_layers: int) -> ContextPolicy:
     """What chunks are computed behind where nobody said, and the store remembers nothing.
 
     >>> default_context(32), default_context(5)
     ('similar', 'none')
     """
-    return "similar" if num_layers >= DEEP else "none"
+    return "similar" if num_layers >= DEEP_MODEL_LAYERS else "none"
 
 
-class Context(NamedTuple):
+class LookupContext(NamedTuple):
     """What stored KV was computed behind. `exact`: precisely the tokens that stand before the chunk in the prompt."""
 
     token_ids: tuple[int, ...]  # as they are in the key
     match: PrefixMatch  # of the prefix in it
     exact: bool
     policy: ContextPolicy
-    name: str = ""  # what the key calls it: `chunk_key`'s `context`
+    name: str = ""  # what the key calls it: `chunk_key`'s `read_context`
 
 
-def key_name(policy: ContextPolicy) -> str:
-    """`chunk_key`'s `context` for versions of this policy."""
+def context_key_name(policy: ContextPolicy) -> str:
+    """`chunk_key`'s `read_context` for versions of this policy."""
     return SIMILAR if policy == "similar" else ""
 
 
-def contexts(
+def lookup_contexts(
     token_ids: Sequence[int],
     start: int,
     prefix_length: int,
     default_prefix: tuple[int, ...],
     policy: ContextPolicy = "none",
-) -> list[Context]:
+) -> list[LookupContext]:
     """Contexts to look for the chunk at `start` of a prompt behind, the best first.
 
     What is exact there is the best, then what the store's `policy` adds, then the chunk alone; each behind the prompt's
@@ -96,32 +96,34 @@ def contexts(
     """
     own = tuple(token_ids[:prefix_length])
     policies: tuple[ContextPolicy, ...] = ("similar", "none") if policy == "similar" else ("none",)
-    found = []
+    candidates = []
     for kind in policies:
         for prefix in dict.fromkeys((own, default_prefix)):
             is_own = prefix == own
             match: PrefixMatch = "exact" if is_own else "approximate"
             exact = is_own and kind == "none" and prefix_length == start
-            found.append(Context(prefix, match, exact, kind, key_name(kind)))
-    return [context for context in found if context.exact] + [context for context in found if not context.exact]
+            candidates.append(LookupContext(prefix, match, exact, kind, context_key_name(kind)))
+    return [context for context in candidates if context.exact] + [
+        context for context in candidates if not context.exact
+    ]
 
 
 @runtime_checkable
-class RemembersContext(Protocol):
+class ContextMetadataStore(Protocol):
     """A tier that remembers its chunks' policy, for whoever opens it later: a directory, a server's store."""
 
-    def context(self) -> ContextPolicy | None: ...  # noqa: D102
+    def read_context(self) -> ContextPolicy | None: ...  # noqa: D102
     def put_context(self, policy: ContextPolicy) -> None: ...  # noqa: D102
 
 
-def remembered_context(store: KVStore) -> ContextPolicy | None:
+def read_context_policy(store: KVStore) -> ContextPolicy | None:
     """The policy that `store` remembers; None where it has none. Raises CorruptError for damage."""
-    tier = next((tier for tier in tiers_of(store) if isinstance(tier, RemembersContext)), None)
-    return tier.context() if tier is not None else None
+    tier = next((tier for tier in tiers_of(store) if isinstance(tier, ContextMetadataStore)), None)
+    return tier.read_context() if tier is not None else None
 
 
-def remember_context(store: KVStore, policy: ContextPolicy) -> None:
+def write_context_policy(store: KVStore, policy: ContextPolicy) -> None:
     """Have `store` remember it. Raises what `DiskStore.put` raises, and UsageError where a server has its own."""
     for tier in tiers_of(store):
-        if isinstance(tier, RemembersContext):
+        if isinstance(tier, ContextMetadataStore):
             tier.put_context(policy)

@@ -1,7 +1,7 @@
 """Prefill many chunks at the speed of the model: packed into passes, written in the background.
 
-Read `prefill_all`. Knows token ids, a function that prefills some chunks at once and one that stores one. Knows nothing
-about texts, models or files.
+Read `prefill_missing`. Knows token ids, a function that prefills some chunks at once and one that stores one. Knows
+nothing about texts, models or files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from typing import NamedTuple
 
-from ragblend.engine.fusion.lookup import ALONE, Behind
+from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.kv import MemoryKV
 
 # Rows per pass. On a CPU short chunks gain when packed (weights are read once, layers are called once), and lose some
@@ -27,14 +27,14 @@ UNWRITTEN_BYTES = 512 << 20  # prefilled, on their way to the store; the model w
 TokenIds = tuple[int, ...]
 
 
-class Item(NamedTuple):
+class PrefillItem(NamedTuple):
     """A chunk to prefill: its ids, and what it is computed behind."""
 
     token_ids: TokenIds
-    behind: Behind = ALONE
+    behind: IngestionContext = NO_CONTEXT
 
 
-def passes(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[TokenIds]]:
+def batch_by_tokens(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[TokenIds]]:
     """Neighbours that go into one pass: together `limit` tokens at most, a longer chunk alone.
 
     >>> [len(each) for each in passes([(1,) * 300, (2,) * 300, (3,) * 300, (4,) * 900, (5,)], limit=640)]
@@ -50,10 +50,10 @@ def passes(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[TokenIds]]:
         yield waiting
 
 
-def prefill_all(
-    chunks: Iterable[Item],
-    is_missing: Callable[[Item], bool],
-    prefill: Callable[[Sequence[TokenIds], Behind], list[MemoryKV]],
+def prefill_missing(
+    chunks: Iterable[PrefillItem],
+    is_missing: Callable[[PrefillItem], bool],
+    prefill: Callable[[Sequence[TokenIds], IngestionContext], list[MemoryKV]],
     put: Callable[[MemoryKV], None],
     pass_tokens: int,
 ) -> Iterator[int]:
@@ -68,8 +68,8 @@ def prefill_all(
     unwritten_bytes = 0
     with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
         try:
-            for behind, together in _alike(chunks, pass_tokens):
-                missing = [ids for ids in dict.fromkeys(together) if is_missing(Item(ids, behind))]
+            for behind, together in _batch_by_context(chunks, pass_tokens):
+                missing = [ids for ids in dict.fromkeys(together) if is_missing(PrefillItem(ids, behind))]
                 fresh = dict(zip(missing, prefill(missing, behind), strict=True)) if missing else {}
                 for chunk in together:
                     kv = fresh.pop(chunk, None)
@@ -77,18 +77,18 @@ def prefill_all(
                     unwritten_bytes += writes[-1][1]
                 while writes and (_is_done(writes[0][0]) or unwritten_bytes > UNWRITTEN_BYTES):
                     unwritten_bytes -= writes[0][1]
-                    yield _stored(*writes.popleft())
+                    yield _wait_for_write(*writes.popleft())
             while writes:
-                yield _stored(*writes.popleft())
+                yield _wait_for_write(*writes.popleft())
         except Exception:
             writer.shutdown(wait=False, cancel_futures=True)  # a store that refuses one would refuse the rest, too
             raise
 
 
-def _alike(items: Iterable[Item], limit: int) -> Iterator[tuple[Behind, list[TokenIds]]]:
-    """`passes` of items that are computed behind the same."""
+def _batch_by_context(items: Iterable[PrefillItem], limit: int) -> Iterator[tuple[IngestionContext, list[TokenIds]]]:
+    """`batch_by_tokens` of items that are computed behind the same."""
     for behind, run in groupby(items, lambda item: item.behind):
-        for together in passes((item.token_ids for item in run), limit):
+        for together in batch_by_tokens((item.token_ids for item in run), limit):
             yield behind, together
 
 
@@ -96,7 +96,7 @@ def _is_done(write: Future[None] | None) -> bool:
     return write is None or write.done()
 
 
-def _stored(write: Future[None] | None, nbytes: int) -> int:
+def _wait_for_write(write: Future[None] | None, nbytes: int) -> int:
     """Wait until a write has ended; its bytes, or what it raised."""
     if write is not None:
         write.result()

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.rows import on_host
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, RULES, Check, Rule, num_to_recompute
+from ragblend.engine.fusion.host_positions import on_host
+from ragblend.engine.fusion.rules import NO_RECOMPUTE, RULES, CheckLayer, SelectionRule, num_to_recompute
 from ragblend.engine.store.kv import ChunkKV, LayerKV
 
 
@@ -101,15 +101,15 @@ class FusePlan:
 
     token_ids: Tensor  # [T] int64, on the model's device
     placements: tuple[Placement, ...]  # ascending, not overlapping, all at or after num_resident
-    rule: Rule = RULES["random"]
-    checks: tuple[Check, ...] = NO_RECOMPUTE
+    rule: SelectionRule = RULES["random"]
+    checks: tuple[CheckLayer, ...] = NO_RECOMPUTE
     num_resident: int = 0
     seed: int = 0
     num_fused: int | None = None  # tokens from here on are asked only: others compute them, and the logits. None: all
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up evidence where each rank has some of the heads
     probe_layers: tuple[int, ...] = ()  # where the rule reads the question's attention, ascending; () reads none
     question_start: int | None = None  # first token of the question; None: what follows the last placed chunk
-    separators: Tensor | None = None  # [T] bool, template tokens of the chunks
+    template_mask: Tensor | None = None  # [T] bool, template tokens of the chunks
 
     @property
     def end(self) -> int:
@@ -122,10 +122,10 @@ class FusePlan:
         return self.num_fused is None
 
     @property
-    def carries(self) -> bool:
+    def corrects_drift(self) -> bool:
         """Whether tokens that are kept move with those that are recomputed: then stored KV is looked at twice."""
         least = num_to_recompute(self.checks[-1].ratio, self.num_chunk_tokens, self.num_chunk_tokens)
-        return self.rule.carry > 0 and least > 0 and self.checks[-1].ratio < 1
+        return self.rule.drift_gain > 0 and least > 0 and self.checks[-1].ratio < 1
 
     @property
     def num_queries(self) -> int:
@@ -145,7 +145,7 @@ class FusePlan:
 
 
 @dataclass(slots=True)
-class Fused:
+class FuseResult:
     """What fusing found: logits of the last token, and which chunk tokens were recomputed."""
 
     logits: Tensor  # [vocabulary] float32; empty where the plan wants none
@@ -157,7 +157,7 @@ class Fused:
     deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
     select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
-    def charge_once(self, num_rows: float, plan: FusePlan) -> None:
+    def add_fixed_cost(self, num_rows: float, plan: FusePlan) -> None:
         """Count rows that something else ran at layer 0, and that a deeper model runs no more of."""
         self.rows_per_layer[0] += num_rows
         if plan.checks[0].layer == 0:

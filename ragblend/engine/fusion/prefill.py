@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 import torch
 
-from ragblend.engine.fusion.fuse import Steps, drain
-from ragblend.engine.fusion.protocols import FusedLayers, LayerwiseModel, PackingModel
+from ragblend.engine.fusion.fuse import Steps, run_to_completion
+from ragblend.engine.fusion.protocols import LayerwiseModel, PackedPrefillModel, PromptKVBuffer
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name
 
 
-def prefill_chunk(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> MemoryKV:
+def prefill_chunk(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> MemoryKV:
     """Run one chunk behind `prefix` (its rows [0, P) valid) and keep the chunk's slice: pre-RoPE keys, values.
 
     `prefix` is used as scratch beyond row P and is left with the same P valid rows.
     """
-    return drain(model, prefill_chunk_steps(model, prefix, header))
+    return run_to_completion(model, prefill_chunk_steps(model, prefix, header))
 
 
 @torch.inference_mode()
-def prefill_chunk_steps(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> Steps[MemoryKV]:
+def prefill_chunk_steps(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> Steps[MemoryKV]:
     """`prefill_chunk`, a layer at a time: yields the rows that each layer ran."""
     start = prefix.length
     device = prefix.keys(0).device
@@ -37,7 +37,7 @@ def prefill_chunk_steps(model: LayerwiseModel, prefix: FusedLayers, header: KVHe
 
 
 @torch.inference_mode()
-def prefill_chunks(model: PackingModel, prefix: FusedLayers, headers: Sequence[KVHeader]) -> list[MemoryKV]:
+def prefill_chunks(model: PackedPrefillModel, prefix: PromptKVBuffer, headers: Sequence[KVHeader]) -> list[MemoryKV]:
     """`prefill_chunk` of several chunks in one pass, side by side behind the same `prefix`, which stays as it is.
 
     Norms, projections and MLPs run over all their rows at once; attention is each chunk's own.

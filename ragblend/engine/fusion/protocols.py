@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import Queries
+from ragblend.engine.fusion.attention import ProbeQueries
 from ragblend.engine.store.kv import LayerKV
 
 
-class FusedLayers(Protocol):
+class PromptKVBuffer(Protocol):
     """Where a prompt's KV is put together: per layer, keys and values of all its tokens, in prompt order.
 
     `keys` and `values` are asked for at the layers where a plan probes or checks, the latest that was waited for.
@@ -26,11 +26,11 @@ class FusedLayers(Protocol):
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None: ...
 
 
-class Told(NamedTuple):
+class FreshKVHook(NamedTuple):
     """Who is to be told keys and values of a layer before they are written, and before anybody attends to anything."""
 
-    places: Tensor  # indices into the rows that are run
-    tell: Callable[[LayerKV], None]  # gets those rows' pre-RoPE keys, and values, [H, N, D]
+    row_indices: Tensor  # indices into the rows that are run
+    callback: Callable[[LayerKV], None]  # gets those rows' pre-RoPE keys, and values, [H, N, D]
 
 
 class LayerSource(Protocol):
@@ -46,22 +46,24 @@ class LayerSource(Protocol):
     def wait(self, layer: int) -> None: ...
 
 
-class MovableSource(LayerSource, Protocol):
-    """A LayerSource for plans that carry. `move` works on the layer waited for last, before any row of placed chunks is
-    written there. If any chunk is placed that is not exact, every layer but the first is moved, once."""
+class CorrectableLayerSource(LayerSource, Protocol):
+    """A LayerSource for plans that carry. `apply_drift` works on the layer waited for last, before any row of placed
+    chunks is written there. If any chunk is placed that is not exact, every layer but the first is moved, once."""
 
-    def stored(self, layer: int, rows: Tensor) -> LayerKV: ...  # of positions [R], where it was waited for and not yet
+    def read_stored(
+        self, layer: int, rows: Tensor
+    ) -> LayerKV: ...  # of positions [R], where it was waited for and not yet
     # moved, and not the first: pre-RoPE keys, values [H, R, D]
-    def move(
-        self, layer: int, by: LayerKV | None, shares: Tensor | None = None
+    def apply_drift(
+        self, layer: int, drift: LayerKV | None, shares: Tensor | None = None
     ) -> None: ...  # adds `shares` [T, M] of `by` [H, M, D] float32; None: they stay as they are
 
 
-class Watch(Protocol):
+class QueryProbeHook(Protocol):
     """Sees the queries of the rows that a layer runs and the keys [H, rows[-1] + 1, D] they meet, both rotated. Called
     once; the queries may be kept, the keys may not. Given the values too, it attends for them: [Hq, Q, D]."""
 
-    def __call__(self, queries: Queries, keys: Tensor, values: Tensor | None = None) -> Tensor | None: ...
+    def __call__(self, queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None: ...
 
 
 class LayerwiseModel(Protocol):
@@ -80,26 +82,26 @@ class LayerwiseModel(Protocol):
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D]; no attention
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...  # [H, R, D] rotated to rows
     def run_layer(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, told: Told | None = None
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshKVHook | None = None
     ) -> Tensor: ...
-    def run_layer_ahead(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
+    def run_probe_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None
     ) -> Tensor: ...  # `run_layer` for rows that may be asked only; `watch` sees their queries and the keys
     def run_layer_keeping_kv(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]: ...  # the same, and the rows' pre-RoPE keys and values [H, R, D]
     def logits(self, hidden: Tensor) -> Tensor: ...  # [R, vocabulary], float32
 
 
-class PackingModel(LayerwiseModel, Protocol):
+class PackedPrefillModel(LayerwiseModel, Protocol):
     """A LayerwiseModel that also runs several chunks in one pass, each behind the same prefix."""
 
     def run_packed_layer(
-        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: FusedLayers
+        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]: ...  # hidden [R, hidden size] of chunks at `spans`, their pre-RoPE keys and values
 
 
-class CheckableModel(PackingModel, Protocol):
+class SelfCheckModel(PackedPrefillModel, Protocol):
     """A PackingModel that also offers its own, untouched full prefill to be compared with."""
 
     @property
@@ -109,6 +111,6 @@ class CheckableModel(PackingModel, Protocol):
     def full_prefill(
         self, token_ids: Tensor
     ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV
-    def as_checked(
+    def self_check_mode(
         self, window: int
     ) -> AbstractContextManager[None]: ...  # inside, layers that see a window see so many tokens, and no rounding grows

@@ -1,6 +1,6 @@
 """Which stale tokens to recompute: one small function per rule, all with the same signature.
 
-A rule turns `Evidence` about the N candidate tokens into scores [N]; the fusor recomputes the highest. Candidates
+A rule turns `RuleInputs` about the N candidate tokens into scores [N]; the fusor recomputes the highest. Candidates
 are the tokens whose stored KV never saw the chunks before them; the chunk that stands exactly where it was computed
 is not among them. Knows tensors only.
 
@@ -31,75 +31,77 @@ CHECK_LAYER = 1
 # Of `ask`, chosen on the selection part of real questions (data/results/carry-*.json): what it
 # recomputes unless told otherwise, and how much of what those tell the tokens that are kept move by. At 5 % it is
 # closer to full prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
-ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.8, 0.1
+ASK_RATIO, DRIFT_GAIN, DRIFT_GAIN_IN_CONTEXT, PROBE_MARGIN = 0.05, 0.9, 0.8, 0.1
 
 # Layers from which a model is taken to work as the language model does on which `ask` and its constants were chosen;
 # those that are used have 16 and more.
-DEEP = 12
+DEEP_MODEL_LAYERS = 12
 # Of such a model's depth, from where and up to where `ask` reads the question, chosen as the numbers below are
 # (docs/fidelity.md, "Measured"): both ends say less of what it is about.
-MIDDLE = (1 / 3, 0.8)
+PROBE_DEPTHS = (1 / 3, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class RuleInputs:
     """What is known about N candidate tokens, in prompt order. All tensors [N]."""
 
     positions: Tensor  # int64, place in the prompt
     key_deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored keys, over heads and dimensions
     value_deviation: Tensor | None = None  # float32, the same for values
     attention: Tensor | None = None  # float32, the share of the question's attention that the token gets
-    separators: Tensor | None = None  # bool, tokens of the chunks' template, such as <doc>
+    template_mask: Tensor | None = None  # bool, tokens of the chunks' template, such as <doc>
     seed: int = 0
 
 
-class Check(NamedTuple):
+class CheckLayer(NamedTuple):
     """From `layer` on, `ratio` of the chunk tokens stay in the computation."""
 
     layer: int
     ratio: float
 
 
-NO_RECOMPUTE = (Check(0, 0.0),)  # with any rule: all stored KV is kept
+NO_RECOMPUTE = (CheckLayer(0, 0.0),)  # with any rule: all stored KV is kept
 
 
-def cacheblend(evidence: Evidence) -> Tensor:
+def cacheblend(evidence: RuleInputs) -> Tensor:
     """Squared deviation of V at the check layer (CacheBlend, section 4.3, and its public code)."""
     assert evidence.value_deviation is not None
     return evidence.value_deviation
 
 
-def cacheblend_k(evidence: Evidence) -> Tensor:
+def cacheblend_k(evidence: RuleInputs) -> Tensor:
     """Squared deviation of K at the check layer (LMCache's blender)."""
     assert evidence.key_deviation is not None
     return evidence.key_deviation
 
 
-def ask(evidence: Evidence) -> Tensor:
+def ask(evidence: RuleInputs) -> Tensor:
     """What the question attends to, mean over the layers read, heads and its tokens (ProphetKV, arXiv 2602.02579)."""
     assert evidence.attention is not None
     return evidence.attention
 
 
-def random(evidence: Evidence) -> Tensor:
+def random(evidence: RuleInputs) -> Tensor:
     """Control: any tokens, the same for the same seed."""
     generator = torch.Generator().manual_seed(evidence.seed)
     return torch.rand(len(evidence.positions), generator=generator).to(evidence.positions.device)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SelectionRule:
     """A named way to choose tokens, and what it needs to see."""
 
     name: str
-    score: Callable[[Evidence], Tensor]
+    score: Callable[[RuleInputs], Tensor]
     needs_deviation: bool = False  # runs the layers before the check layer for all candidates
-    asks_first: bool = False  # runs the question ahead, over stale KV, to see what it attends to, before it chooses; so
+    probes_before_selection: bool = (
+        False  # runs the question ahead, over stale KV, to see what it attends to, before it chooses; so
+    )
     # most KV is loaded before any is recomputed
     ratio: float = DEFAULT_RATIO  # of the chunk tokens, recomputed where nothing else is asked for
-    skips_separators: bool = False  # template tokens are chosen only when nothing else is left
-    carry: float = 0.0  # how much of what recomputed tokens tell (`carry`) the tokens kept move by
-    carry_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
+    skips_template: bool = False  # template tokens are chosen only when nothing else is left
+    drift_gain: float = 0.0  # how much of what recomputed tokens tell (`drift_gain`) the tokens kept move by
+    drift_gain_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
 
     def probe_layers(self, num_layers: int, global_layers: Sequence[int] = ()) -> tuple[int, ...]:
         """The layers at which it reads the question's attention, ascending; () where it asks nothing.
@@ -114,56 +116,62 @@ class Rule:
         >>> [RULES["ask"].probe_layers(26, layers) for layers in ((5, 11, 17, 23), (5,))]
         [(11, 17), (5,)]
         """
-        if not self.asks_first:
+        if not self.probes_before_selection:
             return ()
-        first, end = (int(share * num_layers) for share in (MIDDLE if num_layers >= DEEP else (0, 1)))
+        first, end = (
+            int(share * num_layers) for share in (PROBE_DEPTHS if num_layers >= DEEP_MODEL_LAYERS else (0, 1))
+        )
         within = tuple(layer for layer in global_layers if first <= layer < end)
         return within or tuple(global_layers) or tuple(range(first, end))
 
-    def scores(self, evidence: Evidence) -> Tensor:
+    def scores(self, evidence: RuleInputs) -> Tensor:
         """[N] float32; the highest are recomputed."""
         scores = self.score(evidence)
-        if self.skips_separators and evidence.separators is not None:
-            return scores.masked_fill(evidence.separators, -math.inf)
+        if self.skips_template and evidence.template_mask is not None:
+            return scores.masked_fill(evidence.template_mask, -math.inf)
         return scores
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, SelectionRule] = {
     rule.name: rule
     for rule in (
-        Rule("cacheblend", cacheblend, needs_deviation=True),
-        Rule("cacheblend_k", cacheblend_k, needs_deviation=True),
-        Rule(
-            "ask", ask, asks_first=True, ratio=ASK_RATIO, skips_separators=True, carry=CARRY,
-            carry_in_context=CARRY_IN_CONTEXT,
+        SelectionRule("cacheblend", cacheblend, needs_deviation=True),
+        SelectionRule("cacheblend_k", cacheblend_k, needs_deviation=True),
+        SelectionRule(
+            "ask", ask, probes_before_selection=True, ratio=ASK_RATIO, skips_template=True, drift_gain=DRIFT_GAIN,
+            drift_gain_in_context=DRIFT_GAIN_IN_CONTEXT,
         ),
-        Rule("random", random),
+        SelectionRule("random", random),
     )
 }  # fmt: skip
 
 # On a real language model of 30 layers `ask` is the closest rule (`ragblend bench quality`,
 # data/results/closeness.json). On the embedded one of 5 layers it answers more questions than `cacheblend` at
 # DEFAULT_RATIO, which it needs there (data/results/quality-demo-selection.json).
-DEFAULT = "ask"
-# Where running the question ahead does not pay (`probe_pays`): of the rules that ask nothing the closest there, on
-# questions that are not reported (`--part selection`, data/results/closeness-selection.json).
-FALLBACK = "cacheblend"
+DEFAULT_RULE = "ask"
+# Where running the question ahead does not pay (`is_probe_worthwhile`): of the rules that ask nothing the closest
+# there, on questions that are not reported (`--part selection`, data/results/closeness-selection.json).
+NO_PROBE_RULE = "cacheblend"
 
 
-def find_rule(name: str, num_layers: int = DEEP) -> Rule:
+def find_rule(name: str, num_layers: int = DEEP_MODEL_LAYERS) -> SelectionRule:
     """The rule of that name; "auto" is the default rule, which recomputes more in a model of few layers.
 
     >>> [(rule.name, rule.ratio) for rule in (find_rule("auto", 32), find_rule("auto", 5))]
     [('ask', 0.05), ('ask', 0.15)]
     """
     if name == "auto":
-        return RULES[DEFAULT] if num_layers >= DEEP else replace(RULES[DEFAULT], ratio=DEFAULT_RATIO)
+        return (
+            RULES[DEFAULT_RULE]
+            if num_layers >= DEEP_MODEL_LAYERS
+            else replace(RULES[DEFAULT_RULE], ratio=DEFAULT_RATIO)
+        )
     if name not in RULES:
         raise UsageError(f"rule {name!r} is unknown; choose auto or one of {', '.join(RULES)}")
     return RULES[name]
 
 
-def first_check(global_layers: Sequence[int]) -> int:
+def default_check_layer(global_layers: Sequence[int]) -> int:
     """The check layer of a model in which `global_layers` see everything and the others a window only.
 
     What no window reaches moves no keys and values there, and the question sees little of the prompt.
@@ -174,21 +182,23 @@ def first_check(global_layers: Sequence[int]) -> int:
     return next((layer for layer in global_layers if layer >= CHECK_LAYER), CHECK_LAYER)
 
 
-def schedule(rule: Rule, ratio: float, num_layers: int, check_layer: int = CHECK_LAYER) -> tuple[Check, ...]:
+def check_schedule(
+    rule: SelectionRule, ratio: float, num_layers: int, check_layer: int = CHECK_LAYER
+) -> tuple[CheckLayer, ...]:
     """At which layer `rule` narrows the computation, and to what share of the chunk tokens.
 
     Raises UsageError for a layer that the model does not have.
     """
     if not rule.needs_deviation:
-        return (Check(0, ratio),)
+        return (CheckLayer(0, ratio),)
     if not 0 <= check_layer < num_layers:
         raise UsageError(f"check layer {check_layer} does not exist; the model has layers 0..{num_layers - 1}")
-    return (Check(check_layer, check_ratio(ratio)),)
+    return (CheckLayer(check_layer, validate_ratio(ratio)),)
 
 
-def check_ratio(ratio: float) -> float:
+def validate_ratio(ratio: float) -> float:
     """`ratio` itself; raises UsageError unless 0 <= ratio <= 1."""
-    return SHARE.of("recompute_ratio", ratio)
+    return SHARE.validate("recompute_ratio", ratio)
 
 
 def num_to_recompute(ratio: float, num_chunk_tokens: int, num_candidates: int) -> int:
@@ -201,8 +211,8 @@ def num_to_recompute(ratio: float, num_chunk_tokens: int, num_candidates: int) -
     return min(num_candidates, math.ceil(round(ratio * num_chunk_tokens, 6)))
 
 
-def probe_pays(
-    rule: Rule,
+def is_probe_worthwhile(
+    rule: SelectionRule,
     ratio: float,
     num_fresh: int,
     num_candidates: int,
@@ -221,18 +231,18 @@ def probe_pays(
     layers = rule.probe_layers(num_layers, global_layers)
     if not layers or not num_candidates:
         return True  # nothing is run ahead
-    return num_fresh * layers[-1] <= (ratio + ASK_WORTH) * num_chunk_tokens * num_layers
+    return num_fresh * layers[-1] <= (ratio + PROBE_MARGIN) * num_chunk_tokens * num_layers
 
 
-class Choice(NamedTuple):
+class SelectionPlan(NamedTuple):
     """How one prompt's tokens are chosen."""
 
-    rule: Rule
-    checks: tuple[Check, ...]
+    rule: SelectionRule
+    checks: tuple[CheckLayer, ...]
     probe_layers: tuple[int, ...]
 
 
-def settle(
+def plan_selection(
     name: str,
     ratio: float,
     num_layers: int,
@@ -242,20 +252,20 @@ def settle(
     num_chunk_tokens: int,
     fitted: tuple[str, int] | None = None,
     global_layers: Sequence[int] = (),
-) -> Choice:
+) -> SelectionPlan:
     """The rule `name` for one prompt. The default rule gives way to one without a probe where that does not pay.
 
     fitted: the rule and check layer that a calibration takes for `name`. global_layers: those that see everything, in a
     model where others see a window only; () where all are alike.
     """
-    first = first_check(global_layers) if global_layers else CHECK_LAYER
+    first = default_check_layer(global_layers) if global_layers else CHECK_LAYER
     taken, check_layer = fitted or (name, first)
     rule = find_rule(taken, num_layers)
     counts = (num_fresh, num_candidates, num_chunk_tokens, num_layers)
-    if name == "auto" and not probe_pays(rule, ratio, *counts, global_layers):
-        rule, check_layer = find_rule(FALLBACK), first
-    checks = schedule(rule, ratio, num_layers, check_layer)
-    return Choice(rule, checks, rule.probe_layers(num_layers, global_layers))
+    if name == "auto" and not is_probe_worthwhile(rule, ratio, *counts, global_layers):
+        rule, check_layer = find_rule(NO_PROBE_RULE), first
+    checks = check_schedule(rule, ratio, num_layers, check_layer)
+    return SelectionPlan(rule, checks, rule.probe_layers(num_layers, global_layers))
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:

@@ -14,8 +14,8 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
-from ragblend.engine.fusion.protocols import CheckableModel
-from ragblend.engine.fusion.rules import RULES, Check
+from ragblend.engine.fusion.protocols import SelfCheckModel
+from ragblend.engine.fusion.rules import RULES, CheckLayer
 from ragblend.engine.store.kv import KVHeader, LayerKV, dtype_name
 from ragblend.errors import UnsupportedModelError
 
@@ -44,7 +44,7 @@ InPieces = Callable[[Tensor, Sequence[int]], tuple[Tensor, list[LayerKV]]]
 """A model's own forward over ids [T], cut at those places: last logits [vocabulary], rotated KV per layer."""
 
 
-class _Ready:
+class _PreloadedSource:
     """A LayerSource for KV that is placed before fusing starts."""
 
     ready = None
@@ -54,7 +54,7 @@ class _Ready:
 
 
 @torch.inference_mode()
-def self_check(model: CheckableModel, vocabulary: int, name: str, in_pieces: InPieces | None = None) -> None:
+def self_check(model: SelfCheckModel, vocabulary: int, name: str, in_pieces: InPieces | None = None) -> None:
     """Raise UnsupportedModelError unless fused KV reproduces `model`'s full prefill. Four gates:
 
     stored keys, placed, equal the layer-0 keys of full prefill for every chunk (the rotation is right);
@@ -66,7 +66,7 @@ def self_check(model: CheckableModel, vocabulary: int, name: str, in_pieces: InP
     """
     allowed = dict.fromkeys(GATES, TOLERANCE[model.like.dtype])
     try:
-        with model.as_checked(WINDOW_TOKENS):
+        with model.self_check_mode(WINDOW_TOKENS):
             gates = _gates(model, vocabulary)
             noise = _own_noise(model, vocabulary, in_pieces) if in_pieces is not None else None
         if noise is not None:
@@ -95,13 +95,13 @@ def self_check(model: CheckableModel, vocabulary: int, name: str, in_pieces: InP
             )
 
 
-def _prompt(model: CheckableModel, vocabulary: int) -> Tensor:
+def _prompt(model: SelfCheckModel, vocabulary: int) -> Tensor:
     """Ids [T] of the prompt that the gates look at."""
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     return torch.randint(vocabulary, (total,), generator=torch.Generator().manual_seed(0)).to(model.like.device)
 
 
-def _own_noise(model: CheckableModel, vocabulary: int, in_pieces: InPieces) -> dict[str, float]:
+def _own_noise(model: SelfCheckModel, vocabulary: int, in_pieces: InPieces) -> dict[str, float]:
     """How far the model's own results move, per gate, when its own forward gets the prompt in pieces."""
     ids = _prompt(model, vocabulary)
     reference, layers = in_pieces(ids, ())
@@ -114,14 +114,14 @@ def _own_noise(model: CheckableModel, vocabulary: int, in_pieces: InPieces) -> d
     return noise
 
 
-def _gates(model: CheckableModel, vocabulary: int) -> dict[str, float]:
+def _gates(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
     """Relative error of each gate."""
     ids = _prompt(model, vocabulary)
     total = len(ids)
     reference, layers = model.full_prefill(ids)
 
     prefix = FusedKV.allocate(model.kv_shapes, total, model.like)
-    fuse(model, FusePlan(ids[:PREFIX_TOKENS], ()), prefix, _Ready())
+    fuse(model, FusePlan(ids[:PREFIX_TOKENS], ()), prefix, _PreloadedSource())
     fused = FusedKV.allocate(model.kv_shapes, total, model.like)
     fused.copy_front(prefix, PREFIX_TOKENS)
     starts = [PREFIX_TOKENS + index * CHUNK_TOKENS for index in range(NUM_CHUNKS)]
@@ -143,18 +143,18 @@ def _gates(model: CheckableModel, vocabulary: int) -> dict[str, float]:
         )
         for index, layer in enumerate(layers)
     )
-    everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], (Check(1, 1.0),), PREFIX_TOKENS)
-    gates[GATES[2]] = _error(fuse(model, everything, fused, _Ready()).logits, reference)
+    everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], (CheckLayer(1, 1.0),), PREFIX_TOKENS)
+    gates[GATES[2]] = _error(fuse(model, everything, fused, _PreloadedSource()).logits, reference)
     # Over the KV of full prefill itself, recomputing scattered rows must change nothing; a mask that lets them see
     # later tokens does, and it hides at ratio 0 and 1.
     for index, layer in enumerate(layers):
         fused.write(index, torch.arange(total, device=ids.device), layer.keys, layer.values)
-    scattered = FusePlan(ids, tuple(placements), RULES["random"], (Check(0, 0.5),), PREFIX_TOKENS)
-    gates[GATES[3]] = _error(fuse(model, scattered, fused, _Ready()).logits, reference)
+    scattered = FusePlan(ids, tuple(placements), RULES["random"], (CheckLayer(0, 0.5),), PREFIX_TOKENS)
+    gates[GATES[3]] = _error(fuse(model, scattered, fused, _PreloadedSource()).logits, reference)
     return gates
 
 
-def place(model: CheckableModel, fused: FusedKV, placement: Placement) -> None:
+def place(model: SelfCheckModel, fused: FusedKV, placement: Placement) -> None:
     """Write every layer of stored KV to its place in `fused`, keys rotated."""
     rows = torch.arange(placement.start, placement.end, device=model.like.device)
     for index in range(model.num_layers):

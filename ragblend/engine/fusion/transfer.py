@@ -14,19 +14,19 @@ import torch
 from ragblend.engine.store.kv import StoredLayer
 
 
-class Transfer:
+class HostToDeviceCopier:
     """Brings layers to `device` for the thread that made this one, whichever thread brings them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._computing: Any = None
         self._copying: Any = None
-        if self.beside_compute:
+        if self.overlaps_compute:
             self._computing = torch.cuda.current_stream(device)
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
-    def beside_compute(self) -> bool:
+    def overlaps_compute(self) -> bool:
         """Whether a copy can run while the device computes, so that even KV in host memory is worth a thread."""
         return self._device.type == "cuda"
 
@@ -36,11 +36,11 @@ class Transfer:
         A thread starts on the device's default stream, which vLLM for one does not compute on: what it wrote there
         could be read before it is written.
         """
-        return torch.cuda.stream(self._computing) if self.beside_compute else nullcontext()
+        return torch.cuda.stream(self._computing) if self.overlaps_compute else nullcontext()
 
-    def bring(self, layer: StoredLayer) -> StoredLayer:
+    def copy_to_device(self, layer: StoredLayer) -> StoredLayer:
         """The layer on the device, ready to be used there; the same tensors where they are there already."""
-        if not self.beside_compute:
+        if not self.overlaps_compute:
             return type(layer)(*(tensor.to(self._device) for tensor in layer))
         with torch.cuda.stream(self._copying):
             # torch keeps pinned blocks for the next layer, and hands none out before the copy from it is through.

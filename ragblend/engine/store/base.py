@@ -55,7 +55,7 @@ class KVStore(Protocol):
 
 
 @runtime_checkable
-class AnswersMany(Protocol):
+class BatchContainsStore(Protocol):
     """A store that is asked for many entries in less than a round trip each."""
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]: ...  # until_s: monotonic
@@ -63,10 +63,10 @@ class AnswersMany(Protocol):
 
 def contains_many(store: KVStore, keys: Sequence[str]) -> list[bool]:
     """Whether `store` has each of `keys`."""
-    return store.contains_many(keys) if isinstance(store, AnswersMany) else [store.contains(key) for key in keys]
+    return store.contains_many(keys) if isinstance(store, BatchContainsStore) else [store.contains(key) for key in keys]
 
 
-ASK_MANY = 200
+CONTAINS_BATCH = 200
 """Names that another machine is asked for at a time."""
 
 
@@ -89,9 +89,9 @@ class ByteStore(Protocol):
     def delete(self, name: str) -> bool: ...
     def sizes(self) -> Iterator[tuple[str, int]]: ...  # every name with its bytes
     def clean(self) -> int: ...  # remove what killed writers left behind; how many
-    def notes(self) -> list[str]: ...  # names of small values that are no chunks, kept beside them
-    def get_note(self, name: str) -> bytes | None: ...
-    def put_note(self, name: str, data: bytes) -> None: ...
-    def drop_note(self, name: str) -> None: ...
+    def list_metadata(self) -> list[str]: ...  # names of small values that are no chunks, kept beside them
+    def get_metadata(self, name: str) -> bytes | None: ...
+    def put_metadata(self, name: str, data: bytes) -> None: ...
+    def delete_metadata(self, name: str) -> None: ...
     def ping(self) -> None: ...
     def close(self) -> None: ...

@@ -13,8 +13,8 @@ version 3: the checksums of layers are BLAKE3 digests, and the header's second f
 digits of both fields zeroed. So the signature speaks for the header, and through the digests for every layer, which is
 still read and checked alone. See `signing`.
 
-What a reader demands of an entry besides is one value, `Demands`. Works on headers, tensors and one file, or the bytes
-of one, at a time. Knows nothing about directories, eviction or prompts.
+What a reader demands of an entry besides is one value, `ReadRequirements`. Works on headers, tensors and one file, or
+the bytes of one, at a time. Knows nothing about directories, eviction or prompts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from ragblend.engine.store.keys import key_of
 from ragblend.engine.store.kv import (
     LAYOUT_VERSION,
     KVHeader,
+    KVSpec,
     LayerKV,
     MemoryKV,
-    ModelShape,
     StoredLayer,
     TensorSpec,
-    restored,
+    dequantized,
     tensor_specs,
 )
 from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer
@@ -87,18 +87,18 @@ class UnsignedError(UnreadableError):
 
 
 @dataclass(frozen=True, slots=True)
-class Demands:
+class ReadRequirements:
     """What a reader asks of entries besides intact bytes.
 
-    `store_key`: they must be signed with it; None takes any. `shapes`: what the KV of a model looks like, by
+    `store_key`: they must be signed with it; None takes any. `specs`: what the KV of a model looks like, by
     fingerprint, for models that are known; it may grow.
     """
 
     store_key: StoreKey | None = None
-    shapes: dict[str, ModelShape] = field(default_factory=dict)
+    specs: dict[str, KVSpec] = field(default_factory=dict)
 
 
-_NOTHING = Demands()
+_NOTHING = ReadRequirements()
 
 
 class _Digest(NamedTuple):
@@ -219,7 +219,7 @@ def _checksum(digest: _Digest, *parts: memoryview) -> str:
 # --- reading: header bytes -> facts and positions ---
 
 
-class _Span(NamedTuple):
+class _LayerExtent(NamedTuple):
     """Where one layer lies in the file."""
 
     offset: int
@@ -228,16 +228,16 @@ class _Span(NamedTuple):
     checksum: str
 
 
-class _Entry(NamedTuple):
+class _ParsedEntry(NamedTuple):
     """An entry whose header was found good."""
 
     header: KVHeader
-    spans: tuple[_Span, ...]
+    spans: tuple[_LayerExtent, ...]
     digest: _Digest
     is_trusted: bool  # signed with the reader's key
 
 
-def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: Demands) -> _Entry:
+def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: ReadRequirements) -> _ParsedEntry:
     """Facts and layer positions of a file that starts with `raw`, has `file_nbytes` bytes and is to be `key`'s.
 
     Every field is checked: against `key`, which model, prefix, tokens, namespace and context make; against the model's
@@ -284,11 +284,11 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: Demands) -> 
         raise UnreadableError(f"the header does not describe an entry: {_short(repr(error))}") from error
     if (end := spans[-1].offset + spans[-1].nbytes) != file_nbytes:
         raise UnreadableError(f"the file has {file_nbytes} bytes, its header says {end}")
-    if (shape := demands.shapes.get(header.fingerprint)) is not None:
-        problem = shape.misfit(header, [_dims(span.tensors) for span in spans])
+    if (shape := demands.specs.get(header.fingerprint)) is not None:
+        problem = shape.mismatch_reason(header, [_dims(span.tensors) for span in spans])
         if problem:
             raise UnreadableError(problem)
-    return _Entry(header, spans, digest, is_trusted)
+    return _ParsedEntry(header, spans, digest, is_trusted)
 
 
 def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKey | None) -> bool:
@@ -299,7 +299,9 @@ def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKe
     return store_key.signs(namespace, zeroed, raw[_SIGNATURE].decode("latin-1"))
 
 
-def _layer_spans(header: KVHeader, table: Mapping[str, Any], checksums: Sequence[str], start: int) -> tuple[_Span, ...]:
+def _layer_spans(
+    header: KVHeader, table: Mapping[str, Any], checksums: Sequence[str], start: int
+) -> tuple[_LayerExtent, ...]:
     """Position of every layer; ValueError unless the tensors follow each other without a gap, of the right shapes."""
     spans, end, num_tensors = [], 0, 0
     for index, checksum in enumerate(checksums):
@@ -316,7 +318,7 @@ def _layer_spans(header: KVHeader, table: Mapping[str, Any], checksums: Sequence
                 raise ValueError(f"{layer}.{name} at {tensor['data_offsets']}, shape {tensor['shape']}")
             end += nbytes
         num_tensors += len(specs)
-        spans.append(_Span(start + layer_start, end - layer_start, specs, checksum))
+        spans.append(_LayerExtent(start + layer_start, end - layer_start, specs, checksum))
     if not spans or len(spans) != header.num_layers or len(table) != num_tensors:
         raise ValueError(f"{len(table)} tensors and {len(checksums)} checksums for {header.num_layers} layers")
     return tuple(spans)
@@ -336,7 +338,7 @@ def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
 # --- reading: one open file, one layer at a time ---
 
 
-class OpenFile:
+class SharedFile:
     """A read-only descriptor that closes when the last reader lets go of it, so no read meets a reused number."""
 
     __slots__ = ("fd",)
@@ -350,7 +352,7 @@ class OpenFile:
             os.close(self.fd)
 
     @property
-    def keepable(self) -> bool:
+    def can_stay_open(self) -> bool:
         """Whether half of the process's descriptors are still free (the kernel hands out the lowest number)."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return limit == resource.RLIM_INFINITY or self.fd < limit // 2
@@ -372,7 +374,7 @@ class OpenFile:
             raise UnreadableError(error.strerror or str(error)) from error
 
 
-class _Bytes:
+class _InMemoryFile:
     """A chunk's file that came as one value."""
 
     __slots__ = ("_data", "nbytes")
@@ -407,7 +409,7 @@ def _header_bytes(source: _Source) -> tuple[bytes, int]:
     return bytes(prefix + text), size
 
 
-def _read_layer(source: _Source, entry: _Entry, index: int) -> StoredLayer:
+def _read_layer(source: _Source, entry: _ParsedEntry, index: int) -> StoredLayer:
     """One layer as it is stored, verified, in memory of its own."""
     span = entry.spans[index]
     # Normal tensors even under inference_mode: only those count in-place writes, which MemoryStore checks.
@@ -436,13 +438,13 @@ def _layer_in(buffer: Tensor, specs: Sequence[TensorSpec], header: KVHeader) -> 
     return LayerKV(*tensors) if header.is_lossless else QuantizedLayer(*tensors)
 
 
-def decode_chunk(data: bytes, key: str, demands: Demands = _NOTHING) -> MemoryKV:
+def decode_chunk(data: bytes, key: str, demands: ReadRequirements = _NOTHING) -> MemoryKV:
     """The chunk in the bytes of its file, every byte of them verified.
 
     Raises UnreadableError for damage, for another key's chunk and for what does not meet `demands`, MismatchError for
     another version's.
     """
-    source = _Bytes(data)
+    source = _InMemoryFile(data)
     entry = _decode_header(*_header_bytes(source), key, demands)
     return MemoryKV(entry.header, tuple(_read_layer(source, entry, index) for index in range(len(entry.spans))))
 
@@ -459,15 +461,15 @@ class DiskKV:
         self,
         key: str,
         path: Path,
-        file: OpenFile,
-        on_damage: Callable[[str, Path, OpenFile, str], None],
-        demands: Demands = _NOTHING,
+        file: SharedFile,
+        on_damage: Callable[[str, Path, SharedFile, str], None],
+        demands: ReadRequirements = _NOTHING,
     ) -> None:
         raw, file_nbytes = _header_bytes(file)
         self._entry = _decode_header(raw, file_nbytes, key, demands)
         self.header = self._entry.header
         self._path, self._digits, self._on_damage = path, raw[_DIGITS], on_damage
-        self._file: OpenFile | None = file if file.keepable else None
+        self._file: SharedFile | None = file if file.can_stay_open else None
 
     @property
     def nbytes(self) -> int:
@@ -476,7 +478,7 @@ class DiskKV:
 
     def layer(self, index: int) -> LayerKV:
         """Keys and values of one layer, [H, T, D] each, on the CPU; see `stored_layer`."""
-        return restored(self.stored_layer(index))
+        return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:
         """One layer as it is stored, on the CPU. Read-only by contract: its tensors share one buffer.
@@ -494,7 +496,7 @@ class DiskKV:
         except OSError as error:
             raise DamagedEntryError(self.header.key, f"layer {index} cannot be read: {error}") from error
 
-    def verify(self, file: OpenFile) -> None:
+    def verify(self, file: SharedFile) -> None:
         """Read every layer from `file`, the one this was made of; UnreadableError at the first that is damaged."""
         for index in range(self.header.num_layers):
             self._read(file, index)
@@ -509,11 +511,11 @@ class DiskKV:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _reopen(self) -> OpenFile:
-        file = OpenFile(self._path)
+    def _reopen(self) -> SharedFile:
+        file = SharedFile(self._path)
         if _header_bytes(file)[0][_DIGITS] != self._digits:
             raise OSError(errno.ESTALE, "the entry was replaced by another one")
         return file
 
-    def _read(self, file: OpenFile, index: int) -> StoredLayer:
+    def _read(self, file: SharedFile, index: int) -> StoredLayer:
         return _read_layer(file, self._entry, index)

@@ -30,28 +30,28 @@ from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.store.base import StoreCounters, VerifyResult
 from ragblend.engine.store.chunk_file import (
-    Demands,
     DiskKV,
     MismatchError,
-    OpenFile,
+    ReadRequirements,
+    SharedFile,
     UnreadableError,
     UnsignedError,
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, ModelShape, in_memory
-from ragblend.engine.store.room import (
+from ragblend.engine.store.eviction import (
     CLOCK_SLACK_S,
     DAMAGED_SUFFIX,
     ENTRY_SUFFIX,
     EVICTED_MARK,
     NAME,
     Capacity,
-    Room,
+    DiskEvictor,
     auto_limit,
 )
-from ragblend.engine.store.sealed import seal, unseal
-from ragblend.engine.store.signing import KeyChoice, StoreKey, chosen_key
+from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec, MemoryKV, load_into_memory
+from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
+from ragblend.engine.store.signing import KeyChoice, StoreKey, resolve_key
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import CorruptError, DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files.directory import Directory, remove_file, unlink
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
 CONTEXT_FILE = "context.json"
 CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # stores of earlier versions remember them
-NOTES = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
+METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 """Folders whose JSON files are signed where the store has a key. A pin only keeps room, and is not."""
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
 TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
@@ -116,8 +116,8 @@ class DiskStore:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
         self.root = Path(root)
         self.capacity_bytes = capacity_bytes
-        self.store_key = chosen_key(store_key)
-        self._demands = Demands(self.store_key)
+        self.store_key = resolve_key(store_key)
+        self._demands = ReadRequirements(self.store_key)
         self._has_warned = False  # of an entry that is not signed
         self._counters = StoreCounters()
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
@@ -125,7 +125,7 @@ class DiskStore:
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {self.root}; fill one with: ragblend ingest DOCS --store {self.root}")
         self._directory = Directory(self.root, fsync=fsync)
-        self._room = Room(
+        self._room = DiskEvictor(
             self.root, capacity_bytes, pinned=self.pinned_keys, evicted=lambda key: self._count(num_evicted=1)
         )
 
@@ -134,9 +134,9 @@ class DiskStore:
         """Hits, misses, puts, damage and evictions of this process since the store was opened."""
         return self._counters
 
-    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+    def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
         """From now on, entries of that model have this shape, or are damaged."""
-        self._demands.shapes[fingerprint] = shape
+        self._demands.specs[fingerprint] = shape
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
         """The entry, its header verified and no layer read; None for a miss. Never raises.
@@ -146,7 +146,7 @@ class DiskStore:
         """
         path, file = self.root / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
-            file = OpenFile(self._path(key))
+            file = SharedFile(self._path(key))
             kv = DiskKV(key, path, file, self._quarantine, self._demands)
             if token_ids is not None and kv.header.token_ids != tuple(token_ids):
                 raise MismatchError(f"its {kv.header.num_tokens} token ids differ from the {len(token_ids)} asked for")
@@ -163,7 +163,7 @@ class DiskStore:
         else:
             handle = file.fd
             self._count(num_hits=1)
-            self._room.used(key, lambda: os.fstat(handle).st_size)
+            self._room.record_use(key, lambda: os.fstat(handle).st_size)
             if self._may_be_stale(key):
                 self._touch(key, handle)
             return kv
@@ -177,10 +177,10 @@ class DiskStore:
         budget is full, StoreNotWritableError for any other refusal; no trace of the entry is left then.
         """
         path = self._path(kv.header.key)
-        held = in_memory(kv)
+        held = load_into_memory(kv)
         data_offset = header_nbytes(held, self.store_key)
         nbytes = data_offset + held.nbytes
-        with self._room.for_entry(held.header.key, nbytes):
+        with self._room.reserve(held.header.key, nbytes):
             self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
         unlink(path.with_suffix(DAMAGED_SUFFIX))
         self._count(num_puts=1)
@@ -193,7 +193,7 @@ class DiskStore:
         """As `get`, for who asks what is there and may not use it: counts, touches and moves nothing."""
         try:
             path = self._path(key)
-            return DiskKV(key, path, OpenFile(path), self._quarantine, self._demands)
+            return DiskKV(key, path, SharedFile(path), self._quarantine, self._demands)
         except (OSError, UsageError, UnreadableError):
             return None
 
@@ -219,7 +219,7 @@ class DiskStore:
         except UsageError:
             return False
         removed = [remove_file(path), remove_file(path.with_suffix(DAMAGED_SUFFIX))]
-        self._room.gone(key)
+        self._room.record_delete(key)
         return any(removed)
 
     def keys(self) -> Iterator[str]:
@@ -247,7 +247,7 @@ class DiskStore:
 
     def touch(self, key: str) -> None:
         """Note that an entry was used (a faster tier answered for it), so that `gc` keeps it."""
-        self._room.used(key)
+        self._room.record_use(key)
         # A memory tier reports every chunk of every request, so the file is looked at no more often than it must be.
         if self._may_be_stale(key):
             with suppress(UsageError):
@@ -277,17 +277,17 @@ class DiskStore:
         Shapes are held against what the store notes of its models, where no engine has said.
         """
         for fingerprint, facts in self.models().items():
-            if fingerprint not in self._demands.shapes and (shape := ModelShape.noted(facts)) is not None:
-                self.expect(fingerprint, shape)
+            if fingerprint not in self._demands.specs and (shape := KVSpec.from_facts(facts)) is not None:
+                self.set_expected_spec(fingerprint, shape)
         for path in self._files(DAMAGED_SUFFIX):
-            if (reason := self._check(path)) == "" and _is_free(path.with_suffix(ENTRY_SUFFIX)):
+            if (reason := self._damage_reason(path)) == "" and _is_free(path.with_suffix(ENTRY_SUFFIX)):
                 with suppress(OSError):  # the right key was missing, or the disk had a bad moment
                     path.replace(path.with_suffix(ENTRY_SUFFIX))
                     log.warning("stored KV %s is good after all, and in its place again", path.stem)
             elif reason is not None:
                 yield VerifyResult(path.stem, False, f"quarantined: {reason or 'an intact entry has taken its place'}")
         for path in self._files(ENTRY_SUFFIX):
-            if (reason := self._check(path)) is not None:
+            if (reason := self._damage_reason(path)) is not None:
                 yield VerifyResult(path.stem, not reason, reason)
 
     def paths(self) -> Iterator[Path]:
@@ -298,22 +298,22 @@ class DiskStore:
     def read_at(self, path: Path) -> MemoryKV:
         """The entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves nothing aside."""
         try:
-            return in_memory(DiskKV(path.stem, path, OpenFile(path), lambda *_: None, self._demands))
+            return load_into_memory(DiskKV(path.stem, path, SharedFile(path), lambda *_: None, self._demands))
         except UnreadableError as error:
             raise DamagedEntryError(path.stem, str(error)) from error
 
-    def sign_notes(self, source: DiskStore) -> int:
+    def sign_metadata_files(self, source: DiskStore) -> int:
         """Sign the notes that `source`, the same directory with another key or none, believes; how many."""
         count = 0
-        for folder in NOTES:
-            signed = {path for path, _ in self._notes(folder)}
-            for path, note in source._notes(folder):
+        for folder in METADATA_DIRS:
+            signed = {path for path, _ in self._read_metadata(folder)}
+            for path, note in source._read_metadata(folder):
                 if path not in signed:
-                    self._put_note(path, note)
+                    self._write_metadata(path, note)
                     count += 1
         return count
 
-    def holds(self, key: str) -> bool:
+    def has_file(self, key: str) -> bool:
         """Whether there is a file for the key, whatever is in it; and not only one that was set aside."""
         return self._path(key).exists()
 
@@ -331,7 +331,7 @@ class DiskStore:
 
     def clean(self) -> int:
         """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
-        return self._directory.clean()
+        return self._directory.remove_stale_files()
 
     def gc(
         self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
@@ -344,7 +344,7 @@ class DiskStore:
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
-        leftovers, quarantined = list(self._directory.leftovers()), list(self._stats(DAMAGED_SUFFIX))
+        leftovers, quarantined = list(self._directory.find_stale_files()), list(self._stats(DAMAGED_SUFFIX))
         entries = self._by_last_use()
         pinned = self.pinned_keys() if max_bytes is not None else frozenset()
         kept_bytes = sum(stat.st_size for _, stat in entries)
@@ -357,15 +357,15 @@ class DiskStore:
                     continue
                 kept_bytes -= stat.st_size
             evicted.append((path, stat))
-        doomed = leftovers + quarantined + evicted
-        freed_bytes = sum(stat.st_size for _, stat in doomed)
+        to_remove = leftovers + quarantined + evicted
+        freed_bytes = sum(stat.st_size for _, stat in to_remove)
         keys = tuple(path.stem for path, _ in evicted)
         if not dry_run:
-            self._remove(doomed)
+            self._remove(to_remove)
             self._count(num_evicted=len(evicted))
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
 
-    def drop(self, keys: Iterable[str]) -> int:
+    def delete_many(self, keys: Iterable[str]) -> int:
         """Remove entries, in this order, all that can be; the bytes freed. Raises what `gc` raises."""
         found = []
         for path in map(self._path, keys):
@@ -374,19 +374,19 @@ class DiskStore:
         self._remove(found)
         return sum(stat.st_size for _, stat in found)
 
-    def _remove(self, doomed: Sequence[tuple[Path, os.stat_result]]) -> None:
+    def _remove(self, files: Sequence[tuple[Path, os.stat_result]]) -> None:
         """Remove files, all that can be. Raises StoreNotWritableError, with how far it came, when some cannot."""
         failure, num_kept, kept_bytes = "", 0, 0
-        for path, stat in doomed:
+        for path, stat in files:
             try:
                 remove_file(path)  # one that is gone already is what was wanted
             except StoreNotWritableError as error:
                 failure, num_kept, kept_bytes = str(error), num_kept + 1, kept_bytes + stat.st_size
-        self._room.changed()
+        self._room.invalidate()
         if num_kept:
-            freed_bytes = sum(stat.st_size for _, stat in doomed) - kept_bytes
+            freed_bytes = sum(stat.st_size for _, stat in files) - kept_bytes
             raise StoreNotWritableError(
-                f"{num_kept} of {len(doomed)} files could not be removed, {format_bytes(freed_bytes)} were freed and "
+                f"{num_kept} of {len(files)} files could not be removed, {format_bytes(freed_bytes)} were freed and "
                 f"{format_bytes(kept_bytes)} were not. {failure}"
             )
 
@@ -395,7 +395,7 @@ class DiskStore:
 
         Replaces an earlier pin of the document. Raises StoreNotWritableError where nothing can be written.
         """
-        self._put_note(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
+        self._write_metadata(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
 
     def unpin(self, document: str) -> bool:
         """Let a document's entries be evicted again; whether it was pinned. Raises what `pin` raises."""
@@ -403,12 +403,17 @@ class DiskStore:
 
     def pins(self) -> dict[str, tuple[str, ...]]:
         """Keys of pinned documents; an unreadable note is skipped with a warning."""
-        return {str(note["document"]): tuple(map(str, note["keys"])) for _, note in self._notes(PINS_DIR, log.warning)}
+        return {
+            str(note["document"]): tuple(map(str, note["keys"]))
+            for _, note in self._read_metadata(PINS_DIR, log.warning)
+        }
 
     def pinned_keys(self) -> frozenset[str]:
         """Keys of all pinned documents. Raises CorruptError when a pin cannot be read: nobody knows what it keeps."""
         damaged: list[str] = []
-        notes = [note for _, note in self._notes(PINS_DIR, lambda *said: damaged.append(said[0] % said[1:]))]
+        notes = [
+            note for _, note in self._read_metadata(PINS_DIR, lambda *warning: damaged.append(warning[0] % warning[1:]))
+        ]
         if damaged:
             raise CorruptError(
                 f"{damaged[0]}, so what it keeps is not known, and nothing is evicted. Mend it: ragblend verify "
@@ -416,33 +421,33 @@ class DiskStore:
             )
         return frozenset(str(key) for note in notes for key in note["keys"])
 
-    def place_of_pin(self, document: str) -> str:
-        """Where the pin of a document is noted, as `verify_notes` names it."""
+    def pin_location(self, document: str) -> str:
+        """Where the pin of a document is noted, as `verify_metadata` names it."""
         return _place(self._pin_path(document))
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
         """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
-        self._put_note(self._model_path(fingerprint), facts)
+        self._write_metadata(self._model_path(fingerprint), facts)
 
     def models(self) -> dict[str, dict[str, Any]]:
         """What `put_model` noted, by fingerprint; an unreadable note is skipped with a warning."""
-        return {path.stem: note for path, note in self._notes(MODELS_DIR, log.warning)}
+        return {path.stem: note for path, note in self._read_metadata(MODELS_DIR, log.warning)}
 
-    def knows_model(self, fingerprint: str) -> bool:
+    def has_model(self, fingerprint: str) -> bool:
         """Whether it was noted, readably or not, that this store holds KV of that model."""
         return self._model_path(fingerprint).exists()
 
     def put_calibration(self, filename: str, facts: Mapping[str, Any]) -> Path:
         """Keep a calibration, in place of the one of that name. Raises what `put` raises."""
         path = self.root / CALIBRATIONS_DIR / filename
-        self._put_note(path, facts)
+        self._write_metadata(path, facts)
         return path
 
     def put_context(self, policy: ContextPolicy) -> None:
         """Remember what chunks are computed behind. Raises what `put` raises."""
-        self._put_note(self.root / CONTEXT_FILE, {"context": policy})
+        self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
 
-    def context(self) -> ContextPolicy | None:
+    def read_context(self) -> ContextPolicy | None:
         """What `put_context` remembered; None where nothing was, or a context that left. Raises CorruptError."""
         path = self.root / CONTEXT_FILE
         try:
@@ -456,11 +461,11 @@ class DiskStore:
                 f"go on without: ragblend verify --repair --store {self.root}"
             ) from error
         if policy in CONTEXTS_THAT_LEFT:
-            _tell_of_left_context(self.root, policy)
+            _warn_of_removed_context(self.root, policy)
             return None
         return cast(ContextPolicy, policy)
 
-    def verify_notes(
+    def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[VerifyResult]:
         """What is wrong with the store's notes on models, calibrations, machines, pins and context; `key`: the place.
@@ -473,8 +478,8 @@ class DiskStore:
         def complain(_: str, path: Path, error: Exception) -> None:
             found.append(VerifyResult(_place(path), False, str(error)))
 
-        for folder in (*NOTES, PINS_DIR):
-            for path, note in self._notes(folder, complain):
+        for folder in (*METADATA_DIRS, PINS_DIR):
+            for path, note in self._read_metadata(folder, complain):
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
                     complain("", path, UsageError(problem))
@@ -486,31 +491,31 @@ class DiskStore:
             found.append(VerifyResult(CONTEXT_FILE, False, str(error)))
         yield from found
 
-    def drop_note(self, place: str) -> None:
-        """Remove a note that `verify_notes` named. Raises StoreNotWritableError."""
+    def delete_metadata(self, place: str) -> None:
+        """Remove a note that `verify_metadata` named. Raises StoreNotWritableError."""
         remove_file(self.root / place)
 
-    def _notes(
+    def _read_metadata(
         self, folder: str, complain: Callable[[str, Path, Exception], object] = lambda *_: None
     ) -> Iterator[tuple[Path, dict[str, Any]]]:
         """The notes of one kind; of those that cannot be read `complain` is told."""
         for path in sorted((self.root / folder).glob("[!.]*.json")):
             try:
-                yield path, unseal(read_file(path), _note_kind(path), self._note_key(path))
+                yield path, decode_signed_json(read_file(path), _note_kind(path), self._note_key(path))
             except FileNotFoundError:
                 continue  # gone meanwhile
             except (OSError, ValueError) as error:
                 complain("%s is damaged (%s)", path, error)
 
-    def _put_note(self, path: Path, facts: Mapping[str, Any]) -> None:
-        data = seal(facts, _note_kind(path), self._note_key(path))
+    def _write_metadata(self, path: Path, facts: Mapping[str, Any]) -> None:
+        data = encode_signed_json(facts, _note_kind(path), self._note_key(path))
         with suppress(OSError):
             if read_file(path) == data:
                 return
         self._directory.write(path, data)
 
     def _note_key(self, path: Path) -> StoreKey | None:
-        return self.store_key if path.parent.name in NOTES else None
+        return self.store_key if path.parent.name in METADATA_DIRS else None
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
         """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
@@ -543,11 +548,11 @@ class DiskStore:
             with suppress(OSError):  # deleted or quarantined meanwhile, or a loop of links
                 yield path, path.stat()
 
-    def _check(self, path: Path) -> str | None:
+    def _damage_reason(self, path: Path) -> str | None:
         """Why this file is not an intact entry of its name; "" when it is, None when it is gone."""
         file = None
         try:
-            file = OpenFile(path)
+            file = SharedFile(path)
             DiskKV(path.stem, path, file, self._quarantine, self._demands).verify(file)
         except FileNotFoundError:
             return None if not path.is_symlink() else "it is a link to nowhere"
@@ -560,10 +565,10 @@ class DiskStore:
             return str(error)
         return ""
 
-    def _quarantine(self, key: str, path: Path, file: OpenFile, reason: str, *, is_unsigned: bool = False) -> None:
+    def _quarantine(self, key: str, path: Path, file: SharedFile, reason: str, *, is_unsigned: bool = False) -> None:
         """Move a damaged file out of the way, unless another writer has already replaced it."""
         self._count(num_damaged=1, num_unsigned=int(is_unsigned))
-        self._room.changed()
+        self._room.invalidate()
         aside = path.with_suffix(DAMAGED_SUFFIX)
         try:
             if os.path.samestat(os.fstat(file.fd), path.stat()):
@@ -599,14 +604,14 @@ def _note_kind(path: Path) -> str:
 def _policy_in(path: Path) -> str:
     """The policy in a file, one that left included. Raises FileNotFoundError, OSError, and ValueError for what nobody
     wrote there."""
-    policy = unseal(read_file(path), _note_kind(path)).get("context")
+    policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")
     if not CONTEXT.accepts(policy) and policy not in CONTEXTS_THAT_LEFT:
         raise ValueError(f"its context is {policy!r}")
     return str(policy)
 
 
 @cache
-def _tell_of_left_context(root: Path, policy: str) -> None:
+def _warn_of_removed_context(root: Path, policy: str) -> None:
     """Once per store and process: requests look at the note again and again."""
     log.warning(
         "the store %s remembers the context %r, which ragblend no longer has: it is ignored, and entries stored in it "

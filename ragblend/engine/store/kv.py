@@ -76,19 +76,19 @@ class KVHeader:
         return self.kv_dtype or self.dtype
 
 
-class ModelShape(NamedTuple):
+class KVSpec(NamedTuple):
     """What all KV of one model looks like, whatever the chunk: entries of another shape are not its own."""
 
     dtype: str  # a name in DTYPES
     layers: tuple[tuple[int, int, int], ...]  # H, D of keys, D of values, per layer
 
     @classmethod
-    def of(cls, dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Self:
+    def from_kv_shapes(cls, dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Self:
         """From a model's `kv_shapes`."""
         return cls(dtype, tuple((int(heads), int(keys), int(values)) for heads, keys, values in shapes))
 
     @classmethod
-    def noted(cls, facts: Mapping[str, Any]) -> Self | None:
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self | None:
         """From what `as_facts` gave; None where that is not among `facts`."""
         try:
             shapes = tuple((int(heads), int(keys), int(values)) for heads, keys, values in facts["kv_shapes"])
@@ -102,13 +102,13 @@ class ModelShape(NamedTuple):
         shapes = self.layers[:1] if len(set(self.layers)) == 1 else self.layers
         return {"dtype": self.dtype, "num_layers": len(self.layers), "kv_shapes": [list(each) for each in shapes]}
 
-    def misfit(self, header: KVHeader, found: Sequence[tuple[int, int, int]]) -> str:
+    def mismatch_reason(self, header: KVHeader, shapes: Sequence[tuple[int, int, int]]) -> str:
         """Why KV of such a header, with layers `found`, is not this model's; "" where it is."""
         if header.dtype != self.dtype:
             return f"its dtype is {header.dtype}, the model's {self.dtype}"
-        if len(found) != len(self.layers):
-            return f"it has {len(found)} layers, the model {len(self.layers)}"
-        for index, (theirs, ours) in enumerate(zip(found, self.layers, strict=True)):
+        if len(shapes) != len(self.layers):
+            return f"it has {len(shapes)} layers, the model {len(self.layers)}"
+        for index, (theirs, ours) in enumerate(zip(shapes, self.layers, strict=True)):
             if theirs != ours:
                 return f"layer {index} has heads and dimensions {theirs}, the model {ours}"
         return ""
@@ -133,7 +133,7 @@ class ChunkKV(Protocol):
         """Keys and values of one layer, in the dtype they were computed in."""
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """One layer as it is stored; `restored` makes keys and values of it."""
+        """One layer as it is stored; `dequantized` makes keys and values of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class MemoryKV:
 
     def layer(self, index: int) -> LayerKV:
         """Keys and values of one layer, [H, T, D] each; made anew where they are held in eight bits."""
-        return restored(self.layers[index])
+        return dequantized(self.layers[index])
 
     def stored_layer(self, index: int) -> StoredLayer:
         """One layer as it is held."""
@@ -203,12 +203,12 @@ def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -
     )
 
 
-def restored(layer: StoredLayer) -> LayerKV:
+def dequantized(layer: StoredLayer) -> LayerKV:
     """Keys and values of a layer in the dtype they were computed in; the layer itself where it was stored so."""
     return layer if isinstance(layer, LayerKV) else LayerKV(*dequantize(layer))
 
 
-def stored_as(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
+def convert_kv_dtype(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
     """The chunk as a store of `kv_dtype` holds it: "auto" as computed, "int8" or "fp8" in eight bits.
 
     The chunk itself where it is in eight bits already (rounding twice would add up), where that saves nothing (a few
@@ -227,7 +227,7 @@ def stored_as(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
     return MemoryKV(replace(kv.header, kv_dtype=kv_dtype), tuple(layers))
 
 
-def in_memory(kv: ChunkKV) -> MemoryKV:
+def load_into_memory(kv: ChunkKV) -> MemoryKV:
     """Every layer read (and verified) into memory, as it is stored; a MemoryKV is returned as it is."""
     if isinstance(kv, MemoryKV):
         return kv
@@ -264,7 +264,7 @@ class HeadSlice:
 
     def layer(self, index: int) -> LayerKV:
         """[h, T, D] each."""
-        return restored(self.stored_layer(index))
+        return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:
         """One layer as it is stored, contiguous; heads come first in each of its tensors."""

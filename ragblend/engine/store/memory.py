@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.store.base import StoreCounters
-from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, StoredLayer, in_memory
+from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, StoredLayer, load_into_memory
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
 
 log = logging.getLogger(__name__)
 
 
-class _Entry(NamedTuple):
+class _MemoryEntry(NamedTuple):
     """An entry in memory and the write counters its tensors had when it came in."""
 
     kv: MemoryKV
@@ -46,7 +46,7 @@ class MemoryStore:
             )
         self.capacity_bytes = capacity_bytes
         self._used_bytes = 0
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[str, _MemoryEntry] = OrderedDict()  # least recently used first
         self._pins: dict[str, frozenset[str]] = {}  # by document
         self._counters = StoreCounters()
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class MemoryStore:
                 return None
             if token_ids is not None and held.kv.header.token_ids != tuple(token_ids):
                 problem = "its token ids differ from those asked for"
-            elif versions(held.kv.layers) != held.versions:
+            elif write_counters(held.kv.layers) != held.versions:
                 problem = "a caller wrote into its tensors, which are read-only; it is dropped"
                 self._drop(key)
             else:
@@ -88,12 +88,12 @@ class MemoryStore:
                 f"chunk {kv.header.key} needs {format_bytes(kv.nbytes)}, the memory tier holds "
                 f"{format_bytes(self.capacity_bytes)} in all; raise its capacity or split documents into smaller chunks"
             )
-        source = in_memory(kv)
+        source = load_into_memory(kv)
         held = MemoryKV(source.header, tuple(_own(layer) for layer in source.layers))
         with self._lock:
             self._drop(held.header.key)
             self._make_room(held)
-            self._entries[held.header.key] = _Entry(held, versions(held.layers))
+            self._entries[held.header.key] = _MemoryEntry(held, write_counters(held.layers))
             self._used_bytes += held.nbytes
             self._counters.num_puts += 1
             assert self._used_bytes <= self.capacity_bytes
@@ -181,6 +181,6 @@ def _needs_copy(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_inference() or not tensor.is_contiguous()
 
 
-def versions(layers: Sequence[StoredLayer]) -> tuple[int, ...]:
+def write_counters(layers: Sequence[StoredLayer]) -> tuple[int, ...]:
     """How often torch wrote into each tensor, views of it included; 0 for inference tensors, which do not count."""
     return tuple(0 if tensor.is_inference() else tensor._version for layer in layers for tensor in layer)

@@ -9,7 +9,7 @@ from ragblend.options import DiskBudget, TierKeywords, TierOptions
 
 if TYPE_CHECKING:
     from ragblend.engine.store.base import KVStore
-    from ragblend.engine.store.room import Capacity
+    from ragblend.engine.store.eviction import Capacity
     from ragblend.engine.store.signing import KeyChoice
     from ragblend.engine.store.tiered import TieredStore
 
@@ -39,15 +39,15 @@ def open_store(
     options = TierOptions(**tiers)
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.remote.tier import open_remote
-    from ragblend.engine.store.signing import chosen_key
+    from ragblend.engine.store.signing import resolve_key
     from ragblend.engine.store.tiered import MemoryStore, TieredStore
 
-    key = chosen_key(store_key)
+    key = resolve_key(store_key)
     opened: list[KVStore] = []
     if options.memory_gib > 0:
         opened.append(memory := MemoryStore(int(options.memory_gib * GIB)))
     if path is not None:
-        budget = capacity_of(options.disk_gib)
+        budget = parse_capacity(options.disk_gib)
         disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, store_key=key)
         opened.append(disk)
         for document, keys in disk.pins().items() if options.memory_gib > 0 else ():
@@ -57,6 +57,6 @@ def open_store(
     return TieredStore(*opened, kv_dtype=options.kv_dtype)
 
 
-def capacity_of(disk_gib: DiskBudget) -> Capacity:
+def parse_capacity(disk_gib: DiskBudget) -> Capacity:
     """`disk_gib` as a DiskStore takes it."""
     return "auto" if disk_gib == "auto" else int(disk_gib * GIB) or None

@@ -75,7 +75,7 @@ class StoreKey:
         """Whether `signature` is that of an entry's header, made with this key."""
         return hmac.compare_digest(self.sign(namespace, message).encode(), signature.encode())
 
-    def sign_note(self, kind: str, note: Mapping[str, Any]) -> str:
+    def sign_metadata(self, kind: str, note: Mapping[str, Any]) -> str:
         """The signature of a JSON object of that kind, 64 hex digits."""
         return _mac(self._derived("note", kind), json.dumps(dict(note), sort_keys=True).encode())
 
@@ -100,7 +100,7 @@ KeyChoice = StoreKey | None | Literal["auto"]
 """Which key a store is opened with: "auto" is what `find_key` finds, None none."""
 
 
-def chosen_key(choice: KeyChoice) -> StoreKey | None:
+def resolve_key(choice: KeyChoice) -> StoreKey | None:
     """The key that `choice` stands for."""
     return find_key() if isinstance(choice, str) else choice
 

@@ -20,15 +20,15 @@ from ragblend.engine.store.finite import kv_is_finite
 from ragblend.engine.store.kv import (
     ChunkKV,
     KVHeader,
+    KVSpec,
     LayerKV,
     MemoryKV,
-    ModelShape,
     StoredLayer,
-    in_memory,
-    restored,
-    stored_as,
+    convert_kv_dtype,
+    dequantized,
+    load_into_memory,
 )
-from ragblend.engine.store.memory import MemoryStore, versions
+from ragblend.engine.store.memory import MemoryStore, write_counters
 from ragblend.engine.store.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
@@ -50,7 +50,7 @@ class _Touchable(Protocol):
 
 
 @runtime_checkable
-class FetchesAhead(Protocol):
+class RemoteTier(Protocol):
     """A tier whose entries come from far: it fetches several side by side, within one time limit for all.
 
     It writes in the background, and what finds no room in its queue it reads back from the tiers it is told.
@@ -60,42 +60,42 @@ class FetchesAhead(Protocol):
 
     @property
     def url(self) -> str: ...  # of the place, without its password
-    def fetch_ahead(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]: ...
+    def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]: ...
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]: ...
-    def read_back_from(self, tiers: Sequence[KVStore]) -> None: ...
+    def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None: ...
     def delete(self, key: str) -> bool: ...
 
 
-class FarStore(KVStore, Protocol):
+class RemoteBackedStore(KVStore, Protocol):
     """A store of which a tier is far away. A request asks it for all its keys at once, and waits for them once."""
 
-    def fetch_ahead(self, keys: Sequence[str]) -> Mapping[str, ChunkKV]: ...
+    def fetch_many(self, keys: Sequence[str]) -> Mapping[str, ChunkKV]: ...
     def get(
         self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
     ) -> ChunkKV | None: ...
 
 
-def is_far(store: KVStore) -> TypeGuard[FarStore]:
+def has_remote_tier(store: KVStore) -> TypeGuard[RemoteBackedStore]:
     """Whether some tier of `store` is far away."""
-    return any(isinstance(tier, FetchesAhead) for tier in tiers_of(store))
+    return any(isinstance(tier, RemoteTier) for tier in tiers_of(store))
 
 
 @runtime_checkable
-class ChecksShapes(Protocol):
+class SpecValidatingStore(Protocol):
     """A tier whose entries come from outside of this process."""
 
-    def expect(self, fingerprint: str, shape: ModelShape) -> None: ...
+    def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None: ...
 
 
 @runtime_checkable
-class Prefetches(Protocol):
+class PrefetchingStore(Protocol):
     """A store that brings entries closer in the background."""
 
     def prefetch(self, keys: Sequence[str]) -> None: ...
 
 
 @runtime_checkable
-class Pins(Protocol):
+class PinnableStore(Protocol):
     """A tier that evicts, and spares what is pinned."""
 
     def pin(self, document: str, keys: Sequence[str]) -> None: ...
@@ -103,7 +103,7 @@ class Pins(Protocol):
 
 
 @runtime_checkable
-class WorksInBackground(Protocol):
+class BackgroundWriter(Protocol):
     """A tier that writes in the background."""
 
     def flush(self, timeout_s: float | None = None) -> bool: ...
@@ -128,8 +128,8 @@ class TieredStore:
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         # What to tell of a use, by the position that answered; an isinstance per chunk would cost more than the rest.
         touchable = [tier if isinstance(tier, _Touchable) else None for tier in tiers]
-        self._told = [[tier for tier in touchable[position + 1 :] if tier] for position in range(len(tiers))]
-        self._far = [isinstance(tier, FetchesAhead) for tier in tiers]
+        self._tiers_to_touch = [[tier for tier in touchable[position + 1 :] if tier] for position in range(len(tiers))]
+        self._is_remote_tier = [isinstance(tier, RemoteTier) for tier in tiers]
         self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
         # Promotions into tiers that take their time, by position.
         self._promotions = {
@@ -138,8 +138,8 @@ class TieredStore:
             if not isinstance(tier, MemoryStore)
         }
         for position, tier in enumerate(tiers):
-            if isinstance(tier, FetchesAhead):
-                tier.read_back_from(tiers[:position])
+            if isinstance(tier, RemoteTier):
+                tier.set_read_back_tiers(tiers[:position])
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._pulling: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
@@ -161,11 +161,11 @@ class TieredStore:
             + sum(queue.num_dropped for queue in self._promotions.values()),
         )
 
-    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+    def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
         """From now on, entries of that model have this shape, or are damaged."""
         for tier in self.tiers:
-            if isinstance(tier, ChecksShapes):
-                tier.expect(fingerprint, shape)
+            if isinstance(tier, SpecValidatingStore):
+                tier.set_expected_spec(fingerprint, shape)
 
     # -- reading
 
@@ -174,42 +174,42 @@ class TieredStore:
     ) -> ChunkKV | None:
         """The entry from the fastest tier that has it, intact; None when none has. Its tensors are read-only.
 
-        `fetched`: what `fetch_ahead` brought for this request; given, nothing is waited for that is far.
+        `fetched`: what `fetch_many` brought for this request; given, nothing is waited for that is far.
         """
         kv = None if fetched is None else fetched.get(key)
         if kv is None or (token_ids is not None and kv.header.token_ids != tuple(token_ids)):
-            kv = self._find(key, token_ids, only_near=fetched is not None)
+            kv = self._find(key, token_ids, only_local=fetched is not None)
         with self._lock:
             self._num_hits += kv is not None
             self._num_misses += kv is None
         return kv
 
-    def fetch_ahead(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
+    def fetch_many(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
         """Fetch, side by side, what only a far tier can have, and move it up.
 
         Returns what has come when everything has arrived or missed, at the time limit of the far tiers at the latest,
         which is one for all of them.
         """
-        until_s = self._far_until_s()
-        found: dict[str, ChunkKV] = {}
+        until_s = self._remote_deadline_s()
+        fetched: dict[str, ChunkKV] = {}
         num_deletes = self._num_deletes
-        wanted = [key for key in dict.fromkeys(keys) if not self._is_near(key)]
+        wanted = [key for key in dict.fromkeys(keys) if not self._is_local(key)]
         for position, tier in enumerate(self.tiers):
-            if isinstance(tier, FetchesAhead):
-                missing = [key for key in wanted if key not in found]
-                for key, kv in tier.fetch_ahead(missing, until_s).items():
-                    found[key] = self._moving_up(kv, position, num_deletes)
-        return found
+            if isinstance(tier, RemoteTier):
+                missing = [key for key in wanted if key not in fetched]
+                for key, kv in tier.fetch_many(missing, until_s).items():
+                    fetched[key] = self._moving_up(kv, position, num_deletes)
+        return fetched
 
-    def _far_until_s(self) -> float:
+    def _remote_deadline_s(self) -> float:
         """When a request that begins now stops waiting for far tiers."""
-        far = [tier for tier in self.tiers if isinstance(tier, FetchesAhead)]
+        far = [tier for tier in self.tiers if isinstance(tier, RemoteTier)]
         return monotonic() + max((tier.timeout_s for tier in far), default=0.0)
 
-    def _is_near(self, key: str) -> bool:
+    def _is_local(self, key: str) -> bool:
         """Whether a tier has the entry, or is about to, that is not far."""
         return any(queue.peek(key) is not None for queue in self._promotions.values()) or any(
-            tier.contains(key) for tier, far in zip(self.tiers, self._far, strict=True) if not far
+            tier.contains(key) for tier, far in zip(self.tiers, self._is_remote_tier, strict=True) if not far
         )
 
     def prefetch(self, keys: Sequence[str]) -> None:
@@ -223,29 +223,29 @@ class TieredStore:
             for key in missing:
                 if self._executor is None:
                     self._executor = ThreadPoolExecutor(NUM_PREFETCHES, thread_name_prefix="ragblend-prefetch")
-                self._executor.submit(self._pull, key)
+                self._executor.submit(self._prefetch_one, key)
 
-    def _pull(self, key: str) -> None:
+    def _prefetch_one(self, key: str) -> None:
         try:
             if not self.tiers[0].contains(key) and (kv := self._find(key, None)) is not None:
-                in_memory(kv)  # reading every layer is what moves it up
+                load_into_memory(kv)  # reading every layer is what moves it up
         except RagblendError as error:  # whoever asks for it will meet this too, and can act on it
             log.warning("KV %s was not prefetched: %s", key, error)
         finally:
             with self._lock:
                 self._pulling.discard(key)
 
-    def _find(self, key: str, token_ids: Sequence[int] | None, *, only_near: bool = False) -> ChunkKV | None:
+    def _find(self, key: str, token_ids: Sequence[int] | None, *, only_local: bool = False) -> ChunkKV | None:
         num_deletes = self._num_deletes
         for position, tier in enumerate(self.tiers):
-            if only_near and self._far[position]:
+            if only_local and self._is_remote_tier[position]:
                 continue
             if position and (shared := self._shared(key, token_ids)) is not None:
                 return shared
-            kv = self._on_its_way(position, key, token_ids) or tier.get(key, token_ids)
+            kv = self._pending_write(position, key, token_ids) or tier.get(key, token_ids)
             if kv is None:
                 continue
-            for slower in self._told[position]:
+            for slower in self._tiers_to_touch[position]:
                 slower.touch(key)
             return self._moving_up(kv, position, num_deletes)
         return None
@@ -261,7 +261,7 @@ class TieredStore:
             return None
         return shared
 
-    def _on_its_way(self, position: int, key: str, token_ids: Sequence[int] | None) -> MemoryKV | None:
+    def _pending_write(self, position: int, key: str, token_ids: Sequence[int] | None) -> MemoryKV | None:
         """The entry, if it waits to be written to the tier at `position`."""
         kv = self._promotions[position].peek(key) if position in self._promotions else None
         return kv if kv is None or token_ids is None or kv.header.token_ids == tuple(token_ids) else None
@@ -299,7 +299,7 @@ class TieredStore:
         A remote tier takes it in the background. Raises the first tier's StoreFullError (or other refusal) after all
         tiers were tried. KV with infinity or NaN in it is not stored, with a warning: no reader would take it.
         """
-        held = stored_as(in_memory(kv), self.kv_dtype)
+        held = convert_kv_dtype(load_into_memory(kv), self.kv_dtype)
         if not kv_is_finite(held):
             log.warning(
                 "KV %s is not stored: it holds infinity or NaN as the model computed it in %s; choose another --dtype",
@@ -326,14 +326,14 @@ class TieredStore:
         Raises BackendUnreachableError when a remote tier cannot be told, and nothing is changed then.
         """
         for tier in self.tiers:
-            if isinstance(tier, FetchesAhead):
+            if isinstance(tier, RemoteTier):
                 tier.delete(kv.header.key)
         self.put(kv)
 
     @property
-    def far_tiers(self) -> tuple[FetchesAhead, ...]:
+    def remote_tiers(self) -> tuple[RemoteTier, ...]:
         """The tiers on other machines."""
-        return tuple(tier for tier in self.tiers if isinstance(tier, FetchesAhead))
+        return tuple(tier for tier in self.tiers if isinstance(tier, RemoteTier))
 
     def delete(self, key: str) -> bool:
         """Remove the entry from every tier, the slowest first so that none is promoted again; whether any had it.
@@ -342,9 +342,9 @@ class TieredStore:
         """
         return self._delete(key, self.tiers)
 
-    def delete_near(self, key: str) -> bool:
+    def delete_local(self, key: str) -> bool:
         """Remove the entry from the tiers of this machine; whether any had it."""
-        return self._delete(key, [tier for tier in self.tiers if not isinstance(tier, FetchesAhead)])
+        return self._delete(key, [tier for tier in self.tiers if not isinstance(tier, RemoteTier)])
 
     def _delete(self, key: str, tiers: Sequence[KVStore]) -> bool:
         with self._lock:
@@ -368,12 +368,12 @@ class TieredStore:
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Keep a document's entries in every tier that evicts, until `unpin`; replaces an earlier pin of it."""
         for tier in self.tiers:
-            if isinstance(tier, Pins):
+            if isinstance(tier, PinnableStore):
                 tier.pin(document, keys)
 
     def unpin(self, document: str) -> bool:
         """Let a document's entries be evicted again; whether it was pinned in any tier."""
-        was_pinned = [tier.unpin(document) for tier in self.tiers if isinstance(tier, Pins)]
+        was_pinned = [tier.unpin(document) for tier in self.tiers if isinstance(tier, PinnableStore)]
         return any(was_pinned)
 
     # -- state
@@ -382,15 +382,15 @@ class TieredStore:
         """Whether any tier has the entry."""
         return any(tier.contains(key) for tier in self.tiers)
 
-    def contains_each(self, keys: Sequence[str]) -> list[bool]:
+    def contains_within_timeout(self, keys: Sequence[str]) -> list[bool]:
         """Whether any tier has the entries; the far ones are asked within one time limit for all of them."""
-        return self.contains_many(keys, self._far_until_s())
+        return self.contains_many(keys, self._remote_deadline_s())
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
         """Whether any tier has the entries. Far ones are asked for what no near one has, for many in a round trip, and
         for none after `until_s` on the monotonic clock."""
-        there = {key for key in dict.fromkeys(keys) if self._is_near(key)}
-        for tier in self.far_tiers:
+        there = {key for key in dict.fromkeys(keys) if self._is_local(key)}
+        for tier in self.remote_tiers:
             left = [key for key in dict.fromkeys(keys) if key not in there]
             there.update(key for key, found in zip(left, tier.contains_many(left, until_s), strict=True) if found)
         return [key in there for key in keys]
@@ -426,7 +426,7 @@ class TieredStore:
         until_s = None if timeout_s is None else monotonic() + timeout_s
         done = True
         for part in (*self._promotions.values(), *self.tiers):
-            if isinstance(part, WorksInBackground):
+            if isinstance(part, BackgroundWriter):
                 left_s = None if until_s is None else max(0.0, until_s - monotonic())
                 done = getattr(part, action)(left_s) and done
         return done
@@ -472,13 +472,13 @@ class _PromotingKV:
 
     def layer(self, index: int) -> LayerKV:
         """Keys and values of one layer, [H, T, D] each."""
-        return restored(self.stored_layer(index))
+        return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:
         """One layer as it is stored, read and verified by the slower tier."""
         with self._lock:  # a second reader of the layer waits for the first, and takes what it read
             known = self._read.get(index)
-            if known is not None and versions([known[0]]) == known[1]:
+            if known is not None and write_counters([known[0]]) == known[1]:
                 return known[0]
             try:
                 layer = self._source.stored_layer(index)
@@ -486,20 +486,20 @@ class _PromotingKV:
                 self.is_good = False
                 raise
             if known is None:
-                self._read[index] = layer, versions([layer])
+                self._read[index] = layer, write_counters([layer])
             whole = len(self._read) == self.header.num_layers and not self._promoted
             self._promoted = self._promoted or whole
         if whole:
-            self._hand_up()
+            self._promote_entry()
         return layer
 
     def cancel(self) -> None:
         """The entry was deleted: it is not handed up any more."""
         self._promoted, self.is_good = True, False
 
-    def _hand_up(self) -> None:
+    def _promote_entry(self) -> None:
         layers = [self._read[index] for index in range(self.header.num_layers)]
-        written_into = any(versions([layer]) != counters for layer, counters in layers)
+        written_into = any(write_counters([layer]) != counters for layer, counters in layers)
         # An entry that another process deleted while it was being read must not come back to life.
         if self.is_good and not written_into and self._tier.contains(self.header.key):
             self._promote(MemoryKV(self.header, tuple(layer for layer, _ in layers)))

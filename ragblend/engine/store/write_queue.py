@@ -39,12 +39,12 @@ class WriteQueue:
         capacity_bytes: int,
         name: str,
         pause_s: Callable[[], float] = lambda: 0.0,
-        remedy: str = "",
+        fix: str = "",
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.read_back: Callable[[str], MemoryKV | None] | None = None
         self.num_dropped = 0
-        self._write, self._name, self._pause_s, self._remedy = write, name, pause_s, remedy
+        self._write, self._name, self._pause_s, self._fix = write, name, pause_s, fix
         self._waiting: OrderedDict[str, MemoryKV | None] = OrderedDict()  # oldest first; None: to be read back
         self._current: tuple[str, MemoryKV | None] | None = None  # being written; no longer in _waiting
         self._queued_bytes = 0  # of both
@@ -126,7 +126,7 @@ class WriteQueue:
             try:
                 self._write(held if held is not None else self._read_again(key))
             except BackendUnreachableError:
-                self._finish(key, held, owed=True)
+                self._finish(key, held, should_retry=True)
             except (RagblendError, OSError) as error:
                 self._finish(key, held, str(error))
             except BaseException as error:  # the thread must not die with the queue full
@@ -146,7 +146,7 @@ class WriteQueue:
         idle_until_s = monotonic() + IDLE_S
         with self._changed:
             while True:
-                wait_s = self._hold_back_s() if self._waiting else idle_until_s - monotonic()
+                wait_s = self._backoff_s() if self._waiting else idle_until_s - monotonic()
                 exiting = not threading.main_thread().is_alive()
                 if exiting and self._waiting:
                     self._give_up_at_s = self._give_up_at_s or monotonic() + EXIT_S
@@ -160,18 +160,18 @@ class WriteQueue:
                     return self._current
                 self._changed.wait(min(wait_s, 0.2))  # short: nobody notifies when the main thread ends
 
-    def _hold_back_s(self) -> float:
+    def _backoff_s(self) -> float:
         return max(self._pause_s(), self._retry_at_s - monotonic())
 
-    def _finish(self, key: str, held: MemoryKV | None, failure: str = "", *, owed: bool = False) -> None:
+    def _finish(self, key: str, held: MemoryKV | None, failure: str = "", *, should_retry: bool = False) -> None:
         with self._changed:
             self._current = None
-            if owed:
+            if should_retry:
                 self._retry_at_s = monotonic() + self._retry_s
                 self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             else:
                 self._retry_s = RETRY_S
-            if owed and key not in self._waiting:
+            if should_retry and key not in self._waiting:
                 self._waiting[key] = held  # at the back: one that always fails is not in the others' way
             else:
                 self._queued_bytes -= held.nbytes if held is not None else 0
@@ -191,8 +191,8 @@ class WriteQueue:
             self._forget(key)
         if keys:
             self.num_dropped += len(keys)
-            log.warning("%d chunks are not written by %s: %s%s", len(keys), self._name, reason, self._remedy)
+            log.warning("%d chunks are not written by %s: %s%s", len(keys), self._name, reason, self._fix)
 
     def _drop(self, key: str, reason: str) -> None:
         self.num_dropped += 1
-        log.warning("KV %s is not written by %s: %s%s", key, self._name, reason, self._remedy)
+        log.warning("KV %s is not written by %s: %s%s", key, self._name, reason, self._fix)

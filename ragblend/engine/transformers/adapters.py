@@ -45,7 +45,7 @@ def base_of(path: Path) -> str:
 def with_adapter(model: Any, path: Path) -> Any:
     """`model` with the adapter in `path` in its layers. Raises ImportError naming the extra, UnsupportedModelError for
     what is not a change of layers."""
-    refuse_foreign(_config(path), str(path))
+    reject_unsupported_adapter(_config(path), str(path))
     if not (path / ADAPTER_WEIGHTS).is_file():
         raise NotFoundError(
             f"{path} has no {ADAPTER_WEIGHTS}; pickled adapters can run code and are not read: save it again with "
@@ -69,7 +69,7 @@ def unwrapped(model: Any) -> Any:
     """The transformers model inside a PeftModel; another one as it is."""
     configs = getattr(model, "peft_config", None)
     for name, config in (configs or {}).items():
-        refuse_foreign(config.to_dict(), f"the adapter {name!r}")
+        reject_unsupported_adapter(config.to_dict(), f"the adapter {name!r}")
     return model.get_base_model() if configs and hasattr(model, "get_base_model") else model
 
 
@@ -79,17 +79,17 @@ def adapters_of(model: Any) -> str:
     if not configs:
         return ""
     said = [f"{name} {_relevant(config.to_dict())}" for name, config in sorted(configs.items())]
-    return "\n".join([*said, adapters_at_work(model)])
+    return "\n".join([*said, active_adapters(model)])
 
 
-def adapters_at_work(model: Any) -> str:
+def active_adapters(model: Any) -> str:
     """Which adapters each layer runs at the moment, and how strong."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     layers = ((name, module) for name, module in model.named_modules() if hasattr(module, "active_adapters"))
     return "\n".join(f"{name} {[getattr(layer, each, None) for each in names]}" for name, layer in layers)
 
 
-def refuse_foreign(config: dict[str, Any], name: str) -> None:
+def reject_unsupported_adapter(config: dict[str, Any], name: str) -> None:
     """Raise UnsupportedModelError for an adapter that does more than change what a layer computes of a token."""
     kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
     why = "" if kind in _OF_LAYERS else "is not known to change no more than what a layer computes of a token"

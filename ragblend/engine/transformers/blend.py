@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.base import EngineBase
-from ragblend.engine.fusion.fidelity import note_fused
+from ragblend.engine.fusion.fidelity import record_fusion
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
-from ragblend.engine.fusion.lookup import Behind, Context, contexts
-from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, Choice, find_rule, settle
-from ragblend.engine.generation import Prefilled, Request
+from ragblend.engine.fusion.lookup import IngestionContext, LookupContext, lookup_contexts
+from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
+from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule, plan_selection
+from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.kv import ChunkKV, MemoryKV, ModelShape, dtype_name
-from ragblend.engine.store.tiered import ChecksShapes, is_far
+from ragblend.engine.store.kv import ChunkKV, KVSpec, MemoryKV, dtype_name
+from ragblend.engine.store.tiered import SpecValidatingStore, has_remote_tier
 from ragblend.engine.transformers.layers import TransformersLayers
-from ragblend.engine.tuning.pipeline import MachineProfile, decide
+from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
 from ragblend.prompt.prompt import Segment, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter
@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
 
-Find = Callable[[str, Sequence[int] | None], ChunkKV | None]
+StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
 """A store's `get`, as one request uses it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PromptLookup:
     """What of a prompt is at hand: exact rows at its front, and stored chunks by position, with what they saw."""
 
     num_resident: int
-    chunks: dict[int, tuple[Placement, Context]]
+    chunks: dict[int, tuple[Placement, LookupContext]]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -62,12 +62,12 @@ class Found:
         return sum(placement.kv.header.num_tokens for placement, _ in self.chunks.values())
 
 
-class Decided(NamedTuple):
-    """Which tokens a request recomputes; `refused`: why full prefill is the better way, "" where it is not."""
+class BlendDecision(NamedTuple):
+    """Which tokens a request recomputes; `fallback_reason`: why full prefill is the better way, "" where it is not."""
 
-    choice: Choice
+    choice: SelectionPlan
     ratio: float
-    refused: str = ""
+    fallback_reason: str = ""
 
 
 class BlendingEngine(EngineBase):
@@ -84,23 +84,27 @@ class BlendingEngine(EngineBase):
     ) -> None:
         super().__init__(segmenter, store, num_layers=layers.num_layers, **options)
         self.layers = layers
-        self.shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
-        if isinstance(store, ChecksShapes):
-            store.expect(self.fingerprint, self.shape)
-        self.machine = machine  # where there is one, requests without a ratio of their own follow `pipeline.decide`
+        self.shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
+        if isinstance(store, SpecValidatingStore):
+            store.set_expected_spec(self.fingerprint, self.shape)
+        self.machine = (
+            machine  # where there is one, requests without a ratio of their own follow `pipeline.decide_reuse`
+        )
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses
-        self._has_refused = False
+        self._has_warned_fallback = False
         self._lock = threading.Lock()
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
 
-    def prefill(self, request: Request) -> Prefilled:
+    def prefill(self, request: EngineRequest) -> PrefillResult:
         """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""
         damaged: set[str] = set()
-        find = self._finder(request)
+        find = self._bind_store_get(request)
         while True:
             try:
                 with self._lock, torch.inference_mode():
-                    prefilled = self._full(request) if request.mode == "full" else self._blend(request, damaged, find)
+                    prefilled = (
+                        self._full_prefill(request) if request.mode == "full" else self._blend(request, damaged, find)
+                    )
             except DamagedEntryError as error:
                 log.warning("%s; answering without it", error)
                 damaged.add(error.key)  # the store has moved it aside already
@@ -108,35 +112,35 @@ class BlendingEngine(EngineBase):
             prefilled.report.num_damaged_entries = len(damaged)
             return prefilled
 
-    def _blend(self, request: Request, damaged: set[str], find: Find) -> Prefilled:
+    def _blend(self, request: EngineRequest, damaged: set[str], store_get: StoreGet) -> PrefillResult:
         """Full reuse, prefix reuse or blend: look up, decide, place and fuse, report."""
         start_s = perf_counter()
         room = request.prompt.num_tokens + min(request.options.max_tokens, 256)
         fused = FusedKV.allocate(self.layers.kv_shapes, room, self.layers.like)
-        found = self._lookup(request, self._resident(request, fused), damaged, find)
-        decided = self._decide(request, found)
-        if decided.refused:
-            return self._refused(request, decided.refused)
-        plan = self._place(request, found, decided.choice)
+        lookup = self._lookup(request, self._copy_resident_rows(request, fused), damaged, store_get)
+        decided = self._decide(request, lookup)
+        if decided.fallback_reason:
+            return self._fall_back(request, decided.fallback_reason)
+        plan = self._build_plan(request, lookup, decided.choice)
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
-        report = self._report(request, found, decided, plan, result)
+        report = self._build_report(request, lookup, decided, plan, result)
         report.lookup_s = looked_up_s - start_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s
         read_s = dict(zip((placement.start for placement in plan.placements), loader.read_s, strict=True))
-        misses = self._misses(request, found)
-        return Prefilled(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
+        misses = self._misses(request, lookup)
+        return PrefillResult(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
 
     # -- look up
 
-    def _finder(self, request: Request) -> Find:
+    def _bind_store_get(self, request: EngineRequest) -> StoreGet:
         """How the request is to look up chunks.
 
         What a remote tier has of them is fetched now, before the engine's lock: meanwhile another request computes. A
         request waits for remote tiers this once.
         """
-        if request.mode == "full" or not is_far(self.store):
+        if request.mode == "full" or not has_remote_tier(self.store):
             return self.store.get
         keys = [
             self._key(context.token_ids, chunk.token_ids, context.name)
@@ -144,9 +148,9 @@ class BlendingEngine(EngineBase):
             for context in candidates
             if chunk.token_ids and (request.mode != "prefix" or context.exact)
         ]
-        return partial(self.store.get, fetched=self.store.fetch_ahead(keys))
+        return partial(self.store.get, fetched=self.store.fetch_many(keys))
 
-    def _resident(self, request: Request, fused: FusedKV) -> int:
+    def _copy_resident_rows(self, request: EngineRequest, fused: FusedKV) -> int:
         """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
         prompt, conversation = request.prompt, request.conversation
         if conversation is not None and conversation.fused is not None:
@@ -163,9 +167,11 @@ class BlendingEngine(EngineBase):
         fused.copy_front(prefix, prefix.length)
         return prefix.length
 
-    def _lookup(self, request: Request, num_resident: int, damaged: set[str], find: Find) -> Found:
+    def _lookup(
+        self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet
+    ) -> PromptLookup:
         """The prompt's stored chunks, each from the best context that it is stored behind."""
-        found: dict[int, tuple[Placement, Context]] = {}
+        placed_chunks: dict[int, tuple[Placement, LookupContext]] = {}
         for segment, candidates in self._contexts(request.prompt):
             if segment.start < num_resident:
                 continue
@@ -173,75 +179,77 @@ class BlendingEngine(EngineBase):
                 if request.mode == "prefix" and not context.exact:
                     continue
                 key = self._key(context.token_ids, segment.token_ids, context.name)
-                kv = find(key, segment.token_ids) if key not in damaged else None
+                kv = store_get(key, segment.token_ids) if key not in damaged else None
                 if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
                     placed = Placement(kv, segment.start, context.exact, context.policy != "none")
-                    found[segment.start] = (placed, context)
+                    placed_chunks[segment.start] = (placed, context)
                     break
-        return Found(num_resident, found)
+        return PromptLookup(num_resident, placed_chunks)
 
-    def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[Context]]]:
+    def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[LookupContext]]]:
         """The chunks of `prompt`, and what to look for each behind, the best first."""
         token_ids, num_prefix = prompt.token_ids, len(prompt.prefix_ids)
         for segment in prompt.chunk_segments:
-            yield segment, contexts(token_ids, segment.start, num_prefix, self.default_prefix_ids, self.context)
+            yield segment, lookup_contexts(token_ids, segment.start, num_prefix, self.default_prefix_ids, self.context)
 
     # -- decide
 
-    def _decide(self, request: Request, found: Found) -> Decided:
+    def _decide(self, request: EngineRequest, lookup: PromptLookup) -> BlendDecision:
         """Rule, ratio and layers: what was asked for or calibrated, then what this machine's loading hides.
 
         A default rule whose probe does not pay gives way to one without.
         """
         num_layers, fit, ratio = self.layers.num_layers, request.calibrated, request.ratio
         if request.mode != "blend":
-            return Decided(Choice(find_rule(request.rule, num_layers), NO_RECOMPUTE, ()), 0.0)
-        num_tokens, num_stored = request.prompt.num_tokens, found.num_stored
-        if request.adapts and found.chunks and self.machine is not None:
+            return BlendDecision(SelectionPlan(find_rule(request.rule, num_layers), NO_RECOMPUTE, ()), 0.0)
+        num_tokens, num_stored = request.prompt.num_tokens, lookup.num_stored
+        if request.adapts_ratio and lookup.chunks and self.machine is not None:
             # What is not in memory by now is read from the disk: a remote tier has sent its chunks before the lookup.
-            to_load = sum(each.kv.nbytes for each in found.placements if not isinstance(each.kv, MemoryKV))
-            asks_first = find_rule(request.rule if fit is None else fit.rule, num_layers).asks_first
-            at_hand = found.num_resident + num_stored
-            hidden = decide(self.machine, ratio, num_tokens, at_hand, {"disk": to_load}, asks_first)
+            to_load = sum(each.kv.nbytes for each in lookup.placements if not isinstance(each.kv, MemoryKV))
+            asks_first = find_rule(request.rule if fit is None else fit.rule, num_layers).probes_before_selection
+            num_available = lookup.num_resident + num_stored
+            hidden = decide_reuse(self.machine, ratio, num_tokens, num_available, {"disk": to_load}, asks_first)
             ratio = hidden.ratio
-            if hidden.refused:
-                return Decided(Choice(find_rule(request.rule, num_layers), NO_RECOMPUTE, ()), 1.0, hidden.refused)
-        choice = settle(
+            if hidden.fallback_reason:
+                return BlendDecision(
+                    SelectionPlan(find_rule(request.rule, num_layers), NO_RECOMPUTE, ()), 1.0, hidden.fallback_reason
+                )
+        choice = plan_selection(
             request.rule,
             ratio,
             num_layers,
-            num_fresh=num_tokens - found.num_resident - num_stored,
-            num_candidates=sum(each.kv.header.num_tokens for each in found.placements if not each.exact),
+            num_fresh=num_tokens - lookup.num_resident - num_stored,
+            num_candidates=sum(each.kv.header.num_tokens for each in lookup.placements if not each.exact),
             num_chunk_tokens=num_stored,
-            fitted=fit.reads if fit is not None else None,
+            fitted=fit.rule_and_layer if fit is not None else None,
             global_layers=self.layers.global_layers,
         )
-        return Decided(choice, ratio)
+        return BlendDecision(choice, ratio)
 
-    def _refused(self, request: Request, reason: str) -> Prefilled:
+    def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Full prefill, because it is faster than what is stored; said in the report, and in the log the first time."""
-        if not self._has_refused:
+        if not self._has_warned_fallback:
             log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", reason)
-            self._has_refused = True
-        prefilled = self._full(request)
+            self._has_warned_fallback = True
+        prefilled = self._full_prefill(request)
         prefilled.report.refused_reason = reason
         return prefilled
 
     # -- place and fuse
 
-    def _place(self, request: Request, found: Found, choice: Choice) -> FusePlan:
+    def _build_plan(self, request: EngineRequest, lookup: PromptLookup, choice: SelectionPlan) -> FusePlan:
         """What is where in the prompt, and what is to be computed of it."""
         prompt = request.prompt
         return FusePlan(
             self._ids(prompt.token_ids),
-            found.placements,
+            lookup.placements,
             choice.rule,
             choice.checks,
-            found.num_resident,
+            lookup.num_resident,
             seed=request.options.seed or 0,
             probe_layers=choice.probe_layers,
             question_start=next((segment.start for segment in prompt.segments if segment.kind == "suffix"), None),
-            separators=self._separators(prompt),
+            template_mask=self._separators(prompt),
         )
 
     def _separators(self, prompt: TokenizedPrompt) -> Tensor:
@@ -252,7 +260,7 @@ class BlendingEngine(EngineBase):
             separators[segment.end - segment.num_tail : segment.end] = b"\1" * segment.num_tail
         return torch.frombuffer(separators, dtype=torch.bool).to(self.layers.device)
 
-    def _fuse(self, plan: FusePlan, fused: FusedKV) -> tuple[Fused, LayerLoader]:
+    def _fuse(self, plan: FusePlan, fused: FusedKV) -> tuple[FuseResult, LayerLoader]:
         """Fuse `plan` into `fused` while the loader runs a layer ahead; the loader, closed, knows its times."""
         layers = self.layers
         ends_s: list[float] | None = None if self.timelines is None else []
@@ -267,14 +275,14 @@ class BlendingEngine(EngineBase):
             movable=layers,
         ) as loader:
             result = fuse(layers, plan, fused, loader, ends_s)
-        result.charge_once(loader.num_computed * layers.kv_share, plan)
+        result.add_fixed_cost(loader.num_computed * layers.kv_share, plan)
         if self.timelines is not None and ends_s is not None:
             self.timelines.append(loader.timeline(ends_s))
         if layers.device.type == "cuda":
             torch.cuda.synchronize(layers.device)
         return result, loader
 
-    def _full(self, request: Request) -> Prefilled:
+    def _full_prefill(self, request: EngineRequest) -> PrefillResult:
         """Full prefill: the model's own forward, no reuse."""
         start_s = perf_counter()
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
@@ -282,26 +290,28 @@ class BlendingEngine(EngineBase):
         segments = request.prompt.chunk_segments
         report.chunks = [ChunkReport(_source(segment), segment.num_tokens, hit=False) for segment in segments]
         report.charged_budget = report.charged_budget_32 = 1.0 if segments else 0.0
-        return Prefilled(FusedKV(layers, request.prompt.num_tokens), logits, report)
+        return PrefillResult(FusedKV(layers, request.prompt.num_tokens), logits, report)
 
     # -- report
 
-    def _report(self, request: Request, found: Found, decided: Decided, plan: FusePlan, result: Fused) -> BlendReport:
+    def _build_report(
+        self, request: EngineRequest, lookup: PromptLookup, decided: BlendDecision, plan: FusePlan, result: FuseResult
+    ) -> BlendReport:
         """What was reused and recomputed, per chunk and in all."""
         rule = plan.rule.name if request.mode == "blend" else "none"
         report = BlendReport(request.mode, rule, decided.ratio)
         report.predicted_agreement = request.predicted_agreement(decided.ratio)
         segments = request.prompt.chunk_segments
         report.chunks = [ChunkReport(_source(segment), segment.num_tokens, hit=False) for segment in segments]
-        note_fused(report, (segment.start for segment in segments), found.chunks, plan, result)
+        record_fusion(report, (segment.start for segment in segments), lookup.chunks, plan, result)
         return report
 
-    def _misses(self, request: Request, found: Found) -> tuple[Segment, ...]:
+    def _misses(self, request: EngineRequest, lookup: PromptLookup) -> tuple[Segment, ...]:
         """The chunks to be stored for the next time: those that are not."""
         if request.mode == "prefix":
             return ()
         segments = request.prompt.chunk_segments
-        return tuple(each for each in segments if each.start >= found.num_resident and each.start not in found.chunks)
+        return tuple(each for each in segments if each.start >= lookup.num_resident and each.start not in lookup.chunks)
 
     # -- KV of prefixes
 
@@ -311,14 +321,14 @@ class BlendingEngine(EngineBase):
         if known is None:
             known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
             if prefix_ids:
-                self._fuse_simply(FusePlan(self._ids(prefix_ids), ()), known)
+                self._fuse_untimed(FusePlan(self._ids(prefix_ids), ()), known)
             self._prefixes[prefix_ids] = known
             if len(self._prefixes) > _PREFIXES_KEPT:
                 self._prefixes.popitem(last=False)
         self._prefixes.move_to_end(prefix_ids)
         return known
 
-    def _behind(self, behind: Behind) -> FusedKV:
+    def _ingestion_context_kv(self, behind: IngestionContext) -> FusedKV:
         """KV of the default prefix and of what a chunk is to be computed behind.
 
         Chunks in it that are stored are placed as they are, nearly for nothing; what is not is computed, over them. So
@@ -329,21 +339,21 @@ class BlendingEngine(EngineBase):
             return prefix
         ids, damaged = self._ids(self.default_prefix_ids + behind.token_ids), set[str]()
         while True:
-            placed = tuple(self._placed_behind(behind, prefix.length, damaged))
+            placed = tuple(self._place_context_chunks(behind, prefix.length, damaged))
             fused = FusedKV.allocate(self.layers.kv_shapes, len(ids), self.layers.like)
             fused.copy_front(prefix, prefix.length)
             plan = FusePlan(ids, placed, num_resident=prefix.length, num_fused=len(ids))
             try:
-                self._fuse_simply(plan, fused)
+                self._fuse_untimed(plan, fused)
             except DamagedEntryError as error:
                 log.warning("%s; computing it again", error)
                 damaged.add(error.key)
                 continue
             return fused
 
-    def _placed_behind(self, behind: Behind, start: int, damaged: set[str]) -> Iterator[Placement]:
+    def _place_context_chunks(self, behind: IngestionContext, start: int, damaged: set[str]) -> Iterator[Placement]:
         """The chunks in `behind`, which begins at position `start`, that are stored alone."""
-        num_joint, first = len(self.segmenter.joint_ids), start
+        num_joint, first = len(self.segmenter.delimiter_ids), start
         for part in behind.parts:
             ids = part[: len(part) - num_joint]
             key = self.key_of(ids)
@@ -352,7 +362,7 @@ class BlendingEngine(EngineBase):
                 yield Placement(kv, start, exact=start == first)
             start += len(part)
 
-    def _fuse_simply(self, plan: FusePlan, fused: FusedKV) -> None:
+    def _fuse_untimed(self, plan: FusePlan, fused: FusedKV) -> None:
         layers = self.layers
         with LayerLoader(plan.placements, layers.num_layers, layers.place_keys, fused, layers.device) as loader:
             fuse(layers, plan, fused, loader)

@@ -15,28 +15,41 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ragblend.engine.batch_order import order_by_shared_chunks
 from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
-from ragblend.engine.fusion.lookup import ALONE, Behind
-from ragblend.engine.fusion.packing import CPU_PASS_TOKENS, GPU_PASS_TOKENS, LEAST_PASS_TOKENS, Item, prefill_all
+from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
+from ragblend.engine.fusion.packing import (
+    CPU_PASS_TOKENS,
+    GPU_PASS_TOKENS,
+    LEAST_PASS_TOKENS,
+    PrefillItem,
+    prefill_missing,
+)
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request, Step
-from ragblend.engine.many import grouped
+from ragblend.engine.generation import (
+    Conversation,
+    DecodeStep,
+    EngineKeywords,
+    EngineRequest,
+    GenerationStream,
+    PrefillResult,
+)
 from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.kv import KVHeader, MemoryKV, dtype_name, stored_as
+from ragblend.engine.store.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.quantize import stored_bytes_per_token
-from ragblend.engine.store.tiered import Prefetches, WorksInBackground, disk_tier, kv_dtype_of, tiers_of
+from ragblend.engine.store.tiered import BackgroundWriter, PrefetchingStore, disk_tier, kv_dtype_of, tiers_of
 from ragblend.engine.transformers.blend import BlendingEngine
-from ragblend.engine.transformers.constrain import Grammars
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised
-from ragblend.engine.tuning.calibration import Calibrations
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.transformers.structured_outputs import GrammarCompiler
+from ragblend.engine.tuning.calibration import CalibrationCache
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
@@ -67,10 +80,10 @@ class TransformersEngine(BlendingEngine):
         self.batch = ContinuousBatch(self._decode, max_num_seqs)
         disk = disk_tier(store)
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
-        self.calibrations = Calibrations(root, self.fingerprint, layers.num_layers, key)
-        self._grammars = Grammars(segmenter, layers.config.vocab_size, self.stop_ids())
+        self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
+        self._grammars = GrammarCompiler(segmenter, layers.config.vocab_size, self.stop_ids())
         if check:
-            in_pieces = layers.prefill_in_pieces if is_quantised(layers.config) else None
+            in_pieces = layers.chunked_prefill if is_quantised(layers.config) else None
             self_check(layers, layers.config.vocab_size, self.name, in_pieces)
 
     @property
@@ -99,32 +112,35 @@ class TransformersEngine(BlendingEngine):
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
         for needs_others in (False, True):
             items = (
-                Item(*self._chunk_ids(chunk))
+                PrefillItem(*self._chunk_ids(chunk))
                 for chunk in chunks
-                if (isinstance(chunk, Chunk) and bool(chunk.behind)) == needs_others
+                if (isinstance(chunk, Chunk) and bool(chunk.context_texts)) == needs_others
             )
-            yield from prefill_all(items, self._is_missing, self._prefill_chunks, self.store.put, limit)
+            yield from prefill_missing(items, self._is_missing, self._prefill_chunks, self.store.put, limit)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
-        if isinstance(self.store, Prefetches):
-            self.store.prefetch(self.keys_ahead(chunks))
+        if isinstance(self.store, PrefetchingStore):
+            self.store.prefetch(self.likely_keys(chunks))
 
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
         """`precompute` of a chunk that is token ids already, behind what is."""
-        if not self._is_missing(Item(token_ids, behind)):
+        if not self._is_missing(PrefillItem(token_ids, behind)):
             return 0
         (kv,) = self._prefill_chunks([token_ids], behind)
         self.store.put(kv)
         return kv.nbytes
 
-    def _is_missing(self, item: Item) -> bool:
+    def _is_missing(self, item: PrefillItem) -> bool:
         self.check_process()
         return bool(item.token_ids) and not self.store.contains(self.key_of(*item))
 
-    def _prefill_chunks(self, chunks: Sequence[tuple[int, ...]], behind: Behind = ALONE) -> list[MemoryKV]:
-        """The KV of chunks of token ids behind the default prefix and `behind`, each for itself, all in one pass."""
-        behind.check()
+    def _prefill_chunks(
+        self, chunks: Sequence[tuple[int, ...]], behind: IngestionContext = NO_CONTEXT
+    ) -> list[MemoryKV]:
+        """The KV of chunks of token ids behind the default prefix and `context_texts`, each for itself, all in one
+        pass."""
+        behind.validate()
         prefix_ids, dtype = self.default_prefix_ids + behind.token_ids, dtype_name(self.layers.dtype)
         headers = []
         for ids in chunks:
@@ -134,28 +150,28 @@ class TransformersEngine(BlendingEngine):
         num_more = LEAST_PASS_TOKENS - sum(map(len, chunks)) if self.layers.device.type == "cpu" else 0
         filler = [replace(headers[0], token_ids=chunks[0][:1] * num_more)] if num_more > 0 else []
         with self._lock:
-            context = self._behind(behind)
+            context = self._ingestion_context_kv(behind)
             found = prefill_chunks(self.layers, context, [*headers, *filler])[: len(headers)]
-        return [stored_as(kv, kv_dtype_of(self.store)) for kv in found]
+        return [convert_kv_dtype(kv, kv_dtype_of(self.store)) for kv in found]
 
     # -- answering
 
-    def generate(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Generation:
+    def generate(self, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> Generation:
         """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
         stream = self.stream(prompt, **options)
-        (error,) = self.batch.finish([stream])
+        (error,) = self.batch.run_until_done([stream])
         if error is not None:
             raise error
         return stream.result
 
-    def generate_batch(self, prompts: Sequence[SegmentedPrompt], **options: Unpack[Options]) -> list[Generation]:
+    def generate_batch(self, prompts: Sequence[SegmentedPrompt], **options: Unpack[EngineKeywords]) -> list[Generation]:
         """`generate` of each, their tokens decoded together, `max_num_seqs` at a time.
 
         Where the memory tier has no room for the chunks of all, prompts that share chunks are answered one behind the
         other (see `many`). Raises the first error there was, once the others have ended.
         """
         streams = {place: self.stream(prompts[place], **options) for place in self._grouped(prompts)}
-        for error in self.batch.finish(list(streams.values())):
+        for error in self.batch.run_until_done(list(streams.values())):
             if error is not None:
                 raise error
         return [streams[place].result for place in range(len(prompts))]
@@ -166,7 +182,7 @@ class TransformersEngine(BlendingEngine):
         if memory is None or len(tiers_of(self.store)) == 1 or len(prompts) < 3:
             return range(len(prompts))
         nbytes: dict[str, int] = {}
-        keys = [self.keys_ahead(prompt.chunks) for prompt in prompts]
+        keys = [self.likely_keys(prompt.chunks) for prompt in prompts]
         for prompt, own in zip(prompts, keys, strict=True):
             # One size for all keys of a prompt, the mean of its chunks: a key does not say which chunk it is of.
             num_tokens = sum(self.segmenter.count_tokens(chunk.text) for chunk in prompt.chunks)
@@ -174,9 +190,9 @@ class TransformersEngine(BlendingEngine):
                 nbytes.setdefault(key, num_tokens * self.bytes_per_token // max(1, len(prompt.chunks)))
         if sum(nbytes.values()) <= memory.capacity_bytes:
             return range(len(prompts))
-        return grouped(keys, nbytes, memory.capacity_bytes)
+        return order_by_shared_chunks(keys, nbytes, memory.capacity_bytes)
 
-    def stream(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> GenerationStream:
+    def stream(self, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> GenerationStream:
         """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
 
         Options are checked here, before the first piece. Closing the stream early frees the engine, and closing the
@@ -186,9 +202,9 @@ class TransformersEngine(BlendingEngine):
         if not self._shadow.share or request.mode not in ("blend", "reuse"):
             return GenerationStream(self, request)
 
-        def shadowed(prefilled: Prefilled, answer: Generation) -> None:
+        def shadowed(prefilled: PrefillResult, answer: Generation) -> None:
             logits = prefilled.logits  # and not the KV, which would stay until full prefill has run
-            self._shadow.consider(lambda: compare_with_full(self, request, logits, answer), answer.report)
+            self._shadow.submit(lambda: compare_with_full(self, request, logits, answer), answer.report)
 
         return GenerationStream(self, request, shadowed)
 
@@ -198,28 +214,32 @@ class TransformersEngine(BlendingEngine):
         *,
         conversation: Conversation | None = None,
         **options: Unpack[GenerationKeywords],
-    ) -> Request:
+    ) -> EngineRequest:
         """What to answer and how, tokenized and checked; `prefill` takes it for logits without an answer.
 
         `options` are GenerationOptions. With a `conversation`, earlier turns are not prefilled again. Raises
         PromptTooLongError beyond the model's context, UsageError for bad values.
         """
-        asked = GenerationOptions(**options)
-        self._check_prompt(prompt, asked.stops)
-        find_rule(asked.rule, self.layers.num_layers)
+        generation_options = GenerationOptions(**options)
+        self._check_prompt(prompt, generation_options.stops)
+        find_rule(generation_options.rule, self.layers.num_layers)
         tokenized = self.segmenter.tokenize(prompt)
-        choice = self.calibrations.choose(tokenized.prefix_ids, asked.rule, asked.recompute_ratio)
+        choice = self.calibrations.resolve_request_tuning(
+            tokenized.prefix_ids, generation_options.rule, generation_options.recompute_ratio
+        )
         self._check_length(tokenized.num_tokens + 1, "prompt")
-        return Request(
+        return EngineRequest(
             tokenized,
-            asked.mode,
-            asked.rule,
+            generation_options.mode,
+            generation_options.rule,
             choice.ratio,
-            asked,
+            generation_options,
             conversation,
             choice.fit,
-            adapts=asked.mode == "blend" and choice.is_auto_ratio,
-            grammar=self._grammars.compile(asked.structured_outputs) if asked.structured_outputs is not None else None,
+            adapts_ratio=generation_options.mode == "blend" and choice.is_auto_ratio,
+            grammar=self._grammars.compile(generation_options.structured_outputs)
+            if generation_options.structured_outputs is not None
+            else None,
         )
 
     @torch.inference_mode()
@@ -234,26 +254,26 @@ class TransformersEngine(BlendingEngine):
             return self.layers.logits(hidden[-1:])[0]
 
     @torch.inference_mode()
-    def _decode(self, steps: Sequence[Step]) -> Sequence[Tensor]:
+    def _decode(self, steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         """`decode_step` of each, at once; of several they are the same up to float noise."""
         if len(steps) == 1:
             return [self.decode_step(steps[0].tokens, steps[0].fused)]
         with self._lock:
-            logits = self.layers.run_joined([step.tokens for step in steps], [step.fused for step in steps])
+            logits = self.layers.run_decode_batch([step.tokens for step in steps], [step.fused for step in steps])
             for step in steps:
                 step.fused.length += len(step.tokens)
             return logits.unbind()
 
     def backfill(self, misses: Sequence[Segment]) -> None:
         """Precompute `misses` of a prompt for the next time, in the background, unless `on_miss` is "inline"."""
-        self._store_later(misses)
+        self._queue_backfill(misses)
 
     def close(self) -> None:
         """Finish background work, the store's within its time limit, and release the threads."""
         if not self.is_usable:
             return
         super().close()
-        if isinstance(self.store, WorksInBackground):
+        if isinstance(self.store, BackgroundWriter):
             self.store.close()
 
     def stop_ids(self) -> frozenset[int]:

@@ -1,8 +1,9 @@
 """What differs between decoder families, and which decoders cannot be fused. A MODEL FAMILY IS ADDED HERE.
 
 Most families (Llama, Mistral, Qwen2, Qwen3, Gemma, Granite, ...) are made of the same parts under the same names and
-need nothing. One that makes its keys and values otherwise is a subclass of `Family` in FAMILIES; the families that the
-tests run are a table in tests/conftest.py. Every model passes `self_check` against its own prefill when it is loaded.
+need nothing. One that makes its keys and values otherwise is a subclass of `AttentionFamily` in FAMILIES; the families
+that the tests run are a table in tests/conftest.py. Every model passes `self_check` against its own prefill when it is
+loaded.
 
 Knows transformers' modules by their attributes.
 """
@@ -19,7 +20,7 @@ from ragblend.engine.fusion.rope import exact_context
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UnsupportedModelError
 
-_WAY_OUT = (
+_FIX_HINT = (
     "ragblend fuses decoders whose layers are all attention with RoPE, over everything or a sliding window: Llama, "
     "Mistral, Qwen2, Qwen3, Phi-3, Gemma 1 to 3, gpt-oss, DeepSeek V2 and V3 and their relatives"
 )
@@ -30,10 +31,10 @@ WINDOWED = "sliding_attention"
 _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurrent"})
 
 
-class Family:
+class AttentionFamily:
     """How one model's layers make keys and values: separate projections, and a norm of each head's keys, if any."""
 
-    tapped = "k_proj"  # the module whose output `tapped_keys` makes pre-RoPE keys of
+    key_module = "k_proj"  # the module whose output `keys_from_output` makes pre-RoPE keys of
     half_tables = False  # whether the rotary module gives each angle once, for both dimensions that it turns
     complex_tables = False  # and as one complex number
 
@@ -56,25 +57,25 @@ class Family:
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Pre-RoPE keys, after a QK-norm, and values, [R, H, D] each, of `normed` [R, hidden size]."""
-        keys = self.heads(attention.k_proj(normed))
+        keys = self.split_heads(attention.k_proj(normed))
         if hasattr(attention, "k_norm"):
             keys = attention.k_norm(keys)
-        return keys, self.heads(attention.v_proj(normed))
+        return keys, self.split_heads(attention.v_proj(normed))
 
-    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
         """[R, H, D] of what the tapped module put out. Normed once more: some norm [R, H, D], others [H, R, D]."""
-        keys = self.heads(output)
+        keys = self.split_heads(output)
         return attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
 
-    def heads(self, projected: Tensor) -> Tensor:
+    def split_heads(self, projected: Tensor) -> Tensor:
         """[R, H * D] -> [R, H, D]."""
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
 
-class FusedProjection(Family):
+class PackedQKVProjection(AttentionFamily):
     """Queries, keys and values from one matrix (Phi-3)."""
 
-    tapped = "qkv_proj"
+    key_module = "qkv_proj"
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
@@ -88,18 +89,18 @@ class FusedProjection(Family):
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
         """The last two parts of its output [R, (Hq + 2H) * D]."""
         qkv, width = attention.qkv_proj(normed), self.num_kv_heads * self.head_dim
-        return self.heads(qkv[..., -2 * width : -width]), self.heads(qkv[..., -width:])
+        return self.split_heads(qkv[..., -2 * width : -width]), self.split_heads(qkv[..., -width:])
 
-    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
         """The keys' part."""
         width = self.num_kv_heads * self.head_dim
-        return self.heads(output[..., -2 * width : -width])
+        return self.split_heads(output[..., -2 * width : -width])
 
 
-class NormOverHeads(Family):
+class JointHeadNorm(AttentionFamily):
     """One norm over the keys of all heads (OLMo 2, OLMoE)."""
 
-    tapped = "k_norm"
+    key_module = "k_norm"
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
@@ -110,14 +111,14 @@ class NormOverHeads(Family):
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
         """The norm comes before the heads are told apart."""
-        return self.heads(attention.k_norm(attention.k_proj(normed))), self.heads(attention.v_proj(normed))
+        return self.split_heads(attention.k_norm(attention.k_proj(normed))), self.split_heads(attention.v_proj(normed))
 
-    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
         """They are normed."""
-        return self.heads(output)
+        return self.split_heads(output)
 
 
-class Clipped(Family):
+class ClippedQKV(AttentionFamily):
     """Keys and values within bounds (OLMo)."""
 
     @classmethod
@@ -131,13 +132,13 @@ class Clipped(Family):
         keys, values = super().keys_and_values(attention, normed)
         return keys.clamp(-bound, bound), values.clamp(-bound, bound)
 
-    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
         """The projection is tapped before it is clipped."""
         bound = attention.config.clip_qkv
-        return super().tapped_keys(attention, output).clamp(-bound, bound)
+        return super().keys_from_output(attention, output).clamp(-bound, bound)
 
 
-class WithSinks(Family):
+class SinkAttention(AttentionFamily):
     """Sinks in the softmax, and angles given once (gpt-oss)."""
 
     half_tables = True
@@ -148,7 +149,7 @@ class WithSinks(Family):
         return hasattr(attention, "sinks") and super().fits(attention)
 
 
-class Latent(Family):
+class LatentAttention(AttentionFamily):
     """One latent vector per token, of which each layer expands keys and values of all heads, and one rotated part of
     the keys that they share: MLA (DeepSeek V3, GLM-4 MoE Lite).
 
@@ -156,7 +157,7 @@ class Latent(Family):
     moves the latent by a sum of changes moves keys and values by the sum of theirs.
     """
 
-    tapped = "kv_a_proj_with_mqa"
+    key_module = "kv_a_proj_with_mqa"
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -178,28 +179,28 @@ class Latent(Family):
         """Of its output [R, rank + D] the last, and the first, normed."""
         projected = attention.kv_a_proj_with_mqa(normed)
         latent = attention.kv_a_layernorm(projected[..., : self.rank])
-        return self.tapped_keys(attention, projected), latent[..., None, :]
+        return self.keys_from_output(attention, projected), latent[..., None, :]
 
-    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
         """The part that is rotated."""
         keys = output[..., None, self.rank :]
         return _apart(keys) if self.in_pairs else keys
 
-    def held(self, cached: LayerKV) -> LayerKV:
+    def to_stored(self, cached: LayerKV) -> LayerKV:
         """What a layer gives its cache, [1, T, D]: the latent for keys, the rotated part, taken apart, for values."""
         return LayerKV(cached.values, cached.keys)
 
-    def cached(self, held: LayerKV) -> LayerKV:
-        """What a layer wants of its cache: `held`, undone."""
+    def from_stored(self, held: LayerKV) -> LayerKV:
+        """What a layer wants of its cache: `to_stored`, undone."""
         return LayerKV(held.values, held.keys)
 
-    def attended(self, layers: Sequence[Any], layer: int, held: LayerKV) -> LayerKV:
+    def expand_kv(self, layers: Sequence[Any], layer: int, held: LayerKV) -> LayerKV:
         """The keys, rotated, and values [heads, T, D] that queries meet: the layer itself expands what is held."""
-        keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.cached(held)))
+        keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(held)))
         return LayerKV(keys[0], values[0])
 
 
-class LatentInPairs(Latent):
+class InterleavedLatentAttention(LatentAttention):
     """MLA whose neighbouring dimensions turn, by complex numbers, and stay where they are (DeepSeek V2)."""
 
     half_tables = complex_tables = True
@@ -213,11 +214,11 @@ class LatentInPairs(Latent):
         """By its name: nothing else about it is different."""
         return super().fits(attention) and attention.config.model_type == "deepseek_v2"
 
-    def held(self, cached: LayerKV) -> LayerKV:
+    def to_stored(self, cached: LayerKV) -> LayerKV:
         """Here the dimensions that turn together are half the width apart."""
         return LayerKV(_apart(cached.values), cached.keys)
 
-    def cached(self, held: LayerKV) -> LayerKV:
+    def from_stored(self, held: LayerKV) -> LayerKV:
         """Neighbours again, as the queries have them."""
         return LayerKV(held.values, torch.stack(held.keys.chunk(2, dim=-1), dim=-1).flatten(-2))
 
@@ -227,15 +228,21 @@ def _apart(pairs: Tensor) -> Tensor:
     return torch.cat((pairs[..., 0::2], pairs[..., 1::2]), dim=-1)
 
 
-FAMILIES: tuple[type[Family], ...] = (
-    FusedProjection, NormOverHeads, Clipped, WithSinks, LatentInPairs, Latent, Family,
-)  # fmt: skip
+FAMILIES: tuple[type[AttentionFamily], ...] = (
+    PackedQKVProjection,
+    JointHeadNorm,
+    ClippedQKV,
+    SinkAttention,
+    InterleavedLatentAttention,
+    LatentAttention,
+    AttentionFamily,
+)
 """The first that fits is taken."""
 
 
-def family_of(model: Any) -> Family:
+def family_of(model: Any) -> AttentionFamily:
     """How `model` makes keys and values. Raises UnsupportedModelError unless every layer can be fused exactly."""
-    refuse_unsupported(model)
+    reject_unsupported_model(model)
     attention = text_decoder(model).layers[0].self_attn
     return next(family(model.config.get_text_config()) for family in FAMILIES if family.fits(attention))
 
@@ -269,36 +276,37 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == WINDOWED else None for kind in kinds)
 
 
-def refuse_unsupported(model: Any) -> None:
+def reject_unsupported_model(model: Any) -> None:
     """Raise UnsupportedModelError, naming the layer type and the way out, unless every layer can be fused exactly."""
     config, name = model.config.get_text_config(), type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ())
-    foreign = sorted(kinds - {"full_attention", WINDOWED})
+    unsupported_types = sorted(kinds - {"full_attention", WINDOWED})
     if not _RECURRENT.isdisjoint(kinds):
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(foreign)}, which keep one state of everything before them: the "
-            f"states of chunks computed apart cannot be put together. {_WAY_OUT}"
+            f"{name} has layers of type {', '.join(unsupported_types)}, which keep one state of everything before "
+            f"them: the states of chunks computed apart cannot be put together. {_FIX_HINT}"
         )
     if getattr(config, "index_topk", None) is not None:
         raise UnsupportedModelError(
             f"{name} has multi-head latent attention (MLA) with an index, which chooses the tokens that are seen by "
-            f"keys of its own: ragblend does not store those. {_WAY_OUT}"
+            f"keys of its own: ragblend does not store those. {_FIX_HINT}"
         )
     decoder = text_decoder(model)
     if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
-        raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_WAY_OUT}")
-    if foreign:
+        raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_FIX_HINT}")
+    if unsupported_types:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(foreign)}, whose KV cannot be moved within a prompt. {_WAY_OUT}"
+            f"{name} has layers of type {', '.join(unsupported_types)}, whose KV cannot be moved within a "
+            f"prompt. {_FIX_HINT}"
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModelError(
-            f"{name} lets tokens see later ones (use_bidirectional_attention), so no chunk's KV is its own. {_WAY_OUT}"
+            f"{name} lets tokens see later ones (use_bidirectional_attention), so no chunk's KV is its own. {_FIX_HINT}"
         )
     for index, layer in enumerate(decoder.layers):
         attention = getattr(layer, "self_attn", None)
         fits = attention is not None and any(family.fits(attention) for family in FAMILIES)
         if not fits or not hasattr(layer, "input_layernorm"):
             kind = type(attention if attention is not None else layer).__name__
-            raise UnsupportedModelError(f"layer {index} of {name} is a {kind}, which ragblend cannot fuse. {_WAY_OUT}")
+            raise UnsupportedModelError(f"layer {index} of {name} is a {kind}, which ragblend cannot fuse. {_FIX_HINT}")
     context_length(config)

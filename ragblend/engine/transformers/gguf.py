@@ -22,14 +22,14 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 _HEAD_BYTES = 1 << 26  # metadata and the table of tensors stand before the tensors
 
 
-class Named(NamedTuple):
+class GgufReference(NamedTuple):
     """A GGUF by name: `file` in `place`, a directory or a Hugging Face repo; a file of this machine has none."""
 
     place: str
     file: str
 
 
-def named_gguf(model: str) -> Named | None:
+def parse_gguf_reference(model: str) -> GgufReference | None:
     """What `model` means if it names a GGUF.
 
     >>> named_gguf("org/repo:model-Q4_K_M.gguf"), named_gguf("models/mine.gguf"), named_gguf("org/repo")
@@ -44,7 +44,7 @@ def named_gguf(model: str) -> Named | None:
         )
     place, colon, file = model.rpartition(":")
     is_file = not colon or Path(model).expanduser().exists()
-    return Named("", model) if is_file else Named(place, file)
+    return GgufReference("", model) if is_file else GgufReference(place, file)
 
 
 def require_gguf() -> None:
@@ -63,7 +63,7 @@ def dequantised() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def refuse_unread_rope(path: Path, config: Any) -> None:
+def reject_unread_rope(path: Path, config: Any) -> None:
     """Raise UnsupportedModelError if the file scales its RoPE and `config`, which was made of it, does not."""
     known = getattr(config, "rope_parameters", None) or {}
     found = _rope_scaling(path)

@@ -21,32 +21,38 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, Queries, Sight, attend_rows
+from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionParams, ProbeQueries, attend_rows
+from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.protocols import FusedLayers, Told, Watch
+from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
-from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.store.kv import LayerKV
-from ragblend.engine.transformers.adapters import adapters_at_work
+from ragblend.engine.transformers.adapters import active_adapters
+from ragblend.engine.transformers.batched_decode import (
+    BatchedDecodeCache,
+    DecodeBatch,
+    SmallBatchMatmul,
+    assign_rows,
+    attend_batch,
+)
 from ragblend.engine.transformers.families import (
-    Latent,
+    LatentAttention,
     context_length,
     family_of,
     layer_windows,
     rope_parameters,
     text_decoder,
 )
-from ragblend.engine.transformers.joined import FewRows, Joined, JoinedCache, attend_joined, place
 from ragblend.errors import RagblendError
 
 ATTENTION = "ragblend"
 
 # Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
 # request to the next, each is as large as the rows it covers of the tables in `_rope`.
-TURNS_KEPT = 4
+MAX_CACHED_TABLES = 4
 
 
-class Packed(NamedTuple):
+class PackedSpans(NamedTuple):
     """Chunks side by side in one sequence, each behind the same prefix and unseen by the others."""
 
     prefix: LayerKV  # [H, P, D], keys rotated
@@ -54,7 +60,12 @@ class Packed(NamedTuple):
 
 
 def attend_packed(
-    query: Tensor, keys: Tensor, values: Tensor, packed: Packed, scale: float | None, sight: Sight = PLAIN
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: PackedSpans,
+    scale: float | None,
+    sight: AttentionParams = PLAIN,
 ) -> Tensor:
     """Causal attention of packed chunks: `query` [1, Hq, R, D]; `keys`, `values` [1, H, R, D] are the chunks' alone.
 
@@ -71,7 +82,7 @@ def attend_packed(
     return torch.cat(outputs, dim=2)
 
 
-def attend_as_written(
+def attend_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **kwargs: Any
 ) -> Tensor:
     """The attention that the model's own file spells out, for what no kernel of transformers' knows: [B, R, Hq, D].
@@ -101,9 +112,9 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     blend_rows: Tensor | None = None,
-    blend_watch: Watch | None = None,
-    blend_packed: Packed | None = None,
-    blend_joined: Joined | None = None,
+    blend_watch: QueryProbeHook | None = None,
+    blend_packed: PackedSpans | None = None,
+    blend_joined: DecodeBatch | None = None,
     blend_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -114,19 +125,19 @@ def _attention(
 
     Layers hand over a soft cap of scores, and sinks as `s_aux`. Their window is in the mask, and in `blend_window`.
     """
-    sight = Sight(blend_window, softcap, s_aux)
+    sight = AttentionParams(blend_window, softcap, s_aux)
     if blend_packed is not None:
         return attend_packed(query, key, value, blend_packed, scaling, sight).transpose(1, 2).contiguous(), None
     if blend_joined is not None:
-        return attend_joined(query, blend_joined, scaling, sight).transpose(1, 2).contiguous(), None
+        return attend_batch(query, blend_joined, scaling, sight).transpose(1, 2).contiguous(), None
     if blend_rows is None and (softcap is not None or s_aux is not None):
         bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
-        return attend_as_written(module, query, key, value, attention_mask, scaling=scaling, **bends), None
+        return attend_eager(module, query, key, value, attention_mask, scaling=scaling, **bends), None
     if blend_rows is None:
         output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
     if blend_watch is not None:
-        queries = Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, sight)
+        queries = ProbeQueries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, sight)
         watched = blend_watch(queries, key[0], value[0])
         if watched is not None:
             return watched[None].transpose(1, 2).contiguous(), None
@@ -140,7 +151,7 @@ def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     return attended
 
 
-def _plug_in(model: Any) -> None:
+def _install_attention(model: Any) -> None:
     """Have `model` run `_attention`, with the implementation that it has for its own forward inside."""
     own = model.config._attn_implementation or "sdpa"
     if own.startswith(ATTENTION):  # another engine's: both do the same
@@ -155,12 +166,16 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Stored KV in, fused KV out: `update` writes the fresh rows and returns the layer up to the last of them."""
 
     def __init__(
-        self, fused: FusedLayers, turns: _Turns, told: Told | None = None, latent: Latent | None = None
+        self,
+        fused: PromptKVBuffer,
+        turns: _RotaryTables,
+        hook: FreshKVHook | None = None,
+        latent: LatentAttention | None = None,
     ) -> None:
         super().__init__(layers=[])
         self._fused = fused
         self._turns = turns
-        self._told = told
+        self._hook = hook
         self._latent = latent
 
     def update(
@@ -170,14 +185,19 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         rows, _, end, cos, sin = self._turns
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
-            fresh = self._latent.held(fresh)
-        if self._told is not None:
-            places, tell = self._told
-            tell(LayerKV(unrotate(fresh.keys[:, places], cos[places], sin[places]), fresh.values[:, places]))
+            fresh = self._latent.to_stored(fresh)
+        if self._hook is not None:
+            row_indices, callback = self._hook
+            callback(
+                LayerKV(
+                    unrotate(fresh.keys[:, row_indices], cos[row_indices], sin[row_indices]),
+                    fresh.values[:, row_indices],
+                )
+            )
         self._fused.write(layer_idx, rows, *fresh)
         whole = LayerKV(self._fused.keys(layer_idx)[:, :end], self._fused.values(layer_idx)[:, :end])
         if self._latent is not None:
-            whole = self._latent.cached(whole)
+            whole = self._latent.from_stored(whole)
         return whole.keys[None], whole.values[None]
 
 
@@ -186,7 +206,7 @@ class _PackedCache(Cache):  # type: ignore[misc]
 
     values: Tensor  # [H, R, D]
 
-    def __init__(self, latent: Latent | None = None) -> None:
+    def __init__(self, latent: LatentAttention | None = None) -> None:
         super().__init__(layers=[])
         self._latent = latent
 
@@ -195,11 +215,11 @@ class _PackedCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """[1, H, R, D] each."""
         fresh = LayerKV(key_states[0], value_states[0])
-        self.values = (fresh if self._latent is None else self._latent.held(fresh)).values
+        self.values = (fresh if self._latent is None else self._latent.to_stored(fresh)).values
         return key_states, value_states
 
 
-class _Turns(NamedTuple):
+class _RotaryTables(NamedTuple):
     """The rotation of some rows."""
 
     rows: Tensor  # positions [R]
@@ -214,21 +234,21 @@ class TransformersLayers:
 
     def __init__(self, model: Any) -> None:
         self._family = family_of(model)
-        self._latent = self._family if isinstance(self._family, Latent) else None
-        _plug_in(model)
+        self._latent = self._family if isinstance(self._family, LatentAttention) else None
+        _install_attention(model)
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)
         self._layers = list(self._decoder.layers)
         self._rotary = self._decoder.rotary_emb
-        self.attended = None if self._latent is None else partial(self._latent.attended, self._layers)
+        self.expand_kv = None if self._latent is None else partial(self._latent.expand_kv, self._layers)
         """The keys and values [heads, T, D] that a layer's queries meet, where what is held of it is a latent."""
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
-        self._adapters = adapters_at_work(model) if getattr(model, "peft_config", None) else ""
-        self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
+        self._adapters = active_adapters(model) if getattr(model, "peft_config", None) else ""
+        self._turns: tuple[_RotaryTables, ...] = ()  # of the rows that were run or placed last, the latest first
         ropes = rope_parameters(self.config)
         self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
-        self._turns_kept = TURNS_KEPT * len(ropes)
+        self._turns_kept = MAX_CACHED_TABLES * len(ropes)
         self.context_length = context_length(self.config)
         self._windows = layer_windows(self.config)
         seeing_all = tuple(layer for layer, window in enumerate(self._windows) if window is None)
@@ -270,7 +290,7 @@ class TransformersLayers:
 
     def _check_adapters(self) -> None:
         """Raise RagblendError if the model's owner has switched adapters: stored KV would be another model's."""
-        if adapters_at_work(self.model) != self._adapters:
+        if active_adapters(self.model) != self._adapters:
             raise RagblendError(
                 "the model's adapters are not those any more with which its engine was made, whose KV is in the store; "
                 "switch back (set_adapter), or make an engine for each: load_engine((model, tokenizer), ...)"
@@ -287,29 +307,29 @@ class TransformersLayers:
         turns = self._turns_of(rows, self._kinds[layer])
         return rotate(keys, turns.cos, turns.sin)
 
-    def lift_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
+    def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """What `place_keys` has rotated to `rows` [R], before that: pre-RoPE keys [H, R, D]."""
         turns = self._turns_of(rows, self._kinds[layer])
         return unrotate(keys, turns.cos, turns.sin)
 
-    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None:
+    def add_key_drift(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None:
         """Add `by` [H, R, D] float32, before rotation, to keys [H, R, D] at positions `rows` [R], in place."""
         turns = self._turns_of(rows, self._kinds[layer])
         add_rotated(keys, by, turns.cos, turns.sin)
 
     def run_layer(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, told: Told | None = None
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshKVHook | None = None
     ) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
-        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), told, self._latent)
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), hook, self._latent)
         return self._run(layer, hidden, rows, cache, blend_rows=rows)
 
-    def run_layer_ahead(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
+    def run_probe_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None
     ) -> Tensor:
         """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
         cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), latent=self._latent)
-        return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=watch)
+        return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=probe_hook)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
         """The decoder layer itself over `rows`; `how` is for `_attention`."""
@@ -332,14 +352,14 @@ class TransformersLayers:
         return hidden[0]
 
     def run_layer_keeping_kv(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
         """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
-        hidden, keys = self._tapped(layer, lambda: self.run_layer(layer, hidden, rows, fused))
+        hidden, keys = self._run_capturing_keys(layer, lambda: self.run_layer(layer, hidden, rows, fused))
         return hidden, LayerKV(keys, fused.values(layer)[:, rows])
 
     def run_packed_layer(
-        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: FusedLayers
+        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
         """One decoder layer over chunks side by side: `hidden` [R, hidden size], of which `spans` are one chunk each.
 
@@ -348,33 +368,35 @@ class TransformersLayers:
         """
         length, cache = prefix.length, _PackedCache(self._latent)
         behind = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
-        packed = Packed(behind if self.attended is None else self.attended(layer, behind), spans)
-        hidden, keys = self._tapped(layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed))
+        packed = PackedSpans(behind if self.expand_kv is None else self.expand_kv(layer, behind), spans)
+        hidden, keys = self._run_capturing_keys(
+            layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed)
+        )
         return hidden, LayerKV(keys, cache.values)
 
-    def run_joined(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
+    def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
         """The next tokens of several prompts, one at least of each, through all layers: the logits [B, vocabulary] of
         what follows each. Their K/V go behind the `length` rows of each prompt's `fused`; the lengths stay."""
-        places = place([len(ids) for ids in token_ids], fused, self.device)
-        joined = Joined(places, JoinedCache(places, self._latent, self.attended))
+        places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
+        joined = DecodeBatch(places, BatchedDecodeCache(places, self._latent, self.expand_kv))
         rows = torch.cat([each.rows for each in places])
-        with FewRows():
+        with SmallBatchMatmul():
             hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
             for layer in range(self.num_layers):
                 hidden = self._run(layer, hidden, rows, joined.cache, blend_joined=joined)
             return self.logits(hidden[[each.span.stop - 1 for each in places]])
 
-    def _tapped(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def _run_capturing_keys(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """What `run` returns, and the pre-RoPE keys [H, R, D] that the layer computed meanwhile."""
         attention = self._layers[layer].self_attn
         tapped: list[Tensor] = []
-        source = getattr(attention, self._family.tapped)
+        source = getattr(attention, self._family.key_module)
         hook = source.register_forward_hook(lambda _m, _args, output: tapped.append(output))
         try:
             hidden = run()
         finally:
             hook.remove()
-        keys = self._family.tapped_keys(attention, tapped[0][0])  # without the batch dimension
+        keys = self._family.keys_from_output(attention, tapped[0][0])  # without the batch dimension
         return hidden, keys.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -393,7 +415,7 @@ class TransformersLayers:
         output = self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
         return output.logits[0, -1].float(), self._held(output.past_key_values)
 
-    def prefill_in_pieces(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
+    def chunked_prefill(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
         """`full_prefill`, by the same forward over the pieces between `cuts`, each over the KV of those before it."""
         cache, logits = DynamicCache(), torch.empty(0)
         for piece in token_ids.tensor_split(list(cuts)):
@@ -403,10 +425,10 @@ class TransformersLayers:
 
     def _held(self, cache: Any) -> list[LayerKV]:
         layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
-        return layers if self._latent is None else [self._latent.held(layer) for layer in layers]
+        return layers if self._latent is None else [self._latent.to_stored(layer) for layer in layers]
 
     @contextmanager
-    def as_checked(self, window: int) -> Iterator[None]:
+    def self_check_mode(self, window: int) -> Iterator[None]:
         """Inside, layers that see a window see that many tokens: a short prompt shows what a long one would.
 
         And in half precision all experts take part in every token: where a rounding chooses others, it is no rounding.
@@ -432,7 +454,7 @@ class TransformersLayers:
                 if hasattr(router, "topk_group"):
                     router.topk_group = groups
 
-    def _turns_of(self, rows: Tensor, kind: str) -> _Turns:
+    def _turns_of(self, rows: Tensor, kind: str) -> _RotaryTables:
         """The rotation of `rows` [R], in any order, gathered once for all layers of a kind that get the same tensor."""
         remembered = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
         for turns in remembered:
@@ -440,7 +462,7 @@ class TransformersLayers:
                 return turns
         end = max(on_host(rows), default=0) + 1  # packed chunks count anew: the last row need not be the highest
         cos, sin = self._rope(end, kind)
-        turns = _Turns(rows, kind, end, cos[rows], sin[rows])
+        turns = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
         self._turns = (turns, *remembered[: self._turns_kept - 1])
         return turns
 

@@ -23,10 +23,10 @@ from ragblend.engine.store.keys import default_digest_cache, digest_files, finge
 from ragblend.engine.store.kv import DTYPES, dtype_name
 from ragblend.engine.transformers.adapters import adapter_mark, base_of, is_adapter, with_adapter
 from ragblend.engine.transformers.gguf import (
-    Named,
+    GgufReference,
     dequantised,
-    named_gguf,
-    refuse_unread_rope,
+    parse_gguf_reference,
+    reject_unread_rope,
     require_gguf,
     without_bar,
 )
@@ -130,7 +130,7 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
         variant = {name: value for name, value in kwargs.items() if name not in _IRRELEVANT_ARGUMENTS}
         kind = _dtype(options.dtype, config, place)
         if path.is_file():
-            refuse_unread_rope(path, config)
+            reject_unread_rope(path, config)
         was_quantised = is_quantised(config) or "quantization_config" in kwargs
         if device_map is None and was_quantised:
             device_map = {"": place}  # they are quantised where they are to stay, and some cannot be moved
@@ -152,7 +152,7 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
     if path.is_file():  # both say what the file has, and the weights are plain by now
         weights.hf_quantizer = None
         vars(weights.config).pop("quantization_config", None)
-    refuse_split(weights, model)
+    reject_split_model(weights, model)
     if device_map is None:
         weights = weights.to(place)
     how = dtype_name(kind) + _suffix(variant)
@@ -189,7 +189,7 @@ def is_quantised(config: Any) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
-def refuse_split(model: Any, name: str) -> None:
+def reject_split_model(model: Any, name: str) -> None:
     """Raise UsageError for a model whose layers are on several devices, or not in memory."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     places |= {str(parameter.device) for parameter in model.parameters()} if len(places) < 2 else set()
@@ -206,9 +206,9 @@ def _checked_kwargs(options: ModelOptions) -> dict[str, Any]:
     """`model_kwargs`; raises UsageError for those that would not do what they say."""
     kwargs = dict(options.model_kwargs or {})
     kwargs.pop("gguf_file", None)  # `find_model` has it
-    for name, way_out in _REFUSED_ARGUMENTS.items():
+    for name, fix in _REFUSED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
-            raise UsageError(f"model_kwargs has {name}, which ragblend cannot use: {way_out}")
+            raise UsageError(f"model_kwargs has {name}, which ragblend cannot use: {fix}")
     if kwargs.pop("use_safetensors", True) is False:
         raise UsageError(
             "model_kwargs has use_safetensors=False: pickled weights can run code and are not read; convert them with "
@@ -230,7 +230,7 @@ def _device_of(options: ModelOptions) -> tuple[torch.device, Any]:
         asked = places[0]
     if asked in ("auto", "balanced", "balanced_low_0", "sequential"):
         return find_device("auto"), asked
-    named = ModelOptions.of(device=asked).device if asked is not None else options.device
+    named = ModelOptions.from_keywords(device=asked).device if asked is not None else options.device
     return find_device(f"cuda:{named}" if named.isdecimal() else named), None
 
 
@@ -279,7 +279,7 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ragblend.engine.transformers.families import refuse_unsupported
+    from ragblend.engine.transformers.families import reject_unsupported_model
 
     path = _base_and_adapter(path, AS_IT_IS, weights=False)[0]
     if path.is_file():
@@ -292,7 +292,7 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
         raise UnsupportedModelError(
             f"{path.name} is no causal language model transformers can build: {error}"
         ) from error
-    refuse_unsupported(model)
+    reject_unsupported_model(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     context = config.get_text_config().max_position_embeddings
     return f"{type(model).__name__}, {count / 1e6:.1f} M parameters, {context} tokens of context"
@@ -308,7 +308,7 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
     if model == DEMO:
         return _demo_checkpoint()
     inside = (options.model_kwargs or {}).get("gguf_file")  # transformers' way to say it
-    gguf = named_gguf(f"{model}:{inside}" if inside else model)
+    gguf = parse_gguf_reference(f"{model}:{inside}" if inside else model)
     if gguf is not None:
         return _find_gguf(model, gguf, options)
     path = Path(model).expanduser()
@@ -318,8 +318,8 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
     if path.is_dir():
         if not (path / "config.json").is_file() and not is_adapter(path):
             files = sorted(each.name for each in path.glob("*.gguf"))
-            way_out = f"name the GGUF: {path / files[0]}" if files else "point to the directory of save_pretrained"
-            raise NotFoundError(f"{model} has no config.json; {way_out}")
+            fix = f"name the GGUF: {path / files[0]}" if files else "point to the directory of save_pretrained"
+            raise NotFoundError(f"{model} has no config.json; {fix}")
         return path
     if is_path:
         raise NotFoundError(f"no model directory at {model}; give a Hugging Face id, a local path or 'demo'")
@@ -330,7 +330,7 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
         return Path(snapshot_download(model, allow_patterns=patterns, **_hub(options)))
 
 
-def _find_gguf(model: str, named: Named, options: ModelOptions) -> Path:
+def _find_gguf(model: str, named: GgufReference, options: ModelOptions) -> Path:
     """The file on this machine, downloaded if it is a repo's."""
     folder = Path(named.place).expanduser()
     path = folder / named.file if named.place else Path(named.file).expanduser()

@@ -3,8 +3,8 @@
     STORE/calibrations/MODEL_AND_PREFIX-CHUNKER.json
 
 A calibration holds, for every rule that was measured, the ratio that met the target and the curve it was read from.
-`choose` turns what a request asks for into a rule and a ratio; that is all an engine needs. `keep` writes
-one. Knows files and numbers; nothing about models, questions or how to fit.
+`resolve_request_tuning` turns what a request asks for into a rule and a ratio; that is all an engine needs. `keep`
+writes one. Knows files and numbers; nothing about models, questions or how to fit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, find_rule
 from ragblend.engine.report import RatioChoice
 from ragblend.engine.store.disk import CALIBRATIONS_DIR, DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.sealed import unseal
-from ragblend.engine.store.signing import KeyChoice, StoreKey, chosen_key
-from ragblend.engine.tuning.pipeline import interpolate
+from ragblend.engine.store.signed_json import decode_signed_json
+from ragblend.engine.store.signing import KeyChoice, StoreKey, resolve_key
+from ragblend.engine.tuning.loading_controller import interpolate
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import RATIO
@@ -60,7 +60,7 @@ class CurvePoint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class RuleFit:
     """One rule, read at one check layer: what was measured of it, and the ratio that meets the target."""
 
     rule: str
@@ -86,7 +86,7 @@ class Fit:
             raise UsageError("a calibration has a negative KL or budget")
 
     @property
-    def reads(self) -> tuple[str, int]:
+    def rule_and_layer(self) -> tuple[str, int]:
         """Rule and check layer, as `rules.settle` takes them."""
         return self.rule, self.check_layer
 
@@ -115,7 +115,7 @@ class Calibration:
     target: float  # share of first tokens that are full prefill's, promised with 95 % confidence
     num_questions: int
     retrieval: str  # for people: how the questions got their chunks
-    fits: tuple[Fit, ...]
+    fits: tuple[RuleFit, ...]
 
     def __post_init__(self) -> None:
         if not self.fits or len({fit.rule for fit in self.fits}) != len(self.fits):
@@ -136,7 +136,7 @@ class Calibration:
         """The layer at which the best fit's rule is read."""
         return self.fits[0].check_layer
 
-    def fit_of(self, rule: str) -> Fit | None:
+    def fit_of(self, rule: str) -> RuleFit | None:
         """The fit of `rule`; of "auto" the best one."""
         return next((fit for fit in self.fits if rule in ("auto", fit.rule)), None)
 
@@ -158,20 +158,20 @@ class Calibration:
 def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibration:
     """The calibration in a file, signed where there is a key. Raises UsageError, and nothing else, for any `data`."""
     try:
-        note = unseal(data, CALIBRATIONS_DIR, store_key)
+        note = decode_signed_json(data, CALIBRATIONS_DIR, store_key)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return calibration_in(note)
+    return calibration_from_dict(note)
 
 
-def calibration_in(note: Mapping[str, Any]) -> Calibration:
+def calibration_from_dict(note: Mapping[str, Any]) -> Calibration:
     """The calibration that `as_dict` gave. Raises UsageError, and nothing else."""
     try:
         if note["version"] != CALIBRATION_VERSION:
             raise UsageError(f"its version is {note['version']!r}, this ragblend reads {CALIBRATION_VERSION}")
         body: Mapping[str, Any] = note["calibration"]
         fits = tuple(
-            Fit(**{**fit, "curve": tuple(CurvePoint(**point) for point in fit["curve"])}) for fit in body["fits"]
+            RuleFit(**{**fit, "curve": tuple(CurvePoint(**point) for point in fit["curve"])}) for fit in body["fits"]
         )
         if not all(isinstance(body[name], str) for name in ("fingerprint", "chunker")):
             raise UsageError("it does not say what it was made for")
@@ -184,12 +184,12 @@ def calibration_in(note: Mapping[str, Any]) -> Calibration:
         raise UsageError(f"it is no calibration ({type(error).__name__}: {error})") from error
 
 
-def keep_calibration(disk: DiskStore, calibration: Calibration) -> Path:
+def save_calibration(disk: DiskStore, calibration: Calibration) -> Path:
     """Write it into the store, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
     return disk.put_calibration(calibration.filename, calibration.as_dict())
 
 
-def problem_of(path: Path, note: Mapping[str, Any]) -> str:
+def calibration_error(path: Path, note: Mapping[str, Any]) -> str:
     """What is wrong with a calibration's file at `path` that holds `note`; "" for nothing, or for another kind of file.
 
     For `DiskStore.verify_notes`.
@@ -197,7 +197,7 @@ def problem_of(path: Path, note: Mapping[str, Any]) -> str:
     if path.parent.name != CALIBRATIONS_DIR:
         return ""
     try:
-        return "" if calibration_in(note).filename == path.name else "it was made for something else"
+        return "" if calibration_from_dict(note).filename == path.name else "it was made for something else"
     except LeftRuleError:
         return ""  # skipped, and whole
     except UsageError as error:
@@ -218,14 +218,14 @@ def load_calibration(
     the store's key is skipped with a warning; one that names a rule which left, with one in all.
     """
     found: list[Calibration] = []
-    key = chosen_key(store_key)
+    key = resolve_key(store_key)
     for path in sorted((Path(store_dir) / CALIBRATIONS_DIR).glob(f"{_stem(fingerprint, prefix_ids)}-*.json")):
         try:
             calibration = parse_calibration(read_file(path), key)
             if path.name != calibration.filename:
                 raise UsageError("it was made for something else")
         except LeftRuleError as error:
-            _tell_of_left_rule(path, str(error))
+            _warn_of_removed_rule(path, str(error))
             continue
         except (OSError, UsageError) as error:
             log.warning("calibration %s is skipped: %s; make it again: ragblend calibrate", path, error)
@@ -236,12 +236,12 @@ def load_calibration(
 
 
 @cache
-def _tell_of_left_rule(path: Path, reason: str) -> None:
+def _warn_of_removed_rule(path: Path, reason: str) -> None:
     """Once per file and process: requests look for calibrations again and again."""
     log.warning("calibration %s is ignored: %s; make it again: ragblend calibrate", path, reason)
 
 
-class Calibrations:
+class CalibrationCache:
     """The calibrations of one model in one store, read again when they change. Safe to share between threads.
 
     root: the store's directory; None finds nothing. `chunker` may be set later: whoever knows the index knows it.
@@ -278,14 +278,15 @@ class Calibrations:
                 )
             return self._known[key]
 
-    def choose(
+    def resolve_request_tuning(
         self,
         prefix_ids: tuple[int, ...],
         rule: str,
         ratio: RatioChoice,
-    ) -> Chosen:
-        """`choose`, with the calibration for the prefix. An "auto" that finds none is told in the log, once."""
-        choice = choose(self.find(prefix_ids), self._num_layers, rule, ratio)
+    ) -> RequestTuning:
+        """`resolve_request_tuning`, with the calibration for the prefix. An "auto" that finds none is told in the log,
+        once."""
+        choice = resolve_request_tuning(self.find(prefix_ids), self._num_layers, rule, ratio)
         if choice.fit is None and ratio == "auto" and not self._warned:
             self._warned = True
             log.warning(
@@ -305,7 +306,7 @@ class Calibrations:
             return 0
 
 
-class Chosen(NamedTuple):
+class RequestTuning(NamedTuple):
     """How to answer one request. `fit` is what was measured of that rule at that layer; None: nothing was.
 
     `is_auto_ratio`: the caller left the ratio open, so it may be raised where recompute costs no time.
@@ -314,35 +315,35 @@ class Chosen(NamedTuple):
     rule: str
     ratio: float
     check_layer: int
-    fit: Fit | None
+    fit: RuleFit | None
     is_auto_ratio: bool
 
 
-def choose(
+def resolve_request_tuning(
     calibration: Calibration | None,
     num_layers: int,
     rule: str = "auto",
     ratio: RatioChoice = None,
-) -> Chosen:
+) -> RequestTuning:
     """Rule, ratio and check layer of a request that asks for `rule` and `ratio`.
 
     What is asked for counts. An "auto" rule is the calibration's best, or `rules`'s default; a ratio of None or "auto"
-    is what `choose_ratio` says. Raises UsageError for a rule or a ratio that does not exist.
+    is what `resolve_ratio` says. Raises UsageError for a rule or a ratio that does not exist.
     """
     known = find_rule(rule, num_layers)
     fit = calibration.fit_of(rule) if calibration is not None else None
-    return Chosen(
+    return RequestTuning(
         fit.rule if fit is not None else known.name,
-        choose_ratio(fit, ratio, known.ratio),
+        resolve_ratio(fit, ratio, known.ratio),
         fit.check_layer if fit is not None else CHECK_LAYER,
         fit,
         ratio in (None, "auto"),
     )
 
 
-def choose_ratio(fit: Fit | None, ratio: RatioChoice, default: float) -> float:
+def resolve_ratio(fit: RuleFit | None, ratio: RatioChoice, default: float) -> float:
     """The share to recompute: what is asked for, else what was fitted, else `default`, the rule's."""
-    if ratio is not None and RATIO.of("recompute_ratio", ratio) != "auto":
+    if ratio is not None and RATIO.validate("recompute_ratio", ratio) != "auto":
         return float(ratio)
     return fit.ratio if fit is not None else default
 

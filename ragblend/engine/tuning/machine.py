@@ -19,9 +19,9 @@ import torch
 from xxhash import xxh3_64_hexdigest
 
 from ragblend.engine.store.disk import MACHINES_DIR
-from ragblend.engine.store.sealed import seal, unseal
-from ragblend.engine.store.signing import KeyChoice, chosen_key
-from ragblend.engine.tuning.pipeline import MachineProfile, machine_profile_from
+from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
+from ragblend.engine.store.signing import KeyChoice, resolve_key
+from ragblend.engine.tuning.loading_controller import MachineProfile, machine_profile_from
 from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file
 
@@ -98,7 +98,7 @@ def read_machine_profile(
     """
     path = profile_path(root, fingerprint, hardware)
     try:
-        profile = machine_profile_from(unseal(read_file(path), MACHINES_DIR, chosen_key(store_key)))
+        profile = machine_profile_from(decode_signed_json(read_file(path), MACHINES_DIR, resolve_key(store_key)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:  # UsageError is a ValueError
@@ -110,6 +110,6 @@ def read_machine_profile(
 def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice = "auto") -> Path:
     """Keep a profile in the store at `root`, in place of an older one; its path. Raises what a `put` raises."""
     path = profile_path(root, profile.fingerprint, profile.hardware)
-    data = seal(profile.as_dict(), MACHINES_DIR, chosen_key(store_key))
+    data = encode_signed_json(profile.as_dict(), MACHINES_DIR, resolve_key(store_key))
     Directory(root, fsync=True).write(path, data)
     return path

@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from ragblend.engine.store.disk import DiskStore, StoreEntry
-from ragblend.engine.store.forgotten import tell
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.vllm.params import belongs_to
 from ragblend.errors import BackendUnreachableError, UsageError
 
@@ -113,9 +113,9 @@ def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     does not tell whose it is."""
     namespace = _text(fields, "namespace")
     for remote in _remotes(store):
-        tell(remote, namespace=namespace)
-    doomed = [entry.key for entry in _entries(store) if belongs_to(entry.header.namespace, namespace)]
-    num_removed, num_unread = sum(map(store.delete, doomed)), 0
+        publish_tombstone(remote, namespace=namespace)
+    local_keys = [entry.key for entry in _entries(store) if belongs_to(entry.header.namespace, namespace)]
+    num_removed, num_unread = sum(map(store.delete, local_keys)), 0
     held = {entry.key for entry in _entries(store)}
     for remote in _remotes(store):
         listed = list(remote.keys())
@@ -135,7 +135,7 @@ def forget_everywhere(store: TieredStore, keys: list[str]) -> int:
     failure: BackendUnreachableError | None = None
     for remote in _remotes(store) if keys else ():
         try:
-            tell(remote, keys=keys)
+            publish_tombstone(remote, keys=keys)
         except BackendUnreachableError as error:
             failure = error
     num_removed = 0

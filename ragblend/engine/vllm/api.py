@@ -10,7 +10,7 @@
 
 Loaded through vLLM's own `--middleware`, which puts it before everything else, vLLM's check of its API key included.
 The routes are added to vLLM's application, so that its key guards them; with `--keys` each request is let in here
-(`Gate`), and once more where it reaches the engine. Where a store is, is not told.
+(`AuthGate`), and once more where it reaches the engine. Where a store is, is not told.
 vLLM sends a completion's `kv_transfer_params` only when it does not stream, and never when a stop string ended it; for
 requests that carry ours, a stream here ends with one more event that has them.
 """
@@ -25,16 +25,16 @@ from collections.abc import AsyncIterator, Callable
 from time import monotonic
 from typing import Any
 
-from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.vllm.admin import add_admin, forget_everywhere
+from ragblend.engine.vllm.api_keys import Grant
+from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.gate import App, Gate, Receive, Scope, Send, gate_of, granted
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.readiness import Readiness, add_readiness
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
-from ragblend.engine.vllm.tenants import Grant
 from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
 from ragblend.options import ContextPolicy
 
@@ -50,7 +50,7 @@ class BlendMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._gate: Gate | None = None
+        self._gate: AuthGate | None = None
         self._equipped = False
         self._readiness: Readiness | None = None
 
@@ -63,17 +63,17 @@ class BlendMiddleware:
             self._gate = gate_of(scope["app"])  # an error here ends the request, and the next one tries again
             self._equipped = True
             try:
-                self._readiness = equip(scope["app"])
+                self._readiness = install_routes(scope["app"])
             except Exception:  # vLLM serves on; clients then take it for one without ragblend
                 log.exception("this server cannot tell what is stored, and its streams have no reports")
-        app = self._app if self._gate is None else self._gate.enter(self._app)
+        app = self._app if self._gate is None else self._gate.wrap_app(self._app)
         if self._readiness is None:
             await app(scope, receive, send)
         else:
             await self._readiness.serve(app, scope, receive, send)
 
 
-def equip(app: Any) -> Readiness:
+def install_routes(app: Any) -> Readiness:
     """Add the routes to `app`, and the report to its completion streams."""
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
@@ -82,22 +82,22 @@ def equip(app: Any) -> Readiness:
     chunks = ServedChunks(app.state.vllm_config)
 
     async def facts(request: Request) -> Response:
-        grant = granted()
+        grant = current_grant()
         namespace = {} if grant is None else {"namespace": grant.namespace}
         return JSONResponse({**await run_in_threadpool(chunks.facts), **namespace})
 
     async def stored(request: Request) -> Response:
-        return await with_keys(request, lambda keys: {"stored": chunks.stored(keys, granted())})
+        return await with_keys(request, lambda keys: {"stored": chunks.stored(keys, current_grant())})
 
     async def forget(request: Request) -> Response:
-        return await with_keys(request, lambda keys: {"num_removed": chunks.forget(keys, granted())})
+        return await with_keys(request, lambda keys: {"num_removed": chunks.forget(keys, current_grant())})
 
     async def prefetch(request: Request) -> Response:
         loop = asyncio.get_running_loop()
 
         def start(keys: list[str]) -> dict[str, Any]:
-            keys = chunks.owned(keys, granted())
-            asyncio.run_coroutine_threadsafe(tell_workers(app.state.engine_client, keys), loop)
+            keys = chunks.filter_owned(keys, current_grant())
+            asyncio.run_coroutine_threadsafe(prefetch_on_workers(app.state.engine_client, keys), loop)
             return {"num_keys": len(keys)}
 
         return await with_keys(request, start)
@@ -139,12 +139,12 @@ class ServedChunks:
         self._context = config.context
         self._namespaces: OrderedDict[str, str] = OrderedDict()  # of keys; a key never changes its own
         self._fingerprint = model_fingerprint(self._model)
-        self.store.expect(self._fingerprint, model_shape(self._model))
+        self.store.set_expected_spec(self._fingerprint, model_shape(self._model))
         self._facts: dict[str, Any] = {}
 
     def _remembered(self) -> ContextPolicy | None:
         try:
-            return remembered_context(self.store)
+            return read_context_policy(self.store)
         except CorruptError as error:  # it was sound when the server started
             log.warning("%s", error)
             return None
@@ -167,18 +167,18 @@ class ServedChunks:
 
     def stored(self, keys: list[str], grant: Grant | None) -> list[bool]:
         """Whether each is stored; for a key with a namespace, whether it is stored in that."""
-        found = self.store.contains_each(keys)
+        found = self.store.contains_within_timeout(keys)
         if grant is None:
             return found
-        owned = set(self.owned([key for key, there in zip(keys, found, strict=True) if there], grant))
+        owned = set(self.filter_owned([key for key, there in zip(keys, found, strict=True) if there], grant))
         return [key in owned for key in keys]
 
     def forget(self, keys: list[str], grant: Grant | None) -> int:
         """Remove those that are the caller's to remove, and have other replicas do so; how many were there."""
-        keys = self.owned(keys, grant)
+        keys = self.filter_owned(keys, grant)
         return forget_everywhere(self.store, keys)
 
-    def owned(self, keys: list[str], grant: Grant | None) -> list[str]:
+    def filter_owned(self, keys: list[str], grant: Grant | None) -> list[str]:
         """Those of `keys` that `grant` may know about. A key alone does not say whose it is: the entry does.
 
         What only the remote tier has is looked at there, for as long as a request would wait for it.
@@ -186,7 +186,7 @@ class ServedChunks:
         if grant is None:
             return keys
         until_s = monotonic() + self.config.remote_timeout_s
-        return [key for key in keys if grant.owns(self._namespace_of(key, until_s))]
+        return [key for key in keys if grant.can_access(self._namespace_of(key, until_s))]
 
     def _namespace_of(self, key: str, until_s: float) -> str | None:
         if (known := self._namespaces.get(key)) is not None:
@@ -246,7 +246,7 @@ def report_in_streams(serving: Any) -> None:
     serving.completion_stream_generator = with_report
 
 
-async def tell_workers(engine_client: Any, keys: list[str]) -> None:
+async def prefetch_on_workers(engine_client: Any, keys: list[str]) -> None:
     """Have the workers prefetch `keys`; they take note between two engine steps."""
     try:
         await engine_client.collective_rpc("ragblend_prefetch", timeout=_ASK_S, args=(keys,))
@@ -257,7 +257,7 @@ async def tell_workers(engine_client: Any, keys: list[str]) -> None:
 async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:
     """`kv_transfer_params` as the workers know them; empty when they had nothing to do, or cannot be asked."""
     try:
-        reports = await _of_all_workers(serving.engine_client, "ragblend_report", request_id)
+        reports = await _call_all_workers(serving.engine_client, "ragblend_report", request_id)
     except Exception as error:  # the answer is complete without it
         log.warning("no report on %s: %s", request_id, error)
         return {}
@@ -265,7 +265,7 @@ async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:
     return {PARAMS_KEY: found} if found is not None else {}
 
 
-async def _of_all_workers(engine_client: Any, method: str, *args: Any) -> list[Any]:
+async def _call_all_workers(engine_client: Any, method: str, *args: Any) -> list[Any]:
     """What the workers of all engines answer: `collective_rpc` asks them all, and keeps the first answer."""
     ask_all = getattr(getattr(engine_client, "engine_core", None), "call_utility_all_async", None)
     if ask_all is None:

@@ -21,10 +21,10 @@ from weakref import WeakSet
 
 import httpx
 
-from ragblend.engine.fusion.lookup import ALONE, Behind
-from ragblend.engine.store.base import ASK_MANY, StoreCounters
+from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
+from ragblend.engine.store.base import CONTAINS_BATCH, StoreCounters
 from ragblend.engine.store.kv import ChunkKV
-from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest, sampling
+from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
 from ragblend.engine.vllm.params import report_from, vllm_structure
 from ragblend.errors import (
     BackendUnreachableError,
@@ -35,7 +35,7 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.options import CONTEXT, ContextPolicy, is_url
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +81,11 @@ class Connection:
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
         if not _is_address(url):
-            raise UsageError(f"backend is {redacted(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
+            raise UsageError(f"backend is {redact(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
         if max_retries < 0:
             raise UsageError(f"max_retries is {max_retries}; choose 0 or more")
         base_url = url.rstrip("/").removesuffix("/v1")
-        self.url = redacted(base_url)  # for people
+        self.url = redact(base_url)  # for people
         key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
         self._max_retries = max_retries
         self._first_pause_s = first_pause_s
@@ -175,12 +175,12 @@ class Connection:
         except Exception as error:  # of whatever kind: what a socket raises that is shut down while it is read
             if self._closed.is_set():
                 raise EngineClosedError(f"the engine over {self.url} was closed while it was answering") from error
-            named = self._named(error)
+            named = self._map_network_error(error)
             if named is None:
                 raise
             raise named from error
 
-    def _named(self, error: Exception) -> RagblendError | None:
+    def _map_network_error(self, error: Exception) -> RagblendError | None:
         """What a failure of the network means here; None for anything else."""
         if isinstance(error, httpx.TimeoutException):
             found = (
@@ -282,17 +282,17 @@ class ServerStore:
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
         """Whether the server's store has each; it asks its far tiers within its own time limit."""
         found: list[bool] = []
-        for start in range(0, len(keys), ASK_MANY):
-            batch = list(keys[start : start + ASK_MANY])
-            told = [bool(each) for each in self._ask("stored", *batch).get("stored") or ()]
-            found += [*told, *([False] * len(batch))][: len(batch)]
+        for start in range(0, len(keys), CONTAINS_BATCH):
+            batch = list(keys[start : start + CONTAINS_BATCH])
+            flags = [bool(each) for each in self._ask("stored", *batch).get("stored") or ()]
+            found += [*flags, *([False] * len(batch))][: len(batch)]
         return found
 
     def delete(self, key: str) -> bool:
         """Remove `key` from the server's store; whether it was there."""
         return bool(self._ask("forget", key).get("num_removed"))
 
-    def context(self) -> ContextPolicy | None:
+    def read_context(self) -> ContextPolicy | None:
         """What the server said that its chunks are computed behind; it notes what is ingested first."""
         return self._policy
 
@@ -325,7 +325,7 @@ class ServerStore:
         return 0
 
 
-class VllmClient(VllmBase):
+class VllmClient(VllmEngineBase):
     """Engine over a vLLM server. Made by `load_engine(model, backend="http://HOST:PORT")`.
 
     A server without ragblend answers as ordinary vLLM. The server's store cannot be listed from here.
@@ -346,7 +346,7 @@ class VllmClient(VllmBase):
         self.served_model = facts.model
         self.blends = bool(facts.fingerprint)
         store = ServerStore(connection, root, self.blends, facts.context)
-        own = Facts(
+        own = ServedModelInfo(
             name,
             facts.fingerprint or f"served-{facts.model}",
             facts.context_length,
@@ -364,7 +364,7 @@ class VllmClient(VllmBase):
         options["namespace"] = options.get("namespace") or facts.namespace  # another one is refused by the server
         super().__init__(segmenter, store, own, **options)
 
-    def deltas(self, request: VllmRequest) -> Generator[Delta]:
+    def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
         """One streamed completion. Closing the generator closes the connection, on which the server aborts."""
         with self.connection.open("POST", "/v1/completions", self.body(request)) as response:
             for event in events(response.iter_lines()):
@@ -395,7 +395,7 @@ class VllmClient(VllmBase):
             body["kv_transfer_params"] = request.kv_transfer_params
         return body
 
-    def bring_closer(self, keys: list[str]) -> None:
+    def prefetch_keys(self, keys: list[str]) -> None:
         """One call, which the server answers at once; a replica behind a balancer does it for itself alone."""
         if not self.blends or not keys:
             return
@@ -404,7 +404,7 @@ class VllmClient(VllmBase):
         except RagblendError as error:
             log.warning("nothing is prefetched: %s", error)
 
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
         """`precompute` of a chunk that is token ids already. Raises RagblendError for a vLLM without ragblend."""
         if not self.blends:
             raise RagblendError(
@@ -444,15 +444,15 @@ def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     raise BackendUnreachableError("the server ended the answer before it was complete; look at its log and ask again")
 
 
-def delta(event: Mapping[str, Any], url: str = "the server") -> Delta:
+def delta(event: Mapping[str, Any], url: str = "the server") -> OutputDelta:
     """One event of a completion stream. Raises RagblendError for one that reports a failure."""
     if "error" in event:
         raise RagblendError(f"{url} failed while answering: {_message(json.dumps(event))}; look at the server's log")
     report = report_from(event.get("kv_transfer_params"))
     choices = event.get("choices") or ()
     if not choices:
-        return Delta(report=report)
-    return Delta(choices[0].get("token_ids") or (), choices[0].get("finish_reason"), report)
+        return OutputDelta(report=report)
+    return OutputDelta(choices[0].get("token_ids") or (), choices[0].get("finish_reason"), report)
 
 
 def _message(text: str) -> str:

@@ -25,10 +25,10 @@ from ragblend.options import (
     TierOptions,
     at_least,
     check_options,
+    copy_option,
     option,
-    same_as,
 )
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class ConnectorConfig(TierOptions):
     """`kv_connector_extra_config`, checked at start. The memory tier is each worker's own."""
 
     store: str = "ragblend-data/kv"  # a directory that all of this vLLM's processes see
-    rule: str = same_as(GenerationOptions, "rule")  # for requests that name none, and those marked by separators
-    ratio: RatioChoice = same_as(GenerationOptions, "recompute_ratio")  # for the same
+    rule: str = copy_option(GenerationOptions, "rule")  # for requests that name none, and those marked by separators
+    ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # for the same
     namespace: str = ""  # for requests marked by separators
     prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
-    context: ContextPolicy | None = same_as(Settings, "context")  # None: what the store remembers
+    context: ContextPolicy | None = copy_option(Settings, "context")  # None: what the store remembers
     separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
     separator_end_ids: tuple[int, ...] = ()  # see params.spans_between
     slice_tokens: int = option(
@@ -76,7 +76,7 @@ class ConnectorConfig(TierOptions):
         for store in {str(Path(self.store).resolve()), str(Path(self.store).absolute()), self.store}:
             text = text.replace(store, "STORE")
         if self.remote is not None:
-            text = redacted(text, echo_of=self.remote).replace(redacted(self.remote), "REMOTE")
+            text = redact(text, echo_of=self.remote).replace(redact(self.remote), "REMOTE")
         return text
 
     @property

@@ -22,22 +22,27 @@ import torch
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import StoreCounters
-from ragblend.engine.store.forgotten import Heeded
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.store.tombstones import AppliedTombstones
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.counting import TierWatch
-from ragblend.engine.vllm.loading import MemoryChange, MemoryWatch
-from ragblend.engine.vllm.params import belongs_to, told
+from ragblend.engine.vllm.loading import MemoryTierDelta, MemoryTierTracker
+from ragblend.engine.vllm.metric_sources import TierMetrics
+from ragblend.engine.vllm.params import belongs_to, report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
 from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler
-from ragblend.engine.vllm.support import check_version, model_fingerprint, model_shape, refuse_unsupported
-from ragblend.engine.vllm.worker import BlendWorker, Finished, Job
+from ragblend.engine.vllm.support import (
+    model_fingerprint,
+    model_shape,
+    reject_unsupported_config,
+    require_supported_version,
+)
+from ragblend.engine.vllm.worker import BlendJob, BlendWorker, JobResult
 from ragblend.errors import RagblendError
 
-check_version()
+require_supported_version()
 register()  # for processes that were told to load no plugins; too late for a worker whose model is there already
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
@@ -63,11 +68,11 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
     """Scheduler to workers: what to blend next, what to read into memory, whether to tell what is there, whether vLLM
     itself computes nothing in this step, what to forget, and whether to drop what is in memory."""
 
-    jobs: list[Job] = field(default_factory=list)
-    ahead: list[str] = field(default_factory=list)
-    asks: bool = False
+    jobs: list[BlendJob] = field(default_factory=list)
+    prefetch_keys: list[str] = field(default_factory=list)
+    needs_memory_report: bool = False
     is_idle: bool = False
-    forgotten: Heeded = field(default_factory=Heeded)
+    tombstones: AppliedTombstones = field(default_factory=AppliedTombstones)
     drops_memory: bool = False
 
 
@@ -77,7 +82,7 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     the model's weights were updated."""
 
     reports: dict[str, BlendReport] = field(default_factory=dict)
-    memory: MemoryChange | None = None
+    memory: MemoryTierDelta | None = None
     weights_updated: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -92,7 +97,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        refuse_unsupported(vllm_config)
+        reject_unsupported_config(vllm_config)
         self.config = ConnectorConfig.read(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
         self.scheduler: BlendScheduler | None = None
         self._remote: RemoteStore | None = None  # of the half that this one is
@@ -102,13 +107,13 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: BlendWorker | None = None
         self._store: TieredStore | None = None
         self._through: TieredStore | None = None
-        self._watch: MemoryWatch | None = None
-        self._tiers: TierWatch | None = None
-        self._asked_to_tell = False
+        self._watch: MemoryTierTracker | None = None
+        self._tiers: TierMetrics | None = None
+        self._must_report_memory = False
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, BlendReport] = {}
-        self._told: OrderedDict[str, BlendReport] = OrderedDict()
+        self._recent_reports: OrderedDict[str, BlendReport] = OrderedDict()
         if role.name == "SCHEDULER":
             self.scheduler = BlendScheduler(vllm_config, self.config)
             self._remote = self.scheduler.remote
@@ -125,22 +130,22 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The context's tokens, to be filled between steps; None: not known yet. After a preemption the same again."""
         assert self.scheduler is not None
-        return self.scheduler.num_filled(request, num_computed_tokens)
+        return self.scheduler.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The blocks are there: the workers can start."""
         if self.scheduler is not None and num_external_tokens > 0:
-            self.scheduler.blocks_are_there(request, blocks.get_block_ids()[0])
+            self.scheduler.on_blocks_allocated(request, blocks.get_block_ids()[0])
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The jobs that came up in this step, and what to read for requests that it left waiting."""
         assert self.scheduler is not None
         is_idle = not scheduler_output.total_num_scheduled_tokens
         if is_idle:
-            self.scheduler.rest()
+            self.scheduler.wait_for_pending()
         jobs, ahead = self.scheduler.take_jobs()
         asks, forgotten, drops = (
-            self.scheduler.loading.asks, self.scheduler.take_forgotten(), self.scheduler.take_reset()
+            self.scheduler.loading.needs_refresh, self.scheduler.take_tombstones(), self.scheduler.take_reset()
         )  # fmt: skip
         return BlendMetadata(jobs, ahead, asks, is_idle, forgotten, drops)
 
@@ -164,7 +169,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The report goes out with the answer; vLLM may free the blocks."""
         assert self.scheduler is not None
-        return False, self.scheduler.request_ended(request.request_id)
+        return False, self.scheduler.on_request_finished(request.request_id)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, for engines without the hybrid cache manager."""
@@ -201,9 +206,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
         # Read from this machine alone: the scheduler has had fetched what a job needs. Written through to the remote.
         self._store = store = self.config.open_local(memory=True)
-        store.expect(model_fingerprint(model_config), model_shape(model_config))
-        self._watch = MemoryWatch(store) if layers.rank == 0 else None
-        self._tiers = TierWatch(store, shows_bytes=True) if layers.rank == 0 else None
+        store.set_expected_spec(model_fingerprint(model_config), model_shape(model_config))
+        self._watch = MemoryTierTracker(store) if layers.rank == 0 else None
+        self._tiers = TierMetrics(store, shows_bytes=True) if layers.rank == 0 else None
         self._remote = self.config.open_remote() if layers.rank == 0 else None
         self._through = store
         if self._remote is not None:
@@ -217,19 +222,19 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         assert self._store is not None
         meta = self._get_connector_metadata()
-        self._asked_to_tell = meta.asks
+        self._must_report_memory = meta.asks
         if meta.drops_memory:
             self._drop_memory()
         if any(meta.forgotten):
-            self._forget(meta.forgotten)
+            self._apply_tombstones(meta.forgotten)
         if weights_updated.is_set():  # on every rank between the same two steps
-            self._collect(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
+            self._record_finished(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
         else:
             if meta.ahead:
                 self._store.prefetch(meta.ahead)
             for job in meta.jobs:
                 self._worker.submit(job)
-        self._collect(self._worker.run_slice(meta.is_idle))
+        self._record_finished(self._worker.run_slice(meta.is_idle))
 
     def _drop_memory(self) -> None:
         assert self._store is not None
@@ -237,37 +242,39 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if isinstance(tier, MemoryStore):
                 tier.clear()
 
-    def _forget(self, forgotten: Heeded) -> None:
+    def _apply_tombstones(self, tombstones: AppliedTombstones) -> None:
         """Let go of what this disk has forgotten. What was told while this process wrote goes from the remote tier
         again: a write of ours may have come after the teller's."""
         assert self._worker is not None
         assert self._store is not None
         assert self._through is not None
-        doomed = {*forgotten.keys}
+        keys = {*tombstones.keys}
         for tier in self._store.tiers:
             if isinstance(tier, MemoryStore):
-                owned = [h.key for h in tier.headers() if any(belongs_to(h.namespace, n) for n in forgotten.namespaces)]
-                doomed.update(owned)
-        for key in doomed:
-            self._store.delete_near(key)
-        fresh = forgotten.fresh_keys if self._remote is not None else ()
+                owned = [
+                    h.key for h in tier.headers() if any(belongs_to(h.namespace, n) for n in tombstones.namespaces)
+                ]
+                keys.update(owned)
+        for key in keys:
+            self._store.delete_local(key)
+        fresh = tombstones.recent_keys if self._remote is not None else ()
         if fresh:
-            self._worker.after_writing(partial(_delete_each, self._through, fresh))
+            self._worker.run_after_writes(partial(_delete_each, self._through, fresh))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose context is filled. Those that ended meanwhile are dropped, which frees their blocks."""
         assert self._worker is not None
         for request_id in finished_req_ids:
-            self._collect(self._worker.cancel(request_id))
+            self._record_finished(self._worker.cancel(request_id))
         done, self._finished = self._finished, set()
         return None, done or None
 
-    def _collect(self, finished: Sequence[Finished]) -> None:
+    def _record_finished(self, finished: Sequence[JobResult]) -> None:
         for job, report, failed in finished:
             self._finished.add(job.request_id)
-            self._reports[job.request_id] = self._told[job.request_id] = report
-            if len(self._told) > _REPORTS_KEPT:
-                self._told.popitem(last=False)
+            self._reports[job.request_id] = self._recent_reports[job.request_id] = report
+            if len(self._recent_reports) > _REPORTS_KEPT:
+                self._recent_reports.popitem(last=False)
             if failed:
                 self._failed_blocks.update(job.block_ids)
 
@@ -276,11 +283,11 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._through is not None
         self._through.prefetch(keys)
 
-    def told(self, request_id: str) -> dict[str, Any] | None:
+    def report_for(self, request_id: str) -> dict[str, Any] | None:
         """The report on one of the latest jobs. Front ends know a request's id without the part vLLM adds to it."""
-        for known, report in reversed(self._told.items()):
+        for known, report in reversed(self._recent_reports.items()):
             if known == request_id or known.rpartition("-")[0] == request_id:
-                return told(report)
+                return report_to_json(report)
         return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -288,7 +295,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         reports, self._reports = self._reports, {}
         change = None
         if self._watch is not None:
-            change, self._asked_to_tell = self._watch.change(self._asked_to_tell), False
+            change, self._must_report_memory = self._watch.take_delta(self._must_report_memory), False
         is_news = bool(reports) or change is not None or weights_updated.is_set()
         return BlendReports(reports, change, weights_updated.is_set()) if is_news else None
 

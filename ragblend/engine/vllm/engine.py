@@ -1,7 +1,7 @@
 """An engine with vLLM in this process: `load_engine(..., backend="vllm")`.
 
-vLLM's synchronous engine runs on one thread of its own; requests from any thread join its batch. Read `_Loop.run`.
-Knows vLLM's engine by its arguments and outputs. The connector does the blending.
+vLLM's synchronous engine runs on one thread of its own; requests from any thread join its batch. Read
+`_EngineLoop.run`. Knows vLLM's engine by its arguments and outputs. The connector does the blending.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from uuid import uuid4
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import DTYPES
-from ragblend.engine.store.tiered import WorksInBackground, kv_dtype_of
-from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest, sampling
+from ragblend.engine.store.tiered import BackgroundWriter, kv_dtype_of
+from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
 from ragblend.engine.vllm.loading import machine_facts_of
@@ -38,7 +38,7 @@ _YIELD_S = 0.0005  # after a step without a token: threads that load and fetch m
 _OURS = ("model", "dtype", "kv_transfer_config", "served_model_name")
 
 
-class VllmEngine(VllmBase):
+class VllmEngine(VllmEngineBase):
     """Engine over a vLLM in this process. `vllm_options` are vLLM's own engine arguments, such as `max_model_len`.
 
     `store` is the directory that `transfer` names; a temporary one goes away with the engine. Use as a context manager,
@@ -67,13 +67,13 @@ class VllmEngine(VllmBase):
         fingerprint = model_fingerprint(engine.model_config)
         narrower = 1 if kv_dtype_of(shared) == "auto" else DTYPES[checkpoint.dtype].itemsize
         stored = checkpoint.bytes_per_token // narrower
-        facts = Facts(checkpoint.name, fingerprint, length, stored, ends, checkpoint.num_layers)
+        facts = ServedModelInfo(checkpoint.name, fingerprint, length, stored, ends, checkpoint.num_layers)
         super().__init__(segmenter, shared, facts, **options)
-        self._loop = _Loop(engine)
+        self._loop = _EngineLoop(engine)
 
-    def deltas(self, request: VllmRequest) -> Generator[Delta]:
+    def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
         """Run one request in vLLM's batch. Closing the generator aborts it."""
-        answers: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[OutputDelta | BaseException] = queue.SimpleQueue()
         request_id = f"ragblend-{uuid4().hex}"
         self._loop.submit(partial(self._loop.add, request_id, request, sorted(self.facts.stop_ids), answers), answers)
         finished = False
@@ -90,7 +90,7 @@ class VllmEngine(VllmBase):
                 with suppress(RagblendError):  # the loop has ended, and the request with it
                     self._loop.submit(partial(self._loop.abort, request_id))
 
-    def bring_closer(self, keys: list[str]) -> None:
+    def prefetch_keys(self, keys: list[str]) -> None:
         """Between two engine steps, or at once while vLLM rests."""
         self._loop.submit(partial(self._loop.prefetch, keys))
 
@@ -109,7 +109,7 @@ class VllmEngine(VllmBase):
             return
         super().close()
         self._loop.close()
-        if isinstance(self.store, WorksInBackground):
+        if isinstance(self.store, BackgroundWriter):
             self.store.close()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -197,13 +197,13 @@ class _Task(NamedTuple):
     answers: queue.SimpleQueue[Any] | None = None
 
 
-class _Loop:
+class _EngineLoop:
     """The thread that owns vLLM's engine: takes requests in, steps, hands tokens out."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._answers: dict[str, queue.SimpleQueue[Delta | BaseException]] = {}
+        self._answers: dict[str, queue.SimpleQueue[OutputDelta | BaseException]] = {}
         self._may_stop: set[str] = set()  # requests that may end before vLLM has told the report
         self._failure: BaseException | None = None
         self._lock = threading.Lock()  # nothing is queued once the loop has ended
@@ -228,10 +228,10 @@ class _Loop:
     def run(self) -> None:
         """Until closed: new requests in, one step, outputs out."""
         try:
-            while self._work_off():
+            while self._run_queued_tasks():
                 outputs = self._engine.step()
                 for output in outputs:
-                    self._hand_out(output)
+                    self._deliver(output)
                 if not outputs:
                     time.sleep(_YIELD_S)
             failure: BaseException = EngineClosedError("the vLLM engine was closed while it was answering")
@@ -249,7 +249,7 @@ class _Loop:
         stop_vllm(self._engine)
         self._engine = None
 
-    def _work_off(self) -> bool:
+    def _run_queued_tasks(self) -> bool:
         """Do what is queued, waiting for something when vLLM is idle. False: close."""
         while not (self._engine.has_unfinished_requests() and self._tasks.empty()):
             task = self._tasks.get()
@@ -265,16 +265,20 @@ class _Loop:
         request_id: str,
         request: VllmRequest,
         stop_ids: list[int],
-        answers: queue.SimpleQueue[Delta | BaseException],
+        answers: queue.SimpleQueue[OutputDelta | BaseException],
     ) -> None:
         """Hand a request to vLLM; its tokens, or why vLLM refuses it, go to `answers`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         options = request.options
-        asked = options.structured_outputs
+        structured_outputs = options.structured_outputs
         try:
-            held = StructuredOutputsParams(**vllm_structure(asked)) if asked is not None else None
+            held = (
+                StructuredOutputsParams(**vllm_structure(structured_outputs))
+                if structured_outputs is not None
+                else None
+            )
             params = SamplingParams(
                 temperature=options.temperature,
                 top_p=options.top_p,
@@ -314,7 +318,7 @@ class _Loop:
 
     # -- what comes back
 
-    def _hand_out(self, output: Any) -> None:
+    def _deliver(self, output: Any) -> None:
         may_stop = output.request_id in self._may_stop
         self._may_stop.discard(output.request_id)
         answers = self._answers.get(output.request_id)
@@ -325,7 +329,7 @@ class _Loop:
         if report is None and may_stop:
             report = self._early_report(output.request_id)
         cached = output.num_cached_tokens or 0
-        answers.put(Delta(tuple(completion.token_ids), completion.finish_reason, report, cached))
+        answers.put(OutputDelta(tuple(completion.token_ids), completion.finish_reason, report, cached))
         if output.finished:
             del self._answers[output.request_id]
 

@@ -16,7 +16,7 @@ class BlendWorkerExtension:
     def ragblend_report(self, request_id: str) -> dict[str, Any] | None:
         """The report on a request whose context was filled here, as plain JSON values; None for any other."""
         connector = _connector()
-        found: dict[str, Any] | None = connector.told(request_id) if hasattr(connector, "told") else None
+        found: dict[str, Any] | None = connector.report_for(request_id) if hasattr(connector, "report_for") else None
         return found
 
     def ragblend_prefetch(self, keys: list[str]) -> None:

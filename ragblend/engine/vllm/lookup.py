@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from ragblend.engine.fusion.lookup import Context, contexts, default_context, key_name
+from ragblend.engine.fusion.lookup import LookupContext, context_key_name, default_context_policy, lookup_contexts
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -27,7 +27,7 @@ PATIENCE_S = 0.003
 NUM_LOOKUPS = 4  # requests that are looked up at the same time
 
 
-class Found(NamedTuple):
+class LookupResult(NamedTuple):
     """What is stored of a prompt's chunks, and keys of what the remote tier may have instead."""
 
     stored: tuple[StoredSpan, ...] = ()
@@ -42,15 +42,15 @@ class ChunkLookup:
 
     def __init__(self, disk: DiskStore, config: ConnectorConfig, fingerprint: str, num_layers: int) -> None:
         self._disk, self._config, self._fingerprint = disk, config, fingerprint
-        self._remembered, self._default = disk.context(), default_context(num_layers)
+        self._remembered, self._default = disk.read_context(), default_context_policy(num_layers)
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
 
-    def start(self, ids: Sequence[int], params: BlendParams, *, asks_remote: bool) -> Future[Found]:
+    def start(self, ids: Sequence[int], params: BlendParams, *, asks_remote: bool) -> Future[LookupResult]:
         """Have the prompt `ids` looked up.
 
         asks_remote: nothing but `missing` is looked for where anything is missing that another machine may have.
         """
-        return self._pool.submit(self._look, ids, params, asks_remote)
+        return self._pool.submit(self._find, ids, params, asks_remote)
 
     def close(self) -> None:
         """Give up what nobody has begun."""
@@ -61,30 +61,30 @@ class ChunkLookup:
         if self._config.context is not None:
             return self._config.context
         try:
-            self._remembered = self._disk.context()
+            self._remembered = self._disk.read_context()
         except RagblendError as error:  # it was sound when the server started
             log.warning("%s", error)
         return self._remembered or self._default
 
-    def _look(self, ids: Sequence[int], params: BlendParams, asks_remote: bool) -> Found:
+    def _find(self, ids: Sequence[int], params: BlendParams, asks_remote: bool) -> LookupResult:
         if params.mode == "ingest":  # what is not here is computed, not asked for
-            self._remember(params.context)
-            return Found(self._ingested(ids, params))
+            self._persist_policy(params.context)
+            return LookupResult(self._find_for_ingestion(ids, params))
         candidates = list(self._candidates(ids, params))
         missing = self._missing(candidates) if asks_remote else ()
-        return Found(missing=missing) if missing else Found(tuple(self._stored(ids, candidates)))
+        return LookupResult(missing=missing) if missing else LookupResult(tuple(self._find_stored(ids, candidates)))
 
     def _candidates(
         self, ids: Sequence[int], params: BlendParams
-    ) -> Iterator[tuple[int, int, list[tuple[str, Context]]]]:
+    ) -> Iterator[tuple[int, int, list[tuple[str, LookupContext]]]]:
         """For each chunk where it is, and the keys that it may be stored under, the best one first."""
         num_prefix, policy = params.spans[0][0], self.context()
         for start, end in params.spans:
-            found = contexts(ids, start, num_prefix, self._config.prefix_ids, policy)
+            found = lookup_contexts(ids, start, num_prefix, self._config.prefix_ids, policy)
             keys = [self._key(ids, (start, end), params, each.token_ids, each.name) for each in found]
             yield start, end, list(zip(keys, found, strict=True))
 
-    def _missing(self, candidates: Sequence[tuple[int, int, list[tuple[str, Context]]]]) -> tuple[str, ...]:
+    def _missing(self, candidates: Sequence[tuple[int, int, list[tuple[str, LookupContext]]]]) -> tuple[str, ...]:
         """Keys not on this machine that would be better than what is."""
         missing: dict[str, None] = {}
         for _, _, keys in candidates:
@@ -94,8 +94,8 @@ class ChunkLookup:
                 missing[key] = None
         return tuple(missing)
 
-    def _stored(
-        self, ids: Sequence[int], candidates: Sequence[tuple[int, int, list[tuple[str, Context]]]]
+    def _find_stored(
+        self, ids: Sequence[int], candidates: Sequence[tuple[int, int, list[tuple[str, LookupContext]]]]
     ) -> Iterator[StoredSpan]:
         """Stored chunks of the prompt, each from the best context that it is stored behind."""
         for start, end, keys in candidates:
@@ -105,11 +105,11 @@ class ChunkLookup:
                     yield StoredSpan(start, end, key, context.match, context.exact, context.policy, kv.nbytes)
                     break
 
-    def _ingested(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
+    def _find_for_ingestion(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
         """What an ingestion finds stored: the chunk itself, or else those of the chunks that it is to be behind."""
         *behind, own = params.spans
         prefix_ids = tuple(ids[: params.spans[0][0]])
-        own_key = self._key(ids, own, params, prefix_ids, key_name(params.context))
+        own_key = self._key(ids, own, params, prefix_ids, context_key_name(params.context))
         if self._disk.contains(own_key):
             return (StoredSpan(*own, own_key, "exact", exact=not behind, policy=params.context),)
         keys = [(span, self._key(ids, span, params, prefix_ids)) for span in behind]
@@ -119,7 +119,7 @@ class ChunkLookup:
             if self._disk.contains(key)
         )
 
-    def _remember(self, policy: ContextPolicy) -> None:
+    def _persist_policy(self, policy: ContextPolicy) -> None:
         """Have the store remember what is ingested into it, where it remembers nothing and nobody has said."""
         self.context()  # reads it again
         if policy == "none" or self._config.context is not None or self._remembered not in (None, "none"):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from ragblend.engine.vllm.counting import LABEL
+from ragblend.engine.vllm.metric_sources import LABEL
 
 COUNTERS = {
     "requests": "Requests that asked for ragblend",

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import Placement
-from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import DamagedEntryError, RagblendError
 
 if TYPE_CHECKING:
+    from ragblend.engine.vllm.attention_calls import AttentionCall
     from ragblend.engine.vllm.layers import VllmLayers
-    from ragblend.engine.vllm.pieces import Piece
 
 
-class Stored(NamedTuple):
+class PlacedLayer(NamedTuple):
     """One layer of a stored chunk, keys before rotation, and where it goes."""
 
     rows: slice
@@ -56,26 +56,28 @@ class PagedKV:
         self._slots += self._positions % layers.block_size
         self._num_rows, self._capacity = num_rows, num_rows + num_behind
         self._kept = frozenset(kept)
-        self._at_hand: tuple[int, LayerKV] | None = None  # the layer, [capacity, H, D] as vLLM wants to be given it
+        self._resident_layer: tuple[int, LayerKV] | None = (
+            None  # the layer, [capacity, H, D] as vLLM wants to be given it
+        )
         self.whole: int | None = None
-        self._last: tuple[Tensor, bool, list[Piece]] | None = None
+        self._last: tuple[Tensor, bool, list[AttentionCall]] | None = None
         self._much: tuple[Tensor, bool] | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
         """Keys [H, capacity, D] of the kept layer placed last, valid where placed or written; empty for others."""
-        kept = self._of(layer)
+        kept = self._resident_kv(layer)
         return kept.keys.transpose(0, 1) if kept is not None else self._nothing
 
     def values(self, layer: int) -> Tensor:
         """Values [H, capacity, D] of the kept layer placed last, valid where placed or written; empty for others."""
-        kept = self._of(layer)
+        kept = self._resident_kv(layer)
         return kept.values.transpose(0, 1) if kept is not None else self._nothing
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-        kept = self._of(layer)
+        kept = self._resident_kv(layer)
         if kept is not None:
             kept.keys[rows], kept.values[rows] = keys, values
         if self._capacity > self._num_rows:
@@ -85,87 +87,89 @@ class PagedKV:
             self._layers.write(layer, self._slots[rows], keys, values)
 
     def place(
-        self, layer: int, stored: Sequence[Stored], by: LayerKV | None = None, shares: Tensor | None = None
+        self, layer: int, stored: Sequence[PlacedLayer], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> None:
         """Put stored (pre-RoPE) KV at its rows in the blocks, and keep it at hand where the layer is read.
 
         With `by` [H, M, D] and `shares` [T, M], each row with its shares of it, before rotation, added.
         """
-        for rows, placed in self._placed(layer, stored, by, shares):
+        for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
 
-    def keep(self, layer: int, stored: Sequence[Stored]) -> None:
+    def place_resident_only(self, layer: int, stored: Sequence[PlacedLayer]) -> None:
         """`place` at hand alone, in a kept layer: its blocks are left for `place` to fill, once it is known by what."""
         for _ in self._placed(layer, stored):
             pass
 
     def _placed(
-        self, layer: int, stored: Sequence[Stored], by: LayerKV | None = None, shares: Tensor | None = None
+        self, layer: int, stored: Sequence[PlacedLayer], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> Iterator[tuple[slice, LayerKV]]:
         """Runs of rows, with their keys, rotated, and their values, [R, H, D]: made in one go where there is room."""
         for rows, parts in _side_by_side(stored) if layer in self._kept else ((each.rows, [each]) for each in stored):
-            room = self._room(layer, rows, parts[0].kv)
+            room = self._target_buffer(layer, rows, parts[0].kv)
             for span, kv in parts:
                 here = slice(span.start - rows.start, span.stop - rows.start)
                 for index, tensor in enumerate(kv):
                     own = tensor.to(self._layers.device, non_blocking=True)
-                    if shares is not None and by is not None:
-                        own = own + shares[span] @ by[index]
+                    if shares is not None and drift is not None:
+                        own = own + shares[span] @ drift[index]
                     room[index][here] = own.transpose(0, 1)  # one copy, which turns the layout as well
-            self._layers.turn(layer, room.keys, self._positions[rows])
+            self._layers.rotate_keys(layer, room.keys, self._positions[rows])
             yield rows, room
 
-    def _room(self, layer: int, rows: slice, like: LayerKV) -> LayerKV:
+    def _target_buffer(self, layer: int, rows: slice, like: LayerKV) -> LayerKV:
         """Where those rows of the layer go: [R, H, D]."""
         shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in like]
         if layer not in self._kept:
             return LayerKV(*(self._nothing.new_empty(rows.stop - rows.start, *shape) for shape in shapes))
-        if self._at_hand is None or self._at_hand[0] != layer:
+        if self._resident_layer is None or self._resident_layer[0] != layer:
             # One room for all layers: memory that is warm already.
-            kept = self._at_hand[1] if self._at_hand is not None else None
+            kept = self._resident_layer[1] if self._resident_layer is not None else None
             kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
-            self._at_hand, self.whole = (layer, kept), None
-        return LayerKV(*(tensor[rows] for tensor in self._at_hand[1]))
+            self._resident_layer, self.whole = (layer, kept), None
+        return LayerKV(*(tensor[rows] for tensor in self._resident_layer[1]))
 
-    def _of(self, layer: int) -> LayerKV | None:
-        return self._at_hand[1] if self._at_hand is not None and self._at_hand[0] == layer else None
+    def _resident_kv(self, layer: int) -> LayerKV | None:
+        return (
+            self._resident_layer[1] if self._resident_layer is not None and self._resident_layer[0] == layer else None
+        )
 
     def place_all(self, placement: Placement) -> None:
         """Put every layer of one chunk in its place; the rows up to its end are valid then."""
         for layer in range(self._layers.num_layers):
-            self.place(layer, [Stored(slice(placement.start, placement.end), placement.kv.layer(layer))])
+            self.place(layer, [PlacedLayer(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
-    def attends_together(self, layer: int, rows: Tensor, is_told: bool) -> bool:
+    def should_attend_together(self, layer: int, rows: Tensor, has_hook: bool) -> bool:
         """Whether `rows` had better attend over what is at hand of the layer, and can: once told, all of it is."""
-        if layer not in self._kept or not (is_told or self.whole == layer):
+        if layer not in self._kept or not (has_hook or self.whole == layer):
             return False
         if self._much is None or self._much[0] is not rows:
-            self._much = rows, self._layers.reads_much(rows)
+            self._much = rows, self._layers.should_share_reads(rows)
         return self._much[1]
 
-    def pieces(self, rows: Tensor, together: bool = False) -> list[Piece]:
+    def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
         """`rows` ready to be run, `together` over what is at hand; remembered, because most layers run the same rows as
         the one before."""
         if self._last is None or self._last[0] is not rows or self._last[1] != together:
-            cut = self._layers.cut_together([rows]) if together else self._cut(rows)
+            cut = self._layers.split_shared_calls([rows]) if together else self._cut(rows)
             self._last = (rows, together, cut)
         return self._last[2]
 
-    def _cut(self, rows: Tensor) -> list[Piece]:
-        return self._layers.cut(rows, self.blocks[None], torch.zeros_like(rows))
+    def _cut(self, rows: Tensor) -> list[AttentionCall]:
+        return self._layers.split_calls(rows, self.blocks[None], torch.zeros_like(rows))
 
 
-class _Arrived:
+class _ReadBuffer:
     """What the reader has read, until it is waited for. The loader knows this and not its owner: in a circle both, and
     the request's layers with them, would stay until the garbage collector's next round."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, list[Stored]] = {}
+        self.layers: dict[int, list[PlacedLayer]] = {}
 
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Called by the loader: keep one chunk's layer."""
-        self.layers.setdefault(layer, []).append(Stored(rows, LayerKV(keys, values)))
+        self.layers.setdefault(layer, []).append(PlacedLayer(rows, LayerKV(keys, values)))
 
 
 class PagedSource:
@@ -188,10 +192,10 @@ class PagedSource:
         self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, moves: bool = False
     ) -> None:
         self._paged, self._layers, self._placements = paged, layers, tuple(placements)
-        self._read = _Arrived()
+        self._read = _ReadBuffer()
         self._movable = {each.start for each in placements if moves and not each.exact}
-        self._waiting: dict[int, list[Stored]] = {}  # to be moved
-        self._staying: dict[int, list[Stored]] = {}  # beside them, wanted at hand again then
+        self._waiting: dict[int, list[PlacedLayer]] = {}  # to be moved
+        self._staying: dict[int, list[PlacedLayer]] = {}  # beside them, wanted at hand again then
         self._place_s = 0.0
         self._loader = LayerLoader(
             placements,
@@ -237,7 +241,7 @@ class PagedSource:
             self._waiting[layer] = waiting
             if self._layers.may_attend:
                 self._staying[layer] = staying
-            self._paged.keep(layer, waiting)
+            self._paged.place_resident_only(layer, waiting)
         elif read:
             self._paged.whole = layer
         self._place_s += perf_counter() - start_s
@@ -257,7 +261,7 @@ class PagedSource:
         own = error if isinstance(error, DamagedEntryError) and error.key == bad else None
         raise own or DamagedEntryError(bad, "as another rank read it")
 
-    def stored(self, layer: int, rows: Tensor) -> LayerKV:
+    def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Pre-RoPE keys and values [H, R, D] at `rows` [R], ascending, that wait to be moved: see MovableSource."""
         places, parts = on_host(rows), list[LayerKV]()
         for span, kv in self._waiting[layer]:
@@ -266,11 +270,13 @@ class PagedSource:
             parts.append(LayerKV(kv.keys[:, taken], kv.values[:, taken]))
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
-    def move(self, layer: int, by: LayerKV | None, shares: Tensor | None = None) -> None:
+    def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
         """Place what waited for it, with its shares, `shares` [T, M], of `by` [H, M, D] added before rotation."""
         start_s = perf_counter()
-        self._paged.keep(layer, self._staying.pop(layer, []))  # since then, another layer may have been at hand
-        self._paged.place(layer, self._waiting.pop(layer), by, shares)
+        self._paged.place_resident_only(
+            layer, self._staying.pop(layer, [])
+        )  # since then, another layer may have been at hand
+        self._paged.place(layer, self._waiting.pop(layer), drift, shares)
         self._paged.whole = layer
         self._place_s += perf_counter() - start_s
 
@@ -291,9 +297,9 @@ def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:
     return layers.project_kv(0, layers.embed(token_ids.to(layers.device)))
 
 
-def _side_by_side(stored: Sequence[Stored]) -> Iterator[tuple[slice, list[Stored]]]:
+def _side_by_side(stored: Sequence[PlacedLayer]) -> Iterator[tuple[slice, list[PlacedLayer]]]:
     """Chunks in ascending order as runs without a gap."""
-    run: list[Stored] = []
+    run: list[PlacedLayer] = []
     for each in stored:
         if run and run[-1].rows.stop != each.rows.start:
             yield slice(run[0].rows.start, run[-1].rows.stop), run

@@ -38,7 +38,7 @@ from ragblend.options import (
     Mode,
     RatioChoice,
     check_options,
-    same_as,
+    copy_option,
 )
 
 PARAMS_KEY = "ragblend"
@@ -61,7 +61,7 @@ class BlendParams:
 
     mode: VllmMode = "blend"
     rule: str = "auto"
-    ratio: RatioChoice = same_as(GenerationOptions, "recompute_ratio")  # None: the server's
+    ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # None: the server's
     spans: tuple[tuple[int, int], ...] = ()  # token positions [start, end) of the chunks
     namespace: str = ""
     seed: int = 0  # of the rule "random"
@@ -92,7 +92,7 @@ class BlendParams:
         for margin, (start, end) in zip(self.template, self.spans, strict=False):
             if len(margin) != 2 or not all(map(_is_int, margin)) or min(margin) < 0 or sum(margin) > end - start:
                 raise UsageError(f"template {margin!r} is not [tokens in front, tokens at the end] of [{start}, {end})")
-        CONTEXT.of("context", self.context)
+        CONTEXT.validate("context", self.context)
         is_behind = self.mode == "ingest" and self.context == "similar"
         if self.mode == "ingest" and (len(self.spans) < 2 if is_behind else len(self.spans) != 1):
             takes = "the spans of the chunks to be behind, then one" if is_behind else "exactly one span"
@@ -111,7 +111,7 @@ class BlendParams:
         return {**asdict(self), **lists}
 
     @property
-    def told_as(self) -> Mode:
+    def reported_mode(self) -> Mode:
         """The mode that reports name: what is ingested is prefilled in full."""
         return "full" if self.mode == "ingest" else self.mode
 
@@ -181,7 +181,7 @@ def cache_salt_of(namespace: str) -> str:
     return f"ragblend-{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"
 
 
-def told(report: BlendReport) -> dict[str, Any]:
+def report_to_json(report: BlendReport) -> dict[str, Any]:
     """The value of `kv_transfer_params["ragblend"]` in a response, plain JSON values."""
     return {"version": PARAMS_VERSION, **report.as_dict()}
 
@@ -232,12 +232,12 @@ def _occurrences(token_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
     return found
 
 
-def vllm_structure(asked: Mapping[str, Any]) -> dict[str, Any]:
+def vllm_structure(structured_outputs: Mapping[str, Any]) -> dict[str, Any]:
     """GenerationOptions' `structured_outputs` as vLLM takes it: a structural tag is a string there, its JSON has
     no more than one blank in a row: a small model would write nothing else."""
-    ((name, value),) = asked.items()
+    ((name, value),) = structured_outputs.items()
     if name != "structural_tag" or isinstance(value, str):
-        return dict(asked)
+        return dict(structured_outputs)
     return {name: json.dumps(_with_few_blanks(value))}
 
 

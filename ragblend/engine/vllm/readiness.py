@@ -42,9 +42,9 @@ class Readiness:
         self.is_stopping = False
         self._num_under_way = 0
         self._client = engine_client
-        self._disk = _Watched(lambda: _disk_state([tier for tier in tiers if isinstance(tier, DiskStore)]))
+        self._disk = _CachedProbe(lambda: _disk_state([tier for tier in tiers if isinstance(tier, DiskStore)]))
         remote = [tier for tier in tiers if isinstance(tier, RemoteStore)]
-        self._remote = _Watched(lambda: _remote_state(remote)) if remote else None
+        self._remote = _CachedProbe(lambda: _remote_state(remote)) if remote else None
         shutdown = engine_client.shutdown
 
         def draining(*given: Any, **named: Any) -> Any:
@@ -61,7 +61,7 @@ class Readiness:
         if scope["type"] != "http" or scope["method"] != "POST":
             await app(scope, receive, send)
         elif self.is_stopping:
-            await refuse(send)
+            await send_unavailable(send)
         else:
             self._num_under_way += 1
             try:
@@ -93,7 +93,7 @@ class Readiness:
         return "ok"
 
 
-async def refuse(send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+async def send_unavailable(send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
     """Answer a request that came while the server is stopping."""
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
@@ -115,7 +115,7 @@ def add_readiness(app: Any, tiers: Sequence[KVStore]) -> Readiness:
     return readiness
 
 
-class _Watched:
+class _CachedProbe:
     """A question that may hang, asked by one thread at a time."""
 
     def __init__(self, ask: Callable[[], str]) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fuse import drain, fuse_steps
+from ragblend.engine.fusion.fuse import fuse_steps, run_to_completion
 from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rules import RULES, Check
+from ragblend.engine.fusion.rules import RULES, CheckLayer
 from ragblend.engine.fusion.self_check import CHUNK_TOKENS, NUM_CHUNKS, PREFIX_TOKENS, QUESTION_TOKENS, TOLERANCE
 from ragblend.engine.store.kv import KVHeader, dtype_name
 from ragblend.engine.vllm.layers import VllmLayers
@@ -64,8 +64,8 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
 
     def blended(plan: FusePlan) -> Tensor:
         target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
-        with PagedSource((prefix, *plan.placements), layers, target, moves=plan.carries) as source:
-            drain(layers, fuse_steps(layers, plan, target, source))
+        with PagedSource((prefix, *plan.placements), layers, target, moves=plan.corrects_drift) as source:
+            run_to_completion(layers, fuse_steps(layers, plan, target, source))
         return outcome(question)
 
     def asked(placement: Placement) -> Tensor:
@@ -74,10 +74,10 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
         with PagedSource((prefix, placement), layers, target) as source:
             for layer in range(layers.num_layers):
                 source.wait(layer)
-                hidden = layers.run_layer_ahead(layer, hidden, question, target, None)
+                hidden = layers.run_probe_layer(layer, hidden, question, target, None)
         return layers.norm(hidden)
 
-    full = torch.cat([layers.forward(ids[piece.span], piece) for piece in paged().pieces(everything)])
+    full = torch.cat([layers.forward(ids[piece.span], piece) for piece in paged().attention_calls(everything)])
     expected = full[-QUESTION_TOKENS:]
     prefix = Placement(prefill_chunk(layers, paged(), header(0, PREFIX_TOKENS)), 0, exact=True)  # stays in place
     places = range(PREFIX_TOKENS, context, CHUNK_TOKENS)
@@ -88,7 +88,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     sums = layers.sum_over_ranks
     first = chunks[0]._replace(exact=True)
 
-    def plan(placements: Sequence[Placement], name: str, check: Check) -> FusePlan:
+    def plan(placements: Sequence[Placement], name: str, check: CheckLayer) -> FusePlan:
         rule = RULES[name]
         read = rule.probe_layers(layers.num_layers)
         return FusePlan(
@@ -103,13 +103,13 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
         )
 
     gates = {
-        "a chunk behind its prefix": blended(plan([first], "cacheblend", Check(1, 0.0))),
-        "ratio 1.0 against full prefill": blended(plan(chunks, "cacheblend", Check(1, 1.0))),
+        "a chunk behind its prefix": blended(plan([first], "cacheblend", CheckLayer(1, 0.0))),
+        "ratio 1.0 against full prefill": blended(plan(chunks, "cacheblend", CheckLayer(1, 1.0))),
     }
     exact = prefill_chunk(layers, paged(PREFIX_TOKENS), header(PREFIX_TOKENS, context))
     whole = Placement(exact, PREFIX_TOKENS, False)
-    gates["scattered tokens over exact KV"] = blended(plan([whole], "random", Check(0, 0.5)))
-    gates["asking every layer over exact KV"] = blended(plan([whole], "ask", Check(0, 0.3)))
+    gates["scattered tokens over exact KV"] = blended(plan([whole], "random", CheckLayer(0, 0.5)))
+    gates["asking every layer over exact KV"] = blended(plan([whole], "ask", CheckLayer(0, 0.3)))
     gates["the question asked ahead"] = asked(whole)
     return {gate: _error(found, expected) for gate, found in gates.items()}
 

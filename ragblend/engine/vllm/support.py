@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ragblend.engine.fusion.rope import FIXED_FREQUENCY
-from ragblend.engine.store.kv import ModelShape, dtype_name
+from ragblend.engine.store.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.families import WINDOWED, rope_parameters
 from ragblend.engine.transformers.model import find_model
 from ragblend.engine.transformers.model import model_fingerprint as checkpoint_fingerprint
@@ -34,7 +34,7 @@ ARCHITECTURES = (
 DRAFTED_FROM_TEXT = ("ngram",)
 """Ways of speculative decoding whose drafts come from the tokens alone, so that they need no KV of their own."""
 
-_WAY_OUT = "Serve it without the ragblend connector, or with backend='transformers'"
+_FIX_HINT = "Serve it without the ragblend connector, or with backend='transformers'"
 
 
 def vllm_version() -> tuple[int, int]:
@@ -48,7 +48,7 @@ def vllm_version() -> tuple[int, int]:
     return 0, 0
 
 
-def check_version(found: tuple[int, int] | None = None) -> None:
+def require_supported_version(found: tuple[int, int] | None = None) -> None:
     """Raise RagblendError unless the installed vLLM is in the supported range."""
     found = vllm_version() if found is None else found
     if not OLDEST <= found < BEFORE:
@@ -59,10 +59,10 @@ def check_version(found: tuple[int, int] | None = None) -> None:
         )
 
 
-def refusals(vllm_config: Any) -> list[str]:
+def unsupported_reasons(vllm_config: Any) -> list[str]:
     """Why this configuration cannot be blended; empty when it can. Every reason, not only the first."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    reasons = _model_refusals(model)
+    reasons = _unsupported_model_reasons(model)
     has_window, sees_all = _layers_seen(model.hf_config)
     scheduler = getattr(vllm_config, "scheduler_config", None)
     if has_window and not sees_all:
@@ -101,7 +101,7 @@ def refusals(vllm_config: Any) -> list[str]:
     return reasons
 
 
-def _model_refusals(model: Any) -> list[str]:
+def _unsupported_model_reasons(model: Any) -> list[str]:
     config = model.hf_config
     reasons = []
     names = list(getattr(config, "architectures", None) or ())
@@ -116,9 +116,11 @@ def _model_refusals(model: Any) -> list[str]:
         )
     if getattr(model, "is_hybrid", False):
         reasons.append("it has recurrent (state space) layers, whose state cannot be put together from chunks")
-    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", WINDOWED})
-    if foreign:
-        reasons.append(f"it has layers of type {', '.join(foreign)}, whose KV cannot be moved within a prompt")
+    unsupported_types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", WINDOWED})
+    if unsupported_types:
+        reasons.append(
+            f"it has layers of type {', '.join(unsupported_types)}, whose KV cannot be moved within a prompt"
+        )
     for rope in rope_parameters(config).values():
         kind = rope.get("rope_type", "default")
         if kind == "longrope":
@@ -140,16 +142,16 @@ def _layers_seen(config: Any) -> tuple[bool, bool]:
     return WINDOWED in kinds, kinds != {WINDOWED}
 
 
-def refuse_unsupported(vllm_config: Any) -> None:
+def reject_unsupported_config(vllm_config: Any) -> None:
     """Raise UnsupportedModelError with every reason why this vLLM configuration cannot be blended."""
-    reasons = refusals(vllm_config)
+    reasons = unsupported_reasons(vllm_config)
     if reasons:
         raise UnsupportedModelError(
-            f"ragblend cannot blend {vllm_config.model_config.model} here: {'; '.join(reasons)}. {_WAY_OUT}"
+            f"ragblend cannot blend {vllm_config.model_config.model} here: {'; '.join(reasons)}. {_FIX_HINT}"
         )
 
 
-def refuse_kv_groups(kv_cache_config: Any) -> None:
+def reject_kv_groups(kv_cache_config: Any) -> None:
     """Raise UnsupportedModelError unless all layers share one paged cache in which every token keeps its block.
 
     Layers with a window may be among them: vLLM then calls the cache one of full attention, too.
@@ -159,14 +161,14 @@ def refuse_kv_groups(kv_cache_config: Any) -> None:
     if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
         raise UnsupportedModelError(
             f"ragblend blends into one cache of full attention; vLLM made {len(groups)} of {', '.join(kinds)}. "
-            f"Start it with --disable-hybrid-kv-cache-manager, if it has layers with sliding windows. {_WAY_OUT}"
+            f"Start it with --disable-hybrid-kv-cache-manager, if it has layers with sliding windows. {_FIX_HINT}"
         )
 
 
-def refuse_bent_attention(impl: Any) -> None:
+def reject_unsupported_attention(impl: Any) -> None:
     """Raise UnsupportedModelError for attention that ours cannot be: the question is asked by our own."""
     if getattr(impl, "alibi_slopes", None) is not None:
-        raise UnsupportedModelError(f"its attention has ALiBi slopes, which ragblend lacks. {_WAY_OUT}")
+        raise UnsupportedModelError(f"its attention has ALiBi slopes, which ragblend lacks. {_FIX_HINT}")
 
 
 def model_fingerprint(model_config: Any) -> str:
@@ -183,11 +185,11 @@ def model_fingerprint(model_config: Any) -> str:
     return checkpoint_fingerprint(path, f"{dtype}+{online}" if online else dtype, overrides)
 
 
-def model_shape(model_config: Any) -> ModelShape:
+def model_shape(model_config: Any) -> KVSpec:
     """What stored KV of the model looks like, all ranks' heads together."""
     heads, dim = model_config.get_total_num_kv_heads(), model_config.get_head_size()
     layers = int(model_config.hf_text_config.num_hidden_layers)
-    return ModelShape.of(dtype_name(model_config.dtype), [(heads, dim, dim)] * layers)
+    return KVSpec.from_kv_shapes(dtype_name(model_config.dtype), [(heads, dim, dim)] * layers)
 
 
 def _name(dtype: Any) -> str:

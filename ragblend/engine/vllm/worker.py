@@ -24,12 +24,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fidelity import note_fused
-from ragblend.engine.fusion.fuse import Run, Steps, fuse_steps
+from ragblend.engine.fusion.fidelity import record_fusion
+from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk_steps
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, Choice, find_rule, settle
+from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule, plan_selection
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import key_of
@@ -68,7 +68,7 @@ class StoredSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BlendJob:
     """One request's work: fill positions [0, end) of its blocks; for "ingest", store the span as well."""
 
     request_id: str
@@ -94,24 +94,24 @@ class Job:
         return self.end - self.params.spans[0][0] - num_stored + math.ceil(ratio * num_stored)
 
 
-class Finished(NamedTuple):
+class JobResult(NamedTuple):
     """A job that is over. `failed`: its blocks hold nothing of use."""
 
-    job: Job
+    job: BlendJob
     report: BlendReport
     failed: bool
 
 
-class _Outcome(NamedTuple):
+class _JobOutput(NamedTuple):
     report: BlendReport
     storing: Future[None] | None = None
 
 
 @dataclass(slots=True)
-class _Running:
-    job: Job
-    steps: Steps[_Outcome]
-    asked: Run | Event | None = None  # the layer it waits for, to be run or to be read
+class _ActiveJob:
+    job: BlendJob
+    steps: Steps[_JobOutput]
+    pending: LayerCall | Event | None = None  # the layer it waits for, to be run or to be read
     busy_s: float = 0.0
     unread_since_s: float = 0.0  # where it waits for one to be read
     unread_s: float = 0.0  # what it has waited for those before
@@ -131,15 +131,15 @@ class BlendWorker:
         store: KVStore,
         slice_tokens: int,
         write: Callable[[ChunkKV], None] | None = None,
-        shown: Callable[[BaseException], str] = str,
+        describe_error: Callable[[BaseException], str] = str,
     ) -> None:
-        self._shown = shown
+        self._describe_error = describe_error
         self.layers, self._store, self._write = layers, store, write or store.put
         self._slice = slice_tokens * layers.num_layers
         self._pass_rows = _PASS_ROWS_CPU if layers.device.type == "cpu" else _PASS_ROWS_GPU
-        self._jobs: list[_Running] = []  # in the order they came
-        self._pass: list[_Running] = []  # those of them that are under way together
-        self._storing: list[tuple[Job, BlendReport, Future[None]]] = []
+        self._jobs: list[_ActiveJob] = []  # in the order they came
+        self._pass: list[_ActiveJob] = []  # those of them that are under way together
+        self._storing: list[tuple[BlendJob, BlendReport, Future[None]]] = []
         self._readers: list[Event] = []  # set once each has ended
         self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], MemoryKV] = OrderedDict()  # by namespace and ids
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
@@ -149,13 +149,13 @@ class BlendWorker:
         """Take stored KV from another store from the next job on."""
         self._store = store
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BlendJob) -> None:
         """Queue a job."""
         is_known = any(span.end == job.end for span in job.stored)
         steps = self._ingest(job) if job.params.mode == "ingest" and not is_known else self._blend(job)
-        self._jobs.append(_Running(job, steps))
+        self._jobs.append(_ActiveJob(job, steps))
 
-    def leave_to_vllm(self, jobs: Sequence[Job], reason: str) -> list[Finished]:
+    def leave_to_vllm(self, jobs: Sequence[BlendJob], reason: str) -> list[JobResult]:
         """Do none of `jobs` and drop those under way: vLLM computes their prompts."""
         self._prefixes.clear()
         dropped = [running.job for running in self._jobs]
@@ -163,42 +163,42 @@ class BlendWorker:
             self._drop(running)
         return [_left_to_vllm(job, reason) for job in (*dropped, *jobs)]
 
-    def after_writing(self, action: Callable[[], None]) -> None:
+    def run_after_writes(self, action: Callable[[], None]) -> None:
         """Run `action` in the thread that stores chunks, behind those that wait to be stored."""
         self._writer.submit(action)
 
-    def cancel(self, request_id: str) -> list[Finished]:
+    def cancel(self, request_id: str) -> list[JobResult]:
         """Drop a request's job, if it has one here. Its blocks are not written to any more."""
         for running in self._jobs:
             if running.job.request_id == request_id:
                 self._drop(running)
-                return [Finished(running.job, BlendReport(running.job.params.told_as), failed=False)]
+                return [JobResult(running.job, BlendReport(running.job.params.reported_mode), failed=False)]
         return []
 
     @torch.inference_mode()
-    def run_slice(self, is_idle: bool = True) -> list[Finished]:
+    def run_slice(self, is_idle: bool = True) -> list[JobResult]:
         """Work until the slice is used up, nothing is left, or nothing has been read; the jobs that ended.
 
         is_idle: no other request waits for this to return.
         """
-        finished, budget = self._stored(), self._slice
+        finished, budget = self._take_stored(), self._slice
         patience_s = IDLE_PATIENCE_S if is_idle else _PATIENCE_S
         while self._jobs and budget > 0:
             self._pass = self._pass or self._next_pass()
-            patience_s -= self._take_read(patience_s)
-            alone = next((running for running in self._pass if running.asked is None), None)
+            patience_s -= self._resume_read_jobs(patience_s)
+            alone = next((running for running in self._pass if running.pending is None), None)
             if alone is not None:
                 budget -= self._advance(alone, None, finished)
-            elif any(isinstance(running.asked, Run) for running in self._pass):
+            elif any(isinstance(running.pending, LayerCall) for running in self._pass):
                 budget -= self._run_layer(finished)
             else:
                 break
         return finished
 
-    def _take_read(self, patience_s: float) -> float:
+    def _resume_read_jobs(self, patience_s: float) -> float:
         """Have jobs of the pass go on whose layer has been read, on all ranks. Where none could do anything, wait for
         the oldest one's, `patience_s` at most; the seconds that took."""
-        unread = [(running, running.asked) for running in self._pass if isinstance(running.asked, Event)]
+        unread = [(running, running.pending) for running in self._pass if isinstance(running.pending, Event)]
         if not unread:
             return 0.0
         start_s = perf_counter()
@@ -209,18 +209,18 @@ class BlendWorker:
         now_s = perf_counter()
         for (running, _), count in zip(unread, counts, strict=True):
             if count == self.layers.num_ranks:
-                running.asked = None
+                running.pending = None
                 running.unread_s += now_s - running.unread_since_s
         return now_s - start_s
 
-    def _next_pass(self) -> list[_Running]:
+    def _next_pass(self) -> list[_ActiveJob]:
         """The oldest job, with those behind it that still fit."""
         num_rows = list(itertools.accumulate(running.job.num_rows for running in self._jobs))
         return self._jobs[: max(1, bisect_right(num_rows, self._pass_rows))]
 
-    def _run_layer(self, finished: list[Finished]) -> int:
+    def _run_layer(self, finished: list[JobResult]) -> int:
         """The lowest layer that jobs of the pass wait for, for all that wait for it. Token-layers run."""
-        waiting = [(running, running.asked) for running in self._pass if isinstance(running.asked, Run)]
+        waiting = [(running, running.pending) for running in self._pass if isinstance(running.pending, LayerCall)]
         lowest = min(run.layer for _, run in waiting)
         together = [(running, run) for running, run in waiting if run.layer == lowest]
         start_s, num_rows = perf_counter(), sum(len(run.rows) for _, run in together)
@@ -235,38 +235,38 @@ class BlendWorker:
             num_rows += self._advance(running, output, finished)
         return num_rows
 
-    def _advance(self, running: _Running, output: Tensor | None, finished: list[Finished]) -> int:
+    def _advance(self, running: _ActiveJob, output: Tensor | None, finished: list[JobResult]) -> int:
         """Let a job go on with the layer's `output` that it asked for. Token-layers it ran itself."""
         start_s = perf_counter()
         try:
             step = running.steps.send(output)
         except StopIteration as end:
-            outcome: _Outcome = end.value
+            outcome: _JobOutput = end.value
             outcome.report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - outcome.report.stall_s)
             outcome.report.stall_s += running.unread_s
             self._drop(running)
             if outcome.storing is not None:
                 self._storing.append((running.job, outcome.report, outcome.storing))
             else:
-                finished.append(Finished(running.job, outcome.report, failed=False))
+                finished.append(JobResult(running.job, outcome.report, failed=False))
             return 0
         except Exception as error:
             finished.append(self._failed(running, error))
             return 0
         running.unread_since_s = perf_counter()
         running.busy_s += running.unread_since_s - start_s
-        running.asked = None if isinstance(step, int) else step
+        running.pending = None if isinstance(step, int) else step
         return step if isinstance(step, int) else 0
 
-    def _failed(self, running: _Running, error: Exception) -> Finished:
+    def _failed(self, running: _ActiveJob, error: Exception) -> JobResult:
         """One request's trouble must not end the server."""
         log.error("blending request %s failed", running.job.request_id, exc_info=error)
         self._drop(running)
-        return _left_to_vllm(running.job, f"blending failed ({self._shown(error)})")
+        return _left_to_vllm(running.job, f"blending failed ({self._describe_error(error)})")
 
-    def _drop(self, running: _Running) -> None:
+    def _drop(self, running: _ActiveJob) -> None:
         running.steps.close()
-        running.asked = None
+        running.pending = None
         self._readers = [done for done in self._readers if not done.is_set()]
         self._jobs = [other for other in self._jobs if other is not running]
         self._pass = [other for other in self._pass if other is not running]
@@ -281,7 +281,7 @@ class BlendWorker:
 
     # -- the two kinds of jobs
 
-    def _blend(self, job: Job) -> Steps[_Outcome]:
+    def _blend(self, job: BlendJob) -> Steps[_JobOutput]:
         """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
         reuse = job.params.mode != "blend"
         prefix = yield from self._prefix(job)
@@ -292,7 +292,7 @@ class BlendWorker:
             try:
                 ends_s: list[float] = []
                 placed = (*prefix, *plan.placements)
-                with self._source(placed, paged, moves=plan.carries) as source:
+                with self._source(placed, paged, moves=plan.corrects_drift) as source:
                     num_charged = source.num_computed * self.layers.kv_share
                     if source.num_computed:
                         source.wait(0)  # here, because it counts like any other work between two engine steps
@@ -303,24 +303,24 @@ class BlendWorker:
             except DamagedEntryError as error:
                 log.warning("%s; blending request %s without it", error, job.request_id)
                 damaged.add(error.key)
-        result.charge_once(num_charged, plan)
+        result.add_fixed_cost(num_charged, plan)
         if self.timelines is not None:
             self.timelines.append(source.timeline(ends_s))
-        report = BlendReport(job.params.told_as, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
+        report = BlendReport(job.params.reported_mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
         report.load_s, report.stall_s, report.num_damaged_entries = source.load_s, source.stall_s, len(damaged)
         report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.params.spans]
         spans = {span.start: span for span in job.stored}
         used = {each.start: (each, spans[each.start]) for each in plan.placements}
-        note_fused(report, (start for start, _ in job.params.spans), used, plan, result)
-        return _Outcome(report)
+        record_fusion(report, (start for start, _ in job.params.spans), used, plan, result)
+        return _JobOutput(report)
 
-    def _ingest(self, job: Job) -> Steps[_Outcome]:
+    def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
         """Compute the last span behind the ids before it, as ingestion everywhere does, and have it stored."""
         layers, spans = self.layers, job.params.spans
         start, end = spans[-1]
         prefix = yield from self._prefix(job)
         if len(spans) > 1:
-            paged = yield from self._placed_behind(job, prefix)
+            paged = yield from self._place_context(job, prefix)
         else:
             paged = PagedKV(layers, job.block_ids, job.end)
             for placement in prefix:
@@ -331,9 +331,9 @@ class BlendWorker:
         kv = yield from prefill_chunk_steps(layers, paged, header)
         whole = MemoryKV(kv.header, tuple(layers.all_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = BlendReport("full", "none", 1.0, num_chunks=1, charged_budget=1.0, charged_budget_32=1.0)
-        return _Outcome(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
+        return _JobOutput(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
 
-    def _placed_behind(self, job: Job, prefix: tuple[Placement, ...]) -> Steps[PagedKV]:
+    def _place_context(self, job: BlendJob, prefix: tuple[Placement, ...]) -> Steps[PagedKV]:
         """The blocks up to the last span: chunks that are stored are placed as they are, what is not is computed."""
         ids, start = torch.tensor(job.token_ids, dtype=torch.int64, device=self.layers.device), job.params.spans[-1][0]
         damaged: set[str] = set()
@@ -350,7 +350,7 @@ class BlendWorker:
                 log.warning("%s; computing it again for request %s", error, job.request_id)
                 damaged.add(error.key)
 
-    def _stored(self) -> list[Finished]:
+    def _take_stored(self) -> list[JobResult]:
         """Ingested chunks that are on the disk by now, or could not be stored."""
         finished, waiting = [], []
         for job, report, future in self._storing:
@@ -360,20 +360,20 @@ class BlendWorker:
             error = future.exception()
             if error is not None:
                 log.warning("request %s was not stored: %s", job.request_id, error)
-                report.refused_reason, report.failed = f"not stored: {self._shown(error)}", True
-            finished.append(Finished(job, report, failed=False))
+                report.refused_reason, report.failed = f"not stored: {self._describe_error(error)}", True
+            finished.append(JobResult(job, report, failed=False))
         self._storing = waiting
         return finished
 
     # -- their parts
 
-    def _fuse_plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
+    def _fuse_plan(self, job: BlendJob, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
         """What to fuse, by which rule."""
         params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
-        choice = Choice(find_rule(params.rule, layers.num_layers), NO_RECOMPUTE, ())
+        choice = SelectionPlan(find_rule(params.rule, layers.num_layers), NO_RECOMPUTE, ())
         if params.mode == "blend":
             num_stored = sum(placement.kv.header.num_tokens for placement in placements)
-            choice = settle(
+            choice = plan_selection(
                 params.rule,
                 job.ratio,
                 layers.num_layers,
@@ -397,10 +397,10 @@ class BlendWorker:
             sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
             probe_layers=choice.probe_layers,
             question_start=question_start if question_start < num_tokens else None,
-            separators=separators.to(layers.device),
+            template_mask=separators.to(layers.device),
         )
 
-    def _paged(self, job: Job, plan: FusePlan) -> PagedKV:
+    def _paged(self, job: BlendJob, plan: FusePlan) -> PagedKV:
         """The request's blocks, and what the plan reads of some layers at hand."""
         kept = {check.layer for check in plan.checks}
         if self.layers.may_attend and 0 < plan.checks[-1].ratio < 1:
@@ -416,7 +416,7 @@ class BlendWorker:
         self._readers.append(source.done)
         return source
 
-    def _prefix(self, job: Job) -> Steps[tuple[Placement, ...]]:
+    def _prefix(self, job: BlendJob) -> Steps[tuple[Placement, ...]]:
         """The exact KV of the ids before the first chunk: computed once, in the request's blocks, then remembered."""
         prefix_ids = job.prefix_ids
         if not prefix_ids:
@@ -434,7 +434,7 @@ class BlendWorker:
             self._prefixes.popitem(last=False)
         return (Placement(known, 0, exact=True),)
 
-    def _lookup(self, job: Job, damaged: set[str]) -> tuple[Placement, ...]:
+    def _lookup(self, job: BlendJob, damaged: set[str]) -> tuple[Placement, ...]:
         """The stored chunks that are still there, with this rank's heads."""
         found: list[ChunkKV | None] = []
         for span in job.stored:
@@ -452,7 +452,7 @@ class BlendWorker:
             if kv is not None
         )
 
-    def _is_ours(self, header: KVHeader, job: Job) -> bool:
+    def _is_ours(self, header: KVHeader, job: BlendJob) -> bool:
         """Whether stored KV has this model's shape; the key says so too, but a wrong tensor must never get further."""
         return (
             header.fingerprint == job.fingerprint
@@ -461,15 +461,20 @@ class BlendWorker:
         )
 
     def _header(
-        self, job: Job, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str, context: tuple[int, ...] = ()
+        self,
+        job: BlendJob,
+        prefix_ids: Sequence[int],
+        ids: Sequence[int],
+        namespace: str,
+        context: tuple[int, ...] = (),
     ) -> KVHeader:
         facts = (job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype_name(self.layers.dtype))
         header = KVHeader("", *facts, namespace=namespace, context=context)
         return replace(header, key=key_of(header))
 
 
-def _left_to_vllm(job: Job, reason: str) -> Finished:
-    return Finished(job, BlendReport(job.params.told_as, refused_reason=reason, failed=True), failed=True)
+def _left_to_vllm(job: BlendJob, reason: str) -> JobResult:
+    return JobResult(job, BlendReport(job.params.reported_mode, refused_reason=reason, failed=True), failed=True)
 
 
 def worker_of_this_process() -> BlendWorker:

@@ -24,9 +24,9 @@ from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, IngestConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import BenchResult, Column, bench, table
+from ragblend.lab.bench.common.output import BenchResult, Column, format_table, run_benchmark
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
-from ragblend.lab.bench.common.workloads import directory_of, draw_prompts, engine_for, threads
+from ragblend.lab.bench.common.workloads import draw_prompts, engine_for, open_directory, torch_threads
 from ragblend.options import ContextPolicy
 from ragblend.precompute import IngestReport, ingest, precompute_chunks
 from ragblend.prompt.prompt import Chunk
@@ -70,14 +70,14 @@ class IngestResult(BenchResult):
 
 def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = None) -> IngestResult:
     """Measure `config`. `progress` is told what is being done."""
-    tell = progress or (lambda line: None)
-    with threads(config.threads), directory_of(None) as directory:
-        tell(f"building {config.shape}")
+    notify = progress or (lambda line: None)
+    with torch_threads(config.threads), open_directory(None) as directory:
+        notify(f"building {config.shape}")
         store = open_store(directory / "kv", memory_gib=0)
         with engine_for(config.shape, store, find_dtype(config.dtype), config.seed) as engine:
-            rounds = side_by_side(engine, config, tell)
+            rounds = time_prefill_and_ingest(engine, config, notify)
             bytes_per_token = engine.bytes_per_token
-        known = run_known(config, directory / "known", tell) if config.num_known else ()
+        known = run_known(config, directory / "known", notify) if config.num_known else ()
         tokens = config.num_chunks * config.chunk_tokens
         medians = {mode: statistics.median(times[mode] for times in rounds) for mode in rounds[0]}
         runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
@@ -90,8 +90,8 @@ def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = No
         return IngestResult(config, config.shape, hardware_card(), bytes_per_token, runs, ratio, over_none, known)
 
 
-def side_by_side(
-    engine: TransformersEngine, config: IngestConfig, tell: Callable[[str], None]
+def time_prefill_and_ingest(
+    engine: TransformersEngine, config: IngestConfig, notify: Callable[[str], None]
 ) -> list[dict[str, float]]:
     """Seconds of prefill and of ingestion, in turns over the same chunks, after a few that do not count."""
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
@@ -103,11 +103,11 @@ def side_by_side(
         precompute_chunks(_versions(warm_up, policy), engine)
     rounds = []
     for number in range(1, config.repeats + 1):
-        tell(f"round {number} of {config.repeats}: {config.num_chunks} chunks of {config.chunk_tokens} tokens")
-        times = {"prefill": _timed(lambda: prefill_only(engine, chunks))}
+        notify(f"round {number} of {config.repeats}: {config.num_chunks} chunks of {config.chunk_tokens} tokens")
+        times = {"prefill": _measure_seconds(lambda: prefill_only(engine, chunks))}
         for policy in policies:
             made = _versions(chunks, policy)
-            times[_mode(policy)] = _timed(lambda made=made: _ingest_new(engine, made))  # type: ignore[misc]
+            times[_mode(policy)] = _measure_seconds(lambda made=made: _ingest_new(engine, made))  # type: ignore[misc]
             for chunk in made:
                 engine.forget(chunk)
         rounds.append(times)
@@ -121,7 +121,7 @@ def _versions(chunks: Sequence[Chunk], policy: ContextPolicy) -> list[Chunk]:
         return [replace(chunk, context=policy) for chunk in chunks]
     num_behind = min(NUM_SIMILAR, len(chunks) - 1)
     behind = [tuple(chunks[place - 1 - back].text for back in range(num_behind)) for place in range(len(chunks))]
-    second = [replace(chunk, context=policy, behind=texts) for chunk, texts in zip(chunks, behind, strict=True)]
+    second = [replace(chunk, context=policy, context_texts=texts) for chunk, texts in zip(chunks, behind, strict=True)]
     return [*_versions(chunks, "none"), *second]
 
 
@@ -146,13 +146,13 @@ def _ingest_new(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
         raise RagblendError(f"{report.num_new_kv} of {len(chunks)} chunks were new: the store was not empty")
 
 
-def run_known(config: IngestConfig, directory: Path, tell: Callable[[str], None]) -> tuple[KnownRun, ...]:
+def run_known(config: IngestConfig, directory: Path, notify: Callable[[str], None]) -> tuple[KnownRun, ...]:
     """Ingest documents of at least `num_known` chunks twice, the second time with everything opened anew."""
-    tell(f"writing documents of {config.num_known} chunks")
+    notify(f"writing documents of {config.num_known} chunks")
     write_documents(directory / "docs", config.num_known, find_shape(KNOWN_SHAPE).vocab_size, config.seed)
     runs = []
     for name in ("first", "second"):
-        tell(f"ingesting them, {name} run")
+        notify(f"ingesting them, {name} run")
         store = open_store(directory / "kv", memory_gib=0)
         with engine_for(KNOWN_SHAPE, store, seed=config.seed) as engine:
             num_prefilled_tokens = _count_rows(engine)
@@ -162,7 +162,7 @@ def run_known(config: IngestConfig, directory: Path, tell: Callable[[str], None]
                 place = directory / "docs", engine, directory / "index"
                 reports.append(ingest(*place, chunk_size=KNOWN_CHUNK_TOKENS, embedder="hashing"))
 
-            seconds = _timed(once)
+            seconds = _measure_seconds(once)
         (report,) = reports
         found = KnownRun(
             name, report.num_chunks, seconds, report.num_new_kv, report.num_known_kv, num_prefilled_tokens()
@@ -207,7 +207,7 @@ def table_lines(result: IngestResult) -> list[str]:
     lines = [
         f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens; "
         f"medians of {config.repeats}",
-        *table(COLUMNS, result.runs),
+        *format_table(COLUMNS, result.runs),
     ]
     lines.append(f"ingest over prefill: {result.ingest_over_prefill:.3f}")
     lines += [f"{policy} over none: {over:.2f} times as long" for policy, over in result.context_over_none.items()]
@@ -221,10 +221,10 @@ def table_lines(result: IngestResult) -> list[str]:
 
 def bench_ingest(config: IngestConfig, *, plot: None = None, echo: Callable[[str], None]) -> dict[str, Any]:
     """`ragblend bench ingest`: card and table to `echo`; returns the JSON object. There is nothing to draw."""
-    return bench(config, run_ingest, table_lines, echo, plot)
+    return run_benchmark(config, run_ingest, table_lines, echo, plot)
 
 
-def _timed(work: Callable[[], None]) -> float:
+def _measure_seconds(work: Callable[[], None]) -> float:
     start_s = perf_counter()
     work()
     return perf_counter() - start_s

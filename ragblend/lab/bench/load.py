@@ -21,20 +21,26 @@ from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, in_memory, restored
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.loading_controller import MachineProfile, largest_hidden_ratio
 from ragblend.engine.tuning.machine import drop_page_cache
-from ragblend.engine.tuning.pipeline import MachineProfile, choose_ratio
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import BenchResult, Column, bench, medians, table
+from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
 from ragblend.lab.bench.common.plots import plot_load
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
-from ragblend.lab.bench.common.workloads import PromptSet, directory_of, engine_for, prompts_of, threads
-from ragblend.lab.profile import Effort, measure_machine
+from ragblend.lab.bench.common.workloads import (
+    PromptSet,
+    engine_for,
+    make_config_prompts,
+    open_directory,
+    torch_threads,
+)
+from ragblend.lab.profile import ProfileConfig, measure_machine
 from ragblend.prompt.prompt import SegmentedPrompt
 
 if TYPE_CHECKING:
@@ -45,7 +51,7 @@ TARGET = 1.15
 """Blending from a disk that loads within T_recompute may take so many times what it takes from memory."""
 
 
-class Case(NamedTuple):
+class LoadCase(NamedTuple):
     """Where the KV comes from and how. `bytes_per_s`: of the throttled reader, None for the disk as it is."""
 
     source: str  # memory, disk, throttled
@@ -56,7 +62,7 @@ class Case(NamedTuple):
     bytes_per_s: float | None = None
 
 
-class Sample(NamedTuple):
+class LoadSample(NamedTuple):
     """One timed request."""
 
     report: BlendReport
@@ -104,28 +110,30 @@ class LoadResult(BenchResult):
 
 def run_load(config: LoadConfig, progress: Callable[[str], None] | None = None) -> LoadResult:
     """Measure every case of `config` on the same prompts, in turns. `progress` is told what is being done."""
-    tell = progress or (lambda line: None)
-    with threads(config.threads), directory_of(config.store) as directory:
-        tell(f"building {config.shape}")
+    notify = progress or (lambda line: None)
+    with torch_threads(config.threads), open_directory(config.store) as directory:
+        notify(f"building {config.shape}")
         disk = DiskStore(directory)
         with _subject(config, disk) as subject:
-            return _run(config, subject, disk, tell)
+            return _run(config, subject, disk, notify)
 
 
-def _run(config: LoadConfig, subject: Subject, disk: DiskStore, tell: Callable[[str], None]) -> LoadResult:
+def _run(
+    config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, notify: Callable[[str], None]
+) -> LoadResult:
     engine = subject.engine
-    profile = measure_machine(engine, _effort(config), directory=disk.root, tell=tell)
+    profile = measure_machine(engine, _effort(config), directory=disk.root, notify=notify)
     work = _prompts(config, subject.vocab_size)
-    tell(f"precomputing {len(work.chunks)} chunks of {config.chunk_tokens} tokens")
+    notify(f"precomputing {len(work.chunks)} chunks of {config.chunk_tokens} tokens")
     for _ in engine.precompute_all(work.chunks):
         pass
     memory_bytes = config.num_chunks * config.chunk_tokens * engine.bytes_per_token
     bench = _Bench(subject, disk, memory_bytes, config.rule)
     cases = make_cases(config, profile, memory_bytes, config.prompt_tokens)
-    samples: dict[Case, list[Sample]] = {case: [] for case in cases}
+    samples: dict[LoadCase, list[LoadSample]] = {case: [] for case in cases}
     bench.sample(work.prompts[-1], cases[0])  # warm-up
     for number, prompt in enumerate(work.prompts[: config.repeats]):
-        tell(f"round {number + 1} of {config.repeats}")
+        notify(f"round {number + 1} of {config.repeats}")
         for case in cases:
             samples[case].append(bench.sample(prompt, case))
     return LoadResult(
@@ -143,23 +151,23 @@ def _run(config: LoadConfig, subject: Subject, disk: DiskStore, tell: Callable[[
             "recompute_s": profile.recompute_s(config.ratio, config.prompt_tokens),
         },
         TARGET,
-        summarise(samples),
+        summarize(samples),
         tuple(timeline_facts(case, taken) for case, taken in samples.items()),
     )
 
 
-def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[Case, ...]:
+def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
     """Memory, disk, and throttled readers, each with and without the pipeline; where loading takes longer than
     recompute also at the ratio that the controller chooses then."""
     least_s = profile.recompute_s(config.ratio, num_tokens)
-    asks_first = find_rule(config.rule, profile.num_layers).asks_first
+    asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 
-    def case(source: str, pipeline: bool, speed: float | None = None, ratio: float = config.ratio) -> Case:
+    def case(source: str, pipeline: bool, speed: float | None = None, ratio: float = config.ratio) -> LoadCase:
         reads = speed or profile.bytes_per_s["disk"]
         load_s = 0.0 if source == "memory" else load_bytes / reads
         compute_s = profile.recompute_s(ratio, num_tokens)
         expected_s = profile.blend_s(load_s, compute_s, asks_first) if pipeline else load_s + compute_s
-        return Case(source, pipeline, ratio, load_s / least_s, expected_s, speed)
+        return LoadCase(source, pipeline, ratio, load_s / least_s, expected_s, speed)
 
     # Memory right behind the disk, which leaves its chunks there.
     cases = [case("disk", True), case("memory", True), case("disk", False)]
@@ -167,7 +175,7 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
         load_s = slowdown * least_s
         speed = load_bytes / load_s
         cases += [case("throttled", True, speed), case("throttled", False, speed)]
-        hidden = choose_ratio(
+        hidden = largest_hidden_ratio(
             config.ratio, profile.hiding_s(load_s, asks_first), profile.full_s(num_tokens), profile.shares
         )
         if hidden > config.ratio:
@@ -175,7 +183,7 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
     return tuple(cases)
 
 
-class Subject(NamedTuple):
+class StoreSwitchableEngine(NamedTuple):
     """An engine to measure. Between requests `read_from` exchanges the store that its KV comes from, and `times` may
     be given another list of timelines."""
 
@@ -187,7 +195,7 @@ class Subject(NamedTuple):
 
 
 @contextmanager
-def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[Subject]:
+def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEngine]:
     if config.backend == "vllm":
         from ragblend.engine.vllm.worker import worker_of_this_process
         from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
@@ -198,26 +206,26 @@ def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[Subject]:
         # More than one prompt, because vLLM keeps a block for itself.
         with open_vllm(config, num_prompts=2, memory_gib=memory_gib, store=disk.root) as (served, vocab_size):
             worker = worker_of_this_process()
-            yield Subject(served, vocab_size, vllm_card(), worker.read_from, worker)
+            yield StoreSwitchableEngine(served, vocab_size, vllm_card(), worker.read_from, worker)
         return
     with engine_for(config.shape, disk, find_dtype(config.dtype), config.seed) as engine:
 
         def read_from(store: KVStore) -> None:
             engine.store = store
 
-        yield Subject(engine, engine.layers.config.vocab_size, hardware_card(), read_from, engine)
+        yield StoreSwitchableEngine(engine, engine.layers.config.vocab_size, hardware_card(), read_from, engine)
 
 
 class _Bench:
     """Times one request at a time, from the tiers that a case asks for."""
 
-    def __init__(self, subject: Subject, disk: DiskStore, memory_bytes: int, rule: str) -> None:
+    def __init__(self, subject: StoreSwitchableEngine, disk: DiskStore, memory_bytes: int, rule: str) -> None:
         self._subject, self._disk, self._rule = subject, disk, rule
         self.memory_bytes = memory_bytes
         self._tiers = TieredStore(MemoryStore(memory_bytes), disk)
         self.page_cache_dropped = True
 
-    def sample(self, prompt: SegmentedPrompt, case: Case) -> Sample:
+    def sample(self, prompt: SegmentedPrompt, case: LoadCase) -> LoadSample:
         """One request of one token. Raises RagblendError where the KV did not come from where it should."""
         self._subject.read_from(self._store(case))
         if case.source != "memory":
@@ -232,20 +240,20 @@ class _Bench:
         expected = 0 if case.source == "memory" else report.num_chunks
         if num_read != expected or report.num_chunk_hits != report.num_chunks:
             raise RagblendError(f"{num_read} of {report.num_chunks} chunks came from the disk, expected {expected}")
-        return Sample(report, timelines[0])
+        return LoadSample(report, timelines[0])
 
-    def _store(self, case: Case) -> KVStore:
+    def _store(self, case: LoadCase) -> KVStore:
         if case.source in ("disk", "memory") and case.pipeline:
             return self._tiers  # what the prompt before left in memory are other chunks
         tier: KVStore = self._disk
         if case.bytes_per_s is not None:
             tier = ThrottledStore(tier, case.bytes_per_s)
         if not case.pipeline:
-            tier = WholeStore(tier)
+            tier = UnpipelinedStore(tier)
         return TieredStore(MemoryStore(self.memory_bytes), tier)
 
 
-class _Wrapped:
+class _StoreWrapper:
     """A KVStore that passes everything on to another one; subclasses change what `get` returns."""
 
     def __init__(self, tier: KVStore) -> None:
@@ -274,7 +282,7 @@ class _Wrapped:
         return self._tier.nbytes()
 
 
-class ThrottledStore(_Wrapped):
+class ThrottledStore(_StoreWrapper):
     """A tier that reads `bytes_per_s` and no faster, one layer after the other, as one slow device would."""
 
     def __init__(self, tier: KVStore, bytes_per_s: float) -> None:
@@ -285,9 +293,9 @@ class ThrottledStore(_Wrapped):
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
         """The entry, whose layers arrive at the tier's pace."""
         kv = super().get(key, token_ids)
-        return None if kv is None else _ThrottledKV(kv, self._at_our_pace)
+        return None if kv is None else _ThrottledKV(kv, self._throttle)
 
-    def _at_our_pace(self, read: Callable[[], StoredLayer]) -> StoredLayer:
+    def _throttle(self, read: Callable[[], StoredLayer]) -> StoredLayer:
         start_s = max(perf_counter(), self._busy_until_s)
         layer = read()
         self._busy_until_s = start_s + layer.nbytes / self._bytes_per_s
@@ -310,25 +318,25 @@ class _ThrottledKV:
         return self._kv.nbytes
 
     def layer(self, index: int) -> LayerKV:
-        return restored(self.stored_layer(index))
+        return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:
         return self._at_pace(lambda: self._kv.stored_layer(index))
 
 
-class WholeStore(_Wrapped):
+class UnpipelinedStore(_StoreWrapper):
     """A tier without the pipeline: `get` reads the whole entry before it returns."""
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
         """The entry, in memory."""
         kv = super().get(key, token_ids)
-        return None if kv is None else in_memory(kv)
+        return None if kv is None else load_into_memory(kv)
 
 
 _MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s")
 
 
-def summarise(samples: Mapping[Case, Sequence[Sample]]) -> tuple[LoadRun, ...]:
+def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun, ...]:
     """Medians of every case, beside those of blending from memory and what the controller expects."""
     found = {case: medians([sample.report for sample in taken], *_MEDIANS) for case, taken in samples.items()}
     memory_s = next(each["ttft_s"] for case, each in found.items() if case.source == "memory")
@@ -352,7 +360,7 @@ def summarise(samples: Mapping[Case, Sequence[Sample]]) -> tuple[LoadRun, ...]:
     return tuple(runs)
 
 
-def timeline_facts(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
+def timeline_facts(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
     """The layers of the sample with the median TTFT: [start, end] of each, in seconds from the first of them."""
     ordered = sorted(samples, key=lambda sample: sample.report.ttft_s)
     load, fuse = ordered[len(ordered) // 2].timeline
@@ -386,24 +394,26 @@ def table_lines(result: LoadResult) -> list[str]:
         f"{result.store_bytes / result.memory_bytes:.1f} times the memory budget, {cache}; medians of {config.repeats}",
         f"by the controller: T_recompute {result.controller['recompute_s']:.3g} s, T_load from this disk "
         f"{result.load_bytes / disk:.3g} s at {disk / 1e6:.0f} MB/s",
-        *table(COLUMNS, result.runs),
+        *format_table(COLUMNS, result.runs),
     ]
 
 
 def bench_load(config: LoadConfig, *, plot: Path | None = None, echo: Callable[[str], None]) -> dict[str, Any]:
     """`ragblend bench load`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
-    return bench(config, run_load, table_lines, echo, plot, plot_load)
+    return run_benchmark(config, run_load, table_lines, echo, plot, plot_load)
 
 
-def _effort(config: LoadConfig) -> Effort:
+def _effort(config: LoadConfig) -> ProfileConfig:
     """What the controller needs for these prompts: their own length, and ratios from none to well above `ratio`."""
     ratios = (0.0, config.ratio, min(1.0, max(0.5, 2 * config.ratio)))
-    return Effort(config.num_chunks, config.chunk_tokens, 2, tuple(dict.fromkeys(ratios)), config.rule)
+    return ProfileConfig(config.num_chunks, config.chunk_tokens, 2, tuple(dict.fromkeys(ratios)), config.rule)
 
 
 def _prompts(config: LoadConfig, vocab_size: int) -> PromptSet:
     """Prompts without a chunk in common, as many as the store has room for."""
     num_prompts = max(config.store_factor, config.repeats + 1)
-    sets = [prompts_of(replace(config, seed=config.seed + number), vocab_size) for number in range(num_prompts)]
+    sets = [
+        make_config_prompts(replace(config, seed=config.seed + number), vocab_size) for number in range(num_prompts)
+    ]
     chunks = tuple(chunk for each in sets for chunk in each.chunks)
     return PromptSet(chunks, tuple(each.prompts[0] for each in sets))

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.answer import Delta, VllmRequest
+from ragblend.engine.vllm.base_engine import OutputDelta, VllmRequest
 from ragblend.errors import RagblendError
-from ragblend.lab.bench.common.configs import Case, ThroughputConfig, cases_of
-from ragblend.lab.bench.common.output import BenchResult, Column, bench, table
+from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
+from ragblend.lab.bench.common.output import BenchResult, Column, format_table, run_benchmark
 from ragblend.lab.bench.common.plots import plot_throughput
-from ragblend.lab.bench.common.workloads import prompts_of, threads
+from ragblend.lab.bench.common.workloads import make_config_prompts, torch_threads
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
 from ragblend.options import Mode
 from ragblend.prompt.prompt import SegmentedPrompt
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from typing import Protocol
 
-    class Answering(Protocol):
+    class StreamingEngine(Protocol):
         """What answers requests: an engine, or a test's."""
 
-        def deltas(self, request: VllmRequest) -> Generator[Delta]: ...  # noqa: D102
+        def deltas(self, request: VllmRequest) -> Generator[OutputDelta]: ...  # noqa: D102
 
 
 BOUND_FACTOR = 2.0  # of full prefill's TTFT on an idle engine: the default bound
@@ -50,7 +50,7 @@ _IDLE_SAMPLES = 3
 _HEAD_START_S = 0.05  # for the senders to be ready
 
 
-class Answered(NamedTuple):
+class TimedAnswer(NamedTuple):
     """One request: when it arrived, and the seconds from then to its first and to its last token."""
 
     arrival_s: float
@@ -78,7 +78,7 @@ class ThroughputRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class ServingCapacity:
     """What a mode can serve with a mean TTFT within the bound. Rates in requests per second.
 
     A burst of requests is over before its queue has grown long, so arrivals within the bound may be more than a mode
@@ -100,52 +100,54 @@ class ThroughputResult(BenchResult):
 
     bound_s: float
     runs: tuple[ThroughputRun, ...]
-    capacities: tuple[Capacity, ...]
+    capacities: tuple[ServingCapacity, ...]
 
 
 def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | None = None) -> ThroughputResult:
     """Measure every mode of `config` at every rate on the same prompts. `progress` is told what is being done."""
-    tell = progress or (lambda line: None)
-    cases = cases_of(config.modes, config.rules)
+    notify = progress or (lambda line: None)
+    cases = expand_cases(config.modes, config.rules)
     # All prompts of a rate and all chunks: what is in vLLM's prefix cache is not pushed out of it.
     num_prompts = config.num_requests + -(-config.pool // config.num_chunks)
     longest = config.prompt_tokens + config.output_tokens
-    with threads(config.threads):
-        tell(f"building {config.shape or config.model}")
+    with torch_threads(config.threads):
+        notify(f"building {config.shape or config.model}")
         with open_vllm(config, num_prompts=num_prompts, prompt_tokens=longest, memory_gib=config.memory_gib) as (
             engine,
             vocab_size,
         ):
-            work = prompts_of(config, vocab_size, config.num_requests, config.pool)
-            tell(f"precomputing {config.pool} chunks of {config.chunk_tokens} tokens")
+            work = make_config_prompts(config, vocab_size, config.num_requests, config.pool)
+            notify(f"precomputing {config.pool} chunks of {config.chunk_tokens} tokens")
             for chunk in work.chunks:
                 engine.precompute(chunk)
 
-            def requests_of(case: Case, prompts: Sequence[SegmentedPrompt]) -> list[VllmRequest]:
+            def requests_of(case: ModeAndRule, prompts: Sequence[SegmentedPrompt]) -> list[VllmRequest]:
                 options: dict[str, Any] = {"mode": case.mode, "recompute_ratio": config.ratio}
                 options |= {"rule": case.rule} if case.mode == "blend" else {}
                 return [engine.request(prompt, max_tokens=config.output_tokens, **options) for prompt in prompts]
 
-            def answer(case: Case, prompts: Sequence[SegmentedPrompt], arrivals_s: Sequence[float]) -> list[Answered]:
+            def answer(
+                case: ModeAndRule, prompts: Sequence[SegmentedPrompt], arrivals_s: Sequence[float]
+            ) -> list[TimedAnswer]:
                 if case.mode == "prefix":
                     warm_prefix_cache(engine, prompts)
-                return checked(case, serve(engine, requests_of(case, prompts), arrivals_s))
+                return check_answers(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
 
-            tell("measuring one request at a time")
-            idle_s = idle_ttfts(cases, work.prompts, answer)
+            notify("measuring one request at a time")
+            idle_s = measure_idle_ttfts(cases, work.prompts, answer)
             bound_s = config.bound_s or BOUND_FACTOR * idle_s[_FULL]
             rates = config.rates or tuple(_rounded(load / idle_s[_FULL]) for load in LOADS)
             gaps = arrival_times(1.0, config.num_requests, config.seed)
 
-            def measure(case: Case, rate: float) -> list[Answered]:
+            def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
                 return answer(case, work.prompts, [moment / rate for moment in gaps])
 
-            runs = sweep(cases, rates, bound_s, config.ratio, measure, tell)
+            runs = sweep(cases, rates, bound_s, config.ratio, measure, notify)
             found = capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
             return ThroughputResult(config, engine.name, vllm_card(), bound_s, runs, found)
 
 
-_FULL = Case("full", "none")  # measured idle in any case: bound and rates come from it
+_FULL = ModeAndRule("full", "none")  # measured idle in any case: bound and rates come from it
 
 
 def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
@@ -160,11 +162,13 @@ def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
     return moments
 
 
-def serve(engine: Answering, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]) -> list[Answered]:
+def replay_requests(
+    engine: StreamingEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
+) -> list[TimedAnswer]:
     """Send each request at its moment, whatever the others do, and time its tokens from that moment on."""
     start_s = time.perf_counter() + _HEAD_START_S
 
-    def send(request: VllmRequest, arrival_s: float) -> Answered:
+    def send(request: VllmRequest, arrival_s: float) -> TimedAnswer:
         due_s = start_s + arrival_s
         time.sleep(max(0.0, due_s - time.perf_counter()))
         first_s, report, num_cached = None, None, 0
@@ -176,13 +180,13 @@ def serve(engine: Answering, requests: Sequence[VllmRequest], arrivals_s: Sequen
                 num_cached = max(num_cached, delta.num_cached_tokens)
         if first_s is None:
             raise RagblendError("vLLM answered a request without a token")
-        return Answered(arrival_s, first_s, time.perf_counter() - due_s, report, num_cached)
+        return TimedAnswer(arrival_s, first_s, time.perf_counter() - due_s, report, num_cached)
 
     with ThreadPoolExecutor(len(requests), thread_name_prefix="ragblend-bench") as pool:
         return list(pool.map(send, requests, arrivals_s))
 
 
-def checked(case: Case, answers: list[Answered]) -> list[Answered]:
+def check_answers(case: ModeAndRule, answers: list[TimedAnswer]) -> list[TimedAnswer]:
     """The answers, once it is sure that each was made the way `case` says."""
     for answer in answers:
         report = answer.report
@@ -195,14 +199,14 @@ def checked(case: Case, answers: list[Answered]) -> list[Answered]:
     return answers
 
 
-def idle_ttfts(
-    cases: Sequence[Case],
+def measure_idle_ttfts(
+    cases: Sequence[ModeAndRule],
     prompts: Sequence[SegmentedPrompt],
-    answer: Callable[[Case, Sequence[SegmentedPrompt], Sequence[float]], list[Answered]],
-) -> dict[Case, float]:
+    answer: Callable[[ModeAndRule, Sequence[SegmentedPrompt], Sequence[float]], list[TimedAnswer]],
+) -> dict[ModeAndRule, float]:
     """Median TTFT of every case and of full prefill, one request at a time, in turns, the first turn for warming up."""
     wanted = tuple(dict.fromkeys([*cases, _FULL]))
-    samples: dict[Case, list[float]] = {case: [] for case in wanted}
+    samples: dict[ModeAndRule, list[float]] = {case: [] for case in wanted}
     for turn in range(_IDLE_SAMPLES + 1):
         for case in wanted:
             (answered,) = answer(case, [prompts[turn % len(prompts)]], [0.0])
@@ -212,27 +216,27 @@ def idle_ttfts(
 
 
 def sweep(
-    cases: Sequence[Case],
+    cases: Sequence[ModeAndRule],
     rates: Sequence[float],
     bound_s: float,
     ratio: float,
-    measure: Callable[[Case, float], list[Answered]],
-    tell: Callable[[str], None] = lambda line: None,
+    measure: Callable[[ModeAndRule, float], list[TimedAnswer]],
+    notify: Callable[[str], None] = lambda line: None,
 ) -> tuple[ThroughputRun, ...]:
     """Rates from low to high, the cases in turns at each; a case far beyond the bound takes no part any more."""
     runs: list[ThroughputRun] = []
     running = list(cases)
     for rate in sorted(set(rates)):
         for case in list(running):
-            tell(f"{case.mode} at {rate:g} requests per second")
-            run = summarise_point(case, ratio, rate, measure(case, rate))
+            notify(f"{case.mode} at {rate:g} requests per second")
+            run = summarize_point(case, ratio, rate, measure(case, rate))
             runs.append(run)
             if run.ttft_mean_s > _STOP_FACTOR * bound_s:
                 running.remove(case)
     return tuple(runs)
 
 
-def summarise_point(case: Case, ratio: float, rate: float, answers: Sequence[Answered]) -> ThroughputRun:
+def summarize_point(case: ModeAndRule, ratio: float, rate: float, answers: Sequence[TimedAnswer]) -> ThroughputRun:
     """One mode's answers at one rate, in numbers."""
     times_s = [answer.ttft_s for answer in answers]
     return ThroughputRun(
@@ -250,18 +254,24 @@ def summarise_point(case: Case, ratio: float, rate: float, answers: Sequence[Ans
     )
 
 
-def capacities(runs: Sequence[ThroughputRun], idle_s: Mapping[Case, float], bound_s: float) -> tuple[Capacity, ...]:
+def capacities(
+    runs: Sequence[ThroughputRun], idle_s: Mapping[ModeAndRule, float], bound_s: float
+) -> tuple[ServingCapacity, ...]:
     """Every case's highest rate within the bound, and how many times as much the first blend serves."""
     rates = {
         case: highest_rate(
-            [Point(run.rate, run.served_rate, run.ttft_mean_s) for run in runs if Case(run.mode, run.rule) == case],
+            [
+                RatePoint(run.rate, run.served_rate, run.ttft_mean_s)
+                for run in runs
+                if ModeAndRule(run.mode, run.rule) == case
+            ],
             bound_s,
         )
         for case in idle_s
     }
     blend = next((rates[case].at_bound for case in idle_s if case.mode == "blend"), None)
     return tuple(
-        Capacity(
+        ServingCapacity(
             case.mode,
             case.rule,
             idle_s[case],
@@ -276,7 +286,7 @@ def capacities(runs: Sequence[ThroughputRun], idle_s: Mapping[Case, float], boun
     )
 
 
-class Point(NamedTuple):
+class RatePoint(NamedTuple):
     """A rate of arrivals, what was served of it, both per second, and the mean TTFT in seconds."""
 
     rate: float
@@ -292,7 +302,7 @@ class HighestRate(NamedTuple):
     at_least: bool
 
 
-def highest_rate(points: Sequence[Point], bound_s: float) -> HighestRate:
+def highest_rate(points: Sequence[RatePoint], bound_s: float) -> HighestRate:
     """The highest rate whose mean TTFT is within the bound, and what is served at the bound.
 
     A rate counts only if all lower ones are within, too.
@@ -300,7 +310,7 @@ def highest_rate(points: Sequence[Point], bound_s: float) -> HighestRate:
     >>> highest_rate([Point(1.0, 1.0, 0.2), Point(2.0, 2.0, 0.4), Point(3.0, 2.5, 1.2)], bound_s=0.8)
     HighestRate(measured=2.0, at_bound=2.25, at_least=False)
     """
-    below: Point | None = None
+    below: RatePoint | None = None
     for point in sorted(points):
         if point.mean_s > bound_s:
             if below is None:
@@ -328,7 +338,7 @@ def table_lines(result: ThroughputResult) -> list[str]:
         f"{result.name} {config.dtype}, {config.num_chunks} of {config.pool} chunks x {config.chunk_tokens} tokens + "
         f"{config.question_tokens} question tokens, {config.prompt_tokens} in all, {config.output_tokens} answered; "
         f"{config.num_requests} Poisson arrivals per rate",
-        *table(COLUMNS, result.runs),
+        *format_table(COLUMNS, result.runs),
     ]
     lines += ["", f"requests per second with a mean TTFT of at most {result.bound_s:.3g} s: arriving, and served"]
     lines.append(f"{'mode':<7}{'rule':<19}{'idle s':>8}{'arriving':>10}{'served':>10}{'blend serves':>14}")
@@ -348,7 +358,7 @@ def bench_throughput(
     config: ThroughputConfig, *, plot: Path | None = None, echo: Callable[[str], None]
 ) -> dict[str, Any]:
     """`ragblend bench throughput`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
-    return bench(config, run_throughput, table_lines, echo, plot, plot_throughput)
+    return run_benchmark(config, run_throughput, table_lines, echo, plot, plot_throughput)
 
 
 def _rounded(rate: float) -> float:

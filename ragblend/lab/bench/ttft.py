@@ -22,18 +22,18 @@ from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
-from ragblend.lab.bench.common.configs import Case, TtftConfig
+from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
-from ragblend.lab.bench.common.output import BenchResult, Column, bench, medians, table
+from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
 from ragblend.lab.bench.common.plots import plot_ttft
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import (
     PromptSet,
-    directory_of,
     engine_for,
     engine_for_model,
-    prompts_of,
-    threads,
+    make_config_prompts,
+    open_directory,
+    torch_threads,
 )
 from ragblend.options import ModelOptions
 from ragblend.prompt.prompt import SegmentedPrompt
@@ -41,7 +41,7 @@ from ragblend.prompt.prompt import SegmentedPrompt
 _NO_LIMIT_BYTES = 1 << 50  # the memory tier holds whatever the benchmark precomputes
 
 
-class Sample(NamedTuple):
+class TtftSample(NamedTuple):
     """One timed request."""
 
     report: BlendReport
@@ -86,20 +86,20 @@ class TtftResult(BenchResult):
 
 def run_ttft(config: TtftConfig, progress: Callable[[str], None] | None = None) -> TtftResult:
     """Measure every case of `config` on the same prompts. `progress` is told what is being done."""
-    tell = progress or (lambda line: None)
-    with threads(config.threads):
-        tell(f"building {config.shape or config.model}")
+    notify = progress or (lambda line: None)
+    with torch_threads(config.threads):
+        notify(f"building {config.shape or config.model}")
         with _subject(config) as subject:
             engine = subject.engine
-            work = prompts_of(config, subject.vocab_size, config.num_prompts)
-            tell(f"precomputing {config.num_chunks} chunks of {config.chunk_tokens} tokens")
+            work = make_config_prompts(config, subject.vocab_size, config.num_prompts)
+            notify(f"precomputing {config.num_chunks} chunks of {config.chunk_tokens} tokens")
             for chunk in work.chunks:
                 engine.precompute(chunk)
-            samples = _measure(subject, config, work, tell)
-            return TtftResult(config, engine.name, subject.hardware, engine.bytes_per_token, summarise(samples))
+            samples = _measure(subject, config, work, notify)
+            return TtftResult(config, engine.name, subject.hardware, engine.bytes_per_token, summarize(samples))
 
 
-class Subject(NamedTuple):
+class EngineUnderTest(NamedTuple):
     """An engine to measure. `prepare` is called before every request, and its time does not count."""
 
     engine: Engine
@@ -109,7 +109,7 @@ class Subject(NamedTuple):
 
 
 @contextmanager
-def _subject(config: TtftConfig) -> Iterator[Subject]:
+def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
     """The engine, over the tier to measure alone: a memory tier in front of the disk would answer for it."""
     if config.backend == "vllm":
         from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
@@ -120,45 +120,45 @@ def _subject(config: TtftConfig) -> Iterator[Subject]:
 
         memory_gib = 0.0 if config.tier == "disk" else _NO_LIMIT_BYTES / GIB
         with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as (engine, vocab_size):
-            yield Subject(engine, vocab_size, vllm_card(), prepare)
+            yield EngineUnderTest(engine, vocab_size, vllm_card(), prepare)
         return
-    with directory_of(config.store) as directory:
+    with open_directory(config.store) as directory:
         in_memory = config.tier == "memory"
         store: KVStore = MemoryStore(_NO_LIMIT_BYTES) if in_memory else open_store(directory, memory_gib=0)
         with _engine(config, store) as stock:
-            yield Subject(stock, stock.layers.config.vocab_size, hardware_card(config.device))
+            yield EngineUnderTest(stock, stock.layers.config.vocab_size, hardware_card(config.device))
 
 
 def _measure(
-    subject: Subject, config: TtftConfig, work: PromptSet, tell: Callable[[str], None]
-) -> dict[Case, list[Sample]]:
+    subject: EngineUnderTest, config: TtftConfig, work: PromptSet, notify: Callable[[str], None]
+) -> dict[ModeAndRule, list[TtftSample]]:
     """Warm every case up once, then take turns."""
-    tell("warming up")
+    notify("warming up")
     for case in config.cases:
         _sample(subject, work.prompts[0], case, config.ratio)
-    samples: dict[Case, list[Sample]] = {case: [] for case in config.cases}
+    samples: dict[ModeAndRule, list[TtftSample]] = {case: [] for case in config.cases}
     for repeat in range(config.repeats):
         for number, prompt in enumerate(work.prompts):
-            tell(f"round {repeat + 1} of {config.repeats}, prompt {number + 1} of {config.num_prompts}")
+            notify(f"round {repeat + 1} of {config.repeats}, prompt {number + 1} of {config.num_prompts}")
             for case in config.cases:
                 samples[case].append(_sample(subject, prompt, case, config.ratio))
     return samples
 
 
-def _sample(subject: Subject, prompt: SegmentedPrompt, case: Case, ratio: float) -> Sample:
+def _sample(subject: EngineUnderTest, prompt: SegmentedPrompt, case: ModeAndRule, ratio: float) -> TtftSample:
     """One request of one token, so that nothing is decoded. The engine synchronises the device."""
     rule = "auto" if case.rule == "none" else case.rule
     subject.prepare(prompt, case.mode)
     reset_peak_rss()
     start_s = process_time()
     result = subject.engine.generate(prompt, mode=case.mode, rule=rule, recompute_ratio=ratio, max_tokens=1)
-    return Sample(result.report, process_time() - start_s, peak_rss_bytes())
+    return TtftSample(result.report, process_time() - start_s, peak_rss_bytes())
 
 
 _MEDIANS = ("charged_budget", "charged_budget_32", "ttft_s", "load_s", "stall_s", "fuse_s", "probe_s", "select_s")
 
 
-def summarise(samples: dict[Case, list[Sample]]) -> tuple[TtftRun, ...]:
+def summarize(samples: dict[ModeAndRule, list[TtftSample]]) -> tuple[TtftRun, ...]:
     """Medians of every case, and their ratios to those of full prefill."""
     full = next((taken for case, taken in samples.items() if case.mode == "full"), None)
     full_s = median(sample.report.ttft_s for sample in full) if full else None
@@ -208,13 +208,13 @@ def table_lines(result: TtftResult) -> list[str]:
         f"{result.name} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens + "
         f"{config.question_tokens} question tokens, {config.prompt_tokens} in all, KV from {config.tier}; "
         f"medians of {result.runs[0].num_samples}",
-        *table(COLUMNS, result.runs),
+        *format_table(COLUMNS, result.runs),
     ]
 
 
 def bench_ttft(config: TtftConfig, *, plot: Path | None = None, echo: Callable[[str], None]) -> dict[str, Any]:
     """`ragblend bench ttft`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
-    return bench(config, run_ttft, table_lines, echo, plot, plot_ttft)
+    return run_benchmark(config, run_ttft, table_lines, echo, plot, plot_ttft)
 
 
 def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:

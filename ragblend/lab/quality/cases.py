@@ -9,7 +9,7 @@ SYSTEM = "You will read several passages and then answer a question about them. 
 SELECTION_TENTHS = 3  # of the questions may choose
 
 
-class Case(NamedTuple):
+class QaCase(NamedTuple):
     """A question, and the passages that it is asked over.
 
     `order`: its chunks in a prompt are those nearest to the question, the nearest first ("score"), or the first ones
@@ -23,7 +23,7 @@ class Case(NamedTuple):
     system: str | None = SYSTEM
 
 
-def part_of(question: str) -> str:
+def get_dataset_split(question: str) -> str:
     """Whether a question may choose, or is reported: by a hash of its text."""
     digit = blake2b(question.encode(), digest_size=8).digest()[0] % 10
     return "selection" if digit < SELECTION_TENTHS else "reported"

@@ -29,42 +29,42 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.cases import Case, part_of
+from ragblend.lab.quality.cases import QaCase, get_dataset_split
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, as_chunk
 
-SUMMARISE = "Write a summary of all the passages."
-NAMED = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
+SUMMARIZE = "Write a summary of all the passages."
+NAMED_DATASETS = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
 """Data sets of the checkout's data/questions, which the wheel does not have."""
 
 NUM_DISTRACTORS = 9
 _PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
 
 
-def load_cases(config: QualityConfig) -> list[Case]:
+def load_cases(config: QualityConfig) -> list[QaCase]:
     """The first `num_questions` cases of the part. Raises NotFoundError without data, CorruptError for what is none."""
     if config.data == "demo":
         return demo_cases(config)
     every = read_cases(find_data(config.data))
-    return [case for case in every if _is_of(case.question, config.part)][: config.num_questions]
+    return [case for case in every if _is_in_split(case.question, config.part)][: config.num_questions]
 
 
 def find_data(name: str) -> Path:
     """The file: a named data set's in this folder or beside the package, or the one given."""
-    if name not in NAMED:
+    if name not in NAMED_DATASETS:
         if not Path(name).is_file():
-            raise NotFoundError(f"no data at {name}; give a JSON or JSONL file, or {', '.join(NAMED)}, demo")
+            raise NotFoundError(f"no data at {name}; give a JSON or JSONL file, or {', '.join(NAMED_DATASETS)}, demo")
         return Path(name)
-    place = Path("data/questions") / NAMED[name]
+    place = Path("data/questions") / NAMED_DATASETS[name]
     for root in (Path(), Path(ragblend.__file__).parents[1]):
         if (root / place).is_file():
             return root / place
     raise NotFoundError(
         f"no {place} here: data set {name!r} comes with the checkout of ragblend, not with its wheel; "
-        f"run in a checkout, or give the file's place: --data PATH/{NAMED[name]}"
+        f"run in a checkout, or give the file's place: --data PATH/{NAMED_DATASETS[name]}"
     )
 
 
-def read_cases(path: Path) -> list[Case]:
+def read_cases(path: Path) -> list[QaCase]:
     """The cases of a file, in its order."""
     text = path.read_text()
     try:
@@ -84,7 +84,7 @@ def read_cases(path: Path) -> list[Case]:
     return cases
 
 
-def _case_of(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Case:
+def _case_of(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> QaCase:
     question = record["question"] if "question" in record else record["input"]
     answers = record["answers"] if "answers" in record else record["answer"]
     answers = (answers,) if isinstance(answers, str) else tuple(answers)
@@ -98,8 +98,8 @@ def _case_of(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> 
         passages = tuple(each if isinstance(each, str) else each["text"] for each in given)
     kind = str(record.get("kind", record.get("dataset", "")))
     if not question.strip():
-        return Case(SUMMARISE, answers, passages, kind, "document", "You will read several passages.")
-    return Case(question, answers, passages, kind, "score")
+        return QaCase(SUMMARIZE, answers, passages, kind, "document", "You will read several passages.")
+    return QaCase(question, answers, passages, kind, "score")
 
 
 def _with_distractors(
@@ -114,60 +114,60 @@ def _with_distractors(
     return tuple(passages)
 
 
-def demo_cases(config: QualityConfig) -> list[Case]:
+def demo_cases(config: QualityConfig) -> list[QaCase]:
     """The sample corpus' questions over the paragraphs that answer them and others, kinds in turn: an illustration.
 
     Paragraphs come in pairs, the second of which goes on about the first, and stay together.
     """
     corpus = sample_corpus()
     chunks = [chunk for record in corpus.records for chunk in record.chunks]
-    made: dict[str, list[Case]] = {}
+    made: dict[str, list[QaCase]] = {}
     for asked in corpus.questions:
         pairs = sorted({place // 2 for place in corpus.gold_chunks(asked)})
         others = [pair for pair in range(len(chunks) // 2) if pair not in pairs]
-        if not pairs or 2 * len(pairs) > config.num_chunks or not _is_of(asked.text, config.part):
+        if not pairs or 2 * len(pairs) > config.num_chunks or not _is_in_split(asked.text, config.part):
             continue
         draw = random.Random(asked.text)
         pairs += draw.sample(others, config.num_chunks // 2 - len(pairs))
         draw.shuffle(pairs)
         texts = tuple(chunks[place] for pair in pairs for place in (2 * pair, 2 * pair + 1))
-        made.setdefault(asked.kind, []).append(Case(asked.text, (asked.answer,), texts, asked.kind, system=None))
+        made.setdefault(asked.kind, []).append(QaCase(asked.text, (asked.answer,), texts, asked.kind, system=None))
     turns = (case for row in zip_longest(*made.values()) for case in row if case is not None)
     return list(islice(turns, config.num_questions))
 
 
-def _is_of(question: str, part: str) -> bool:
-    return part in ("all", part_of(question))
+def _is_in_split(question: str, part: str) -> bool:
+    return part in ("all", get_dataset_split(question))
 
 
-def stored_chunks(prompt: SegmentedPrompt, context: str, near: Nearest | None) -> list[Part]:
+def stored_chunks(prompt: SegmentedPrompt, context: str, near: SimilarPassages | None) -> list[Part]:
     """What a store in `context` holds of the prompt's chunks."""
     texts = [as_chunk(chunk).text for chunk in prompt.chunks]
     if context == "none":
         return [Chunk(text, context="none") for text in texts]
     assert near is not None
-    similar = [Chunk(text, context="similar", behind=near.behind(text)) for text in texts]
-    alone = dict.fromkeys([*texts, *(text for chunk in similar for text in chunk.behind)])
-    return [*(Chunk(text, context="none") for text in alone), *(chunk for chunk in similar if chunk.behind)]
+    similar = [Chunk(text, context="similar", context_texts=near.context_texts(text)) for text in texts]
+    alone = dict.fromkeys([*texts, *(text for chunk in similar for text in chunk.context_texts)])
+    return [*(Chunk(text, context="none") for text in alone), *(chunk for chunk in similar if chunk.context_texts)]
 
 
-class Nearest:
+class SimilarPassages:
     """The chunks of all cases, and for each the ones most similar to it, as an index of them would find."""
 
     def __init__(
-        self, cases: Sequence[Case], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
+        self, cases: Sequence[QaCase], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
     ) -> None:
         self._texts = list(dict.fromkeys(text for case in cases for text in _chunks_of(case, engine, config)))
         self._vectors = embedder.embed(self._texts)
         self._place_of = {text: place for place, text in enumerate(self._texts)}
 
-    def behind(self, text: str) -> tuple[str, ...]:
+    def context_texts(self, text: str) -> tuple[str, ...]:
         """The texts that its similar version is computed behind, the nearest last."""
         order = (-(self._vectors @ self._vectors[self._place_of[text]])).argsort()
         return tuple(reversed([found for place in order if (found := self._texts[place]) != text][:NUM_SIMILAR]))
 
 
-def _chunks_of(case: Case, engine: TransformersEngine, config: QualityConfig) -> list[str]:
+def _chunks_of(case: QaCase, engine: TransformersEngine, config: QualityConfig) -> list[str]:
     if case.order == "given":
         return list(case.passages)
     count, size = engine.segmenter.count_tokens, config.chunk_tokens
@@ -175,7 +175,9 @@ def _chunks_of(case: Case, engine: TransformersEngine, config: QualityConfig) ->
     return [chunk.text for document in documents for chunk in split(document, count, size)]
 
 
-def prompt_of(case: Case, engine: TransformersEngine, embedder: Embedder, config: QualityConfig) -> SegmentedPrompt:
+def build_prompt(
+    case: QaCase, engine: TransformersEngine, embedder: Embedder, config: QualityConfig
+) -> SegmentedPrompt:
     """The case as `ragblend ask` would ask it."""
     chunks = _chunks_of(case, engine, config)
     if case.order == "score":

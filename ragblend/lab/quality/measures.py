@@ -1,7 +1,8 @@
 """One prompt answered in one way, and how far that is from full prefill: in nats, in tokens and in words.
 
 An answer is read over any two KVs of the same prompt, so that modes can be compared token by token, whatever they would
-have answered themselves. Knows engines and tensors; nothing of data sets and tables. Read `answer` and `read` first.
+have answered themselves. Knows engines and tensors; nothing of data sets and tables. Read `generate_answer` and
+`score_tokens` first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.generation import Prefilled, Request
+from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.report import BlendReport, Mode
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.options import ContextPolicy
@@ -54,7 +55,9 @@ class Answer(NamedTuple):
     ttft_s: float = 0.0  # lookup + load + fuse + first token
 
 
-def prefill(engine: TransformersEngine, request: Request, configuration: Configuration) -> tuple[Prefilled, float]:
+def prefill(
+    engine: TransformersEngine, request: EngineRequest, configuration: Configuration
+) -> tuple[PrefillResult, float]:
     """The prompt's KV in this configuration, and the seconds it took. Chunks to be found must be stored."""
     rule = "auto" if configuration.rule == "none" else configuration.rule
     start_s = perf_counter()
@@ -62,25 +65,27 @@ def prefill(engine: TransformersEngine, request: Request, configuration: Configu
     return prefilled, perf_counter() - start_s
 
 
-def answer(engine: TransformersEngine, request: Request, configuration: Configuration) -> Answer:
+def generate_answer(engine: TransformersEngine, request: EngineRequest, configuration: Configuration) -> Answer:
     """One prefill and the few greedy steps of the answer."""
-    return decoded(engine, request, *prefill(engine, request, configuration))
+    return decode_answer(engine, request, *prefill(engine, request, configuration))
 
 
-def answer_and_reading(
-    engine: TransformersEngine, request: Request, configuration: Configuration, full: Answer
+def answer_and_score(
+    engine: TransformersEngine, request: EngineRequest, configuration: Configuration, full: Answer
 ) -> tuple[Answer, Tensor]:
-    """What the configuration answers, and `full`'s answer read over its KV (see `read`)."""
+    """What the configuration answers, and `full`'s answer read over its KV (see `score_tokens`)."""
     prefilled, ttft_s = prefill(engine, request, configuration)
-    seen = read(engine, request.prompt, prefilled.fused, full.token_ids)
+    seen = score_tokens(engine, request.prompt, prefilled.fused, full.token_ids)
     # Where every token of that answer is the most likely one, greedy decoding would give just it.
     if seen.argmax(-1).tolist() != [*full.token_ids]:
-        return decoded(engine, request, prefilled, ttft_s), seen
+        return decode_answer(engine, request, prefilled, ttft_s), seen
     log_probs = prefilled.logits.double().log_softmax(-1)
     return full._replace(log_probs=log_probs, report=prefilled.report, fused=prefilled.fused, ttft_s=ttft_s), seen
 
 
-def decoded(engine: TransformersEngine, request: Request, prefilled: Prefilled, ttft_s: float) -> Answer:
+def decode_answer(
+    engine: TransformersEngine, request: EngineRequest, prefilled: PrefillResult, ttft_s: float
+) -> Answer:
     """The greedy answer from there on."""
     ends, logits, token_ids = engine.stop_ids(), prefilled.logits, list[int]()
     while True:
@@ -95,7 +100,9 @@ def decoded(engine: TransformersEngine, request: Request, prefilled: Prefilled, 
 
 
 @torch.inference_mode()
-def read(engine: TransformersEngine, prompt: TokenizedPrompt, fused: FusedKV, answer_ids: Sequence[int]) -> Tensor:
+def score_tokens(
+    engine: TransformersEngine, prompt: TokenizedPrompt, fused: FusedKV, answer_ids: Sequence[int]
+) -> Tensor:
     """Log-probabilities [A, vocabulary] float64 of what stands where `answer_ids` has its A tokens, each read after
     those before it.
 
@@ -112,17 +119,17 @@ def read(engine: TransformersEngine, prompt: TokenizedPrompt, fused: FusedKV, an
     return layers.logits(hidden[prompt.num_tokens - start - 1 :]).double().log_softmax(-1)
 
 
-class Distance(NamedTuple):
+class FidelityScore(NamedTuple):
     """How far a reading is from full prefill's. `kl` is KL(full || this) in nats, mean over the answer's tokens."""
 
     kl: float
     agreement: float  # share of the answer's tokens whose most likely token is the same
 
 
-def distance(found: Tensor, full: Tensor) -> Distance:
+def score_fidelity(found: Tensor, full: Tensor) -> FidelityScore:
     """Of two readings [A, vocabulary] of the same answer."""
     divergences = (full.exp() * (full - found)).sum(-1).clamp_min(0)
-    return Distance(float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean()))
+    return FidelityScore(float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean()))
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> float:
@@ -143,7 +150,7 @@ def loss(log_probs: Tensor, token_ids: Sequence[int]) -> float:
 # -- words
 
 
-def normalised(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """As SQuAD compares answers: lower case, no punctuation, no articles, single blanks.
 
     >>> normalised("The  Beatles' (first) album.")
@@ -153,20 +160,20 @@ def normalised(text: str) -> str:
     return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
 
 
-def best(measure: Any, found: str, golds: Iterable[str]) -> float | None:
+def best_score(measure: Any, found: str, golds: Iterable[str]) -> float | None:
     """The highest `measure` of the answer against any of the gold ones; None where there is none of it."""
     scores = [score for gold in golds if (score := measure(found, gold)) is not None]
     return max(scores, default=None)
 
 
-def exact(found: str, gold: str) -> float:
+def exact_match(found: str, gold: str) -> float:
     """1.0 where both are the same once normalised, else 0.0."""
-    return float(normalised(found) == normalised(gold))
+    return float(normalize_answer(found) == normalize_answer(gold))
 
 
 def answer_f1(found: str, gold: str) -> float:
     """`token_f1` of the normalised texts: SQuAD's F1."""
-    return token_f1(normalised(found), normalised(gold))
+    return token_f1(normalize_answer(found), normalize_answer(gold))
 
 
 def token_f1(found: str, gold: str) -> float:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ragblend.corpus.embedders import default_embedder, load_embedder
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.generation import Request
+from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.store.tiered import MemoryStore
@@ -32,27 +32,27 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import BenchResult, bench
+from ragblend.lab.bench.common.output import BenchResult, run_benchmark
 from ragblend.lab.bench.common.plots import plot_quality
 from ragblend.lab.bench.common.shapes import find_dtype
-from ragblend.lab.quality.cases import Case
-from ragblend.lab.quality.data import Nearest, load_cases, prompt_of, stored_chunks
+from ragblend.lab.quality.cases import QaCase
+from ragblend.lab.quality.data import SimilarPassages, build_prompt, load_cases, stored_chunks
 from ragblend.lab.quality.measures import (
     FULL,
     PREFIX,
     REUSE,
     Answer,
     Configuration,
-    answer,
-    answer_and_reading,
+    answer_and_score,
     answer_f1,
-    best,
-    distance,
-    exact,
+    best_score,
+    exact_match,
+    generate_answer,
     kl,
     loss,
-    read,
     rouge_l,
+    score_fidelity,
+    score_tokens,
 )
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import Part, SegmentedPrompt, TokenizedPrompt
@@ -68,7 +68,7 @@ MIN_SHOWN = 5  # questions of a kind that a table has a block for: means of fewe
 _STORE_BYTES = 1 << 33  # one prompt's chunks
 
 
-class Record(NamedTuple):
+class QualityRecord(NamedTuple):
     """One question in one configuration; NaN where a measure says nothing. KL and loss in nats."""
 
     first_token_kl: float  # KL(full || this)
@@ -100,7 +100,7 @@ class QualityResult(BenchResult):
     num_questions: int
     prompt_tokens: float  # mean
     base: dict[str, Any]  # what the runs are compared with
-    runs: list[dict[str, Any]]  # of `summarise`
+    runs: list[dict[str, Any]]  # of `summarize`
 
 
 def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
@@ -113,27 +113,27 @@ def configurations(config: QualityConfig, num_layers: int) -> list[Configuration
     return list(dict.fromkeys([FULL, *stored]))
 
 
-Also = Callable[[TransformersEngine, SegmentedPrompt, Case], Mapping[Configuration, Record]]
+Also = Callable[[TransformersEngine, SegmentedPrompt, QaCase], Mapping[Configuration, QualityRecord]]
 
 
 def run_quality(
     config: QualityConfig, progress: Callable[[str], None] | None = None, also: Also | None = None
 ) -> QualityResult:
     """Measure `config`. `progress` is told how far it is. `also`: what is measured of each prompt besides."""
-    tell = progress or (lambda line: None)
-    tell(f"loading {config.model}")
+    notify = progress or (lambda line: None)
+    notify(f"loading {config.model}")
     dtype = dtype_name(find_dtype(config.dtype))
     with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
         cases = load_cases(config)
-        near = Nearest(cases, base, embedder, config) if "similar" in config.contexts else None
+        near = SimilarPassages(cases, base, embedder, config) if "similar" in config.contexts else None
         chosen = configurations(config, base.layers.num_layers)
-        records: dict[Configuration, list[Record]] = {each: [] for each in chosen}
+        records: dict[Configuration, list[QualityRecord]] = {each: [] for each in chosen}
         lengths = []
         for number, case in enumerate(cases, start=1):
-            tell(f"question {number} of {len(cases)}")
-            prompt = prompt_of(case, base, embedder, config)
+            notify(f"question {number} of {len(cases)}")
+            prompt = build_prompt(case, base, embedder, config)
             stored = {context: stored_chunks(prompt, context, near) for context in config.contexts}
             found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens, stored)
             lengths.append(num_tokens)
@@ -150,18 +150,18 @@ def run_quality(
             len(cases),
             float(np.mean(lengths)),
             BASE._asdict(),
-            summarise(records, [case.kind for case in cases]),
+            summarize(records, [case.kind for case in cases]),
         )
 
 
 def measure(
     base: TransformersEngine,
     prompt: SegmentedPrompt,
-    case: Case,
+    case: QaCase,
     chosen: Sequence[Configuration],
     answer_tokens: int,
     stored: Mapping[ContextPolicy, Sequence[Part]],
-) -> tuple[dict[Configuration, Record], int]:
+) -> tuple[dict[Configuration, QualityRecord], int]:
     """One prompt in every configuration beside its full prefill, and its tokens.
 
     stored: by context, the versions of its chunks that are in the store.
@@ -176,7 +176,7 @@ def measure(
             engine.precompute(chunk)
         for each in chosen:
             if each != FULL and each.context == context:
-                found, seen = answer_and_reading(engine, request, each, full)
+                found, seen = answer_and_score(engine, request, each, full)
                 records[each] = expected.record(engine, found, seen, request.prompt)
     return records, request.prompt.num_tokens
 
@@ -184,20 +184,20 @@ def measure(
 class Expected(NamedTuple):
     """What full prefill makes of a prompt: everything else is compared with it."""
 
-    case: Case
-    request: Request
+    case: QaCase
+    request: EngineRequest
     full: Answer
     reading: Tensor  # of that answer, over its own KV
     gold_ids: Sequence[int]
 
-    def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: TokenizedPrompt) -> Record:
+    def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: TokenizedPrompt) -> QualityRecord:
         """An answer's measures. `seen`: full prefill's answer read over its KV, which is that of the prompt `asked`."""
-        far = distance(seen, self.reading)
+        far = score_fidelity(seen, self.reading)
         f1, match, overlap = (
-            math.nan if (score := best(measure, found.text, self.case.answers)) is None else score
-            for measure in (answer_f1, exact, rouge_l)
+            math.nan if (score := best_score(measure, found.text, self.case.answers)) is None else score
+            for measure in (answer_f1, exact_match, rouge_l)
         )
-        return Record(
+        return QualityRecord(
             kl(self.full.log_probs, found.log_probs),
             far.kl,
             far.agreement,
@@ -211,13 +211,13 @@ class Expected(NamedTuple):
         )
 
 
-def expect(engine: TransformersEngine, prompt: SegmentedPrompt, case: Case, answer_tokens: int) -> Expected:
+def expect(engine: TransformersEngine, prompt: SegmentedPrompt, case: QaCase, answer_tokens: int) -> Expected:
     """Prefill `prompt` in full, answer, and read the answer again."""
     # Rule `random` draws anew for every prompt.
     seed = zlib.crc32(repr(prompt.messages).encode())
     request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
-    full = answer(engine, request, FULL)
-    reading = read(engine, request.prompt, full.fused, full.token_ids)
+    full = generate_answer(engine, request, FULL)
+    reading = score_tokens(engine, request.prompt, full.fused, full.token_ids)
     # A gold answer may begin with a blank, or not: as full prefill expects it.
     spellings = [engine.segmenter.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
     gold_ids = min(spellings, key=lambda gold_ids: _gold_loss(engine, full, request.prompt, gold_ids))
@@ -225,10 +225,10 @@ def expect(engine: TransformersEngine, prompt: SegmentedPrompt, case: Case, answ
 
 
 def _gold_loss(engine: TransformersEngine, found: Answer, asked: TokenizedPrompt, gold_ids: Sequence[int]) -> float:
-    return loss(read(engine, asked, found.fused, gold_ids), gold_ids)
+    return loss(score_tokens(engine, asked, found.fused, gold_ids), gold_ids)
 
 
-def engine_for(base: TransformersEngine, case: Case, context: ContextPolicy) -> TransformersEngine:
+def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -> TransformersEngine:
     """`base` for one case, over an empty store in memory."""
     return TransformersEngine(
         base.layers,
@@ -246,7 +246,7 @@ def engine_for(base: TransformersEngine, case: Case, context: ContextPolicy) -> 
 # -- means
 
 
-def summarise(records: dict[Configuration, list[Record]], kinds: Sequence[str]) -> list[dict[str, Any]]:
+def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence[str]) -> list[dict[str, Any]]:
     """A run per kind of question and configuration, "all" first: means, 95 % intervals, and paired differences."""
     groups = {"all": list(range(len(kinds)))}
     if len(set(kinds)) > 1:
@@ -263,23 +263,23 @@ def _run(configuration: Configuration, kind: str, tables: dict[Configuration, ND
     equals = {rule: configuration._replace(rule=rule) for rule in PAPER_RULES if configuration.mode == "blend"}
     equal = {rule: tables[each] for rule, each in equals.items() if each in tables and each != configuration}
     run: dict[str, Any] = {**configuration._asdict(), "kind": kind, "num_questions": len(table)}
-    for column, name in enumerate(Record._fields):
+    for column, name in enumerate(QualityRecord._fields):
         values = table[:, column]
         run[name] = None if np.isnan(values).all() else float(np.nanmean(values))
-    run["ttft_s"] = float(np.median(table[:, Record._fields.index("ttft_s")]))  # the first one warms up
+    run["ttft_s"] = float(np.median(table[:, QualityRecord._fields.index("ttft_s")]))  # the first one warms up
     for name in MEASURES:
-        column = Record._fields.index(name)
+        column = QualityRecord._fields.index(name)
         if run[name] is not None:
-            run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_known(table[:, column]))
+            run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_drop_nan(table[:, column]))
             if base is not None:
                 run[f"{name}_over_base"] = _difference(table, base, column)
             if equal:
                 run[f"{name}_over_equal"] = {rule: _difference(table, each, column) for rule, each in equal.items()}
     for name, sign in RECOVERED.items():
-        column = Record._fields.index(name)
+        column = QualityRecord._fields.index(name)
         if FULL in tables and reuse is not None:
             full, found = sign * tables[FULL][:, column], sign * table[:, column]
-            run[f"recovered_{name}"] = recovered(full, sign * reuse[:, column], found)
+            run[f"recovered_{name}"] = compute_gap_recovered(full, sign * reuse[:, column], found)
         else:
             run[f"recovered_{name}"] = None
     return run
@@ -287,7 +287,7 @@ def _run(configuration: Configuration, kind: str, tables: dict[Configuration, ND
 
 def _difference(table: NDArray[np.float64], other: NDArray[np.float64], column: int) -> list[float]:
     """The mean of what each question has over what it has in `other`, and its 95 % interval."""
-    less = _known(table[:, column] - other[:, column])
+    less = _drop_nan(table[:, column] - other[:, column])
     return [float(less.mean()), *mean_interval(less)]
 
 
@@ -298,7 +298,9 @@ def _in_first_context(
     return next((table for each, table in tables.items() if each._replace(context="none") == configuration), None)
 
 
-def recovered(full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]) -> float | None:
+def compute_gap_recovered(
+    full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]
+) -> float | None:
     """The share of the gap between full reuse's losses and full prefill's that is closed (PGR); None where full prefill
     is not certainly better, because the 95 % interval of the paired difference is not above 0.
 
@@ -306,12 +308,12 @@ def recovered(full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDAr
     >>> recovered(full, reuse, np.full(9, 1.5)), recovered(full, full, full), recovered(reuse, full, full)
     (0.75, None, None)
     """
-    if not len(gap := _known(reuse - full)):
+    if not len(gap := _drop_nan(reuse - full)):
         return None
-    return float(_known(reuse - found).mean() / gap.mean()) if mean_interval(gap)[0] > 0 else None
+    return float(_drop_nan(reuse - found).mean() / gap.mean()) if mean_interval(gap)[0] > 0 else None
 
 
-def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _drop_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return values[~np.isnan(values)]
 
 
@@ -358,4 +360,4 @@ def _number(value: float | None) -> str:
 
 def bench_quality(config: QualityConfig, *, plot: Path | None, echo: Callable[[str], None]) -> dict[str, Any]:
     """`ragblend bench quality`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
-    return bench(config, run_quality, table_lines, echo, plot, plot_quality)
+    return run_benchmark(config, run_quality, table_lines, echo, plot, plot_quality)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.lab.traffic.cost_model import BY_THE_PAPER, BlendSettings, PromptTokenCounts, Saving, mean_saving
 from ragblend.lab.traffic.curve import Uses, capacities_of, lru_hits, most_hits, sampled, uses_of, zipf_slope
 from ragblend.lab.traffic.passages import Passages

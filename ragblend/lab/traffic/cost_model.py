@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
 
 WORTH, MARGINAL = 0.10, 0.03
 """Share of prefix caching's work that blending saves: worth it from the first on, not worth it below the second."""

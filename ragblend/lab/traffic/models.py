@@ -8,7 +8,7 @@ from typing import Any
 
 from ragblend.config import Settings
 from ragblend.engine.store.disk import MACHINES_DIR
-from ragblend.engine.tuning.pipeline import MachineProfile, machine_profile_from
+from ragblend.engine.tuning.loading_controller import MachineProfile, machine_profile_from
 from ragblend.errors import NotFoundError, RagblendError, UsageError
 from ragblend.files.reading import read_file
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from ragblend.engine.vllm.params import PARAMS_KEY, salted_namespace
-from ragblend.frameworks.boundaries import KnownTexts, recover
+from ragblend.frameworks.boundaries import TextRegistry, recover_chunks
 from ragblend.prompt.prompt import Chunk
 
 _MEDIA = ("image", "audio", "video", "file")
@@ -23,7 +23,7 @@ class ChunkMarkers(NamedTuple):
     """What marks chunks in plain texts: a separator, or a registry of ingested texts."""
 
     separator: str | None = None
-    registry: KnownTexts | None = None
+    registry: TextRegistry | None = None
 
 
 NO_MARKERS = ChunkMarkers()
@@ -123,7 +123,7 @@ def _parts(content: str | list[Any], markers: ChunkMarkers, asks: bool) -> Itera
     if isinstance(content, str) and not markers.separator and markers.registry is None:
         yield PromptPiece(content)
         return
-    for part in recover(content, separator=markers.separator, registry=markers.registry, asks=asks):
+    for part in recover_chunks(content, separator=markers.separator, registry=markers.registry, asks=asks):
         yield PromptPiece(part.text, is_chunk=True) if isinstance(part, Chunk) else PromptPiece(str(part))
 
 

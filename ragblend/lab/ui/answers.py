@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings
-from ragblend.corpus.folders import shown
+from ragblend.corpus.folder_scan import display_source
 from ragblend.demo.show import examples
 from ragblend.engine.api import Engine, Stream
 from ragblend.engine.report import MODES, Generation, Mode
@@ -23,47 +23,47 @@ from ragblend.errors import EmptyCorpusError, RagblendError
 from ragblend.index import ChunkIndex, SearchHit
 from ragblend.lab.explain import Comparison
 from ragblend.lab.explain_page import render_tokens
-from ragblend.lab.ui.desk import Job, Stopped
-from ragblend.lab.ui.uploads import document_names, readable_endings, shown_name
+from ragblend.lab.ui.job_queue import JobCancelled, UiJob
+from ragblend.lab.ui.uploads import display_name, document_names, list_supported_suffixes
 from ragblend.prompt.prompt import SegmentedPrompt
 
-NUM_KEPT = 2
+MAX_KEPT_QUESTIONS = 2
 """Questions whose KV is held in memory, to be blended again: one for each of two tabs."""
-NUM_NAMES = 200
+MAX_DOCUMENT_NAMES = 200
 """Documents that the page lists."""
 
-_SHOWN = (
+_REPORT_FIELDS = (
     "rule", "recompute_ratio", "ttft_s", "prompt_tokens", "num_chunks", "num_chunk_hits", "num_reused_tokens",
     "num_recomputed_tokens", "num_prefix_tokens", "charged_budget", "refused_reason", "failed",
 )  # fmt: skip
 
-Find = Callable[[ChunkIndex, str, Settings], Sequence[SearchHit]]
+RetrieveChunks = Callable[[ChunkIndex, str, Settings], Sequence[SearchHit]]
 
 
 @dataclass
-class Room:
+class UiState:
     """What the page is about: an engine and an index, once they are open, and the latest questions."""
 
     settings: Settings
-    find: Find
+    retrieve: RetrieveChunks
     engine: Engine | None = None
     index: ChunkIndex | None = None
     problem: str = ""  # why they could not be opened
-    asked: OrderedDict[str, Asked] = field(default_factory=OrderedDict)
+    questions: OrderedDict[str, QuestionRun] = field(default_factory=OrderedDict)
     is_warm: bool = False  # whether something was answered before
     _names: tuple[int, list[str]] = (-1, [])  # of the documents, as of a generation of the index
 
     @property
-    def opened(self) -> tuple[Engine, ChunkIndex]:
+    def engine_and_index(self) -> tuple[Engine, ChunkIndex]:
         """Both. Raises RagblendError where they could not be opened."""
         if self.engine is None or self.index is None:
             raise RagblendError(self.problem or "the model is not loaded")
         return self.engine, self.index
 
-    def facts(self) -> dict[str, Any]:
+    def collect_page_state(self) -> dict[str, Any]:
         """What the page shows before anything is asked."""
         settings = self.settings
-        limit = {"endings": readable_endings(), "max_mib": settings.max_file_mib}
+        limit = {"endings": list_supported_suffixes(), "max_mib": settings.max_file_mib}
         if self.engine is None or self.index is None:
             return {"status": "failed" if self.problem else "loading", "model": settings.model, **limit,
                     "problem": self.problem}  # fmt: skip
@@ -75,10 +75,10 @@ class Room:
             "context": self.engine.context,
             "k": settings.k,
             "neighbours": settings.neighbours,
-            "index": shown(str(settings.index)),
+            "index": display_source(str(settings.index)),
             "num_chunks": self.index.num_chunks,
             "num_documents": len(names),
-            "documents": names[:NUM_NAMES],
+            "documents": names[:MAX_DOCUMENT_NAMES],
             "examples": self._examples(names),
             "is_demo": self.engine.name == DEMO,
             "shows_tokens": isinstance(self.engine, TransformersEngine),
@@ -103,7 +103,7 @@ class Room:
         ]
 
 
-class Asked:
+class QuestionRun:
     """One question over its chunks, to be answered in one mode after the other, full prefill first."""
 
     def __init__(self, engine: Engine, prompt: SegmentedPrompt, settings: Settings) -> None:
@@ -113,40 +113,40 @@ class Asked:
         self._compared = Comparison(engine, prompt, **self._options) if isinstance(engine, TransformersEngine) else None
         self._full: Generation | None = None
 
-    def answer(self, mode: Mode, job: Job, ratio: float | None = None) -> None:
+    def answer(self, mode: Mode, job: UiJob, ratio: float | None = None) -> None:
         """Answer in `mode`, telling "start", every "piece" and the "answer" with its facts. `ratio`: see Comparison."""
-        job.check()
-        job.tell("start", mode=mode)
+        job.raise_if_cancelled()
+        job.emit("start", mode=mode)
         stream = self._stream(mode, ratio)
         try:
             for piece in stream:
-                job.tell("piece", mode=mode, text=piece)
-                job.check()
-        except Stopped:
+                job.emit("piece", mode=mode, text=piece)
+                job.raise_if_cancelled()
+        except JobCancelled:
             stream.close()
             raise
         result = stream.result
         if mode == "full":
             self._full = result
         report = result.report
-        facts = {name: getattr(report, name) for name in _SHOWN}
+        facts = {name: getattr(report, name) for name in _REPORT_FIELDS}
         contexts = sorted({chunk.context for chunk in report.chunks if chunk.hit and not chunk.exact})
-        job.tell(
+        job.emit(
             "answer",
             mode=mode,
             text=result.text,
             finish_reason=result.finish_reason,
             contexts=contexts,
-            agreement=self._agreement(mode, result),
+            agreement=self._compare_with_full(mode, result),
             **facts,
         )
 
-    def tokens(self, job: Job) -> None:
+    def emit_tokens(self, job: UiJob) -> None:
         """Tell what blending did to every token, as HTML; nothing where the engine does not show its KV."""
         if self._compared is not None:
             explanation = self._compared.explanation()
             counts = {state: explanation.count(state) for state in ("exact", "computed", "reused", "recomputed")}
-            job.tell("tokens", html=render_tokens(explanation), counts=counts)
+            job.emit("tokens", html=render_tokens(explanation), counts=counts)
 
     def _stream(self, mode: Mode, ratio: float | None) -> Stream:
         if self._compared is not None:
@@ -157,7 +157,7 @@ class Asked:
             options["recompute_ratio"] = ratio
         return self._engine.stream(self._prompt, **options)
 
-    def _agreement(self, mode: Mode, result: Generation) -> dict[str, Any] | None:
+    def _compare_with_full(self, mode: Mode, result: Generation) -> dict[str, Any] | None:
         if self._full is None or mode == "full":
             return None
         if self._compared is not None:
@@ -165,40 +165,42 @@ class Asked:
         return {"answers_identical": result.text == self._full.text}
 
 
-def ask(job: Job, question: str, room: Room) -> None:
+def answer_question(job: UiJob, question: str, room: UiState) -> None:
     """Find chunks for a question and answer it in every mode."""
-    engine, index = room.opened
+    engine, index = room.engine_and_index
     if question.strip() and not index.num_chunks:
         raise EmptyCorpusError("there are no documents yet; drop some on this page, then ask again")
-    hits = room.find(index, question, room.settings)
+    hits = room.retrieve(index, question, room.settings)
     chunks = [hit.chunk for hit in hits]
-    job.tell("sources", sources=[_source(hit) for hit in hits])
+    job.emit("sources", sources=[_source(hit) for hit in hits])
     engine.prefetch(chunks)  # while full prefill runs: what reading from disk takes is not what is compared
     prompt = SegmentedPrompt(chunks, question, room.settings.system)
-    asked = Asked(engine, prompt, room.settings)
+    asked = QuestionRun(engine, prompt, room.settings)
     if not room.is_warm:  # what the first request of a process pays once is not what is compared either
-        job.tell("warming")
-        job.check()
+        job.emit("warming")
+        job.raise_if_cancelled()
         engine.generate(prompt, mode="blend", max_tokens=1)
         room.is_warm = True
     for mode in MODES:
         asked.answer(mode, job)
     name = secrets.token_urlsafe(8)
-    room.asked[name] = asked
-    while len(room.asked) > NUM_KEPT:
-        room.asked.popitem(last=False)
-    asked.tokens(job)
-    job.tell("asked", id=name)
+    room.questions[name] = asked
+    while len(room.questions) > MAX_KEPT_QUESTIONS:
+        room.questions.popitem(last=False)
+    asked.emit_tokens(job)
+    job.emit("asked", id=name)
 
 
-def blend_again(job: Job, name: str, ratio: float, room: Room) -> None:
+def blend_again(job: UiJob, name: str, ratio: float, room: UiState) -> None:
     """Answer a question once more by blending, with another share recomputed."""
-    asked = room.asked.get(name)
+    asked = room.questions.get(name)
     if asked is None:
-        raise RagblendError(f"{NUM_KEPT} newer questions were asked since, and this one's KV is let go; ask it again")
-    room.asked.move_to_end(name)
+        raise RagblendError(
+            f"{MAX_KEPT_QUESTIONS} newer questions were asked since, and this one's KV is let go; ask it again"
+        )
+    room.questions.move_to_end(name)
     asked.answer("blend", job, ratio)
-    asked.tokens(job)
+    asked.emit_tokens(job)
 
 
 def _model_name(name: str) -> str:
@@ -209,8 +211,8 @@ def _model_name(name: str) -> str:
 def _source(hit: SearchHit) -> dict[str, Any]:
     chunk = hit.chunk
     return {
-        "name": shown_name(chunk.source) if chunk.source else "chunk",
-        "source": shown(chunk.source),
+        "name": display_name(chunk.source) if chunk.source else "chunk",
+        "source": display_source(chunk.source),
         "start": chunk.start,
         "end": chunk.end,
         "score": round(hit.score, 3),

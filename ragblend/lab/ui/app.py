@@ -33,10 +33,10 @@ from ragblend.engine.api import Engine
 from ragblend.errors import RagblendError, StoreFullError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.lab.explain_page import tokens_style
-from ragblend.lab.ui.answers import Find, Room, ask, blend_again
-from ragblend.lab.ui.desk import Desk, Job
-from ragblend.lab.ui.guard import App, Guard, is_loopback
-from ragblend.lab.ui.uploads import TooLargeError, Upload, checked_name, take_in, uploads_folder
+from ragblend.lab.ui.answers import RetrieveChunks, UiState, answer_question, blend_again
+from ragblend.lab.ui.guard import App, OriginGuard, is_loopback
+from ragblend.lab.ui.job_queue import JobQueue, UiJob
+from ragblend.lab.ui.uploads import TooLargeError, Upload, ingest_uploads, uploads_folder, validate_file_name
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,16 @@ _REST_BYTES, _REST_S = 1 << 28, 10  # of a body that is too large, read before i
 _KILLED = 130
 _STOP_S = 5  # for answers that are still going out when the server ends
 
-Open = Callable[[Job], tuple[Engine, ChunkIndex]]
+OpenEngine = Callable[[UiJob], tuple[Engine, ChunkIndex]]
 
 
-def make_app(settings: Settings, open_: Open, find: Find, desk: Desk, host: str = "127.0.0.1") -> App:
+def make_app(
+    settings: Settings, open_: OpenEngine, find: RetrieveChunks, desk: JobQueue, host: str = "127.0.0.1"
+) -> App:
     """The app. `open_` opens the engine and the index, as the desk's first job; `find` finds a question's chunks."""
-    room = Room(settings, find)
+    room = UiState(settings, find)
 
-    def load(job: Job) -> None:
+    def load(job: UiJob) -> None:
         try:
             room.engine, room.index = open_(job)
         except Exception as error:
@@ -63,46 +65,50 @@ def make_app(settings: Settings, open_: Open, find: Find, desk: Desk, host: str 
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        desk.do(load, "loading the model", is_kept=True)
+        desk.submit(load, "loading the model", is_kept=True)
         yield
         desk.close()
-        await run_in_threadpool(_close, desk, room)
+        await run_in_threadpool(_close_after_jobs, desk, room)
 
     async def state(request: Request) -> Response:
-        now = desk.now
-        facts = await run_in_threadpool(room.facts)
+        now = desk.current
+        facts = await run_in_threadpool(room.collect_page_state)
         return JSONResponse({**facts, "now": now._asdict() if now is not None else None})
 
     async def upload(request: Request) -> Response:
         with Upload(uploads_folder(settings.index), request.query_params.get("name", ""), settings.max_file_mib) as to:
-            async with _whole(request) as parts:
-                to.expect(int(request.headers.get("content-length") or 0))
+            async with _read_body_parts(request) as parts:
+                to.check_size(int(request.headers.get("content-length") or 0))
                 async for data in parts:
                     to.add(data)
-            await run_in_threadpool(to.keep)
+            await run_in_threadpool(to.commit)
         return JSONResponse({"name": request.query_params["name"]}, 201)
 
     async def take(request: Request) -> Response:
-        names = (await _body(request)).get("names")
+        names = (await _read_json_body(request)).get("names")
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise UsageError("names is no list of uploads' names")
         for name in names:
-            checked_name(name)
-        job = desk.do(lambda job: take_in(job, names, *room.opened, settings), "ingesting documents", is_kept=True)
-        return _told(job)
+            validate_file_name(name)
+        job = desk.submit(
+            lambda job: ingest_uploads(job, names, *room.engine_and_index, settings),
+            "ingesting documents",
+            is_kept=True,
+        )
+        return _stream_events(job)
 
     async def question(request: Request) -> Response:
-        text = (await _body(request)).get("question")
+        text = (await _read_json_body(request)).get("question")
         if not isinstance(text, str) or not text.strip():
             raise UsageError("the question is empty; write what you want to know")
-        return _told(desk.do(lambda job: ask(job, text, room), "answering a question"))
+        return _stream_events(desk.submit(lambda job: answer_question(job, text, room), "answering a question"))
 
     async def again(request: Request) -> Response:
-        body = await _body(request)
+        body = await _read_json_body(request)
         name, ratio = body.get("id"), body.get("ratio")
         if not isinstance(name, str) or not isinstance(ratio, int | float) or isinstance(ratio, bool):
             raise UsageError("give id, a question's, and ratio, a share from 0 to 1")
-        return _told(desk.do(lambda job: blend_again(job, name, float(ratio), room), "blending again"))
+        return _stream_events(desk.submit(lambda job: blend_again(job, name, float(ratio), room), "blending again"))
 
     app = Starlette(
         routes=[
@@ -113,27 +119,34 @@ def make_app(settings: Settings, open_: Open, find: Find, desk: Desk, host: str 
             Route("/ask", question, methods=["POST"]),
             Route("/blend", again, methods=["POST"]),
         ],
-        exception_handlers={RagblendError: _refused, ClientDisconnect: _gone},
+        exception_handlers={RagblendError: _error_response, ClientDisconnect: _disconnected_response},
         lifespan=lifespan,
     )
-    return Guard(app, host)
+    return OriginGuard(app, host)
 
 
 def serve(
-    settings: Settings, open_: Open, find: Find, *, host: str, port: int, browser: bool, say: Callable[[str], None]
+    settings: Settings,
+    open_: OpenEngine,
+    find: RetrieveChunks,
+    *,
+    host: str,
+    port: int,
+    browser: bool,
+    notify: Callable[[str], None],
 ) -> None:
     """Serve the page until Ctrl-C. Raises UsageError where the address cannot be listened on."""
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listening.getsockname()[1]}/"
-    say(f"the page is at {url} (Ctrl-C ends it)")
+    notify(f"the page is at {url} (Ctrl-C ends it)")
     if not is_loopback(host):
-        say(f"whoever reaches {host} can read these documents, add some and ask: there is no password")
-    desk = Desk()
+        notify(f"whoever reaches {host} can read these documents, add some and ask: there is no password")
+    desk = JobQueue()
     app = make_app(settings, open_, find, desk, host)
     if browser:  # what is asked before the server runs waits in the socket
         webbrowser.open(url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]"))
-    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_STOP_S), desk, say)
+    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_STOP_S), desk, notify)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again, after a tidy end
         server.run(sockets=[listening])
 
@@ -141,16 +154,16 @@ def serve(
 class _Server(uvicorn.Server):
     """Ends the jobs as soon as it is told to end: their answers are what it would wait for."""
 
-    def __init__(self, config: uvicorn.Config, desk: Desk, say: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, desk: JobQueue, notify: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._desk, self._say = desk, say
+        self._desk, self._notify = desk, notify
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first time a tidy end, after the prefill that runs; the second time at once."""
         if self.should_exit:
             os._exit(_KILLED)  # what is stored survives that
-        if self._desk.now is not None:
-            self._say("ending; Ctrl-C once more ends it at once")
+        if self._desk.current is not None:
+            self._notify("ending; Ctrl-C once more ends it at once")
         self._desk.close()
         super().handle_exit(sig, frame)
 
@@ -165,10 +178,10 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _close(desk: Desk, room: Room) -> None:
+def _close_after_jobs(desk: JobQueue, room: UiState) -> None:
     """After the worker's last job, on a thread that may wait."""
     desk.join()
-    room.asked.clear()
+    room.questions.clear()
     if room.index is not None:
         room.index.close()
     if room.engine is not None:
@@ -179,7 +192,7 @@ def _close(desk: Desk, room: Room) -> None:
 
 
 @asynccontextmanager
-async def _whole(request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
+async def _read_body_parts(request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
     """The request's body, part by part. What is too large is read on for a while and let go: a socket that is closed
     with bytes in it is reset, and the client, which still sends, would never see the answer that says why."""
     parts = request.stream()
@@ -196,10 +209,10 @@ async def _whole(request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
         raise
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _read_json_body(request: Request) -> dict[str, Any]:
     """The JSON object in a request; UsageError for anything else."""
     data = b""
-    async with _whole(request) as parts:
+    async with _read_body_parts(request) as parts:
         async for part in parts:
             data += part
             if len(data) > _BODY_BYTES:
@@ -213,7 +226,7 @@ async def _body(request: Request) -> dict[str, Any]:
     return found
 
 
-def _told(job: Job) -> Response:
+def _stream_events(job: UiJob) -> Response:
     """A job's events as they come."""
 
     async def lines() -> AsyncIterator[str]:
@@ -224,12 +237,12 @@ def _told(job: Job) -> Response:
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     status = 413 if isinstance(error, TooLargeError) else 507 if isinstance(error, StoreFullError) else 400
     return JSONResponse({"error": str(error)}, status, {"connection": "close"})
 
 
-async def _gone(request: Request, error: Exception) -> Response:
+async def _disconnected_response(request: Request, error: Exception) -> Response:
     return Response(status_code=400)  # to nobody
 
 

@@ -31,7 +31,7 @@ HEADERS = {
 _ENCODED = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
 
-class Guard:
+class OriginGuard:
     """Around an ASGI app: refuses with 403 what does not come from its own page. `host` is what it listens on."""
 
     def __init__(self, app: App, host: str) -> None:
@@ -44,7 +44,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        reason = refusal(scope.get("method", "GET"), headers, self._names)
+        reason = rejection_reason(scope.get("method", "GET"), headers, self._names)
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif reason:
@@ -56,7 +56,7 @@ class Guard:
             await self._app(scope, receive, _with_headers(send))
 
 
-def refusal(method: str, headers: Mapping[str, str], names: set[str]) -> str:
+def rejection_reason(method: str, headers: Mapping[str, str], names: set[str]) -> str:
     """Why a request is refused; "" where it is not. `names`: those of this machine, besides all addresses.
 
     >>> names = {"localhost"}

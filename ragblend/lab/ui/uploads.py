@@ -14,14 +14,14 @@ from types import TracebackType
 from typing import Self
 
 from ragblend.config import Settings
-from ragblend.corpus.folders import file_of, normal_path, shown
-from ragblend.corpus.readers import PARQUET, PLAIN, READERS
+from ragblend.corpus.folder_scan import display_source, normal_path, source_path
+from ragblend.corpus.readers import PARQUET_SUFFIX, READERS, TEXT_SUFFIXES
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import RagblendError, UsageError, check_unicode
 from ragblend.files.directory import Directory
 from ragblend.index import ChunkIndex
-from ragblend.lab.ui.desk import Job
+from ragblend.lab.ui.job_queue import UiJob
 from ragblend.precompute import ingest
 
 MIB = 1 << 20
@@ -39,7 +39,7 @@ def uploads_folder(index: str | Path) -> Path:
     return path.with_name(f"{path.name}-uploads")
 
 
-def checked_name(name: str) -> str:
+def validate_file_name(name: str) -> str:
     """A file's bare name, or UsageError.
 
     >>> checked_name("annual report.pdf")
@@ -55,19 +55,21 @@ def checked_name(name: str) -> str:
     return name
 
 
-def readable_endings() -> list[str]:
+def list_supported_suffixes() -> list[str]:
     """The endings of files that are read as documents here."""
     from importlib.util import find_spec
 
-    missing = {ending for ending, package in ((".pdf", "pypdf"), (PARQUET, "pyarrow")) if find_spec(package) is None}
-    return sorted({*PLAIN, *READERS} - missing)
+    missing = {
+        ending for ending, package in ((".pdf", "pypdf"), (PARQUET_SUFFIX, "pyarrow")) if find_spec(package) is None
+    }
+    return sorted({*TEXT_SUFFIXES, *READERS} - missing)
 
 
 class Upload:
-    """One file on its way in. Nothing is in the folder before `keep`, which puts it there in one step."""
+    """One file on its way in. Nothing is in the folder before `commit`, which puts it there in one step."""
 
     def __init__(self, folder: Path, name: str, max_mib: float) -> None:
-        self._path = folder / checked_name(name)
+        self._path = folder / validate_file_name(name)
         self._limit = max_mib * MIB if max_mib else float("inf")
         self._max_mib = max_mib
         self._size = 0
@@ -81,7 +83,7 @@ class Upload:
     ) -> None:
         self._data.close()
 
-    def expect(self, num_bytes: int) -> None:
+    def check_size(self, num_bytes: int) -> None:
         """Raise TooLargeError where so many more are beyond the limit."""
         if self._size + num_bytes > self._limit:
             raise TooLargeError(
@@ -91,22 +93,22 @@ class Upload:
 
     def add(self, data: bytes) -> None:
         """The next bytes. Raises TooLargeError."""
-        self.expect(len(data))
+        self.check_size(len(data))
         self._size += len(data)
         self._data.write(data)
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Put the whole file into the folder."""
-        folder = Directory(self._path.parent, fsync=False, make_room="Make room and drop the file again")
-        folder.clean()
+        folder = Directory(self._path.parent, fsync=False, full_hint="Make room and drop the file again")
+        folder.remove_stale_files()
         self._data.seek(0)
         folder.replace(self._path, self._size, lambda stream: shutil.copyfileobj(self._data, stream))
 
 
-def take_in(job: Job, names: Sequence[str], engine: Engine, index: ChunkIndex, settings: Settings) -> None:
+def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: ChunkIndex, settings: Settings) -> None:
     """Ingest uploads; what came of it is told as "ingested"."""
     folder = uploads_folder(settings.index)
-    paths = [folder / checked_name(name) for name in names]
+    paths = [folder / validate_file_name(name) for name in names]
     try:
         report = ingest(
             paths,
@@ -116,7 +118,7 @@ def take_in(job: Job, names: Sequence[str], engine: Engine, index: ChunkIndex, s
             context=settings.context,
             max_file_mib=settings.max_file_mib,
             progress=job.progress,
-            say=lambda line: job.tell("said", text=line),
+            notify=lambda line: job.emit("said", text=line),
         )
         _drop_unknown(paths, index)
     except RagblendError:
@@ -126,7 +128,7 @@ def take_in(job: Job, names: Sequence[str], engine: Engine, index: ChunkIndex, s
         if not index.is_saved:
             index.save()
     problems = [*report.failures, *report.skipped]
-    job.tell(
+    job.emit(
         "ingested",
         num_documents=report.num_documents,
         num_unchanged=report.num_unchanged,
@@ -135,23 +137,23 @@ def take_in(job: Job, names: Sequence[str], engine: Engine, index: ChunkIndex, s
         num_new_kv=report.num_new_kv,
         prefill_s=report.prefill_s,
         store=format_bytes(report.store_bytes),
-        problems=[{"name": shown_name(problem.path), "reason": problem.reason} for problem in problems],
+        problems=[{"name": display_name(problem.path), "reason": problem.reason} for problem in problems],
     )
 
 
 def document_names(index: ChunkIndex) -> list[str]:
     """The files of an index, as people call them."""
-    return sorted({shown_name(file_of(source)) for source in index.sources()}, key=str.casefold)
+    return sorted({display_name(source_path(source)) for source in index.sources()}, key=str.casefold)
 
 
-def shown_name(path: str) -> str:
+def display_name(path: str) -> str:
     """The last part of a path, printable."""
-    return PurePath(shown(path)).name or path
+    return PurePath(display_source(path)).name or path
 
 
 def _drop_unknown(paths: Sequence[Path], index: ChunkIndex) -> None:
     """Remove uploads that gave no document: they are of no use here."""
-    known = {file_of(source) for source in index.sources()}
+    known = {source_path(source) for source in index.sources()}
     for path in paths:
         if normal_path(path) not in known:
             with suppress(OSError):

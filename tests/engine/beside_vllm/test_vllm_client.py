@@ -26,7 +26,7 @@ from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.client import Connection, VllmClient, events
-from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, told
+from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, report_to_json
 from ragblend.errors import (
     BackendUnreachableError,
     EngineClosedError,
@@ -38,7 +38,7 @@ from ragblend.errors import (
 )
 from ragblend.frameworks.conversation import ChatSession
 from ragblend.llm import ChatBlend
-from ragblend.operations.doctor import examine_vllm
+from ragblend.operations.doctor import run_vllm_diagnostics
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.segmenter import Segmenter
@@ -150,7 +150,8 @@ class Handler(BaseHTTPRequestHandler):
         pieces = [event([token]) for token in answer[:-1]] + [event(answer[-1:], script.finish)]
         if script.report is not None and not ingest:
             pieces.append(
-                "data: " + json.dumps({"choices": [], "kv_transfer_params": {PARAMS_KEY: told(script.report)}})
+                "data: "
+                + json.dumps({"choices": [], "kv_transfer_params": {PARAMS_KEY: report_to_json(script.report)}})
             )
             pieces.append("\n\n")
         pieces += [*script.extra_events, "data: [DONE]\n\n"]
@@ -662,7 +663,7 @@ def test_a_chat_sends_the_whole_conversation_each_time(client: VllmClient, scrip
 @pytest.mark.parametrize(("blends", "shown"), [(True, "blends demo"), (False, "without ragblend")])
 def test_doctor_looks_at_the_server(url: str, script: Script, blends: bool, shown: str) -> None:
     script.blends = blends
-    (check,) = examine_vllm(Settings(backend=url))
+    (check,) = run_vllm_diagnostics(Settings(backend=url))
     assert check.ok is blends
     assert shown in check.finding
 

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.engine.report import BlendReport, ChunkReport
-from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, parse_params, report_from, spans_between, told
+from ragblend.engine.vllm.params import (
+    PARAMS_KEY,
+    BlendParams,
+    parse_params,
+    report_from,
+    report_to_json,
+    spans_between,
+)
 from ragblend.errors import UsageError
 
 ids = st.lists(st.integers(3, 9), min_size=1, max_size=6)
@@ -32,14 +39,19 @@ def test_parameters_survive_json():
 def test_a_report_survives_json_and_newer_fields():
     chunks = [ChunkReport("", 5, True, "exact", kv_dtype="int8"), ChunkReport("", 4, False)]
     report = BlendReport("blend", "cacheblend", 0.15, chunks=chunks, num_reused_tokens=7)
-    sent = json.loads(json.dumps({PARAMS_KEY: {**told(report), "from_the_future": 1}}))
+    sent = json.loads(json.dumps({PARAMS_KEY: {**report_to_json(report), "from_the_future": 1}}))
     for chunk in sent[PARAMS_KEY]["chunks"]:
         chunk["from_the_future"] = [2]
     assert report_from(sent) == report
-    older = {name: value for name, value in told(report).items() if name not in ("failed", "chunks", "recompute_ratio")}
+    older = {
+        name: value
+        for name, value in report_to_json(report).items()
+        if name not in ("failed", "chunks", "recompute_ratio")
+    }
     assert report_from({PARAMS_KEY: older}) == replace(report, chunks=[], recompute_ratio=0.0)
     odd = [
-        {**told(report), **change} for change in ({"version": 2}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]})
+        {**report_to_json(report), **change}
+        for change in ({"version": 2}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]})
     ]
     for other in (None, {}, {PARAMS_KEY: 3}, *({PARAMS_KEY: one} for one in odd)):
         assert report_from(other) is None

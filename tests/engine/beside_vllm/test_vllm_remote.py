@@ -14,12 +14,12 @@ from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.forgotten import Listener, tell
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.store.tombstones import TombstoneWatcher, publish_tombstone
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.fetch import Arrival, RemoteFetch
+from ragblend.engine.vllm.fetch import PendingFetch, RemoteFetcher
 from ragblend.engine.vllm.params import belongs_to
 from ragblend.errors import UsageError
 
@@ -33,29 +33,29 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     yield from running_redis(tmp_path_factory.mktemp("redis"))
 
 
-def wait_for(arrival: Arrival) -> None:
+def wait_for(arrival: PendingFetch) -> None:
     waiting = threading.Event()
     while not arrival.is_over:
         waiting.wait(0.005)
 
 
 @pytest.fixture
-def made() -> Iterator[list[RemoteFetch]]:
+def made() -> Iterator[list[RemoteFetcher]]:
     """Closes what a test puts in."""
-    made: list[RemoteFetch] = []
+    made: list[RemoteFetcher] = []
     yield made
     for fetch in made:
         fetch.close()
 
 
 def test_what_the_remote_has_comes_to_the_disk_bit_for_bit(
-    redis_server: RedisServer, tmp_path: Path, made: list[RemoteFetch]
+    redis_server: RedisServer, tmp_path: Path, made: list[RemoteFetcher]
 ) -> None:
     remote, disk = open_remote(redis_server.url), DiskStore(tmp_path)
     for kv in KVS[:10]:
         remote.put(kv)
     assert remote.flush(30)
-    made.append(RemoteFetch(remote, disk, timeout_s=60))
+    made.append(RemoteFetcher(remote, disk, timeout_s=60))
     wait_for(made[0].start(KEYS))
     for kv in KVS[:10]:
         assert_same(disk.get(kv.header.key, kv.header.token_ids), kv)
@@ -63,12 +63,12 @@ def test_what_the_remote_has_comes_to_the_disk_bit_for_bit(
     assert remote.counters.num_hits == 10
 
 
-def test_requests_that_want_the_same_chunk_fetch_it_once(tmp_path: Path, made: list[RemoteFetch]) -> None:
+def test_requests_that_want_the_same_chunk_fetch_it_once(tmp_path: Path, made: list[RemoteFetcher]) -> None:
     values, gate = DictValues(), threading.Event()
     values.data = {kv.header.key: encode_chunk(kv) for kv in KVS}
     ask = values.get
     values.get = lambda name: (gate.wait(60), ask(name))[1]  # type: ignore[method-assign]
-    made.append(RemoteFetch(RemoteStore(values, timeout_s=60), DiskStore(tmp_path), timeout_s=60))
+    made.append(RemoteFetcher(RemoteStore(values, timeout_s=60), DiskStore(tmp_path), timeout_s=60))
     arrivals = [made[0].start(KEYS[:3]) for _ in range(20)]
     assert not any(arrival.is_over for arrival in arrivals)
     gate.set()
@@ -78,12 +78,12 @@ def test_requests_that_want_the_same_chunk_fetch_it_once(tmp_path: Path, made: l
 
 
 def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(
-    redis_server: RedisServer, tmp_path: Path, made: list[RemoteFetch]
+    redis_server: RedisServer, tmp_path: Path, made: list[RemoteFetcher]
 ) -> None:
     proxy = TcpProxy(redis_server.port)
     proxy.mode = "hang"
     remote = open_remote(f"redis://127.0.0.1:{proxy.port}/0", timeout_s=0.3)
-    made.append(RemoteFetch(remote, DiskStore(tmp_path), timeout_s=0.3))
+    made.append(RemoteFetcher(remote, DiskStore(tmp_path), timeout_s=0.3))
     arrival = made[0].start(KEYS)  # more than are fetched at once
     wait_for(arrival)
     assert remote.counters.num_failures >= 1
@@ -91,7 +91,7 @@ def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(
     proxy.close()
 
 
-def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made: list[RemoteFetch]) -> None:
+def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made: list[RemoteFetcher]) -> None:
     """64 chunks from a server that takes 0.2 s for each, 8 at a time: what came in 0.3 s is on the disk, the rest is
     not asked for behind the request's back."""
     values, kvs = DictValues(), [make_kv(seed) for seed in range(64)]
@@ -99,7 +99,7 @@ def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made
     ask = values.get
     values.get = lambda name: (time.sleep(0.2), ask(name))[1]  # type: ignore[func-returns-value, method-assign]
     disk = DiskStore(tmp_path)
-    made.append(RemoteFetch(RemoteStore(values, timeout_s=0.3), disk, timeout_s=0.3))
+    made.append(RemoteFetcher(RemoteStore(values, timeout_s=0.3), disk, timeout_s=0.3))
     wait_for(made[0].start([kv.header.key for kv in kvs]))
     time.sleep(0.7)
     assert 8 <= len(list(disk.keys())) <= 16
@@ -108,36 +108,36 @@ def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_what_was_forgotten_while_it_was_on_its_way_does_not_stay(
-    forgets: bool, tmp_path: Path, made: list[RemoteFetch]
+    forgets: bool, tmp_path: Path, made: list[RemoteFetcher]
 ) -> None:
     """Another replica forgets the chunk after the remote tier has sent it, and before it is on this disk."""
     values, disk = DictValues(), DiskStore(tmp_path)
     values.data = {KEYS[0]: encode_chunk(KVS[0])}
     remote = RemoteStore(values, timeout_s=60)
-    listener, ask = Listener(disk, remote, belongs_to), values.get
+    listener, ask = TombstoneWatcher(disk, remote, belongs_to), values.get
 
     def answer(name: str) -> bytes | None:
         data = ask(name)
         if forgets:
-            tell(remote, keys=[name])
-            listener.look()
+            publish_tombstone(remote, keys=[name])
+            listener.poll()
         return data
 
     values.get = answer  # type: ignore[method-assign]
-    made.append(RemoteFetch(remote, disk, timeout_s=60, listener=listener))
+    made.append(RemoteFetcher(remote, disk, timeout_s=60, listener=listener))
     wait_for(made[0].start(KEYS[:1]))
     assert list(disk.keys()) == ([] if forgets else KEYS[:1])
 
 
 @pytest.mark.parametrize("trouble", ["down", "lying"])
 def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(
-    trouble: str, tmp_path: Path, made: list[RemoteFetch]
+    trouble: str, tmp_path: Path, made: list[RemoteFetcher]
 ) -> None:
     values, disk = DictValues(), DiskStore(tmp_path)
     values.data = {key: encode_chunk(KVS[0]) for key in KEYS}  # right for the first key only
     values.is_down = trouble == "down"
     breaker = CircuitBreaker(pause_s=1000)
-    made.append(RemoteFetch(RemoteStore(values, timeout_s=60, breaker=breaker), disk, timeout_s=60))
+    made.append(RemoteFetcher(RemoteStore(values, timeout_s=60, breaker=breaker), disk, timeout_s=60))
     wait_for(made[0].start(KEYS))
     assert list(disk.keys()) == ([] if trouble == "down" else KEYS[:1])
     counters = made[0].remote.counters
@@ -148,10 +148,10 @@ def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(
     assert len(values.calls) == num_asked  # here by now, or left alone
 
 
-def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path: Path, made: list[RemoteFetch]) -> None:
+def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path: Path, made: list[RemoteFetcher]) -> None:
     values = DictValues()
     values.data = {KEYS[0]: encode_chunk(KVS[0])}
-    made.append(RemoteFetch(RemoteStore(values), MemoryStore(10), timeout_s=60))
+    made.append(RemoteFetcher(RemoteStore(values), MemoryStore(10), timeout_s=60))
     wait_for(made[0].start(KEYS[:1]))
     wait_for(made[0].start(KEYS[:1]))
 

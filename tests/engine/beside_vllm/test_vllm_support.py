@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ragblend.engine.vllm.support import (
-    check_version,
-    refusals,
-    refuse_bent_attention,
-    refuse_kv_groups,
-    refuse_unsupported,
+    reject_kv_groups,
+    reject_unsupported_attention,
+    reject_unsupported_config,
+    require_supported_version,
+    unsupported_reasons,
 )
 from ragblend.errors import RagblendError, UnsupportedModelError
 
@@ -43,27 +43,31 @@ KEEPS = {"disable_hybrid_kv_cache_manager": True}
 
 @pytest.mark.parametrize("found", [(0, 28), (0, 30), (0, 32)])
 def test_supported_versions_pass(found):
-    check_version(found)
+    require_supported_version(found)
 
 
 @pytest.mark.parametrize("found", [(0, 0), (0, 27), (0, 33), (1, 0)])
 def test_other_versions_are_refused_with_the_range(found):
     with pytest.raises(RagblendError, match=r"0\.28 <= vllm < 0\.33"):
-        check_version(found)
+        require_supported_version(found)
 
 
 def test_what_is_supported_is_not_refused():
-    assert refusals(config()) == []
-    assert refusals(config(cache_dtype="bfloat16")) == []
-    assert refusals(config(speculative_config=SimpleNamespace(method="ngram"))) == []
-    assert refusals(config({"sliding_window": 4096, "use_sliding_window": False})) == []
-    assert refusals(config(model={"is_moe": True})) == refusals(config(parallel={"data_parallel_size": 2})) == []
-    assert refusals(config({"rope_parameters": {"rope_type": "llama3"}})) == []
+    assert unsupported_reasons(config()) == []
+    assert unsupported_reasons(config(cache_dtype="bfloat16")) == []
+    assert unsupported_reasons(config(speculative_config=SimpleNamespace(method="ngram"))) == []
+    assert unsupported_reasons(config({"sliding_window": 4096, "use_sliding_window": False})) == []
+    assert (
+        unsupported_reasons(config(model={"is_moe": True}))
+        == unsupported_reasons(config(parallel={"data_parallel_size": 2}))
+        == []
+    )
+    assert unsupported_reasons(config({"rope_parameters": {"rope_type": "llama3"}})) == []
     by_type = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear"}}
     gemma = config({**MIXED, "rope_parameters": by_type}, scheduler_config=SimpleNamespace(**KEEPS))
-    assert refusals(gemma) == []
+    assert unsupported_reasons(gemma) == []
     # --disable-sliding-window leaves the layers' types, and takes the window away
-    assert refusals(config({**MIXED, "sliding_window": None})) == []
+    assert unsupported_reasons(config({**MIXED, "sliding_window": None})) == []
 
 
 @pytest.mark.parametrize(
@@ -102,22 +106,22 @@ def test_what_is_supported_is_not_refused():
 )
 def test_a_refusal_says_why_and_what_to_do(refused, reason):
     with pytest.raises(UnsupportedModelError, match=reason) as error:
-        refuse_unsupported(refused)
+        reject_unsupported_config(refused)
     assert "Serve it without" in str(error.value)
 
 
 def test_every_reason_is_named():
     both = config({"sliding_window": 512}, parallel={"pipeline_parallel_size": 2})
-    assert len(refusals(both)) == 2
+    assert len(unsupported_reasons(both)) == 2
 
 
 def test_attention_that_ours_cannot_follow_is_refused():
     plain = {"scale": 0.5, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
-    refuse_bent_attention(SimpleNamespace(**plain))
-    refuse_bent_attention(SimpleNamespace(scale=0.5))
-    refuse_bent_attention(SimpleNamespace(**{**plain, "logits_soft_cap": 30.0, "sinks": torch.ones(4)}))
+    reject_unsupported_attention(SimpleNamespace(**plain))
+    reject_unsupported_attention(SimpleNamespace(scale=0.5))
+    reject_unsupported_attention(SimpleNamespace(**{**plain, "logits_soft_cap": 30.0, "sinks": torch.ones(4)}))
     with pytest.raises(UnsupportedModelError, match="ALiBi"):
-        refuse_bent_attention(SimpleNamespace(**{**plain, "alibi_slopes": torch.ones(4)}))
+        reject_unsupported_attention(SimpleNamespace(**{**plain, "alibi_slopes": torch.ones(4)}))
 
 
 def test_more_than_one_kind_of_cache_is_refused():
@@ -130,7 +134,7 @@ def test_more_than_one_kind_of_cache_is_refused():
     def groups(*specs: Any) -> Any:
         return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
-    refuse_kv_groups(groups(FullAttentionSpec()))
+    reject_kv_groups(groups(FullAttentionSpec()))
     for refused in (groups(FullAttentionSpec(), MambaSpec()), groups(MambaSpec()), groups()):
         with pytest.raises(UnsupportedModelError, match="one cache of full attention"):
-            refuse_kv_groups(refused)
+            reject_kv_groups(refused)

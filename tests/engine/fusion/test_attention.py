@@ -12,10 +12,10 @@ from ragblend.engine.fusion import attention
 from ragblend.engine.fusion.attention import (
     BLOCK_ROWS,
     PLAIN,
-    Queries,
-    Sight,
+    AttentionParams,
+    ProbeQueries,
     attend_rows,
-    attend_weighing,
+    attend_with_weights,
     attention_mass,
 )
 from ragblend.engine.store.kv import LayerKV
@@ -23,7 +23,7 @@ from ragblend.engine.store.kv import LayerKV
 LENGTH, DIM, SCALE = 40, 8, 0.3
 
 
-def probabilities(queries: Queries, keys: Tensor) -> Tensor:
+def probabilities(queries: ProbeQueries, keys: Tensor) -> Tensor:
     """[Hq, Q, T], one query at a time."""
     num_heads, num_queries, _ = queries.states.shape
     group = num_heads // keys.shape[0]
@@ -41,20 +41,20 @@ def probabilities(queries: Queries, keys: Tensor) -> Tensor:
     return weights
 
 
-def outputs(queries: Queries, kv: LayerKV) -> Tensor:
+def outputs(queries: ProbeQueries, kv: LayerKV) -> Tensor:
     """[Hq, Q, D] attention output."""
     return probabilities(queries, kv.keys) @ kv.values.repeat_interleave(len(queries.states) // len(kv.values), 0)
 
 
-def draw(seed: int, rows: list[int], kv_heads: int) -> tuple[Queries, LayerKV]:
+def draw(seed: int, rows: list[int], kv_heads: int) -> tuple[ProbeQueries, LayerKV]:
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(4, len(rows), DIM, generator=generator)
     keys, values = torch.randn(2, kv_heads, LENGTH, DIM, generator=generator)
-    return Queries(states, torch.tensor(rows), SCALE), LayerKV(keys, values)
+    return ProbeQueries(states, torch.tensor(rows), SCALE), LayerKV(keys, values)
 
 
-def sight(window: int | None, softcap: float | None, has_sinks: bool) -> Sight:
-    return Sight(window, softcap, torch.tensor([-1.0, 0.5, 2.0, 0.0]) if has_sinks else None)
+def sight(window: int | None, softcap: float | None, has_sinks: bool) -> AttentionParams:
+    return AttentionParams(window, softcap, torch.tensor([-1.0, 0.5, 2.0, 0.0]) if has_sinks else None)
 
 
 sights = st.one_of(
@@ -101,7 +101,9 @@ def test_who_weighs_attends_as_well(rows, kv_heads, num_asking, block, dtype, si
     kv = LayerKV(kv.keys.to(dtype), kv.values.to(dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_SCORES, "cpu", block)
-        output, mass = attend_weighing(queries, kv.keys[:, : rows[-1] + 1], kv.values[:, : rows[-1] + 1], num_asking)
+        output, mass = attend_with_weights(
+            queries, kv.keys[:, : rows[-1] + 1], kv.values[:, : rows[-1] + 1], num_asking
+        )
     exact, states = LayerKV(kv.keys.float(), kv.values.float()), queries._replace(states=queries.states.float())
     atol = 1e-6 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(output.float(), outputs(states, exact), atol=atol, rtol=0)

@@ -11,10 +11,10 @@ from test_fuse import GLOBAL, INDEPENDENT, PREFIX, QUESTION, Prompt, blend, full
 from torch import Tensor
 from transformers import DynamicCache
 
-from ragblend.engine.fusion.fidelity import attention_shares, first_token_kl, note_fidelity
+from ragblend.engine.fusion.fidelity import attention_shares, first_token_kl, record_fidelity
 from ragblend.engine.fusion.fuse import relative_deviation
-from ragblend.engine.fusion.plan import Fused, FusePlan, Placement
-from ragblend.engine.fusion.rules import RULES, Check, schedule
+from ragblend.engine.fusion.plan import FusePlan, FuseResult, Placement
+from ragblend.engine.fusion.rules import RULES, CheckLayer, check_schedule
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.prompt.prompt import SegmentedPrompt
@@ -33,7 +33,7 @@ def placements_of(prompt: Prompt) -> tuple[Placement, ...]:
 
 
 def plan_of(prompt: Prompt, rule: str) -> FusePlan:
-    checks = schedule(RULES[rule], 0.15, 6)
+    checks = check_schedule(RULES[rule], 0.15, 6)
     return FusePlan(torch.tensor(prompt.ids), placements_of(prompt), RULES[rule], checks, len(prompt.prefix))
 
 
@@ -55,7 +55,7 @@ def test_attention_shares_are_those_of_eager_attention(family, ratio, stock_mode
     prompt = make_prompt(31)
     outcome = blend(tiny_layers(family), prompt, ratio, "ask")
     report = BlendReport("blend", "ask", ratio)
-    note_fidelity(report, plan_of(prompt, "ask"), outcome.result)
+    record_fidelity(report, plan_of(prompt, "ask"), outcome.result)
 
     mass = eager_attention(stock_model(family), prompt, tuple(GLOBAL.get(family, range(6))))
     mass /= mass.sum()  # sinks take some of it
@@ -78,7 +78,7 @@ def test_mean_deviation_is_that_of_stored_kv_from_full_prefills_at_the_check_lay
     prompt, model = make_prompt(32), stock_model(family)
     outcome = blend(tiny_layers(family), prompt, 0.15, rule)
     report = BlendReport("blend", rule, 0.15)
-    note_fidelity(report, plan_of(prompt, rule), outcome.result)
+    record_fidelity(report, plan_of(prompt, rule), outcome.result)
 
     # Layer 0's output is exact, so what the check computes afresh at layer 1 is what full prefill has there.
     _, full = full_prefill(model, prompt.ids)
@@ -101,12 +101,12 @@ def test_mean_deviation_is_that_of_stored_kv_from_full_prefills_at_the_check_lay
 def test_what_a_rule_did_not_look_at_is_none(rule, ratio, tiny_layers):
     prompt = make_prompt(33)
     report = BlendReport("blend", rule, ratio)
-    note_fidelity(report, plan_of(prompt, rule), blend(tiny_layers("llama"), prompt, ratio, rule).result)
+    record_fidelity(report, plan_of(prompt, rule), blend(tiny_layers("llama"), prompt, ratio, rule).result)
     assert (report.attention_exact, report.attention_stale, report.mean_deviation) == (None, None, None)
 
 
 def test_with_several_checks_the_deviation_is_the_first_ones(tiny_layers):
-    prompt, checks = make_prompt(34), (Check(1, 0.4), Check(3, 0.2))
+    prompt, checks = make_prompt(34), (CheckLayer(1, 0.4), CheckLayer(3, 0.2))
     several = blend(tiny_layers("llama"), prompt, rule="cacheblend", checks=checks)
     once = blend(tiny_layers("llama"), prompt, 0.4, "cacheblend")
     assert set(several.recomputed) < set(once.recomputed)
@@ -132,7 +132,7 @@ def test_every_rank_reports_the_same_deviation():
 def test_a_chunk_that_ends_the_prompt_leaves_its_last_token_exact():
     prompt = Prompt([("chunk", [5, 6, 7]), ("chunk", [8, 9])])
     plan = plan_of(prompt, "ask")
-    fused = Fused(torch.empty(0), torch.tensor([1]), attention=torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25]))
+    fused = FuseResult(torch.empty(0), torch.tensor([1]), attention=torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25]))
     assert attention_shares(plan, fused) == pytest.approx((0.25, 0.2, 0.55))
 
 

@@ -20,9 +20,9 @@ from transformers import DynamicCache
 from ragblend.engine.fusion.attention import BLOCK_ROWS, attend_rows
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
-from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
+from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rules import RULES, Check, schedule
+from ragblend.engine.fusion.rules import RULES, CheckLayer, check_schedule
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 
@@ -107,7 +107,7 @@ class Outcome:
     logits: Tensor
     recomputed: list[int]
     fused: FusedKV
-    result: Fused
+    result: FuseResult
 
 
 def blend(
@@ -115,7 +115,7 @@ def blend(
     prompt: Prompt,
     ratio: float = 0.15,
     rule: str = "cacheblend",
-    checks: tuple[Check, ...] | None = None,
+    checks: tuple[CheckLayer, ...] | None = None,
     change: Callable[[list[Placement]], list[Placement]] = lambda placements: placements,
     separators: Sequence[int] = (),
     first_layer: Callable[[Tensor], LayerKV] | None = None,
@@ -138,10 +138,10 @@ def blend(
         torch.tensor(prompt.ids),
         tuple(placements),
         RULES[rule],
-        checks or schedule(RULES[rule], ratio, layers.num_layers),
+        checks or check_schedule(RULES[rule], ratio, layers.num_layers),
         len(prompt.prefix),
         probe_layers=RULES[rule].probe_layers(layers.num_layers, layers.global_layers),
-        separators=template,
+        template_mask=template,
         **plan_fields,
     )
     with LayerLoader(
@@ -372,7 +372,7 @@ def test_asking_the_question_over_a_hole_agrees_with_the_reference(ratio, stock_
     prompt.spans.insert(4, ("text", random_ids(4, 5)))
     separators = [start for start, _ in prompt.starts("chunk")]
     expected = Reference(stock_model("qwen3")).blend(
-        prompt.reference_spans(), {0: ratio}, "ask", separators, range(6), carry=RULES["ask"].carry
+        prompt.reference_spans(), {0: ratio}, "ask", separators, range(6), carry=RULES["ask"].drift_gain
     )
     assert expected.selected
     assert_same_blend(blend(tiny_layers("qwen3"), prompt, ratio, "ask", separators=separators), expected)
@@ -404,10 +404,10 @@ def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, 
     count = min(end - first, math.ceil(ratio * sum(CHUNKS)))
     top = expected[first:end].topk(count).indices + first
     assert outcome.recomputed == sorted(top.tolist())
-    carry = RULES["ask"].carry
+    carry = RULES["ask"].drift_gain
     assert 0 < carry <= 1
     judge = Reference(stock_model(family))
-    assert_same_blend(outcome, judge.blend(prompt.reference_spans(), {}, told=outcome.recomputed, carry=carry))
+    assert_same_blend(outcome, judge.blend(prompt.reference_spans(), {}, recomputed=outcome.recomputed, carry=carry))
     rows = [count, *(count + QUESTION * (layer <= asked[-1]) for layer in range(1, layers.num_layers))]
     assert outcome.result.rows_per_layer == rows, "the question is charged wherever it ran ahead"
 
@@ -500,7 +500,7 @@ def test_gradual_filtering_agrees_with_the_independent_one(family, stock_model, 
         shares = gradual_shares(ratio, num_layers=6)
         assert sum(shares.values()) / len(shares) == pytest.approx(ratio)
         expected = reference.blend(prompt.reference_spans(), shares)
-        checks = tuple(Check(*item) for item in shares.items())
+        checks = tuple(CheckLayer(*item) for item in shares.items())
         assert_same_blend(blend(tiny_layers(family), prompt, checks=checks), expected)
 
 
@@ -511,11 +511,11 @@ def test_several_check_layers_agree_with_the_independent_cacheblend(shares, stoc
     prompt, reference = make_prompt(9), Reference(stock_model("qwen2"))
     # At layer 0 both see rounding noise instead of deviations, so only layers above it have an order to agree on.
     if 0 in shares:
-        outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(Check(*item) for item in shares.items()))
+        outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(CheckLayer(*item) for item in shares.items()))
         assert len(outcome.recomputed) == 30  # ceil(0.4 * 74)
         return
     expected = reference.blend(prompt.reference_spans(), shares)
-    outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(Check(*item) for item in shares.items()))
+    outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(CheckLayer(*item) for item in shares.items()))
     assert_same_blend(outcome, expected)
 
 
@@ -545,7 +545,7 @@ def test_the_ratio_counts_all_chunk_tokens_and_is_capped_at_the_candidates(tiny_
 
 def test_unselected_tokens_keep_their_stale_kv_from_the_check_layer_on(tiny_layers):
     layers, prompt = tiny_layers("llama"), make_prompt(13)
-    stale, outcome = blend(layers, prompt, 0.0), blend(layers, prompt, 0.3, checks=(Check(2, 0.3),))
+    stale, outcome = blend(layers, prompt, 0.0), blend(layers, prompt, 0.3, checks=(CheckLayer(2, 0.3),))
     first = PREFIX + CHUNKS[0]
     kept = [row for row in range(first, first + sum(CHUNKS[1:])) if row not in outcome.recomputed]
     for layer in (2, 3, 4, 5):
@@ -594,7 +594,7 @@ def test_chosen_tokens_attend_like_those_of_the_independent_cacheblend(stock_mod
 
 def test_rows_per_layer_charges_what_is_measured_and_the_layers_before_the_check(tiny_layers):
     layers = tiny_layers("llama")
-    result = blend(layers, make_prompt(18), 0.15, checks=(Check(2, 0.15),)).result
+    result = blend(layers, make_prompt(18), 0.15, checks=(CheckLayer(2, 0.15),)).result
     candidates, kept = sum(CHUNKS[1:]), 12  # ceil(0.15 * 74)
     measured = candidates * layers.kv_share
     assert result.rows_per_layer == pytest.approx([candidates, candidates, kept + measured, kept, kept, kept])

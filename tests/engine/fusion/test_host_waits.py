@@ -10,11 +10,11 @@ from conftest import FAMILIES, make_model
 from device_looks import DeviceLooks
 
 from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rows import on_host
-from ragblend.engine.fusion.rules import RULES, schedule
+from ragblend.engine.fusion.rules import RULES, check_schedule
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.transformers.layers import TransformersLayers
 
@@ -34,7 +34,7 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
         fused = FusedKV.allocate(layers.kv_shapes, count, layers.like)
         placements.append(Placement(prefill_chunk(layers, fused, header), start, exact=start == 0))
         start += count
-    checks = schedule(RULES[rule], 0.2, num_layers)
+    checks = check_schedule(RULES[rule], 0.2, num_layers)
     plan = FusePlan(ids, tuple(placements), RULES[rule], checks, probe_layers=RULES[rule].probe_layers(num_layers))
     fused = FusedKV.allocate(layers.kv_shapes, TOTAL, layers.like)
     with (

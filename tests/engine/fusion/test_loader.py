@@ -14,7 +14,7 @@ from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, StoredLayer, restored
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import DamagedEntryError
 
@@ -53,7 +53,7 @@ class SlowKV:
         return self._kv.stored_layer(index)
 
     def layer(self, index: int) -> LayerKV:
-        return restored(self.stored_layer(index))
+        return dequantized(self.stored_layer(index))
 
     def read_layers(self) -> list[int]:
         return [index for index, _ in self.reads]

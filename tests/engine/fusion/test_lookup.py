@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend import Chunk, SegmentedPrompt, load_engine, open_store
-from ragblend.engine.fusion.lookup import contexts, remembered_context
+from ragblend.engine.fusion.lookup import lookup_contexts, read_context_policy
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.store.disk import CONTEXT_FILE
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -23,7 +23,7 @@ A, B, C = (Chunk(text, f"{number}.txt") for number, text in enumerate(("the firs
 def test_exact_means_that_the_context_is_all_that_stands_before(policy, own, between, default):
     prompt = [*own, *between, 7, 7]
     start = len(prompt) - 2
-    found = contexts(prompt, start, len(own), tuple(default), policy)
+    found = lookup_contexts(prompt, start, len(own), tuple(default), policy)
     assert all(context.exact <= (list(context.token_ids) == prompt[:start]) for context in found)
     assert found[0].exact == (not between)
     assert not any(context.exact for context in found if context.policy == "similar")
@@ -39,7 +39,7 @@ def first_logits(engine: TransformersEngine, prompt: SegmentedPrompt, **options:
     return engine.prefill(engine.request(prompt, **options)).logits  # type: ignore[arg-type]
 
 
-SIMILAR = Chunk(C.text, C.source, context="similar", behind=(A.text, B.text))
+SIMILAR = Chunk(C.text, C.source, context="similar", context_texts=(A.text, B.text))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -84,7 +84,7 @@ def test_a_similar_version_is_found_by_prompts_that_do_not_know_what_it_is_behin
         engine.precompute(chunk)
     header = engine.store.get(engine.key(SIMILAR)).header
     assert sum(header.context) == len(header.prefix_ids) - len(engine.default_prefix_ids)
-    assert engine.key(SIMILAR) == engine.key(Chunk(C.text, context="similar", behind=(B.text,))) != engine.key(C)
+    assert engine.key(SIMILAR) == engine.key(Chunk(C.text, context="similar", context_texts=(B.text,))) != engine.key(C)
     report = engine.generate(SegmentedPrompt([A, C, B], "what?"), mode="reuse", max_tokens=1).report
     assert [(chunk.exact, chunk.context) for chunk in report.chunks] == [
         (True, "none"),
@@ -103,11 +103,11 @@ def test_a_similar_version_is_found_by_prompts_that_do_not_know_what_it_is_behin
 
 
 def test_a_store_tells_its_context_to_whoever_opens_it_later(tmp_path):
-    behind = Chunk("It is in Mirton.", context="similar", behind=("Zenco sells nets.",))
+    behind = Chunk("It is in Mirton.", context="similar", context_texts=("Zenco sells nets.",))
     with load_engine("demo", tmp_path) as engine:
         engine.precompute("Zenco sells nets.")
-        assert (engine.context, remembered_context(open_store(tmp_path))) == ("none", None)
-        engine.keep_context("similar")
+        assert (engine.context, read_context_policy(open_store(tmp_path))) == ("none", None)
+        engine.set_context_policy("similar")
         assert engine.precompute(behind) > 0
         assert engine.precompute(behind) == 0
         assert not engine.is_stored("It is in Mirton.")

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragblend.engine.fusion import packing as ingestion
-from ragblend.engine.fusion.lookup import ALONE, Behind
-from ragblend.engine.fusion.packing import Item, TokenIds, passes, prefill_all
+from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
+from ragblend.engine.fusion.packing import PrefillItem, TokenIds, batch_by_tokens, prefill_missing
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import prefill_chunk, prefill_chunks
-from ragblend.engine.fusion.protocols import FusedLayers, LayerwiseModel
+from ragblend.engine.fusion.protocols import LayerwiseModel, PromptKVBuffer
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import StoreFullError
@@ -32,7 +32,7 @@ def header(ids: Sequence[int], prefix: TokenIds = PREFIX) -> KVHeader:
     return KVHeader(f"{hash(tuple(ids)) & 0xFFFF:032x}", "model", prefix, tuple(ids), 6, "float32")
 
 
-def prefix_of(layers: Any, ids: TokenIds) -> FusedLayers:
+def prefix_of(layers: Any, ids: TokenIds) -> PromptKVBuffer:
     """KV of a prefix, by the stock model."""
     with torch.inference_mode():
         _, kv = layers.full_prefill(torch.tensor(ids))
@@ -104,7 +104,7 @@ def test_the_prefix_is_left_as_it_was(tiny_layers: Callable[[str], Any]) -> None
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))
 def test_passes_hold_every_chunk_once_in_order_within_the_limit(counts: list[int], limit: int) -> None:
     chunks = [(number,) * count for number, count in enumerate(counts)]
-    made = list(passes(chunks, limit))
+    made = list(batch_by_tokens(chunks, limit))
     assert [chunk for together in made for chunk in together] == chunks
     for together in made:
         assert len(together) == 1 or sum(map(len, together)) <= limit
@@ -128,7 +128,7 @@ class Store:
         self.stored.append(kv.header.token_ids)
 
 
-def made_kv(chunks: Sequence[TokenIds], behind: Behind = ALONE) -> list[MemoryKV]:
+def made_kv(chunks: Sequence[TokenIds], behind: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
     """KV of the right size, made up."""
     return [
         MemoryKV(header(ids), tuple(LayerKV(*(torch.zeros(1, len(ids), 2) for _ in range(2))) for _ in range(6)))
@@ -143,7 +143,9 @@ NBYTES = 4 * 2 * 2 * 6 * 4
 def test_every_chunk_is_answered_in_order_and_stored_once_known_ones_with_0_bytes() -> None:
     store, known = Store(), {CHUNKS[1], CHUNKS[4]}
     chunks = [*CHUNKS[:6], CHUNKS[5]]
-    nbytes = list(prefill_all(map(Item, chunks), lambda item: item.token_ids not in known, made_kv, store.put, 8))
+    nbytes = list(
+        prefill_missing(map(PrefillItem, chunks), lambda item: item.token_ids not in known, made_kv, store.put, 8)
+    )
     assert nbytes == [NBYTES, 0, NBYTES, NBYTES, 0, NBYTES, NBYTES]
     assert list(dict.fromkeys(store.stored)) == [CHUNKS[0], CHUNKS[2], CHUNKS[3], CHUNKS[5]]
 
@@ -153,14 +155,14 @@ def test_the_model_goes_on_while_the_store_writes() -> None:
     store.hold.clear()
     seen: list[int] = []
 
-    def prefill(chunks: Sequence[TokenIds], behind: Behind = ALONE) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds], behind: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
         seen.append(len(store.stored))
         if chunks[0] == CHUNKS[-1]:
             prefilled.set()
         return made_kv(chunks)
 
     worker = threading.Thread(
-        target=lambda: list(prefill_all(map(Item, CHUNKS), lambda _: True, prefill, store.put, 4))
+        target=lambda: list(prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, prefill, store.put, 4))
     )
     worker.start()
     assert prefilled.wait(TIMEOUT_S), "prefilling waited for the first write"
@@ -174,18 +176,18 @@ def test_the_model_waits_when_too_much_is_unwritten(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ingestion, "UNWRITTEN_BYTES", 2 * NBYTES)
     store, seen = Store(), []
 
-    def prefill(chunks: Sequence[TokenIds], behind: Behind = ALONE) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds], behind: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
         seen.append(len(store.stored))
         return made_kv(chunks)
 
-    list(prefill_all(map(Item, CHUNKS), lambda _: True, prefill, store.put, 4))
+    list(prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, prefill, store.put, 4))
     assert all(number - stored <= 2 for number, stored in enumerate(seen))
 
 
 def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays() -> None:
     store, stored = Store(refuse_from=3), []
     with pytest.raises(StoreFullError):
-        stored.extend(prefill_all(map(Item, CHUNKS), lambda _: True, made_kv, store.put, 4))
+        stored.extend(prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, made_kv, store.put, 4))
     assert stored == [NBYTES] * 3
     assert store.stored == CHUNKS[:3]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ragblend-ingest")]
@@ -194,19 +196,19 @@ def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays() -> None
 def test_an_interrupted_run_stores_what_it_had_prefilled() -> None:
     store = Store()
 
-    def prefill(chunks: Sequence[TokenIds], behind: Behind = ALONE) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds], behind: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
         if chunks[0] == CHUNKS[5]:
             raise KeyboardInterrupt
         return made_kv(chunks)
 
     with pytest.raises(KeyboardInterrupt):
-        list(prefill_all(map(Item, CHUNKS), lambda _: True, prefill, store.put, 4))
+        list(prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, prefill, store.put, 4))
     assert store.stored == CHUNKS[:5]
 
 
 def test_a_reader_that_leaves_early_leaves_no_thread_and_loses_nothing() -> None:
     store = Store()
-    run = prefill_all(map(Item, CHUNKS), lambda _: True, made_kv, store.put, 4)
+    run = prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, made_kv, store.put, 4)
     next(run)
     run.close()  # type: ignore[attr-defined]
     assert store.stored == CHUNKS[: len(store.stored)]

@@ -10,34 +10,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.engine.fusion.rules import (
-    DEEP,
-    DEFAULT,
+    DEEP_MODEL_LAYERS,
     DEFAULT_RATIO,
+    DEFAULT_RULE,
     RULES,
-    Check,
-    Evidence,
+    CheckLayer,
+    RuleInputs,
     charged_budget,
     charged_budget_at,
-    check_ratio,
+    check_schedule,
     find_rule,
+    is_probe_worthwhile,
     num_to_recompute,
-    probe_pays,
-    schedule,
+    validate_ratio,
 )
 from ragblend.errors import UsageError
 
 ratios = st.floats(0, 1, allow_nan=False)
 
 
-def evidence(chunks: tuple[int, ...] = (4, 3), seed: int = 0) -> Evidence:
+def evidence(chunks: tuple[int, ...] = (4, 3), seed: int = 0) -> RuleInputs:
     offsets = torch.cat([torch.arange(count) for count in chunks])
     count = len(offsets)
-    return Evidence(
+    return RuleInputs(
         torch.arange(10, 10 + count),
         key_deviation=torch.arange(count).float(),
         value_deviation=torch.arange(count).float().flip(0),
         attention=torch.linspace(0.1, 0.01, count),
-        separators=offsets == 0,
+        template_mask=offsets == 0,
         seed=seed,
     )
 
@@ -61,10 +61,10 @@ def test_random_leaves_the_global_generator_alone():
 
 
 def test_rules_that_look_at_deviation_say_so():
-    blind = {name: Evidence(facts.positions) for name in RULES if (facts := evidence())}
+    blind = {name: RuleInputs(facts.positions) for name in RULES if (facts := evidence())}
     for name, rule in RULES.items():
         assert rule.name == name
-        if rule.needs_deviation or rule.asks_first:
+        if rule.needs_deviation or rule.probes_before_selection:
             with pytest.raises(AssertionError):
                 rule.score(blind[name])
         else:
@@ -93,17 +93,17 @@ def test_separators_are_chosen_only_when_nothing_else_is_left(chunks, ratio, dat
 def test_the_papers_rules_may_choose_separators():
     facts = evidence()
     for name, rule in RULES.items():
-        assert rule.skips_separators == (name == "ask")
+        assert rule.skips_template == (name == "ask")
     assert torch.equal(RULES["cacheblend"].scores(facts), RULES["cacheblend"].score(facts))
 
 
 def test_a_rule_that_asks_reads_every_layer_of_a_shallow_model():
     assert RULES["ask"].probe_layers(4) == (0, 1, 2, 3)
-    assert RULES["ask"].probe_layers(DEEP - 1) == tuple(range(DEEP - 1))
+    assert RULES["ask"].probe_layers(DEEP_MODEL_LAYERS - 1) == tuple(range(DEEP_MODEL_LAYERS - 1))
     assert RULES["cacheblend"].probe_layers(4) == ()
 
 
-@given(num_layers=st.integers(DEEP, 130), global_layers=st.sets(st.integers(0, 129)))
+@given(num_layers=st.integers(DEEP_MODEL_LAYERS, 130), global_layers=st.sets(st.integers(0, 129)))
 def test_of_a_deep_one_it_reads_the_middle_and_global_layers_alone_where_there_are_some(num_layers, global_layers):
     middle = RULES["ask"].probe_layers(num_layers)
     assert middle == tuple(range(middle[0], middle[-1] + 1))
@@ -117,16 +117,16 @@ def test_of_a_deep_one_it_reads_the_middle_and_global_layers_alone_where_there_a
 @given(fresh=st.integers(1, 2000), tokens=st.integers(1, 2000), ratio=st.floats(0.01, 1))
 def test_a_probe_pays_the_sooner_the_longer_the_context(fresh, tokens, ratio):
     def pays(fresh: int, tokens: int) -> bool:
-        return probe_pays(RULES["ask"], ratio, fresh, tokens, tokens, 5)
+        return is_probe_worthwhile(RULES["ask"], ratio, fresh, tokens, tokens, 5)
 
     assert not pays(fresh, tokens) or pays(fresh, tokens + 1)
     assert pays(fresh, tokens) or not pays(fresh + 1, tokens)
-    assert probe_pays(RULES["cacheblend"], ratio, fresh, tokens, tokens, 5)
+    assert is_probe_worthwhile(RULES["cacheblend"], ratio, fresh, tokens, tokens, 5)
 
 
 def test_auto_names_a_rule_and_unknown_names_are_refused():
-    assert find_rule("auto", DEEP) is RULES[DEFAULT]
-    assert find_rule("auto", DEEP - 1) == dataclasses.replace(RULES[DEFAULT], ratio=DEFAULT_RATIO)
+    assert find_rule("auto", DEEP_MODEL_LAYERS) is RULES[DEFAULT_RULE]
+    assert find_rule("auto", DEEP_MODEL_LAYERS - 1) == dataclasses.replace(RULES[DEFAULT_RULE], ratio=DEFAULT_RATIO)
     with pytest.raises(UsageError, match=r"'best'.*auto.*cacheblend.*random"):
         find_rule("best")
 
@@ -135,9 +135,9 @@ def test_auto_names_a_rule_and_unknown_names_are_refused():
 
 
 def test_a_rule_without_deviation_chooses_before_the_first_layer():
-    assert schedule(RULES["random"], 0.2, 8) == (Check(0, 0.2),)
-    assert schedule(RULES["cacheblend"], 0.2, 8) == (Check(1, 0.2),)
-    assert schedule(RULES["cacheblend"], 0.2, 8, check_layer=3) == (Check(3, 0.2),)
+    assert check_schedule(RULES["random"], 0.2, 8) == (CheckLayer(0, 0.2),)
+    assert check_schedule(RULES["cacheblend"], 0.2, 8) == (CheckLayer(1, 0.2),)
+    assert check_schedule(RULES["cacheblend"], 0.2, 8, check_layer=3) == (CheckLayer(3, 0.2),)
 
 
 @pytest.mark.parametrize(
@@ -151,18 +151,18 @@ def test_a_rule_without_deviation_chooses_before_the_first_layer():
 )
 def test_a_check_that_cannot_be_run_is_refused(ratio, layer, message):
     with pytest.raises(UsageError, match=message):
-        schedule(RULES["cacheblend"], ratio, 8, layer)
+        check_schedule(RULES["cacheblend"], ratio, 8, layer)
 
 
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, float("nan"), float("inf")])
 def test_a_ratio_outside_zero_to_one_is_named(ratio):
     with pytest.raises(UsageError, match=f"recompute_ratio is {ratio}"):
-        check_ratio(ratio)
+        validate_ratio(ratio)
 
 
 @pytest.mark.parametrize("ratio", [0, 0.5, 1])
 def test_a_ratio_inside_passes(ratio):
-    assert check_ratio(ratio) == ratio
+    assert validate_ratio(ratio) == ratio
 
 
 # --- counting ---

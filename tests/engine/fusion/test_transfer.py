@@ -10,9 +10,9 @@ import torch
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
-from ragblend.engine.fusion.transfer import Transfer
+from ragblend.engine.fusion.transfer import HostToDeviceCopier
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, stored_as
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LAYERS, HEADS, TOKENS, DIM = 8, 4, 2048, 64
@@ -27,19 +27,19 @@ def make_kv(key: str) -> MemoryKV:
 
 
 def test_without_a_gpu_nothing_is_copied():
-    transfer = Transfer(torch.device("cpu"))
+    transfer = HostToDeviceCopier(torch.device("cpu"))
     layer = make_kv("0" * 32).layers[0]
     with transfer.in_compute_order():
-        there = transfer.bring(layer)
+        there = transfer.copy_to_device(layer)
     assert [mine.data_ptr() for mine in there] == [other.data_ptr() for other in layer]
-    assert not transfer.beside_compute
+    assert not transfer.overlaps_compute
 
 
 @on_gpu
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(tier: str, kv_dtype: str, tmp_path: Path):
-    kvs = [stored_as(make_kv(str(index) * 32), kv_dtype) for index in range(3)]
+    kvs = [convert_kv_dtype(make_kv(str(index) * 32), kv_dtype) for index in range(3)]
     if tier == "disk":
         store = DiskStore(tmp_path, fsync=False)
         for kv in kvs:

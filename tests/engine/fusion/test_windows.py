@@ -29,7 +29,7 @@ from test_fuse import (
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragblend.engine.fusion.plan import Placement
-from ragblend.engine.fusion.rules import RULES, find_rule, first_check, probe_pays, settle
+from ragblend.engine.fusion.rules import RULES, default_check_layer, find_rule, is_probe_worthwhile, plan_selection
 from ragblend.engine.store.kv import LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 
@@ -43,7 +43,7 @@ def window_of(layers: TransformersLayers, stock: Any, window: int) -> Iterator[N
     test_fuse._store_chunk.cache_clear()
     stock.config.sliding_window = window
     try:
-        with layers.as_checked(window):
+        with layers.self_check_mode(window):
             yield
     finally:
         stock.config.sliding_window = own
@@ -143,7 +143,7 @@ def test_ratios_between_agree_with_the_reference_at_any_window(
     with window_of(layers, stock, window):
         outcome = blend(layers, prompt, ratio, rule)
         judge, told = Reference(stock), outcome.recomputed
-        expected = judge.blend(prompt.reference_spans(), {}, told=told, carry=RULES[rule].carry)
+        expected = judge.blend(prompt.reference_spans(), {}, recomputed=told, carry=RULES[rule].drift_gain)
     assert_same_blend(outcome, expected)
 
 
@@ -226,7 +226,7 @@ def test_rules_read_global_layers_where_there_are_any_and_windows_where_there_ar
     def reads(family: str, rule: str) -> tuple[int, tuple[int, ...]]:
         layers = tiny_layers(family)
         counts = {"num_fresh": 7, "num_candidates": 48, "num_chunk_tokens": 74}
-        choice = settle(rule, 0.15, layers.num_layers, global_layers=layers.global_layers, **counts)
+        choice = plan_selection(rule, 0.15, layers.num_layers, global_layers=layers.global_layers, **counts)
         return choice.checks[0].layer, choice.probe_layers
 
     assert reads("gemma3", "ask") == (0, (2, 5))
@@ -239,9 +239,9 @@ def test_rules_read_global_layers_where_there_are_any_and_windows_where_there_ar
 
 def test_the_question_is_not_run_through_layers_behind_the_last_that_is_read():
     counts = {"num_candidates": 200, "num_chunk_tokens": 200, "num_layers": 31}
-    assert not probe_pays(RULES["ask"], 0.05, 60, **counts)
-    assert probe_pays(RULES["ask"], 0.05, 60, **counts, global_layers=(0, 5, 15))
-    assert first_check((0, 5, 15)) == 5
+    assert not is_probe_worthwhile(RULES["ask"], 0.05, 60, **counts)
+    assert is_probe_worthwhile(RULES["ask"], 0.05, 60, **counts, global_layers=(0, 5, 15))
+    assert default_check_layer((0, 5, 15)) == 5
 
 
 @pytest.mark.parametrize("num_global", [1, 2])
@@ -253,5 +253,7 @@ def test_where_only_early_layers_see_everything_alike_is_told_by_what_the_questi
     layers, prompt = TransformersLayers(copy.deepcopy(stock)), make_prompt(28)
     test_fuse._store_chunk.cache_clear()
     outcome = blend(layers, prompt, 0.2, "ask")
-    carried = {"carry": RULES["ask"].carry, "deepest": num_global - 1}
-    assert_same_blend(outcome, Reference(stock).blend(prompt.reference_spans(), {}, told=outcome.recomputed, **carried))
+    carried = {"carry": RULES["ask"].drift_gain, "deepest": num_global - 1}
+    assert_same_blend(
+        outcome, Reference(stock).blend(prompt.reference_spans(), {}, recomputed=outcome.recomputed, **carried)
+    )

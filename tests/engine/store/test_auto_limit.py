@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tier_support import make_kv
 
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.eviction import auto_limit
 from ragblend.engine.store.kv import MemoryKV
 from ragblend.engine.store.open import open_store
-from ragblend.engine.store.room import auto_limit
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import StoreFullError
 

@@ -14,9 +14,9 @@ class Clock:
 
 def opened(clock: Clock, **options: float) -> CircuitBreaker:
     breaker = CircuitBreaker(threshold=2, pause_s=1.0, max_pause_s=4.0, clock=clock, **options)
-    breaker.failed()
+    breaker.record_failure()
     assert breaker.is_closed
-    breaker.failed()
+    breaker.record_failure()
     assert breaker.state == "open"
     return breaker
 
@@ -24,8 +24,8 @@ def opened(clock: Clock, **options: float) -> CircuitBreaker:
 def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
     breaker = CircuitBreaker(threshold=2)
     for _ in range(5):
-        breaker.failed()
-        breaker.succeeded()
+        breaker.record_failure()
+        breaker.record_success()
     assert breaker.is_closed
     opened(Clock())
 
@@ -38,7 +38,7 @@ def test_one_probe_is_sent_per_pause() -> None:
     clock.now_s += 1
     assert [breaker.claim_probe() for _ in range(3)] == [True, False, False]
     assert breaker.state == "half-open"
-    breaker.probed()
+    breaker.record_probe_success()
     assert breaker.is_closed
 
 
@@ -49,22 +49,22 @@ def test_the_pause_doubles_until_a_request_succeeds() -> None:
     for _ in range(3):  # the server answers every ping, and fails every request
         clock.now_s += breaker.wait_s()
         assert breaker.claim_probe()
-        breaker.probed()
-        breaker.failed()
+        breaker.record_probe_success()
+        breaker.record_failure()
         pauses.append(breaker.wait_s())
     assert pauses == [1.0, 2.0, 4.0, 4.0]
     clock.now_s += breaker.wait_s()
     assert breaker.claim_probe()
-    breaker.probed()
-    breaker.succeeded()
-    breaker.failed()
+    breaker.record_probe_success()
+    breaker.record_success()
+    breaker.record_failure()
     assert breaker.is_closed
-    breaker.failed()
+    breaker.record_failure()
     assert breaker.wait_s() == 1.0
 
 
 def test_late_news_of_old_requests_change_nothing() -> None:
     breaker = opened(Clock())
-    breaker.failed()
-    breaker.succeeded()
+    breaker.record_failure()
+    breaker.record_success()
     assert (breaker.state, breaker.wait_s(), breaker.num_opened) == ("open", 1.0, 1)

@@ -22,7 +22,7 @@ from ragblend.engine.store import chunk_file
 from ragblend.engine.store.chunk_file import (
     DiskKV,
     MismatchError,
-    OpenFile,
+    SharedFile,
     UnreadableError,
     decode_chunk,
     encode_chunk,
@@ -30,7 +30,7 @@ from ragblend.engine.store.chunk_file import (
     write_chunk,
 )
 from ragblend.engine.store.keys import chunk_key, key_of
-from ragblend.engine.store.kv import DTYPES, LAYOUT_VERSION, ChunkKV, KVHeader, LayerKV, MemoryKV, stored_as
+from ragblend.engine.store.kv import DTYPES, LAYOUT_VERSION, ChunkKV, KVHeader, LayerKV, MemoryKV, convert_kv_dtype
 from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.errors import DamagedEntryError
 
@@ -78,7 +78,9 @@ def golden_kv() -> MemoryKV:
 def golden_quantized_kv(kv_dtype: str) -> MemoryKV:
     whole = torch.arange(2 * 20 * 4).view(2, 20, 4).bfloat16()
     layers = tuple(LayerKV(whole + layer, -whole / 4 - layer) for layer in range(2))
-    kv = stored_as(MemoryKV(KVHeader(GOLDEN_KEY, "f" * 32, (1, 2), tuple(range(20)), 2, "bfloat16"), layers), kv_dtype)
+    kv = convert_kv_dtype(
+        MemoryKV(KVHeader(GOLDEN_KEY, "f" * 32, (1, 2), tuple(range(20)), 2, "bfloat16"), layers), kv_dtype
+    )
     assert not kv.header.is_lossless
     return kv
 
@@ -93,7 +95,7 @@ def finite_kv(
         LayerKV(*(torch.randn(tensor.shape, generator=generator).to(tensor.dtype) for tensor in layer))
         for layer in kv.layers
     ]
-    return stored_as(MemoryKV(kv.header, tuple(layers)), kv_dtype)
+    return convert_kv_dtype(MemoryKV(kv.header, tuple(layers)), kv_dtype)
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -139,7 +141,7 @@ def write(path: Path, kv: MemoryKV) -> Path:
 def read(path: Path, kv: MemoryKV, reports: list[str] | None = None) -> DiskKV:
     """The file at `path` as the entry of the chunk's key; damage met later is appended to `reports`."""
     told = [] if reports is None else reports
-    return DiskKV(kv.header.key, path, OpenFile(path), lambda key, path, file, reason: told.append(reason))
+    return DiskKV(kv.header.key, path, SharedFile(path), lambda key, path, file, reason: told.append(reason))
 
 
 @pytest.fixture
@@ -343,7 +345,7 @@ def test_damage_is_reported_by_layer_and_only_raised_by_verify(path: Path) -> No
     path.write_bytes(data)
     found = read(path, kv, reports)
     with pytest.raises(UnreadableError, match="layer 1 does not match its checksum"):
-        found.verify(OpenFile(path))
+        found.verify(SharedFile(path))
     assert reports == []
     with pytest.raises(DamagedEntryError, match="layer 1 does not match its checksum") as caught:
         found.layer(1)

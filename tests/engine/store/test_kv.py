@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV, dtype_name, in_memory
+from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV, dtype_name, load_into_memory
 from ragblend.errors import DamagedEntryError
 
 HEADER = KVHeader("0" * 32, "model", (1,), (5, 6, 7), 2, "float32")
@@ -75,16 +75,16 @@ def test_a_value_does_not_change() -> None:
 
 def test_in_memory_reads_every_layer_once() -> None:
     lazy = LazyKV()
-    kv = in_memory(lazy)
+    kv = load_into_memory(lazy)
     assert lazy.asked == [0, 1]
     assert kv.header is HEADER
     assert torch.equal(kv.layer(1).values, layer().values)
-    assert in_memory(kv) is kv
+    assert load_into_memory(kv) is kv
 
 
 def test_in_memory_passes_damage_on() -> None:
     with pytest.raises(DamagedEntryError, match="layer 1"):
-        in_memory(LazyKV(broken=1))
+        load_into_memory(LazyKV(broken=1))
 
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES.items())

@@ -18,7 +18,7 @@ from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, in_memory, stored_as
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, convert_kv_dtype, load_into_memory
 from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
@@ -62,7 +62,7 @@ def test_every_tier_holds_the_same_eight_bits_and_hands_them_up(tmp_path: Path, 
     )
     first.put(kv)
     assert first.flush(10)
-    expected = as_bits(stored_as(kv, kv_dtype))
+    expected = as_bits(convert_kv_dtype(kv, kv_dtype))
     key = kv.header.key
     for tier in first.tiers:
         found = tier.get(key, kv.header.token_ids)
@@ -75,7 +75,7 @@ def test_every_tier_holds_the_same_eight_bits_and_hands_them_up(tmp_path: Path, 
     assert second.flush(10)
     assert as_bits(second.tiers[0].get(key)) == as_bits(second.tiers[1].get(key)) == expected
     third = TieredStore(MemoryStore(1 << 20), DiskStore(tmp_path / "b"))
-    in_memory(third.get(key))
+    load_into_memory(third.get(key))
     assert as_bits(third.tiers[0].get(key)) == expected, "read layer by layer from disk, held as it was stored"
     for store in (first, second, third):
         store.close()
@@ -120,7 +120,7 @@ def test_another_dtype_replaces_what_a_remote_tier_has_too(tmp_path: Path) -> No
     store.replace(kv)
     assert store.flush(10)
     assert len(values.data[kv.header.key]) < kv.nbytes
-    assert as_bits(store.get(kv.header.key)) == as_bits(stored_as(kv, "int8"))
+    assert as_bits(store.get(kv.header.key)) == as_bits(convert_kv_dtype(kv, "int8"))
     store.close()
 
 
@@ -135,14 +135,14 @@ def test_the_loader_dequantises_in_its_thread_and_places_as_if_nothing_was_store
     from ragblend.engine.fusion import loader
 
     threads = []
-    restored = loader.restored
+    restored = loader.dequantized
 
     def noting(layer: Any) -> LayerKV:
         threads.append(threading.current_thread().name)
         return restored(layer)
 
-    monkeypatch.setattr(loader, "restored", noting)
-    packed = [stored_as(make_kv(seed), kv_dtype) for seed in (1, 2)]
+    monkeypatch.setattr(loader, "dequantized", noting)
+    packed = [convert_kv_dtype(make_kv(seed), kv_dtype) for seed in (1, 2)]
     plain = [MemoryKV(dataclasses.replace(kv.header, kv_dtype=None), tuple(map(kv.layer, range(3)))) for kv in packed]
     fused = []
     for kvs in (packed, plain):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ragblend.engine.store.chunk_file import encode_chunk
-from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV, restored, stored_as
+from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV, convert_kv_dtype, dequantized
 from ragblend.engine.store.quantize import CODE_DTYPES, NUM_FIRST, dequantize, quantize, stored_bytes_per_token
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import UsageError
@@ -155,16 +155,16 @@ def test_values_without_an_eight_bit_form_are_stored_as_computed_or_not_at_all(
 @pytest.mark.parametrize("tokens", range(1, NUM_FIRST + 2))
 def test_a_chunk_too_short_to_gain_anything_stays_as_computed(kv_dtype: str, tokens: int) -> None:
     kv = make_kv(tokens, "bfloat16")
-    assert stored_as(kv, kv_dtype) is kv
+    assert convert_kv_dtype(kv, kv_dtype) is kv
 
 
 def test_nothing_is_rounded_twice() -> None:
     kv = make_kv()
-    once = stored_as(kv, "int8")
+    once = convert_kv_dtype(kv, "int8")
     assert once.header == dataclasses.replace(kv.header, kv_dtype="int8")
-    assert stored_as(once, "fp8") is once
-    assert stored_as(once, "auto") is once
-    assert stored_as(kv, "auto") is kv
+    assert convert_kv_dtype(once, "fp8") is once
+    assert convert_kv_dtype(once, "auto") is once
+    assert convert_kv_dtype(kv, "auto") is kv
 
 
 def test_an_unknown_dtype_is_refused_with_the_choices() -> None:
@@ -173,7 +173,7 @@ def test_an_unknown_dtype_is_refused_with_the_choices() -> None:
 
 
 def test_codes_under_a_header_that_says_otherwise_are_refused() -> None:
-    kv, packed = make_kv(), stored_as(make_kv(), "int8")
+    kv, packed = make_kv(), convert_kv_dtype(make_kv(), "int8")
     with pytest.raises(ValueError, match=r"keys are .* torch.int8; expected .* torch.float8_e4m3fn"):
         MemoryKV(dataclasses.replace(kv.header, kv_dtype="fp8"), packed.layers)
     with pytest.raises(ValueError, match=r"layer 0 keys are \(2, 1, 8\)"):
@@ -187,7 +187,7 @@ def test_codes_under_a_header_that_says_otherwise_are_refused() -> None:
 @pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.53), ("float16", 0.53), ("float32", 0.27)])
 def test_512_tokens_of_head_dimension_64_take_about_half_of_16_bits(kv_dtype: str, dtype: str, share: float) -> None:
     kv = make_kv(512, dtype, heads=4, dim=64)
-    packed = stored_as(kv, kv_dtype)
+    packed = convert_kv_dtype(kv, kv_dtype)
     assert len(encode_chunk(packed)) <= share * len(encode_chunk(kv))
     item = DTYPES[dtype].itemsize
     forecast = 2 * 512 * stored_bytes_per_token(2 * 4 * 64, 4, item, kv_dtype)
@@ -197,4 +197,4 @@ def test_512_tokens_of_head_dimension_64_take_about_half_of_16_bits(kv_dtype: st
 
 def test_a_layer_as_computed_is_read_without_a_copy() -> None:
     layer = make_kv().layer(0)
-    assert restored(layer) is layer
+    assert dequantized(layer) is layer

@@ -21,7 +21,7 @@ from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.redis_values import PREFIX, RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.errors import BackendUnreachableError, UsageError
-from ragblend.redaction import redacted
+from ragblend.redaction import redact
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -132,7 +132,7 @@ def test_what_was_put_comes_back_bit_for_bit(place: Callable[[], RemoteStore]) -
 
 
 def test_many_are_asked_for_as_each_would_be(place: Callable[[], RemoteStore], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "ASK_MANY", 7)
+    monkeypatch.setattr(remote, "CONTAINS_BATCH", 7)
     store, kvs = place(), [make_kv(seed) for seed in range(12)]
     for kv in kvs:
         store.put(kv)
@@ -170,7 +170,7 @@ def test_damaged_truncated_and_foreign_values_are_misses_until_written_anew(
     place: Callable[[], RemoteStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 bad values: 8 flipped bytes, 2 truncations, another key's entry, a forged header; all counted."""
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     store, kv, other = place(), make_kv(1, num_layers=3), make_kv(2)
     good = encode_chunk(kv)
     places = range(8, len(good), len(good) // 8)
@@ -340,7 +340,7 @@ def test_a_redis_that_misbehaves_takes_its_time_limit_once_and_never_breaks_a_ge
     store = RemoteStore(values, timeout_s=limit_s, breaker=quick_breaker())
     proxy.mode, proxy.cut_after = mode, 100
     start_s = time.perf_counter()
-    store.fetch_ahead([kv.header.key for kv in kvs])
+    store.fetch_many([kv.header.key for kv in kvs])
     assert [store.get(kv.header.key) for kv in kvs] == [None] * 8
     assert time.perf_counter() - start_s < 6 * limit_s, "8 waits, one after the other"
     assert store.counters.num_failures >= 3
@@ -370,7 +370,7 @@ def test_an_s3_that_misbehaves_is_a_miss_and_a_count(s3: TcpProxy, mode: str, mo
     assert 3 <= store.counters.num_failures <= 6
     assert store.breaker.num_opened >= 1
     s3.mode = "pass"
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     for kv in kvs:
         eventually(store, kv)
     for part in (store, writer):
@@ -441,7 +441,7 @@ def test_a_requests_chunks_come_side_by_side() -> None:
     values, kvs = SlowValues(), [make_kv(seed) for seed in range(6)]
     values.data.update({kv.header.key: encode_chunk(kv) for kv in kvs})
     store = RemoteStore(values)
-    store.fetch_ahead([kv.header.key for kv in kvs])
+    store.fetch_many([kv.header.key for kv in kvs])
     for kv in kvs:
         assert_same(store.get(kv.header.key), kv)
     assert values.num_most >= 3
@@ -466,7 +466,7 @@ def test_what_is_no_url_is_named_with_what_to_type(url: str) -> None:
 
 def test_passwords_stay_out_of_messages() -> None:
     url = f"redis://user:geheim@127.0.0.1:{free_port()}/0?socket_timeout=1"
-    assert redacted(url) == f"redis://***@{url.partition('@')[2].partition('?')[0]}"
+    assert redact(url) == f"redis://***@{url.partition('@')[2].partition('?')[0]}"
     status = open_remote(url).status()
     assert not status.reachable
     assert "geheim" not in str(status)

@@ -72,7 +72,7 @@ def test_a_request_waits_once_for_all_its_chunks_however_many_and_however_slow_t
     values.wait_s = 0.2
     store = TieredStore(MemoryStore(1 << 20), RemoteStore(values, timeout_s=0.5))
     start_s = time.perf_counter()
-    fetched = store.fetch_ahead([kv.header.key for kv in kvs])
+    fetched = store.fetch_many([kv.header.key for kv in kvs])
     found = [store.get(kv.header.key, kv.header.token_ids, fetched) for kv in kvs]
     assert time.perf_counter() - start_s < 0.5 + LATE_S
     assert 8 <= sum(kv is not None for kv in found) <= 16
@@ -101,7 +101,7 @@ def test_what_arrived_lately_costs_the_next_request_nothing(monkeypatch: pytest.
     for seed in range(500):
         assert store.get(f"{seed:032x}") is None
     assert (len(flights), flights.num_looked_at) == (500, 499)
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     time.sleep(0.01)
     assert store.get("f" * 32) is None
     assert list(flights) == ["f" * 32]
@@ -113,14 +113,14 @@ def test_a_second_remote_tier_has_only_what_time_the_first_has_left() -> None:
     slow.wait_s, quick.data = 5.0, {kv.header.key: encode_chunk(kv)}
     store = TieredStore(RemoteStore(slow, timeout_s=0.3), RemoteStore(SlowValues(), timeout_s=0.3))
     start_s = time.perf_counter()
-    assert store.fetch_ahead([kv.header.key]) == {}
+    assert store.fetch_many([kv.header.key]) == {}
     assert time.perf_counter() - start_s < 0.3 + LATE_S
     store.close()
 
 
 def test_a_server_that_always_answers_but_too_late_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its late answers are no successes: three of them, and requests stop asking, though writes go well meanwhile."""
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     values = SlowValues()
     values.wait_s = 0.3
     store = RemoteStore(values, timeout_s=0.1, breaker=CircuitBreaker(pause_s=100))
@@ -164,7 +164,7 @@ def test_one_get_that_hangs_does_not_cost_the_others(redis_server: RedisServer) 
     ask, gate = values.get, threading.Event()
     values.get = lambda name: (name == kvs[0].header.key and gate.wait(2), ask(name))[1]  # type: ignore[method-assign]
     store = RemoteStore(values, timeout_s=0.3)
-    assert sorted(store.fetch_ahead([kv.header.key for kv in kvs])) == sorted(kv.header.key for kv in kvs[1:])
+    assert sorted(store.fetch_many([kv.header.key for kv in kvs])) == sorted(kv.header.key for kv in kvs[1:])
     gate.set()
     store.close()
 
@@ -188,7 +188,7 @@ def test_a_value_that_redis_announces_with_a_terabyte_is_refused_before_it_is_re
     store = open_remote(f"redis://127.0.0.1:{talking[0].port}/0", timeout_s=5.0)
     reset_peak_rss()
     before, start_s = peak_rss_bytes(), time.perf_counter()
-    assert store.fetch_ahead([f"{number:032x}" for number in range(8)]) == {}
+    assert store.fetch_many([f"{number:032x}" for number in range(8)]) == {}
     assert time.perf_counter() - start_s < 2
     assert peak_rss_bytes() - before < 100 << 20
     assert "announces a value of 1000000000000 bytes" in values_problem(store)
@@ -215,7 +215,7 @@ def test_values_that_are_read_at_the_same_time_fit_into_one_room(
     talking: list[TalkingServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8 values of 30 MB, endlessly trickling, with room for 64: two are read, the others wait for their turn."""
-    monkeypatch.setattr(remote_redis, "_ROOM", remote_redis._Room(64 << 20))
+    monkeypatch.setattr(remote_redis, "_ROOM", remote_redis._ReplyByteLimit(64 << 20))
     size = 30 << 20
 
     def reply(words: list[bytes]) -> Iterable[bytes]:
@@ -227,7 +227,7 @@ def test_values_that_are_read_at_the_same_time_fit_into_one_room(
     store = open_remote(f"redis://127.0.0.1:{talking[0].port}/0", timeout_s=1.0)
     reset_peak_rss()
     before, start_s = peak_rss_bytes(), time.perf_counter()
-    assert store.fetch_ahead([f"{number:032x}" for number in range(8)]) == {}
+    assert store.fetch_many([f"{number:032x}" for number in range(8)]) == {}
     assert time.perf_counter() - start_s < 1.0 + LATE_S
     assert peak_rss_bytes() - before < 150 << 20
     store.close()
@@ -238,7 +238,7 @@ def test_an_object_that_is_announced_with_a_terabyte_is_refused_before_it_is_rea
 ) -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % TERABYTE
-    talking.append(TalkingServer(lambda words: endless(head), speaks_http=True))
+    talking.append(TalkingServer(lambda words: endless(head), is_http=True))
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "DEFAULT_REGION"):
         monkeypatch.setenv(f"AWS_{name}", "us-east-1")
     options = {"client_kwargs": {"endpoint_url": f"http://127.0.0.1:{talking[0].port}"}}

@@ -18,7 +18,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.store.chunk_file import DiskKV
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import ChunkKV, LayerKV, MemoryKV, StoredLayer, in_memory, restored
+from ragblend.engine.store.kv import ChunkKV, LayerKV, MemoryKV, StoredLayer, dequantized, load_into_memory
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -62,7 +62,7 @@ OPERATIONS = ["put", "get", "get", "drop memory", "drop disk", "delete", "swap o
 )
 def test_no_request_in_one_namespace_ever_reads_anothers_entry(steps: list[tuple[str, int, str]]) -> None:
     """Random traffic of two tenants over the same texts, on tiers that lose entries and get them swapped."""
-    remote.LINGER_S, linger_s = 0.0, remote.LINGER_S
+    remote.RESULT_TTL_S, linger_s = 0.0, remote.RESULT_TTL_S
     with tempfile.TemporaryDirectory() as root:
         tiers = Tiers(Path(root), memory_bytes=3 * make_kv().nbytes)
         kvs = {(seed, name): make_kv(seed, namespace=name) for seed in range(4) for name in ("red", "blue")}
@@ -100,7 +100,7 @@ def test_no_request_in_one_namespace_ever_reads_anothers_entry(steps: list[tuple
                 if source.exists() and tiers.disk._path(key).parent.exists():
                     tiers.disk._path(key).write_bytes(source.read_bytes())
         tiers.store.close()
-    remote.LINGER_S = linger_s
+    remote.RESULT_TTL_S = linger_s
 
 
 # --- reading ---
@@ -162,7 +162,7 @@ class CountingKV:
         return type(layer)(*(tensor.clone() for tensor in layer))
 
     def layer(self, index: int) -> LayerKV:
-        return restored(self.stored_layer(index))
+        return dequantized(self.stored_layer(index))
 
 
 def test_requests_that_share_a_chunk_read_each_layer_once(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_fetch_ahead_asks_the_remote_only_for_what_is_not_here(tiers: Tiers) -> 
         store.put(kv)
     assert tiers.remote.flush(10)
     tiers.values.calls.clear()
-    tiers.store.fetch_ahead([kv.header.key for kv in (here, near, far)])
+    tiers.store.fetch_many([kv.header.key for kv in (here, near, far)])
     for kv in (here, near, far):
         assert_same(tiers.store.get(kv.header.key), kv)
     assert tiers.values.calls.count("get") == 1
@@ -236,7 +236,7 @@ def test_the_disk_still_streams_layer_by_layer(tiers: Tiers) -> None:
     found.layer(0)
     assert not tiers.memory.contains(kv.header.key)
     assert isinstance(tiers.disk.get(kv.header.key), DiskKV)
-    in_memory(found)
+    load_into_memory(found)
     assert tiers.memory.contains(kv.header.key)
 
 

@@ -133,7 +133,7 @@ def test_what_finds_no_room_is_read_back_at_its_turn(caplog: pytest.LogCaptureFi
     """10 chunks, room for 2: each is written once, in order; one that is gone by then is counted."""
     gate, kvs = Gate(), [make_kv(seed) for seed in range(10)]
     stored = {kv.header.key: kv for kv in kvs if kv is not kvs[7]}
-    queue = WriteQueue(gate, 2 * kvs[0].nbytes, "test", remedy="; push it")
+    queue = WriteQueue(gate, 2 * kvs[0].nbytes, "test", fix="; push it")
     queue.read_back = stored.get
     assert all(queue.put(kv) for kv in kvs)
     assert (queue.num_waiting, queue.nbytes, queue.peek(kvs[9].header.key)) == (10, queue.capacity_bytes, None)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ragblend.cli.app import app
 from ragblend.engine.load import load_engine
-from ragblend.engine.transformers.pair import pair_fingerprint
+from ragblend.engine.transformers.loaded_model import pair_fingerprint
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.llm import ChatBlend

@@ -17,8 +17,8 @@ import torch
 from transformers.utils import chat_template_utils
 
 from ragblend.engine import generation
-from ragblend.engine.fusion.rules import DEFAULT, FALLBACK, RULES
-from ragblend.engine.generation import Conversation, Prefilled, Request
+from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE, RULES
+from ragblend.engine.generation import Conversation, EngineRequest, PrefillResult
 from ragblend.engine.report import MODES, BlendReport
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
@@ -64,7 +64,7 @@ def greedy(model: Any, ids: list[int], max_tokens: int) -> list[int]:
     return [token for token in answer[0, len(ids) :].tolist() if token != 2]
 
 
-def prefill(engine: TransformersEngine, prompt: SegmentedPrompt, ratio: float = 0.15, **changes: Any) -> Prefilled:
+def prefill(engine: TransformersEngine, prompt: SegmentedPrompt, ratio: float = 0.15, **changes: Any) -> PrefillResult:
     """Fused KV and first logits, without decoding."""
     values = {
         "prompt": engine.segmenter.tokenize(prompt),
@@ -78,8 +78,8 @@ def prefill(engine: TransformersEngine, prompt: SegmentedPrompt, ratio: float = 
         "grammar": None,
         **changes,
     }
-    assert set(values) == {field.name for field in fields(Request)}
-    return engine.prefill(Request(**values))
+    assert set(values) == {field.name for field in fields(EngineRequest)}
+    return engine.prefill(EngineRequest(**values))
 
 
 def same_facts(first: BlendReport, second: BlendReport) -> bool:
@@ -307,12 +307,12 @@ def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engin
         return engine.generate(prompt, rule=rule, recompute_ratio=0.2, max_tokens=1).report
 
     short, long = run("what is that?"), run("what is that answer to the question? " * 20)
-    assert (short.rule, long.rule) == (DEFAULT, FALLBACK)
+    assert (short.rule, long.rule) == (DEFAULT_RULE, NO_PROBE_RULE)
     assert short.probe_s > 0
     assert short.fuse_s + short.stall_s >= short.probe_s
     assert long.probe_s == 0
     # A rule asked for by name runs.
-    assert run("what is that answer to the question? " * 20, DEFAULT).rule == DEFAULT
+    assert run("what is that answer to the question? " * 20, DEFAULT_RULE).rule == DEFAULT_RULE
 
 
 def test_template_tokens_of_chunks_are_not_recomputed_for_a_question(tiny_engine, tokenizer):
@@ -677,7 +677,7 @@ def test_half_a_character_is_named_wherever_else_text_comes_in(engine, tiny_engi
         with pytest.raises(UsageError, match="a chunk holds a lone surrogate"):
             call(HALF)
     with pytest.raises(UsageError, match="a chunk holds"):
-        engine.precompute(Chunk("the other chunk", context="similar", behind=(HALF,)))
+        engine.precompute(Chunk("the other chunk", context="similar", context_texts=(HALF,)))
     with pytest.raises(UsageError, match="a chunk holds"):
         list(engine.precompute_all([CHUNKS[0], HALF]))
     with pytest.raises(UsageError, match="a stop string holds"):

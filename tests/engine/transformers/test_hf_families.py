@@ -12,7 +12,7 @@ import transformers
 from conftest import FAMILIES, WINDOWED, make_gemma3_that_sees, make_model
 
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.transformers.families import layer_windows, refuse_unsupported
+from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.vllm.support import ARCHITECTURES
 from ragblend.errors import UnsupportedModelError
@@ -71,7 +71,7 @@ def tiny(row: Row) -> Any:
 
 def load(model: Any) -> None:
     """As loading does: by its types, then by what it computes."""
-    refuse_unsupported(model)
+    reject_unsupported_model(model)
     layers = TransformersLayers(model)
     self_check(layers, layers.config.vocab_size, "tiny")
 

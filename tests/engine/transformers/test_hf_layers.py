@@ -79,8 +79,8 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.transformers.families import layer_windows, refuse_unsupported
-from ragblend.engine.transformers.layers import TURNS_KEPT, TransformersLayers
+from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
+from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersLayers
 from ragblend.errors import UnsupportedModelError
 
 FULL = ["full_attention"] * 6
@@ -120,7 +120,7 @@ def refused(config: Any, model: Any, named: str, **fields: Any) -> None:
     with torch.device("meta"):  # types alone are looked at, so the weights need no memory
         tiny = model(config(**fields))
     with pytest.raises(UnsupportedModelError, match=rf"{model.__name__}.*{named}.*attention with RoPE.*Llama"):
-        refuse_unsupported(tiny)
+        reject_unsupported_model(tiny)
 
 
 INDEXED = [(DeepseekV32Config, DeepseekV32ForCausalLM), (GlmMoeDsaConfig, GlmMoeDsaForCausalLM)]
@@ -152,7 +152,7 @@ def test_state_space_and_hybrid_models_are_refused_for_their_state(config, model
 def test_models_without_rope_attention_are_refused():
     tiny = GPT2LMHeadModel(GPT2Config(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
     with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel has no decoder of RoPE attention.*Llama"):
-        refuse_unsupported(tiny)
+        reject_unsupported_model(tiny)
 
 
 def test_a_setting_that_the_model_does_not_follow_is_found(tiny_model):
@@ -165,7 +165,7 @@ def test_a_setting_that_the_model_does_not_follow_is_found(tiny_model):
 
 def test_dynamic_ntk_rope_is_refused_by_name(make_model):
     with pytest.raises(UnsupportedModelError, match=r"RoPE type 'dynamic'.*yarn"):
-        refuse_unsupported(make_model(LlamaConfig, LlamaForCausalLM, rope_parameters=DYNAMIC))
+        reject_unsupported_model(make_model(LlamaConfig, LlamaForCausalLM, rope_parameters=DYNAMIC))
 
 
 @pytest.mark.parametrize("window", [2048, 4096])
@@ -208,7 +208,7 @@ def test_dynamic_ntk_rope_in_one_type_of_layer_is_refused(changed, make_model):
     tiny = make_model(config, model, **changes)
     tiny.config.rope_parameters[changed]["rope_type"] = "dynamic"
     with pytest.raises(UnsupportedModelError, match=r"RoPE type 'dynamic'.*yarn"):
-        refuse_unsupported(tiny)
+        reject_unsupported_model(tiny)
 
 
 def test_longrope_is_used_up_to_its_original_length(make_model):
@@ -260,7 +260,7 @@ REFUSED = ("cohere", "glm", "hunyuan", "smollm3", "nemotron", "llama4", "cohere2
 def test_architectures_that_only_look_standard_fail_the_check(name, make_model):
     config, model, changes = RELATIVES[name]
     tiny = make_model(config, model, **changes)
-    refuse_unsupported(tiny)  # nothing about their attributes gives them away
+    reject_unsupported_model(tiny)  # nothing about their attributes gives them away
     with pytest.raises(UnsupportedModelError, match=r"^tiny (fails the exactness check of|has layers that cannot)"):
         load(tiny)
 
@@ -374,7 +374,7 @@ def test_rows_are_rotated_the_same_whether_their_rotation_is_at_hand_or_not(tiny
     keys = torch.randn(2, 4, 16, generator=generator)
     for rows in (*many, *many, many[0], many[0]):
         assert torch.equal(layers.place_keys(1, keys, rows), fresh.place_keys(1, keys, rows.clone()))
-        assert len(layers._turns) <= TURNS_KEPT
+        assert len(layers._turns) <= MAX_CACHED_TABLES
 
 
 def test_a_rotation_is_gathered_once_for_all_layers(tiny_layers, monkeypatch: pytest.MonkeyPatch):

@@ -245,11 +245,15 @@ def test_transformers_names_for_one_thing_are_one_option(saved):
         {"torch_dtype": torch.bfloat16, "dtype": "bfloat16"},
         {"model_kwargs": {"torch_dtype": torch.bfloat16}},
     ):
-        assert ModelOptions.of(**options) == ModelOptions(dtype="bfloat16")
-    assert ModelOptions.of(device=-1).device == ModelOptions.of(device=torch.device("cpu")).device == "cpu"
-    assert ModelOptions.of(device=1).device == "cuda:1"
+        assert ModelOptions.from_keywords(**options) == ModelOptions(dtype="bfloat16")
+    assert (
+        ModelOptions.from_keywords(device=-1).device
+        == ModelOptions.from_keywords(device=torch.device("cpu")).device
+        == "cpu"
+    )
+    assert ModelOptions.from_keywords(device=1).device == "cuda:1"
     with pytest.raises(UsageError, match="dtype is both 'float32' and 'bfloat16'"):
-        ModelOptions.of(dtype="float32", torch_dtype=torch.bfloat16)
+        ModelOptions.from_keywords(dtype="float32", torch_dtype=torch.bfloat16)
     with pytest.raises(UsageError, match=r"dtype is 'float8'; choose one of auto"):
         load_engine(str(saved), dtype="float8")
     with load_engine(str(saved), torch_dtype=torch.bfloat16) as engine:

@@ -121,7 +121,7 @@ def stored_values(engine: TransformersEngine, chunk: Chunk, layer: int) -> Tenso
 @pytest.mark.parametrize("family", WINDOWED)
 def test_ingestion_contexts_are_seen_through_the_windows(family, saved, stock_model, tmp_path):
     """A chunk's KV is the slice that the stock model has of it behind prefix and context, and blending it is exact."""
-    chunk = Chunk(CHUNKS[1], context="similar", behind=(f"{CHUNKS[2]}. {CHUNKS[0]}",))
+    chunk = Chunk(CHUNKS[1], context="similar", context_texts=(f"{CHUNKS[2]}. {CHUNKS[0]}",))
     with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline", context="similar") as engine:
         engine.precompute(chunk)
         ids = engine.segmenter.chunk_ids(CHUNKS[1])

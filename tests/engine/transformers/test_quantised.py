@@ -95,12 +95,12 @@ def test_a_wrong_rotation_fails_the_gates_of_a_quantised_model_too(saved: Path, 
 
         monkeypatch.setattr(type(layers), "place_keys", later)
         with pytest.raises(UnsupportedModelError, match=r"key placement \(RoPE\): relative error"):
-            self_check(layers, 300, "broken", layers.prefill_in_pieces)
+            self_check(layers, 300, "broken", layers.chunked_prefill)
 
 
 def test_noise_is_nothing_where_nothing_is_quantised(saved: Path) -> None:
     with load_engine(str(saved)) as engine, torch.inference_mode():
-        noise = self_check_module._own_noise(engine.layers, 300, engine.layers.prefill_in_pieces)
+        noise = self_check_module._own_noise(engine.layers, 300, engine.layers.chunked_prefill)
         assert max(noise.values()) < 1e-5
 
 

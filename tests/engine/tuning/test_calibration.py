@@ -14,23 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, FALLBACK, RULES
-from ragblend.engine.fusion.rules import DEFAULT as AUTO
+from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, NO_PROBE_RULE, RULES
+from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.sealed import seal
+from ragblend.engine.store.signed_json import encode_signed_json
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import (
     CALIBRATIONS_DIR,
     Calibration,
-    Calibrations,
+    CalibrationCache,
     CurvePoint,
-    Fit,
-    choose,
-    keep_calibration,
+    RuleFit,
+    calibration_error,
     load_calibration,
     parse_calibration,
-    problem_of,
+    resolve_request_tuning,
+    save_calibration,
 )
 from ragblend.errors import StoreFullError, StoreNotWritableError, UsageError
 from ragblend.prompt.prompt import SegmentedPrompt
@@ -44,13 +44,13 @@ def curve(*shares: tuple[float, float]) -> tuple[CurvePoint, ...]:
     return tuple(CurvePoint(r, r / 2, a, max(0, a - 0.1), min(1, a + 0.1), 1 - a, r / 3) for r, a in shares)
 
 
-BEST = Fit(AUTO, 1, 0.1, True, curve((0, 0.5), (0.05, 0.9), (0.1, 0.96), (0.5, 0.98), (1, 1.0)))
-OTHER = Fit(FALLBACK, 2, 0.5, True, curve((0, 0.5), (0.5, 0.92), (1, 1.0)))
+BEST = RuleFit(AUTO, 1, 0.1, True, curve((0, 0.5), (0.05, 0.9), (0.1, 0.96), (0.5, 0.98), (1, 1.0)))
+OTHER = RuleFit(NO_PROBE_RULE, 2, 0.5, True, curve((0, 0.5), (0.5, 0.92), (1, 1.0)))
 CALIBRATION = Calibration("f00d", (1, 2, 3), "112 tokens", 1e9, 0.85, 60, "k 2", (BEST, OTHER))
 
 
 def save(root: Path, calibration: Calibration = CALIBRATION) -> Path:
-    return keep_calibration(DiskStore(root, fsync=False), calibration)
+    return save_calibration(DiskStore(root, fsync=False), calibration)
 
 
 # -- on the disk
@@ -93,7 +93,7 @@ def test_of_several_chunkers_the_one_asked_for_or_the_latest(tmp_path: Path) -> 
 
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), cut=st.booleans())
 def test_a_damaged_file_is_nothing_or_what_it_was(place: float, byte: int, cut: bool) -> None:
-    data = bytearray(seal(CALIBRATION.as_dict(), CALIBRATIONS_DIR))
+    data = bytearray(encode_signed_json(CALIBRATION.as_dict(), CALIBRATIONS_DIR))
     at = int(place * len(data))
     damaged = bytes(data[:at]) if cut else bytes(data[:at] + bytes([byte]) + data[at + 1 :])
     try:
@@ -151,7 +151,7 @@ def test_a_write_that_fails_leaves_the_old_calibration(
 
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(error):
-        keep_calibration(DiskStore(tmp_path), replace(CALIBRATION, num_questions=99))
+        save_calibration(DiskStore(tmp_path), replace(CALIBRATION, num_questions=99))
     assert load_calibration(tmp_path, "f00d", (1, 2, 3)) == CALIBRATION
     assert [path.name for path in (tmp_path / CALIBRATIONS_DIR).iterdir()] == [CALIBRATION.filename]
 
@@ -191,7 +191,7 @@ shares = st.floats(0, 1)
 @given(st.lists(shares, min_size=2, max_size=8), st.data())
 def test_predicted_agreement_never_falls_with_the_ratio(raw: list[float], data: st.DataObject) -> None:
     ratios = [place / (len(raw) - 1) for place in range(len(raw))]
-    fit = Fit(AUTO, 1, data.draw(st.sampled_from(ratios)), True, curve(*zip(ratios, raw, strict=True)))
+    fit = RuleFit(AUTO, 1, data.draw(st.sampled_from(ratios)), True, curve(*zip(ratios, raw, strict=True)))
     first, second = sorted((data.draw(shares), data.draw(shares)))
     assert 0 <= fit.agreement_at(first) <= fit.agreement_at(second) + 1e-12 <= 1 + 2e-12
     for place, ratio in enumerate(ratios):  # what every larger ratio reached
@@ -213,15 +213,15 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
     (tmp_path / CALIBRATIONS_DIR).mkdir()
     left = Path(__file__).parents[2] / "golden" / "left" / CALIBRATION.filename
     shutil.copy(left, tmp_path / CALIBRATIONS_DIR)
-    calibrations = Calibrations(tmp_path, "f00d", 5)
+    calibrations = CalibrationCache(tmp_path, "f00d", 5)
     for _ in range(3):
         assert load_calibration(tmp_path, "f00d", (1, 2, 3)) is None
-        assert calibrations.choose((1, 2, 3), "auto", None)[:2] == (AUTO, DEFAULT_RATIO)
-        assert calibrations.choose((1, 2, 3), FALLBACK, None).fit is None
+        assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None)[:2] == (AUTO, DEFAULT_RATIO)
+        assert calibrations.resolve_request_tuning((1, 2, 3), NO_PROBE_RULE, None).fit is None
     (line,) = caplog.messages
     assert left.name in line
     assert "ragblend no longer has its rule 'repair'; make it again: ragblend calibrate" in line
-    assert list(DiskStore(tmp_path).verify_notes(problem_of)) == []
+    assert list(DiskStore(tmp_path).verify_metadata(calibration_error)) == []
     save(tmp_path)  # made again, it has the same name
     assert load_calibration(tmp_path, "f00d", (1, 2, 3)) == CALIBRATION
 
@@ -230,34 +230,38 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
 
 
 def test_what_is_asked_for_counts_and_what_is_left_open_is_calibrated() -> None:
-    assert choose(CALIBRATION, 5)[:4] == (AUTO, 0.1, 1, BEST)
-    assert choose(CALIBRATION, 5, ratio="auto")[:4] == (AUTO, 0.1, 1, BEST)
-    assert choose(CALIBRATION, 5, ratio=0.3)[:4] == (AUTO, 0.3, 1, BEST)
-    assert choose(CALIBRATION, 5, FALLBACK)[:4] == (FALLBACK, 0.5, 2, OTHER)
-    assert choose(CALIBRATION, 5, "random")[:4] == ("random", DEFAULT_RATIO, CHECK_LAYER, None)
-    assert choose(None, 5)[:4] == (AUTO, DEFAULT_RATIO, CHECK_LAYER, None)
-    assert choose(None, 30, ratio="auto")[:2] == ("ask", RULES["ask"].ratio)
-    assert [choose(CALIBRATION, 5, ratio=ratio).is_auto_ratio for ratio in (None, "auto", 0.1)] == [True, True, False]
+    assert resolve_request_tuning(CALIBRATION, 5)[:4] == (AUTO, 0.1, 1, BEST)
+    assert resolve_request_tuning(CALIBRATION, 5, ratio="auto")[:4] == (AUTO, 0.1, 1, BEST)
+    assert resolve_request_tuning(CALIBRATION, 5, ratio=0.3)[:4] == (AUTO, 0.3, 1, BEST)
+    assert resolve_request_tuning(CALIBRATION, 5, NO_PROBE_RULE)[:4] == (NO_PROBE_RULE, 0.5, 2, OTHER)
+    assert resolve_request_tuning(CALIBRATION, 5, "random")[:4] == ("random", DEFAULT_RATIO, CHECK_LAYER, None)
+    assert resolve_request_tuning(None, 5)[:4] == (AUTO, DEFAULT_RATIO, CHECK_LAYER, None)
+    assert resolve_request_tuning(None, 30, ratio="auto")[:2] == ("ask", RULES["ask"].ratio)
+    assert [resolve_request_tuning(CALIBRATION, 5, ratio=ratio).is_auto_ratio for ratio in (None, "auto", 0.1)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("ratio", [1.5, -0.1, "much", float("nan")])
 def test_a_ratio_that_cannot_be_is_refused(ratio: Any) -> None:
     with pytest.raises(UsageError, match=str(ratio)):
-        choose(CALIBRATION, 5, ratio=ratio)
+        resolve_request_tuning(CALIBRATION, 5, ratio=ratio)
 
 
 def test_calibrations_are_found_when_they_appear_and_missed_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calibrations = Calibrations(tmp_path, "f00d", 5)
+    calibrations = CalibrationCache(tmp_path, "f00d", 5)
     for _ in range(3):
-        assert calibrations.choose((1, 2, 3), "auto", "auto").ratio == DEFAULT_RATIO
-        assert calibrations.choose((1, 2, 3), "auto", None).ratio == DEFAULT_RATIO
+        assert calibrations.resolve_request_tuning((1, 2, 3), "auto", "auto").ratio == DEFAULT_RATIO
+        assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None).ratio == DEFAULT_RATIO
     assert caplog.text.count("ragblend calibrate") == 1
     save(tmp_path)
-    assert calibrations.choose((1, 2, 3), "auto", "auto").ratio == 0.1
+    assert calibrations.resolve_request_tuning((1, 2, 3), "auto", "auto").ratio == 0.1
     save(tmp_path, replace(CALIBRATION, fits=(replace(BEST, ratio=0.5), OTHER)))
-    assert calibrations.choose((1, 2, 3), "auto", "auto").ratio == 0.5
+    assert calibrations.resolve_request_tuning((1, 2, 3), "auto", "auto").ratio == 0.5
     (tmp_path / CALIBRATIONS_DIR / CALIBRATION.filename).unlink()
     assert calibrations.find((1, 2, 3)) is None
 
@@ -266,7 +270,7 @@ def test_without_a_word_nothing_is_said_about_a_missing_calibration(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert Calibrations(tmp_path, "f00d", 5).choose((), "auto", None).fit is None
+        assert CalibrationCache(tmp_path, "f00d", 5).resolve_request_tuning((), "auto", None).fit is None
     assert not caplog.records
 
 
@@ -282,7 +286,7 @@ def engine(tiny_engine: Callable[..., TransformersEngine], tmp_path: Path) -> Tr
     return made
 
 
-def calibrated(engine: TransformersEngine, *fits: Fit) -> None:
+def calibrated(engine: TransformersEngine, *fits: RuleFit) -> None:
     prefix_ids = engine.segmenter.tokenize(PROMPT).prefix_ids
     save(
         disk_tier(engine.store).root,  # type: ignore[union-attr]
@@ -296,9 +300,9 @@ def test_the_engine_answers_by_the_calibration_and_says_what_to_expect(engine: T
     calibrated(engine, replace(OTHER, ratio=0.5, check_layer=1))
     for ratio in (None, "auto"):
         report = engine.generate(PROMPT, max_tokens=1, recompute_ratio=ratio).report
-        assert (report.rule, report.recompute_ratio, report.predicted_agreement) == (FALLBACK, 0.5, 0.92)
+        assert (report.rule, report.recompute_ratio, report.predicted_agreement) == (NO_PROBE_RULE, 0.5, 0.92)
     asked = engine.generate(PROMPT, max_tokens=1, recompute_ratio=0.75).report
-    assert (asked.rule, asked.recompute_ratio) == (FALLBACK, 0.75)
+    assert (asked.rule, asked.recompute_ratio) == (NO_PROBE_RULE, 0.75)
     assert asked.predicted_agreement == pytest.approx(0.96)
     assert engine.generate(PROMPT, max_tokens=1, mode="reuse").report.predicted_agreement == 0.5
     for options in ({"mode": "full"}, {"mode": "prefix"}, {"rule": "random"}):
@@ -314,7 +318,7 @@ def test_a_fitted_check_layer_is_the_one_that_is_read(engine: TransformersEngine
     candidates = total - report.chunks[0].num_tokens
     projected = (total + candidates) * engine.layers.kv_share  # at layer 0, which is not read, and at the check
     spent = 3 * candidates + 3 * kept + projected
-    assert (report.rule, report.charged_budget) == (FALLBACK, pytest.approx(spent / (6 * total)))
+    assert (report.rule, report.charged_budget) == (NO_PROBE_RULE, pytest.approx(spent / (6 * total)))
 
 
 def test_another_prefix_is_not_what_was_calibrated(engine: TransformersEngine) -> None:

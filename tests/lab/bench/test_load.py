@@ -15,19 +15,19 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench import load
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.load import (
-    Case,
-    Sample,
+    LoadCase,
+    LoadSample,
     ThrottledStore,
-    WholeStore,
+    UnpipelinedStore,
     bench_load,
     make_cases,
     run_load,
-    summarise,
+    summarize,
     table_lines,
     timeline_facts,
 )
@@ -71,11 +71,11 @@ def test_kv_from_elsewhere_than_the_case_says_stops_the_benchmark(tmp_path: Path
         work = load._prompts(config, subject.vocab_size)
         list(subject.engine.precompute_all(work.chunks))
         bench = load._Bench(subject, DiskStore(tmp_path), 1 << 20, "random")
-        memory = Case("memory", True, 0.15, 0.0, 1.0)
+        memory = LoadCase("memory", True, 0.15, 0.0, 1.0)
         with pytest.raises(RagblendError, match="3 of 3 chunks came from the disk, expected 0"):
             bench.sample(work.prompts[0], memory)
         bench.sample(work.prompts[0], memory)
-        bench.sample(work.prompts[1], Case("disk", True, 0.15, 0.5, 1.0))
+        bench.sample(work.prompts[1], LoadCase("disk", True, 0.15, 0.5, 1.0))
 
 
 def test_prompts_share_no_chunk() -> None:
@@ -84,7 +84,7 @@ def test_prompts_share_no_chunk() -> None:
     assert len({chunk.text for chunk in work.chunks}) == 9
 
 
-@pytest.mark.parametrize("wrap", [lambda tier: ThrottledStore(tier, 1e9), WholeStore])
+@pytest.mark.parametrize("wrap", [lambda tier: ThrottledStore(tier, 1e9), UnpipelinedStore])
 def test_a_wrapped_tier_is_the_tier(tmp_path: Path, wrap: Any) -> None:
     disk = DiskStore(tmp_path, fsync=False)
     wrapped, kv = wrap(disk), make_kv()
@@ -119,7 +119,7 @@ def test_without_the_pipeline_everything_is_read_in_get(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path, fsync=False)
     kv = make_kv()
     disk.put(kv)
-    assert isinstance(WholeStore(disk).get(kv.header.key), MemoryKV)
+    assert isinstance(UnpipelinedStore(disk).get(kv.header.key), MemoryKV)
     found = TieredStore(MemoryStore(1 << 20), ThrottledStore(disk, 1e9)).get(kv.header.key)
     assert not isinstance(found, MemoryKV)
 
@@ -141,16 +141,16 @@ def test_cases_are_on_both_sides_of_the_line_at_speeds_that_follow_from_it() -> 
     assert hidden.expected_s == pytest.approx(0.45)
 
 
-def sample(ttft_s: float) -> Sample:
+def sample(ttft_s: float) -> LoadSample:
     events = tuple(LayerEvent(layer, 10 + layer, 11 + layer) for layer in range(LAYERS))
-    return Sample(BlendReport("blend", "ask", 0.15, ttft_s=ttft_s, load_s=0.5), Timeline(events, events))
+    return LoadSample(BlendReport("blend", "ask", 0.15, ttft_s=ttft_s, load_s=0.5), Timeline(events, events))
 
 
 def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide() -> None:
-    def case(source: str, load_over_recompute: float, pipeline: bool = True) -> Case:
-        return Case(source, pipeline, 0.15, load_over_recompute, 1.0)
+    def case(source: str, load_over_recompute: float, pipeline: bool = True) -> LoadCase:
+        return LoadCase(source, pipeline, 0.15, load_over_recompute, 1.0)
 
-    runs = summarise(
+    runs = summarize(
         {
             case("disk", 0.4): [sample(seconds) for seconds in (1.1, 9.0, 1.0)],
             case("memory", 0.0): [sample(seconds) for seconds in (1.0, 1.0, 5.0)],
@@ -164,7 +164,7 @@ def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide() ->
 
 
 def test_a_timeline_starts_with_its_first_event() -> None:
-    facts = timeline_facts(Case("disk", True, 0.15, 0.4, 1.0), [sample(1.0)])
+    facts = timeline_facts(LoadCase("disk", True, 0.15, 0.4, 1.0), [sample(1.0)])
     assert facts["load"] == facts["fuse"] == [[layer, layer + 1] for layer in range(LAYERS)]
     assert (facts["source"], facts["load_over_recompute"]) == ("disk", 0.4)
 

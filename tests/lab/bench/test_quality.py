@@ -20,14 +20,14 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.plots import QUALITY_PANELS, plot_panel
-from ragblend.lab.quality.cases import Case, part_of
-from ragblend.lab.quality.data import SUMMARISE, demo_cases, find_data, prompt_of, read_cases
+from ragblend.lab.quality.cases import QaCase, get_dataset_split
+from ragblend.lab.quality.data import SUMMARIZE, build_prompt, demo_cases, find_data, read_cases
 from ragblend.lab.quality.measures import (
-    answer,
-    answer_and_reading,
+    answer_and_score,
     answer_f1,
-    best,
-    exact,
+    best_score,
+    exact_match,
+    generate_answer,
     kl,
     loss,
     rouge_l,
@@ -35,12 +35,12 @@ from ragblend.lab.quality.measures import (
 )
 from ragblend.lab.quality.study import Configuration as Asked
 from ragblend.lab.quality.study import (
+    QualityRecord,
     QualityResult,
-    Record,
     engine_for,
     label_of,
     run_quality,
-    summarise,
+    summarize,
     table_lines,
 )
 
@@ -97,7 +97,7 @@ def test_longbench_files_are_read_and_without_a_question_a_summary_is_asked_for(
     (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, (two_wiki, news, chat))))
     asked, summary, dialogue = read_cases(tmp_path / "l.jsonl")
     assert (asked.passages, asked.order, asked.kind) == (("One\none.", "Two."), "score", "2wiki")
-    assert (summary.question, summary.order) == (SUMMARISE, "document")
+    assert (summary.question, summary.order) == (SUMMARIZE, "document")
     assert dialogue.passages == ("Dialogue: B: Ho\nSummary: ...",)
 
 
@@ -144,18 +144,18 @@ def test_distractors_hold_none_of_the_answers_and_are_the_same_at_every_call() -
 
 def test_a_question_is_in_one_part_by_its_text_alone() -> None:
     cases = read_cases(QUESTIONS / "musique_100.json")
-    selection = [case.question for case in cases if part_of(case.question) == "selection"]
+    selection = [case.question for case in cases if get_dataset_split(case.question) == "selection"]
     assert (len(cases), len(selection)) == (100, 31)
-    assert part_of("When did it open?") in ("selection", "reported")
+    assert get_dataset_split("When did it open?") in ("selection", "reported")
 
 
 def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine: TransformersEngine) -> None:
     passages = ("Cats sleep all day.", "The bridge was opened in 1932 by the king.", "Bread is made of flour.")
     config = QualityConfig(num_chunks=2)
-    case = Case("When was the bridge opened?", ("1932",), passages, order="score")
-    chosen = prompt_of(case, engine, HashingEmbedder(), config).chunks
+    case = QaCase("When was the bridge opened?", ("1932",), passages, order="score")
+    chosen = build_prompt(case, engine, HashingEmbedder(), config).chunks
     assert next(getattr(chunk, "text", chunk) for chunk in chosen) == passages[1]
-    in_order = prompt_of(case._replace(order="document"), engine, HashingEmbedder(), config).chunks
+    in_order = build_prompt(case._replace(order="document"), engine, HashingEmbedder(), config).chunks
     assert [getattr(chunk, "text", chunk) for chunk in in_order] == [*passages[:2]]
 
 
@@ -163,11 +163,11 @@ def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine: Transf
 
 
 def test_words_are_compared_as_squad_compares_them_with_the_best_of_the_gold_answers() -> None:
-    assert exact("The Eiffel Tower.", "eiffel tower") == 1.0
-    assert exact("Eiffel", "eiffel tower") == 0.0
+    assert exact_match("The Eiffel Tower.", "eiffel tower") == 1.0
+    assert exact_match("Eiffel", "eiffel tower") == 0.0
     assert answer_f1("the Eiffel tower in Paris", "Eiffel Tower") == pytest.approx(2 / 3)
-    assert best(answer_f1, "Rome", ["Paris", "Rome, Italy"]) == pytest.approx(2 / 3)
-    assert best(rouge_l, "x", []) is None
+    assert best_score(answer_f1, "Rome", ["Paris", "Rome, Italy"]) == pytest.approx(2 / 3)
+    assert best_score(rouge_l, "x", []) is None
 
 
 def test_the_loss_is_the_cross_entropy_of_the_answer() -> None:
@@ -200,24 +200,24 @@ def test_token_f1_counts_words_and_rouge_their_order() -> None:
 def test_an_answer_is_what_the_engine_generates_and_its_reading_begins_as_it_does(engine: TransformersEngine) -> None:
     config = QualityConfig(num_questions=4)
     for case in demo_cases(config):
-        prompt = prompt_of(case, engine, HashingEmbedder(), config)
+        prompt = build_prompt(case, engine, HashingEmbedder(), config)
         stored = engine_for(engine, case, "none")
         for chunk in prompt.chunks:
             stored.precompute(chunk)
         request = stored.request(prompt, mode="full", max_tokens=16)
-        full = answer(stored, request, Asked("full", "none", 1.0))
+        full = generate_answer(stored, request, Asked("full", "none", 1.0))
         for each in (Asked("reuse", "none", 0.0), Asked("blend", "cacheblend", 0.15)):
-            plain = answer(stored, request, each)
+            plain = generate_answer(stored, request, each)
             rule = "auto" if each.rule == "none" else each.rule
             made = stored.generate(prompt, mode=each.mode, rule=rule, recompute_ratio=each.ratio, max_tokens=16)
             assert (plain.text, plain.ended) == (made.text, made.finish_reason == "stop")
-            found, seen = answer_and_reading(stored, request, each, full)
+            found, seen = answer_and_score(stored, request, each, full)
             assert (found.text, found.token_ids) == (plain.text, plain.token_ids)
             torch.testing.assert_close(seen[0], plain.log_probs, atol=1e-4, rtol=0)
 
 
-def record(**changes: float) -> Record:
-    return Record(**{**dict.fromkeys(Record._fields, 0.5), **changes})
+def record(**changes: float) -> QualityRecord:
+    return QualityRecord(**{**dict.fromkeys(QualityRecord._fields, 0.5), **changes})
 
 
 def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_one() -> None:
@@ -229,7 +229,7 @@ def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_
         blend: [record(gold_loss=2.0, rouge_l=math.nan) for _ in range(4)],
         other: [record(gold_loss=2.0 + n / 10, rouge_l=math.nan) for n in range(4)],
     }
-    runs = {run["rule"]: run for run in summarise(records, ["a", "b", "a", "b"]) if run["kind"] == "all"}
+    runs = {run["rule"]: run for run in summarize(records, ["a", "b", "a", "b"]) if run["kind"] == "all"}
     assert runs["cacheblend"]["recovered_gold_loss"] == pytest.approx(1.15 / 2.15)
     assert runs["cacheblend"]["recovered_token_f1"] is None
     assert runs["cacheblend"]["rouge_l"] is None
@@ -237,14 +237,14 @@ def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_
     assert runs["random"]["gold_loss_over_equal"]["cacheblend"][0] == pytest.approx(0.15)
     assert list(runs["random"]["gold_loss_over_equal"]) == ["cacheblend"]
     assert "gold_loss_over_equal" not in runs["cacheblend"]
-    assert json.loads(json.dumps(summarise(records, [""] * 4), allow_nan=False))
-    assert summarise({blend: records[blend]}, [""] * 4)[0]["recovered_gold_loss"] is None
+    assert json.loads(json.dumps(summarize(records, [""] * 4), allow_nan=False))
+    assert summarize({blend: records[blend]}, [""] * 4)[0]["recovered_gold_loss"] is None
     backwards = {
         full: records[reuse],
         reuse: records[full],
         blend: records[blend],
     }  # reuse does better than full prefill
-    assert {run["recovered_gold_loss"] for run in summarise(backwards, [""] * 4)} == {None}
+    assert {run["recovered_gold_loss"] for run in summarize(backwards, [""] * 4)} == {None}
 
 
 # -- a whole run

@@ -17,30 +17,30 @@ from typer.testing import CliRunner
 
 from ragblend.cli.app import app
 from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.answer import Delta
+from ragblend.engine.vllm.base_engine import OutputDelta
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import ThroughputConfig
 from ragblend.lab.bench.common.plots import plot_throughput
 from ragblend.lab.bench.common.workloads import draw_prompts, make_prompts
 from ragblend.lab.bench.throughput import (
-    Answered,
-    Point,
+    RatePoint,
     ThroughputResult,
+    TimedAnswer,
     arrival_times,
     bench_throughput,
     capacities,
-    checked,
+    check_answers,
     highest_rate,
-    idle_ttfts,
-    serve,
-    summarise_point,
+    measure_idle_ttfts,
+    replay_requests,
+    summarize_point,
     sweep,
     table_lines,
 )
-from ragblend.lab.bench.ttft import Case
+from ragblend.lab.bench.ttft import ModeAndRule
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
-FULL, PREFIX, BLEND = Case("full", "none"), Case("prefix", "none"), Case("blend", "cacheblend")
+FULL, PREFIX, BLEND = ModeAndRule("full", "none"), ModeAndRule("prefix", "none"), ModeAndRule("blend", "cacheblend")
 
 
 # -- arrivals
@@ -89,17 +89,17 @@ class Scripted:
         self.all_sent = threading.Barrier(count)
         self.sent: list[Any] = []
 
-    def deltas(self, request: Any) -> Generator[Delta]:
+    def deltas(self, request: Any) -> Generator[OutputDelta]:
         self.sent.append(request)
         self.all_sent.wait(timeout=60)
-        yield Delta()
-        yield Delta((1,), num_cached_tokens=request)
-        yield Delta((2,), "length", BlendReport("full", num_chunks=request))
+        yield OutputDelta()
+        yield OutputDelta((1,), num_cached_tokens=request)
+        yield OutputDelta((2,), "length", BlendReport("full", num_chunks=request))
 
 
 def test_nobody_waits_for_answers_before_sending() -> None:
     engine = Scripted(5)
-    answers = serve(engine, [3, 1, 4, 1, 5], [0.0, 0.01, 0.02, 0.03, 0.04])  # type: ignore[list-item]
+    answers = replay_requests(engine, [3, 1, 4, 1, 5], [0.0, 0.01, 0.02, 0.03, 0.04])  # type: ignore[list-item]
     assert sorted(engine.sent) == [1, 1, 3, 4, 5]
     assert [answer.num_cached_tokens for answer in answers] == [3, 1, 4, 1, 5]
     assert [answer.arrival_s for answer in answers] == [0.0, 0.01, 0.02, 0.03, 0.04]
@@ -108,18 +108,18 @@ def test_nobody_waits_for_answers_before_sending() -> None:
 
 
 def test_waiting_for_others_counts_as_time_to_first_token() -> None:
-    early, late = serve(Scripted(2), [0, 0], [0.0, 0.2])  # type: ignore[list-item]
+    early, late = replay_requests(Scripted(2), [0, 0], [0.0, 0.2])  # type: ignore[list-item]
     assert early.ttft_s >= 0.2  # it was answered after the second had arrived
     assert late.arrival_s + late.ttft_s >= 0.2
 
 
 def test_an_answer_without_a_token_is_an_error() -> None:
     class Silent:
-        def deltas(self, request: Any) -> Generator[Delta]:
-            yield Delta(finish_reason="abort")
+        def deltas(self, request: Any) -> Generator[OutputDelta]:
+            yield OutputDelta(finish_reason="abort")
 
     with pytest.raises(RagblendError, match="without a token"):
-        serve(Silent(), [0], [0.0])  # type: ignore[list-item]
+        replay_requests(Silent(), [0], [0.0])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
@@ -131,26 +131,28 @@ def test_an_answer_without_a_token_is_an_error() -> None:
         (BLEND, BlendReport("prefix", num_chunks=3), "prefill"),
     ],
 )
-def test_what_was_not_served_as_asked_is_not_measured(case: Case, report: BlendReport | None, complaint: str) -> None:
+def test_what_was_not_served_as_asked_is_not_measured(
+    case: ModeAndRule, report: BlendReport | None, complaint: str
+) -> None:
     with pytest.raises(RagblendError, match=complaint):
-        checked(case, [Answered(0.0, 1.0, 1.0, report)])
+        check_answers(case, [TimedAnswer(0.0, 1.0, 1.0, report)])
 
 
 def test_what_was_served_as_asked_is_measured() -> None:
-    answers = [Answered(0.0, 1.0, 1.0, BlendReport("blend", num_chunks=3, num_chunk_hits=3))]
-    assert checked(BLEND, answers) is answers
+    answers = [TimedAnswer(0.0, 1.0, 1.0, BlendReport("blend", num_chunks=3, num_chunk_hits=3))]
+    assert check_answers(BLEND, answers) is answers
 
 
 def test_idle_times_are_medians_after_a_turn_for_warming_up() -> None:
     times: Iterator[float] = iter([100.0, 100.0, 4.0, 9.0, 5.0, 1.0, 6.0, 2.0])
-    seen: list[tuple[Case, SegmentedPrompt]] = []
+    seen: list[tuple[ModeAndRule, SegmentedPrompt]] = []
 
-    def answer(case: Case, prompts: Any, arrivals_s: Any) -> list[Answered]:
+    def answer(case: ModeAndRule, prompts: Any, arrivals_s: Any) -> list[TimedAnswer]:
         seen.append((case, *prompts))
-        return [Answered(0.0, next(times), 0.0)]
+        return [TimedAnswer(0.0, next(times), 0.0)]
 
     prompts = make_prompts(2, 3, 3, 2, 50).prompts
-    assert idle_ttfts([BLEND], prompts, answer) == {BLEND: 5.0, FULL: 2.0}
+    assert measure_idle_ttfts([BLEND], prompts, answer) == {BLEND: 5.0, FULL: 2.0}
     assert [case for case, _ in seen] == [BLEND, FULL] * 4
     assert seen[0][1] == seen[1][1] != seen[2][1]
 
@@ -158,22 +160,22 @@ def test_idle_times_are_medians_after_a_turn_for_warming_up() -> None:
 # -- results
 
 
-def answers_of(*times_s: float) -> list[Answered]:
-    return [Answered(index, time_s, time_s + 1, None, 10) for index, time_s in enumerate(times_s)]
+def answers_of(*times_s: float) -> list[TimedAnswer]:
+    return [TimedAnswer(index, time_s, time_s + 1, None, 10) for index, time_s in enumerate(times_s)]
 
 
 def test_a_point_is_mean_median_and_95th_percentile() -> None:
-    run = summarise_point(BLEND, 0.15, 2.0, answers_of(*range(1, 101)))
+    run = summarize_point(BLEND, 0.15, 2.0, answers_of(*range(1, 101)))
     assert (run.ttft_mean_s, run.ttft_s, run.ttft_max_s) == (50.5, 50.5, 100)
     assert run.ttft_p95_s == pytest.approx(95.05)
     assert run.served_rate == pytest.approx(100 / (99 + 101))  # the last arrives at 99 and takes 101
     assert (run.mode, run.rule, run.ratio, run.rate, run.num_requests) == ("blend", "cacheblend", 0.15, 2.0, 100)
-    assert [summarise_point(case, 0.15, 1.0, answers_of(1.0)).ratio for case in (FULL, PREFIX)] == [1.0, 0.0]
+    assert [summarize_point(case, 0.15, 1.0, answers_of(1.0)).ratio for case in (FULL, PREFIX)] == [1.0, 0.0]
 
 
 @given(lists(floats(0.01, 100), min_size=1, max_size=12), floats(0.01, 100))
 def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means: list[float], bound_s: float) -> None:
-    points = [Point(float(rate), float(rate), mean_s) for rate, mean_s in enumerate(means, start=1)]
+    points = [RatePoint(float(rate), float(rate), mean_s) for rate, mean_s in enumerate(means, start=1)]
     found = highest_rate(points[::-1], bound_s)
     within = [mean_s <= bound_s for mean_s in means]
     count = within.index(False) if False in within else len(within)
@@ -188,9 +190,9 @@ def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means: list
 
 def test_arrivals_that_are_not_kept_up_with_do_not_count_as_served() -> None:
     """A short burst beyond what is served keeps within the bound all the same."""
-    points = [Point(1.0, 1.0, 0.3), Point(2.0, 1.9, 0.5), Point(4.0, 2.5, 0.9)]
+    points = [RatePoint(1.0, 1.0, 0.3), RatePoint(2.0, 1.9, 0.5), RatePoint(4.0, 2.5, 0.9)]
     assert highest_rate(points, 1.0) == (4.0, 2.5, True)
-    assert highest_rate([*points, Point(8.0, 2.7, 1.1)], 1.0) == (4.0, pytest.approx(2.6), False)
+    assert highest_rate([*points, RatePoint(8.0, 2.7, 1.1)], 1.0) == (4.0, pytest.approx(2.6), False)
 
 
 def test_no_rate_was_measured() -> None:
@@ -198,9 +200,9 @@ def test_no_rate_was_measured() -> None:
 
 
 def test_a_mode_far_beyond_the_bound_is_not_driven_further() -> None:
-    taken: list[tuple[Case, float]] = []
+    taken: list[tuple[ModeAndRule, float]] = []
 
-    def measure(case: Case, rate: float) -> list[Answered]:
+    def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
         taken.append((case, rate))
         return answers_of(rate if case == FULL else rate / 4)
 
@@ -209,9 +211,9 @@ def test_a_mode_far_beyond_the_bound_is_not_driven_further() -> None:
     assert [(run.mode, run.rate) for run in runs] == [(case.mode, rate) for case, rate in taken]
 
 
-def kept_up(rate: float, ttft_s: float) -> list[Answered]:
+def kept_up(rate: float, ttft_s: float) -> list[TimedAnswer]:
     """Answers that came as fast as their requests."""
-    return [Answered(1 / rate - ttft_s, ttft_s, ttft_s)]
+    return [TimedAnswer(1 / rate - ttft_s, ttft_s, ttft_s)]
 
 
 def result() -> ThroughputResult:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans, dictionaries, floats, integers, lists, none, recursive, sampled_from, text
 
-from ragblend.corpus.texts import ChunkRegistry
+from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.errors import NotFoundError
 from ragblend.lab.traffic import reader
 from ragblend.lab.traffic.reader import ParseErrors, RequestFile, files_of, lines_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from generated_traffic import KINDS, Generated, generate
 
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.lab.traffic.analysis import Analysis, AnalysisConfig, analyze
 from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_saving, verdict

@@ -11,10 +11,10 @@ import pytest
 
 from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
-from ragblend.lab.bench.common.configs import Case, TtftConfig
+from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.plots import plot_ttft
 from ragblend.lab.bench.common.shapes import SHAPES
-from ragblend.lab.bench.ttft import Sample, bench_ttft, run_ttft, summarise, table_lines
+from ragblend.lab.bench.ttft import TtftSample, bench_ttft, run_ttft, summarize, table_lines
 
 NUM_CHUNKS, CHUNK_TOKENS = 4, 20
 SMALL: dict[str, Any] = {
@@ -70,16 +70,16 @@ def test_charged_budgets_are_the_formulas() -> None:
     assert blend.charged_budget_32 < blend.charged_budget
 
 
-def sample(mode: Any, ttft_s: float, cpu_s: float = 1.0, charged_budget: float = 0.25) -> Sample:
+def sample(mode: Any, ttft_s: float, cpu_s: float = 1.0, charged_budget: float = 0.25) -> TtftSample:
     report = BlendReport(mode, "rule", 0.15, ttft_s=ttft_s, charged_budget=charged_budget)
-    return Sample(report, cpu_s, peak_rss_bytes=int(ttft_s))
+    return TtftSample(report, cpu_s, peak_rss_bytes=int(ttft_s))
 
 
 def test_speedups_are_ratios_of_medians() -> None:
-    full, blend = summarise(
+    full, blend = summarize(
         {
-            Case("full", "none"): [sample("full", seconds, 9.0) for seconds in (8.0, 100.0, 6.0)],
-            Case("blend", "cacheblend"): [sample("blend", seconds, 3.0) for seconds in (1.0, 2.0, 50.0)],
+            ModeAndRule("full", "none"): [sample("full", seconds, 9.0) for seconds in (8.0, 100.0, 6.0)],
+            ModeAndRule("blend", "cacheblend"): [sample("blend", seconds, 3.0) for seconds in (1.0, 2.0, 50.0)],
         }
     )
     assert (full.ttft_s, full.ttft_min_s, full.ttft_max_s, full.speedup) == (8.0, 6.0, 100.0, 1.0)
@@ -88,7 +88,7 @@ def test_speedups_are_ratios_of_medians() -> None:
 
 
 def test_without_full_prefill_there_is_no_speedup() -> None:
-    (run,) = summarise({Case("reuse", "none"): [sample("reuse", 1.0, charged_budget=0.0)]})
+    (run,) = summarize({ModeAndRule("reuse", "none"): [sample("reuse", 1.0, charged_budget=0.0)]})
     assert (run.speedup, run.speedup_cpu, run.limit) == (None, None, None)
 
 

@@ -10,7 +10,7 @@ from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import UsageError
-from ragblend.lab.bench.common.shapes import SHAPES, Shape, find_dtype, find_shape
+from ragblend.lab.bench.common.shapes import SHAPES, DecoderShape, find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import (
     PREFIX_TOKENS,
     engine_for,
@@ -34,7 +34,7 @@ def test_shapes_have_the_parameters_of_the_models_they_are_named_after(name: str
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_every_family_passes_the_engines_exactness_check(family: str) -> None:
-    shape = Shape(family, 3, 64, 96, 4, 2, 16, 128, 1024)
+    shape = DecoderShape(family, 3, 64, 96, 4, 2, 16, 128, 1024)
     model = random_model(shape)
     assert model.config.model_type == family
     self_check(TransformersLayers(model), shape.vocab_size, family)
@@ -65,7 +65,7 @@ def test_weights_larger_than_one_block_are_filled_to_the_end(monkeypatch: pytest
 
 
 def test_tied_weights_stay_tied() -> None:
-    model = random_model(Shape("llama", 2, 32, 64, 2, 1, 16, 64, 256, tied=True))
+    model = random_model(DecoderShape("llama", 2, 32, 64, 2, 1, 16, 64, 256, tied=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

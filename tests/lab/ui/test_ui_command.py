@@ -51,6 +51,6 @@ def test_others_being_able_to_reach_it_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(app._Server, "run", lambda server, sockets: [each.close() for each in sockets])
     for host, words in (("127.0.0.1", 1), ("0.0.0.0", 2)):
         said.clear()
-        app.serve(Settings(), lambda job: 1 / 0, lambda *_: (), host=host, port=0, browser=False, say=said.append)
+        app.serve(Settings(), lambda job: 1 / 0, lambda *_: (), host=host, port=0, browser=False, notify=said.append)
         assert len(said) == words
     assert "no password" in said[1]

@@ -14,9 +14,9 @@ from ui_site import QUESTION, Site, of, open_for, parsed, running, settings_in
 
 from ragblend.cli.session import retrieve
 from ragblend.errors import UnsupportedModelError, UsageError
-from ragblend.lab.ui import app, desk
-from ragblend.lab.ui.answers import Asked
-from ragblend.lab.ui.uploads import checked_name, uploads_folder
+from ragblend.lab.ui import app, job_queue
+from ragblend.lab.ui.answers import QuestionRun
+from ragblend.lab.ui.uploads import uploads_folder, validate_file_name
 from ragblend.prompt.prompt import SegmentedPrompt
 
 EVIL = "</p><script>hacked = 1</script>"
@@ -176,7 +176,7 @@ def test_no_name_leads_out_of_the_folder(site: Site, name: str) -> None:
     assert site.upload(name, b"text").status_code == 400
     assert sorted(folder.rglob("*")) == before
     with pytest.raises(UsageError):
-        checked_name(name)
+        validate_file_name(name)
 
 
 def test_an_upload_replaces_a_link_and_does_not_follow_it(empty: Site, tmp_path: Path) -> None:
@@ -251,9 +251,11 @@ def test_a_second_request_waits_and_one_that_hung_up_is_not_answered(
         assert question != "slow" or gate.wait(60)
         return retrieve(index, QUESTION, settings)
 
-    leave, answer = desk.Job.leave, Asked.answer
-    monkeypatch.setattr(desk.Job, "leave", lambda job: (leave(job), left.set()))
-    monkeypatch.setattr(Asked, "answer", lambda asked, mode, job: (answer(asked, mode, job), answered.append(mode)))
+    leave, answer = job_queue.UiJob.detach, QuestionRun.answer
+    monkeypatch.setattr(job_queue.UiJob, "detach", lambda job: (leave(job), left.set()))
+    monkeypatch.setattr(
+        QuestionRun, "answer", lambda asked, mode, job: (answer(asked, mode, job), answered.append(mode))
+    )
     with running(filled, find=find) as site:
         ask = functools.partial(site.client.stream, "POST", "/ask")
         with ask(json={"question": "slow"}) as slow, ask(json={"question": "next"}) as second:
@@ -273,14 +275,14 @@ def test_an_ingestion_goes_on_when_the_browser_leaves_and_a_second_one_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, begun = threading.Event(), threading.Event()
-    take_in = app.take_in
+    take_in = app.ingest_uploads
 
-    def slowly(job: desk.Job, *arguments: Any) -> None:
+    def slowly(job: job_queue.UiJob, *arguments: Any) -> None:
         begun.set()
         assert gate.wait(60)
         take_in(job, *arguments)
 
-    monkeypatch.setattr(app, "take_in", slowly)
+    monkeypatch.setattr(app, "ingest_uploads", slowly)
     with running(settings_in(tmp_path)) as site:
         for name in ("a.md", "b.md"):
             site.upload(name, f"The words of {name} about Velora.".encode())
@@ -301,12 +303,12 @@ def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_en
         prompt = SegmentedPrompt([hit.chunk for hit in retrieve(index, QUESTION, filled)], QUESTION)
 
         async def leave_after_a_piece() -> list[str]:
-            asked, told = Asked(engine, prompt, filled), list[str]()
-            worker = desk.Desk()
-            async for name, _ in (job := worker.do(lambda job: asked.answer("reuse", job), "it")).events():
+            asked, told = QuestionRun(engine, prompt, filled), list[str]()
+            worker = job_queue.JobQueue()
+            async for name, _ in (job := worker.submit(lambda job: asked.answer("reuse", job), "it")).events():
                 told.append(name)
                 if name == "piece":
-                    job.leave()
+                    job.detach()
             worker.join()
             return told
 
@@ -322,7 +324,7 @@ def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_en
 def test_a_model_that_is_not_supported_is_told_in_the_page(tmp_path: Path) -> None:
     reason = "layers of type Mamba keep no KV; choose a model with attention"
 
-    def refuse(job: desk.Job) -> Any:
+    def refuse(job: job_queue.UiJob) -> Any:
         raise UnsupportedModelError(reason)
 
     with running(settings_in(tmp_path, model="some/model"), refuse) as site:

@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import uvicorn
 
-from ragblend.cli.session import open_engine, open_index_of, retrieve
+from ragblend.cli.session import open_engine, open_settings_index, retrieve
 from ragblend.config import Settings
 from ragblend.demo.show import EMBEDDER
 from ragblend.engine.api import Engine
 from ragblend.index import ChunkIndex
 from ragblend.lab.ui.app import _listen, make_app
-from ragblend.lab.ui.desk import Desk, Job
+from ragblend.lab.ui.job_queue import JobQueue, UiJob
 
 QUESTION = "Check the files: What role does James Bell have?"
 Events = list[tuple[str, dict[str, Any]]]
@@ -35,7 +35,7 @@ def settings_in(home: Path, **others: Any) -> Settings:
 def open_for(settings: Settings) -> tuple[Engine, ChunkIndex]:
     """As `ragblend ui` does it."""
     engine = open_engine(settings, new_model=True)
-    return engine, open_index_of(settings, engine, create=True)
+    return engine, open_settings_index(settings, engine, create=True)
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Site:
     """A running server: its address, its desk, and a client that sends what browsers send from its own page."""
 
     url: str
-    desk: Desk
+    desk: JobQueue
     settings: Settings
     client: httpx.Client = field(init=False)
 
@@ -76,15 +76,15 @@ def parsed(reply: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def of(events: Events, name: str) -> list[dict[str, Any]]:
     """The facts of all events of that name."""
-    return [facts for told, facts in events if told == name]
+    return [facts for event, facts in events if event == name]
 
 
 @contextmanager
 def running(settings: Settings, open_: Any = None, find: Any = retrieve) -> Iterator[Site]:
     """A server, which is stopped as Ctrl-C does."""
-    listening, desk = _listen("127.0.0.1", 0), Desk()
+    listening, desk = _listen("127.0.0.1", 0), JobQueue()
 
-    def open_here(job: Job) -> tuple[Engine, ChunkIndex]:
+    def open_here(job: UiJob) -> tuple[Engine, ChunkIndex]:
         return open_for(settings)
 
     app = make_app(settings, open_ or open_here, find, desk)

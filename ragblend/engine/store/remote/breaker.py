@@ -54,31 +54,32 @@ class CircuitBreaker:
             return max(0.0, self._retry_at_s - self._clock()) if self._state != "closed" else 0.0
 
     def claim_probe(self) -> bool:
-        """Whether the caller is to send the one probe that is due now; it answers with `probed` or `failed`."""
+        """Whether the caller is to send the one probe that is due now; it answers with `record_probe_success` or
+        `record_failure`."""
         with self._lock:
             if self._state != "open" or self._clock() < self._retry_at_s:
                 return False
             self._state = "half-open"
             return True
 
-    def probed(self) -> None:
+    def record_probe_success(self) -> None:
         """The probe came back: requests pass again, and the first failure among them opens it for longer."""
         with self._lock:
             self._state, self._num_failures = "closed", self._threshold - 1
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """A request came back."""
         with self._lock:
             if self._state == "closed":  # one that was sent before it opened proves nothing about now
                 self._num_failures, self._pause_s = 0, self._first_pause_s
 
-    def wrote(self) -> None:
+    def record_write_success(self) -> None:
         """A write came back: that says nothing about reads, whose failures stay counted."""
         with self._lock:
             if self._state == "closed" and not self._num_failures:
                 self._pause_s = self._first_pause_s
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """A request or the probe failed, or took too long."""
         with self._lock:
             self._num_failures += 1

@@ -18,7 +18,7 @@ from typing import Any, cast
 from ragblend.engine.store.remote.limits import connect_timeout_s
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
 from ragblend.files.directory import Directory
-from ragblend.redaction import advice_on, has_secret, redacted
+from ragblend.redaction import has_secret, redact, url_password_hint
 
 try:
     import fsspec
@@ -45,20 +45,20 @@ class ObjectValues:
     max_value_bytes = _MAX_VALUE_BYTES
 
     def __init__(self, url: str, timeout_s: float, **options: Any) -> None:
-        self.url = redacted(url)
-        self._said = partial(redacted, echo_of=url)  # a library's message may hold a password of ours
+        self.url = redact(url)
+        self._redact = partial(redact, echo_of=url)  # a library's message may hold a password of ours
         self._hides = has_secret(url)  # what a library's exception holds must not reach a traceback then
         self._timeout_s = timeout_s
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **{**_defaults(url.partition("://")[0], timeout_s), **options})
         except ImportError as error:
             raise ImportError(
-                f"{self.url} needs another package: {self._said(str(error))}; for s3: pip install 'ragblend[s3]'"
+                f"{self.url} needs another package: {self._redact(str(error))}; for s3: pip install 'ragblend[s3]'"
             ) from None
         except Exception as error:  # of whatever file system the scheme names
             raise UsageError(
-                f"{self.url} cannot be opened ({self._said(str(error))}); write redis://HOST:6379/0, "
-                f"s3://BUCKET/PREFIX or file:///DIR{advice_on(url)}"
+                f"{self.url} cannot be opened ({self._redact(str(error))}); write redis://HOST:6379/0, "
+                f"s3://BUCKET/PREFIX or file:///DIR{url_password_hint(url)}"
             ) from None
         self._root = str(root).rstrip("/")
         if hasattr(self._fs, "retries"):  # s3fs waits and tries five times; the breaker does that better
@@ -70,7 +70,11 @@ class ObjectValues:
 
     def _read(self, path: str) -> bytes | None:
         try:
-            return self._within(self._timeout_s, self._streamed(path)) if self._fs.async_impl else self._opened(path)
+            return (
+                self._run_with_timeout(self._timeout_s, self._streamed(path))
+                if self._fs.async_impl
+                else self._opened(path)
+            )
         except FileNotFoundError:
             return None
 
@@ -80,7 +84,7 @@ class ObjectValues:
 
     def _write(self, path: str, data: bytes) -> None:
         if isinstance(self._fs, LocalFileSystem):
-            self._guard(lambda: self._directory().write(Path(path), data))
+            self._translate_errors(lambda: self._directory().write(Path(path), data))
         else:
             self._call("pipe_file", path, data, timeout_s=WRITE_TIMEOUT_S)
 
@@ -96,10 +100,12 @@ class ObjectValues:
         """Whether there is an object for each, asked for side by side."""
         if not self._fs.async_impl:
             return [self.contains(name) for name in names]
-        found: list[bool] = self._within(self._timeout_s, self._all_there([self._path(name) for name in names]))
+        found: list[bool] = self._run_with_timeout(
+            self._timeout_s, self._contains_all([self._path(name) for name in names])
+        )
         return found
 
-    async def _all_there(self, paths: Sequence[str]) -> list[bool]:
+    async def _contains_all(self, paths: Sequence[str]) -> list[bool]:
         gate = asyncio.Semaphore(_NUM_ASKED)
 
         async def is_there(path: str) -> bool:
@@ -137,10 +143,10 @@ class ObjectValues:
         """Remove the temp files of killed writers from a local folder; how many. Elsewhere objects appear whole."""
         if not isinstance(self._fs, LocalFileSystem) or not Path(self._root).is_dir():
             return 0
-        found: int = self._guard(lambda: self._directory().clean())
+        found: int = self._translate_errors(lambda: self._directory().remove_stale_files())
         return found
 
-    def notes(self) -> list[str]:
+    def list_metadata(self) -> list[str]:
         """Names of the notes; lists their folder alone."""
         try:
             found = self._call("find", f"{self._root}/{NOTES}", timeout_s=WRITE_TIMEOUT_S)
@@ -149,15 +155,15 @@ class ObjectValues:
         names = (str(path).rpartition("/")[2] for path in found)
         return [name.removesuffix(".json") for name in names if name.endswith(".json") and not name.startswith(".")]
 
-    def get_note(self, name: str) -> bytes | None:
+    def get_metadata(self, name: str) -> bytes | None:
         """The note, or None."""
         return self._read(self._note(name))
 
-    def put_note(self, name: str, data: bytes) -> None:
+    def put_metadata(self, name: str, data: bytes) -> None:
         """Write a note, as a chunk is written."""
         self._write(self._note(name), data)
 
-    def drop_note(self, name: str) -> None:
+    def delete_metadata(self, name: str) -> None:
         """Remove a note, if it is there."""
         with suppress(FileNotFoundError):
             self._call("rm_file", self._note(name))
@@ -169,7 +175,7 @@ class ObjectValues:
         """One round trip: ask for the bucket; one that is not there is a failure."""
         bucket = self._root.partition("/")[0]
         if not self._fs.async_impl or not bucket:
-            self._guard(lambda: self._fs.exists(self._root))
+            self._translate_errors(lambda: self._fs.exists(self._root))
             return
         try:
             self._call("info", bucket)
@@ -181,7 +187,7 @@ class ObjectValues:
 
     def _directory(self) -> Directory:
         return Directory(
-            Path(self._root), fsync=True, make_room=f"Make room for {self.url}, or choose another --remote"
+            Path(self._root), fsync=True, full_hint=f"Make room for {self.url}, or choose another --remote"
         )
 
     def _path(self, name: str) -> str:
@@ -190,8 +196,8 @@ class ObjectValues:
     def _call(self, method: str, *args: Any, timeout_s: float | None = None, **options: Any) -> Any:
         """One call of the file system, cancelled when it takes too long; FileNotFoundError passes."""
         if not self._fs.async_impl:
-            return self._guard(lambda: getattr(self._fs, method)(*args, **options))
-        return self._within(timeout_s or self._timeout_s, getattr(self._fs, f"_{method}")(*args, **options))
+            return self._translate_errors(lambda: getattr(self._fs, method)(*args, **options))
+        return self._run_with_timeout(timeout_s or self._timeout_s, getattr(self._fs, f"_{method}")(*args, **options))
 
     async def _streamed(self, path: str) -> bytes:
         """An object in parts, as long as it is not longer than it announced itself."""
@@ -222,13 +228,13 @@ class ObjectValues:
             self._check_size(path, len(data))
             return data
 
-        return cast("bytes", self._guard(read))
+        return cast("bytes", self._translate_errors(read))
 
     def _check_size(self, path: str, nbytes: int | None) -> None:
         if nbytes is not None and nbytes > self.max_value_bytes:
             raise OSError(f"{path} has {nbytes} bytes; {self.max_value_bytes} is the most that is read")
 
-    def _within(self, limit_s: float, call: Coroutine[Any, Any, Any]) -> Any:
+    def _run_with_timeout(self, limit_s: float, call: Coroutine[Any, Any, Any]) -> Any:
         """What an asynchronous call gives, cancelled when it takes too long; FileNotFoundError passes."""
 
         async def limited() -> Any:
@@ -238,9 +244,9 @@ class ObjectValues:
             future = asyncio.run_coroutine_threadsafe(limited(), self._fs.loop)
             return future.result(limit_s + 1.0)  # should the loop itself hang
 
-        return self._guard(wait)
+        return self._translate_errors(wait)
 
-    def _guard(self, call: Callable[[], Any]) -> Any:
+    def _translate_errors(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except (FileNotFoundError, StoreFullError):
@@ -250,10 +256,10 @@ class ObjectValues:
                 f"{self.url} takes longer than its time limit; see remote_timeout_s"
             ) from error
         except Exception as error:  # every file system has its own exceptions; none may reach an answer
-            said = self._said(f"{type(error).__name__}: {error}")
-            raise BackendUnreachableError(f"{self.url} fails ({said}); check it: ragblend doctor --remote URL") from (
-                None if self._hides else error
-            )
+            message = self._redact(f"{type(error).__name__}: {error}")
+            raise BackendUnreachableError(
+                f"{self.url} fails ({message}); check it: ragblend doctor --remote URL"
+            ) from (None if self._hides else error)
 
 
 def _defaults(scheme: str, timeout_s: float) -> dict[str, Any]:

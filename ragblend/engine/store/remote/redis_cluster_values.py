@@ -68,7 +68,7 @@ class RedisClusterValues(RedisValues):
                 self._opened[seconds] = self._open[seconds]()
             return self._opened[seconds]
 
-    def _walks(self) -> Iterator[Mapping[str, Any]]:
+    def _scan_arguments(self) -> Iterator[Mapping[str, Any]]:
         with self._call(self._timeout_s):
             nodes = self._reader.get_primaries()
         yield from ({"target_nodes": node} for node in nodes)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ragblend.engine.store.remote.limits import connect_timeout_s
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
-from ragblend.redaction import advice_on, has_secret, redacted
+from ragblend.redaction import has_secret, redact, url_password_hint
 
 try:
     import redis
@@ -49,15 +49,17 @@ class RedisValues:
     _writer: redis.Redis
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self.url = redacted(url)
-        self._said = partial(redacted, echo_of=url)  # a library's message may hold a password of ours
+        self.url = redact(url)
+        self._redact = partial(redact, echo_of=url)  # a library's message may hold a password of ours
         self._hides = has_secret(url)  # what a library's exception holds must not reach a traceback then
         self._timeout_s = timeout_s
         try:
             self._use(url)
         except (ValueError, redis.RedisError) as error:
-            said = self._said(str(error))
-            raise UsageError(f"{self.url} is not a Redis URL ({said}); write {self.FORM}{advice_on(url)}") from None
+            message = self._redact(str(error))
+            raise UsageError(
+                f"{self.url} is not a Redis URL ({message}); write {self.FORM}{url_password_hint(url)}"
+            ) from None
 
     def _use(self, url: str) -> None:
         """Take the URL. Raises ValueError and RedisError for what is none."""
@@ -116,10 +118,10 @@ class RedisValues:
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Every name with the bytes of its value; walks the whole database. One that comes to no end is an error."""
         until_s = monotonic() + WALK_TIMEOUT_S
-        for where in self._walks():
+        for where in self._scan_arguments():
             yield from self._sizes(until_s, **where)
 
-    def _walks(self) -> Iterable[Mapping[str, Any]]:
+    def _scan_arguments(self) -> Iterable[Mapping[str, Any]]:
         """What to add to commands that go through all keys, once for each server that has some."""
         return ({},)
 
@@ -151,22 +153,22 @@ class RedisValues:
         """Nothing to do: a value appears whole."""
         return 0
 
-    def notes(self) -> list[str]:
+    def list_metadata(self) -> list[str]:
         """Names of the notes."""
         with self._call(self._timeout_s):
             return [name.decode("utf-8", "replace") for name in cast("list[bytes]", self._reader.hkeys(NOTES))]
 
-    def get_note(self, name: str) -> bytes | None:
+    def get_metadata(self, name: str) -> bytes | None:
         """The note, or None."""
         with self._call(self._timeout_s):
             return cast("bytes | None", self._reader.hget(NOTES, name))
 
-    def put_note(self, name: str, data: bytes) -> None:
+    def put_metadata(self, name: str, data: bytes) -> None:
         """Keep a note, in one step."""
         with self._call(self._timeout_s):
             self._writer.hset(NOTES, name, data)
 
-    def drop_note(self, name: str) -> None:
+    def delete_metadata(self, name: str) -> None:
         """Remove a note, if it is there."""
         with self._call(self._timeout_s):
             self._reader.hdel(NOTES, name)
@@ -185,18 +187,18 @@ class RedisValues:
     def _call(self, timeout_s: float) -> Iterator[None]:
         """One call in this thread: `timeout_s` in all, and what it reads counted."""
         try:
-            with _CALL.lasting(timeout_s):
+            with _CALL.with_timeout(timeout_s):
                 yield
         except redis.exceptions.OutOfMemoryError as error:
             raise StoreFullError(
-                f"{self.url} is full ({self._said(str(error))}); let it evict: "
+                f"{self.url} is full ({self._redact(str(error))}); let it evict: "
                 "redis-cli CONFIG SET maxmemory-policy allkeys-lru"
             ) from (None if self._hides else error)
         # What a server says that is no Redis may surface as any of these from inside the client.
         except (redis.RedisError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            said = self._said(f"{type(error).__name__}: {error}")
+            message = self._redact(f"{type(error).__name__}: {error}")
             raise BackendUnreachableError(
-                f"{self.url} does not answer ({said}); check it: ragblend doctor --remote URL"
+                f"{self.url} does not answer ({message}); check it: ragblend doctor --remote URL"
             ) from (None if self._hides else error)
 
 
@@ -208,14 +210,14 @@ def _is_wrong_type(error: Exception) -> bool:
 # --- what a server may send, and how long it may take ---
 
 
-class _Call(threading.local):
+class _CallDeadline(threading.local):
     """The call that this thread is in: when it is to end, and the bytes it has announced to it."""
 
     until_s: float | None = None  # None: no call of ours
     room_bytes = 0
 
     @contextmanager
-    def lasting(self, timeout_s: float) -> Iterator[None]:
+    def with_timeout(self, timeout_s: float) -> Iterator[None]:
         self.until_s, self.room_bytes = monotonic() + timeout_s, 0
         try:
             yield
@@ -230,7 +232,7 @@ class _Call(threading.local):
             raise TimeoutError("the reply takes longer than its time limit; see remote_timeout_s")
         return left_s
 
-    def announce(self, nbytes: int) -> None:
+    def admit_reply(self, nbytes: int) -> None:
         """A value of `nbytes` is to come: refused, or let in once there is room for it beside the others."""
         if nbytes > _MAX_VALUE_BYTES:
             raise OSError(f"it announces a value of {nbytes} bytes; {_MAX_VALUE_BYTES} is the largest there is")
@@ -238,14 +240,14 @@ class _Call(threading.local):
         self.room_bytes += nbytes
 
 
-class _Room:
+class _ReplyByteLimit:
     """Bytes that all calls together may be reading."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes, self._used_bytes = capacity_bytes, 0
         self._changed = threading.Condition()
 
-    def enter(self, nbytes: int, own_bytes: int, call: _Call) -> None:
+    def enter(self, nbytes: int, own_bytes: int, call: _CallDeadline) -> None:
         """Wait until `nbytes` more are free; whoever is alone with `own_bytes` may always."""
 
         def is_free() -> bool:
@@ -262,7 +264,7 @@ class _Room:
             self._changed.notify_all()
 
 
-_CALL, _ROOM = _Call(), _Room(_ROOM_BYTES)
+_CALL, _ROOM = _CallDeadline(), _ReplyByteLimit(_ROOM_BYTES)
 
 
 NEVER = Retry(NoBackoff(), 0)
@@ -279,14 +281,14 @@ def socket_options(timeout_s: float) -> dict[str, Any]:
 
 
 class BoundedPool(redis.ConnectionPool):
-    """A redis-py pool of connections, of whatever class, that keep to the calling thread's `_Call`."""
+    """A redis-py pool of connections, of whatever class, that keep to the calling thread's `_CallDeadline`."""
 
     def __init__(self, connection_class: Any = redis.Connection, **options: Any) -> None:
         super().__init__(connection_class=type("Bounded", (_Bounded, connection_class), {}), **options)
 
 
 class _Bounded:
-    """A redis-py connection whose socket keeps to the calling thread's `_Call`."""
+    """A redis-py connection whose socket keeps to the calling thread's `_CallDeadline`."""
 
     def _connect(self) -> _Socket:
         return _Socket(super()._connect())  # type: ignore[misc]
@@ -343,7 +345,7 @@ class _Socket:
 
     def _read_announcement(self, kind: bytes, rest: bytes) -> None:
         if kind in (b"$", b"=", b"!") and (nbytes := int(rest)) >= 0:
-            _CALL.announce(nbytes)
+            _CALL.admit_reply(nbytes)
             self._to_skip = nbytes + 2
         elif kind in (b"*", b"%", b"~", b">", b"|") and int(rest) > _MAX_ITEMS:
             raise OSError(f"it announces a list of {int(rest)} items; no reply of ours has more than {_MAX_ITEMS}")

@@ -1,7 +1,7 @@
 """The shared tier: the bytes of chunk files in Redis or an object store, never in the way of an answer.
 
 A value is exactly what the disk tier's file holds, so the same code verifies it. It comes whole: one round trip a
-chunk, a request's chunks side by side (`fetch_ahead`) and within one time limit for all of them, everything verified
+chunk, a request's chunks side by side (`fetch_many`) and within one time limit for all of them, everything verified
 before the plan is made, so that damage is a miss at once and never restarts a request. Writes wait in a queue until the
 other side takes them. Whatever fails or takes too long is a miss and a counter, also when it comes in the end; after a
 few failures the breaker keeps requests away until a probe, sent in the background, comes back.
@@ -25,21 +25,27 @@ from itertools import takewhile
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
-from ragblend.engine.store.base import ASK_MANY, ByteStore, KVStore, StoreCounters, VerifyResult
-from ragblend.engine.store.chunk_file import Demands, UnreadableError, UnsignedError, decode_chunk, encode_chunk
-from ragblend.engine.store.kv import ChunkKV, MemoryKV, ModelShape, in_memory
+from ragblend.engine.store.base import CONTAINS_BATCH, ByteStore, KVStore, StoreCounters, VerifyResult
+from ragblend.engine.store.chunk_file import (
+    ReadRequirements,
+    UnreadableError,
+    UnsignedError,
+    decode_chunk,
+    encode_chunk,
+)
+from ragblend.engine.store.kv import ChunkKV, KVSpec, MemoryKV, load_into_memory
 from ragblend.engine.store.remote.breaker import CircuitBreaker, State
-from ragblend.engine.store.signing import KeyChoice, chosen_key
+from ragblend.engine.store.signing import KeyChoice, resolve_key
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
-from ragblend.redaction import HIDDEN, redacted
+from ragblend.redaction import HIDDEN, redact
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0  # the longest that a request, or a `get`, waits in all; recomputing a chunk is rarely slower than that
 QUEUE_BYTES = 1 << 30
 NUM_FETCHES = 8  # chunks on their way at the same time
-LINGER_S = 2.0  # what arrived stays at hand this long, for requests that asked for the same chunk meanwhile
+RESULT_TTL_S = 2.0  # what arrived stays at hand this long, for requests that asked for the same chunk meanwhile
 _MAX_BAD = 4096
 # Schemes whose file has another name than theirs.
 ALIASES = {"rediss": "redis", "redis+cluster": "redis_cluster", "rediss+cluster": "redis_cluster"}
@@ -63,7 +69,7 @@ class RemoteStatus(NamedTuple):
     problem: str = ""
 
 
-class _Flight(NamedTuple):
+class _InFlightFetch(NamedTuple):
     """A fetch that is under way, or came back less than LINGER_S ago. Its result is None for a miss."""
 
     future: Future[MemoryKV | None]
@@ -71,7 +77,7 @@ class _Flight(NamedTuple):
 
 
 class RemoteStore:
-    """KVStore over a ByteStore. `get` and `fetch_ahead` never raise and take `timeout_s` at most; `put` never waits.
+    """KVStore over a ByteStore. `get` and `fetch_many` never raise and take `timeout_s` at most; `put` never waits.
 
     `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
     own, if it has one.
@@ -91,18 +97,18 @@ class RemoteStore:
         store_key: KeyChoice = "auto",
     ) -> None:
         self.values = values
-        self.store_key = chosen_key(store_key)
-        self._demands = Demands(self.store_key)
+        self.store_key = resolve_key(store_key)
+        self._demands = ReadRequirements(self.store_key)
         self.breaker = breaker or CircuitBreaker()
         self.timeout_s = timeout_s
         self._counters = StoreCounters()
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, _InFlightFetch] = {}
         self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification: to be written anew
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._has_warned = False  # of the outage that lasts
-        remedy = f"; what is on disk goes there with: ragblend push --remote {values.url}"
-        self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._hold_back_s, remedy)
+        fix = f"; what is on disk goes there with: ragblend push --remote {values.url}"
+        self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._backoff_s, fix)
 
     @property
     def url(self) -> str:
@@ -115,9 +121,9 @@ class RemoteStore:
         self._counters.num_dropped = self._queue.num_dropped
         return self._counters
 
-    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+    def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
         """From now on, entries of that model have this shape, or are damaged."""
-        self._demands.shapes[fingerprint] = shape
+        self._demands.specs[fingerprint] = shape
 
     # -- reading
 
@@ -126,10 +132,10 @@ class RemoteStore:
     ) -> ChunkKV | None:
         """The entry, whole and verified; None for a miss, which a remote that is slow or down is too.
 
-        `fetched`: what `fetch_ahead` brought; given, nothing else is waited for.
+        `fetched`: what `fetch_many` brought; given, nothing else is waited for.
         """
         if fetched is None:
-            kv: ChunkKV | None = self.fetch_ahead([key]).get(key)
+            kv: ChunkKV | None = self.fetch_many([key]).get(key)
         else:
             kv = fetched.get(key)
         if kv is not None and token_ids is not None and kv.header.token_ids != tuple(token_ids):
@@ -138,61 +144,61 @@ class RemoteStore:
             return None
         return kv
 
-    def fetch_ahead(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
+    def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
         """Fetch `keys` side by side; what of them has come until `until_s` (monotonic seconds), or within `timeout_s`.
 
         Each counts as a `get`.
         """
         until_s = monotonic() + self.timeout_s if until_s is None else until_s
-        flights = self.start(keys)
-        found: dict[str, MemoryKV] = {}
+        flights = self.start_fetches(keys)
+        fetched: dict[str, MemoryKV] = {}
         for key in dict.fromkeys(keys):
             kv = self._queue.peek(key)
             if kv is None and (flight := flights.get(key)) is not None:
-                kv = self._arrival(key, flight, until_s)
+                kv = self._await_fetch(key, flight, until_s)
             if kv is not None:
-                found[key] = kv
+                fetched[key] = kv
             self._count(num_misses=kv is None, num_hits=kv is not None)
-        return found
+        return fetched
 
-    def start(self, keys: Sequence[str]) -> dict[str, _Flight]:
+    def start_fetches(self, keys: Sequence[str]) -> dict[str, _InFlightFetch]:
         """Start fetching `keys` side by side, without waiting; `get` waits for what is under way."""
         wanted = [key for key in dict.fromkeys(keys) if self._queue.peek(key) is None]
         return {key: flight for key in wanted if (flight := self._start(key)) is not None}
 
-    def _start(self, key: str) -> _Flight | None:
+    def _start(self, key: str) -> _InFlightFetch | None:
         """The fetch of `key`, started unless it is under way already; None while the breaker keeps it away."""
         now_s = monotonic()
         with self._lock:
-            self._drop_arrived(now_s)
+            self._expire_results(now_s)
             if (known := self._flights.get(key)) is not None:
                 return known
             if self.breaker.is_closed:
                 future = self._pool().submit(self._fetch, key, now_s)
-                self._flights[key] = flight = _Flight(future, now_s)
+                self._flights[key] = flight = _InFlightFetch(future, now_s)
                 return flight
         self._probe_when_due()
         return None
 
-    def _drop_arrived(self, now_s: float) -> None:
+    def _expire_results(self, now_s: float) -> None:
         """Let go of what came long enough ago. Flights lie in the order they started: the first young one ends it."""
-        old = takewhile(lambda each: now_s - each[1].started_s > LINGER_S, self._flights.items())
+        old = takewhile(lambda each: now_s - each[1].started_s > RESULT_TTL_S, self._flights.items())
         for key in [key for key, flight in old if flight.future.done()]:
             del self._flights[key]
 
-    def _arrival(self, key: str, flight: _Flight, until_s: float) -> MemoryKV | None:
+    def _await_fetch(self, key: str, flight: _InFlightFetch, until_s: float) -> MemoryKV | None:
         try:
             return flight.future.result(max(0.0, min(until_s, flight.started_s + self.timeout_s) - monotonic()))
         except (FutureTimeoutError, TimeoutError):
             is_overdue = monotonic() - flight.started_s >= _OVERDUE * self.timeout_s
             if is_overdue and self._forget(key, flight.started_s):  # several may wait for one flight; it fails once
                 flight.future.cancel()  # unless it is under way, which ends by its own time limit
-                self._failed(self._slow(key))
+                self._record_failure(self._slow(key))
         except CancelledError:  # by close(), or because it was overdue
             self._forget(key, flight.started_s)
         except Exception as error:  # a bug or no memory: costs this chunk, not the answer
             self._forget(key, flight.started_s)
-            self._failed(f"KV {key} could not be fetched from {self.values.url}: {error!r}")
+            self._record_failure(f"KV {key} could not be fetched from {self.values.url}: {error!r}")
         return None
 
     def _fetch(self, key: str, started_s: float) -> MemoryKV | None:
@@ -208,9 +214,9 @@ class RemoteStore:
         problem = problem or (self._slow(key) if self._is_late(started_s) else "")
         if problem:
             if self._forget(key, started_s):  # otherwise somebody waited for it in vain, and counted it
-                self._failed(problem)
+                self._record_failure(problem)
             return None
-        self.breaker.succeeded()
+        self.breaker.record_success()
         if data is None:
             return None
         return self._decoded(key, data)
@@ -222,7 +228,7 @@ class RemoteStore:
         except UnreadableError as error:
             log.warning("KV %s from %s is not used: %s", key, self.values.url, error)
             self._count(num_damaged=1, num_unsigned=isinstance(error, UnsignedError))
-            self._note_bad(key)
+            self._mark_bad(key)
             return None
 
     def _is_late(self, started_s: float) -> bool:
@@ -235,24 +241,24 @@ class RemoteStore:
 
     def put(self, kv: ChunkKV) -> None:
         """Queue a chunk to be sent. One that is refused, or has no room and cannot be read back, counts as dropped."""
-        held = in_memory(kv)
+        held = load_into_memory(kv)
         with self._lock:
             self._flights.pop(held.header.key, None)
         if self._queue.put(held):
             self._count(num_puts=1)
 
-    def read_back_from(self, tiers: Sequence[KVStore]) -> None:
+    def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None:
         """Where what finds no room in the queue is read again at its turn, fastest first; every `put` is there too."""
 
         def read_back(key: str) -> MemoryKV | None:
             found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
-            return None if found is None else in_memory(found)
+            return None if found is None else load_into_memory(found)
 
         self._queue.read_back = read_back if tiers else None
 
     def send(self, kv: ChunkKV) -> None:
         """Send a chunk while the caller waits. Raises BackendUnreachableError or StoreFullError when it fails."""
-        self._send(in_memory(kv))
+        self._send(load_into_memory(kv))
         self._count(num_puts=1)
 
     def _send(self, kv: MemoryKV) -> None:
@@ -264,13 +270,13 @@ class RemoteStore:
             if key in self._bad or not self.values.contains(key):
                 self.values.put(key, encode_chunk(kv, self.store_key))
         except BackendUnreachableError as error:
-            self._failed(str(error))
+            self._record_failure(str(error))
             raise
-        self.breaker.wrote()
+        self.breaker.record_write_success()
         with self._lock:
             self._bad.pop(key, None)
 
-    def _hold_back_s(self) -> float:
+    def _backoff_s(self) -> float:
         """Seconds the writer waits before it asks again: while the breaker is open, until its probe has come back."""
         self._probe_when_due()
         return 0.0 if self.breaker.is_closed else max(0.01, self.breaker.wait_s())
@@ -284,9 +290,9 @@ class RemoteStore:
         try:
             found = self.values.contains(key)
         except RagblendError as error:
-            self._failed(str(error))
+            self._record_failure(str(error))
             return False
-        self.breaker.succeeded()
+        self.breaker.record_success()
         return found
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
@@ -296,16 +302,16 @@ class RemoteStore:
         """
         there = {key for key in keys if self._queue.peek(key) is not None}
         left = [key for key in dict.fromkeys(keys) if key not in there and key not in self._bad]
-        for start in range(0, len(left), ASK_MANY):
-            batch = left[start : start + ASK_MANY]
+        for start in range(0, len(left), CONTAINS_BATCH):
+            batch = left[start : start + CONTAINS_BATCH]
             if monotonic() >= until_s or not self._is_open_for_asking():
                 break
             try:
                 there.update(key for key, found in zip(batch, self.values.contains_many(batch), strict=True) if found)
             except RagblendError as error:
-                self._failed(str(error))
+                self._record_failure(str(error))
                 break
-            self.breaker.succeeded()
+            self.breaker.record_success()
         return [key in there for key in keys]
 
     def delete(self, key: str) -> bool:
@@ -340,7 +346,7 @@ class RemoteStore:
                     decode_chunk(data, key, self._demands)
                     yield VerifyResult(key, True, "")
             except UnreadableError as error:
-                self._note_bad(key)
+                self._mark_bad(key)
                 yield VerifyResult(key, False, f"in {self.values.url}: {error}")
 
     # -- state
@@ -390,7 +396,7 @@ class RemoteStore:
         try:
             yield from self.values.sizes()
         except RagblendError as error:
-            self._failed(str(error))
+            self._record_failure(str(error))
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._executor is None:
@@ -410,22 +416,22 @@ class RemoteStore:
                     self._pool().submit(self._probe)
             except RuntimeError as error:  # the interpreter is going away
                 log.info("%s", error)
-                self.breaker.failed()
+                self.breaker.record_failure()
 
     def _probe(self) -> None:
         try:
             self.values.ping()
         except RagblendError as error:
             log.info("%s", error)
-            self.breaker.failed()
+            self.breaker.record_failure()
         else:
-            self.breaker.probed()
+            self.breaker.record_probe_success()
             log.warning("%s answers again", self.values.url)
             self._has_warned = False
 
-    def _failed(self, reason: str) -> None:
+    def _record_failure(self, reason: str) -> None:
         self._count(num_failures=1)
-        self.breaker.failed()
+        self.breaker.record_failure()
         with self._lock:
             is_new, self._has_warned = not self._has_warned, True
         if not is_new:  # an outage is one line, however many requests meet it
@@ -443,7 +449,7 @@ class RemoteStore:
             del self._flights[key]
             return True
 
-    def _note_bad(self, key: str) -> None:
+    def _mark_bad(self, key: str) -> None:
         with self._lock:
             self._bad[key] = None
             if len(self._bad) > _MAX_BAD:
@@ -465,10 +471,10 @@ def open_remote(
     scheme = url.partition("://")[0] if "://" in url else ""
     if not scheme or timeout_s <= 0:
         problem = f"the remote's time limit is {timeout_s} s"
-        problem = problem if scheme else f"{redacted(url)!r} is not the URL of a remote tier"
+        problem = problem if scheme else f"{redact(url)!r} is not the URL of a remote tier"
         raise UsageError(f"{problem}; write --remote redis://HOST:6379/0 or s3://BUCKET/PREFIX, and more than 0 s")
     if HIDDEN + "@" in url:
-        raise UsageError(f"the password is left out of {redacted(url)!r}, as it is printed; give the whole URL")
+        raise UsageError(f"the password is left out of {redact(url)!r}, as it is printed; give the whole URL")
     # A scheme has a file of its own beside this one, SCHEME_values.py, or is left to fsspec.
     name = ALIASES.get(scheme, scheme)
     module = f"{__package__}.{name}_values"

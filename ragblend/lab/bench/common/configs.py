@@ -51,16 +51,16 @@ class BenchConfig:
     seed: Annotated[int, Option("--seed")] = 0
 
     def __post_init__(self) -> None:
-        from ragblend.engine.fusion.rules import check_ratio, find_rule
+        from ragblend.engine.fusion.rules import find_rule, validate_ratio
         from ragblend.engine.store.kv import dtype_name
         from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 
-        hints = hints_of(type(self))
+        hints = get_field_annotations(type(self))
         for name in (each.name for each in fields(self)):
             low, value = getattr(hints[name].__metadata__[0], "min", None), getattr(self, name)
             if low is not None and value is not None and value < low:
                 raise UsageError(f"{name} is {value}; choose {low} or more")
-        checks: dict[str, Callable[[Any], object]] = {"shape": find_shape, "ratio": check_ratio, "rule": find_rule}
+        checks: dict[str, Callable[[Any], object]] = {"shape": find_shape, "ratio": validate_ratio, "rule": find_rule}
         for name, check in checks.items():
             if getattr(self, name, None) is not None:
                 check(getattr(self, name))
@@ -72,9 +72,9 @@ class BenchConfig:
         if backend != "vllm" and getattr(self, "vllm_options", {}):
             raise UsageError("options for vLLM need --backend vllm")
         object.__setattr__(self, "dtype", dtype_name(find_dtype(self.dtype)))  # bf16 is bfloat16
-        self.check()
+        self.validate()
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """What one benchmark refuses besides."""
 
     @property
@@ -89,7 +89,7 @@ class BenchConfig:
         return facts
 
 
-def hints_of(config: type[BenchConfig]) -> dict[str, Any]:
+def get_field_annotations(config: type[BenchConfig]) -> dict[str, Any]:
     """Every field's annotation, option included."""
     return get_type_hints(config, include_extras=True)
 
@@ -109,18 +109,18 @@ def check_modes(modes: Sequence[str], rules: Sequence[str]) -> None:
         find_rule(rule)
 
 
-class Case(NamedTuple):
+class ModeAndRule(NamedTuple):
     """One line of a table. `rule` is "none" except for blend."""
 
     mode: Mode
     rule: str
 
 
-def cases_of(modes: Sequence[Mode], rules: Sequence[str]) -> tuple[Case, ...]:
+def expand_cases(modes: Sequence[Mode], rules: Sequence[str]) -> tuple[ModeAndRule, ...]:
     """Every mode once, blend once per rule."""
-    cases: list[Case] = []
+    cases: list[ModeAndRule] = []
     for mode in modes:
-        cases += [Case(mode, rule) for rule in (rules if mode == "blend" else ["none"])]
+        cases += [ModeAndRule(mode, rule) for rule in (rules if mode == "blend" else ["none"])]
     return tuple(dict.fromkeys(cases))
 
 
@@ -141,7 +141,7 @@ class PromptConfig(BenchConfig):
         return PREFIX_TOKENS + self.num_chunks * self.chunk_tokens + self.question_tokens
 
 
-def _one_of(config: TtftConfig | ThroughputConfig, default: str) -> None:
+def _apply_default_shape(config: TtftConfig | ThroughputConfig, default: str) -> None:
     """Either a shape or a model; the default shape where neither is given."""
     if config.shape is not None and config.model is not None:
         raise UsageError("give either a shape (random weights) or a model (a checkpoint), not both")
@@ -163,9 +163,9 @@ class TtftConfig(PromptConfig):
     device: Annotated[str, Option("--device")] = "cpu"
     backend: Backend = "transformers"
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """A tier that there is, a store and a device that are of use."""
-        _one_of(self, DEFAULT_SHAPE)
+        _apply_default_shape(self, DEFAULT_SHAPE)
         if self.tier not in TIERS:
             raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
         if self.store is not None and self.tier != "disk":
@@ -174,9 +174,9 @@ class TtftConfig(PromptConfig):
             raise UsageError(f"device is {self.device!r}; vLLM takes the device it was built for, leave it out")
 
     @property
-    def cases(self) -> tuple[Case, ...]:
+    def cases(self) -> tuple[ModeAndRule, ...]:
         """What is run."""
-        return cases_of(self.modes, self.rules)
+        return expand_cases(self.modes, self.rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +203,9 @@ class ThroughputConfig(PromptConfig):
     rules: Rules = ("cacheblend",)
     memory_gib: Annotated[float, Option("--memory-gib", min=0, help="Memory tier in front of the store.")] = 2.0
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """A pool to draw from, rates and a bound that can be met."""
-        _one_of(self, "llama-50m")
+        _apply_default_shape(self, "llama-50m")
         if self.pool < self.num_chunks:
             raise UsageError(f"prompts of {self.num_chunks} chunks cannot be drawn from {self.pool}: raise --pool")
         if self.rates is not None and (not self.rates or min(self.rates) <= 0):
@@ -229,7 +229,7 @@ class LoadConfig(PromptConfig):
     repeats: Annotated[int, Option("--repeats", min=1, help="Prompts, each of other chunks.")] = 5
     backend: Backend = "transformers"
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Readers that read."""
         if any(slowdown <= 0 for slowdown in self.slowdowns):
             raise UsageError(f"slowdowns are {self.slowdowns}; choose more than 0")
@@ -250,10 +250,10 @@ class IngestConfig(BenchConfig):
     num_known: Annotated[int, Option("--known", min=0, help="Known chunks of the second part; 0 for none.")] = 10_000
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise UsageError for a context that does not exist."""
         for policy in self.contexts:
-            CONTEXT.of("context", policy)
+            CONTEXT.validate("context", policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,18 +288,18 @@ class QualityConfig(BenchConfig):
     device: Annotated[str, Option("--device")] = "auto"
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Parts that there are, shares that are some, contexts that chunks can have."""
-        from ragblend.engine.fusion.rules import check_ratio
+        from ragblend.engine.fusion.rules import validate_ratio
 
         if not self.contexts:
             raise UsageError("no context given; choose from none, similar")
         for context in self.contexts:
-            CONTEXT.of("context", context)
+            CONTEXT.validate("context", context)
         if self.part not in PARTS:
             raise UsageError(f"part is {self.part!r}; choose one of {', '.join(PARTS)}")
         for ratio in self.ratios:
-            check_ratio(ratio)
+            validate_ratio(ratio)
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON values, without places."""

@@ -17,7 +17,7 @@ from ragblend.lab.bench.common.plots import require_matplotlib
 
 Draw = Callable[[Mapping[str, Any], Path], None]
 Echo = Callable[[str], None]
-Tell = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ C = TypeVar("C", bound=BenchConfig)
 R = TypeVar("R", bound=BenchResult)
 
 
-def bench(
+def run_benchmark(
     config: C,
-    run: Callable[[C, Tell | None], R],
+    run: Callable[[C, ProgressCallback | None], R],
     table: Callable[[R], list[str]],
     echo: Echo,
     plot: Path | None = None,
@@ -59,8 +59,8 @@ def bench(
 ) -> dict[str, Any]:
     """Run `config`; card and table to `echo`, a picture to `plot`; returns the JSON object."""
     check_plot(plot)
-    result = run(config, on_terminal())
-    return present(result.as_dict(), table(result), echo, plot, draw)
+    result = run(config, make_terminal_progress())
+    return report_result(result.as_dict(), table(result), echo, plot, draw)
 
 
 class Column(NamedTuple):
@@ -68,7 +68,7 @@ class Column(NamedTuple):
 
     title: str
     spec: str
-    of: str | Callable[[Any], Any]
+    value: str | Callable[[Any], Any]
 
     def head(self) -> str:
         """The title, as wide as the values."""
@@ -76,7 +76,7 @@ class Column(NamedTuple):
 
     def cell(self, run: object) -> str:
         """The run's value; "-" for None."""
-        value = self.of(run) if callable(self.of) else getattr(run, self.of)
+        value = self.value(run) if callable(self.value) else getattr(run, self.value)
         text = "-" if value is None else f"{value:{self.spec[0]}{self.spec[len(self._width) + 1 :].removesuffix('x')}}"
         text += "x" if value is not None and self.spec.endswith("x") else ""
         return f"{text:{self.spec[0]}{self._width}}"
@@ -86,7 +86,7 @@ class Column(NamedTuple):
         return self.spec[1:].partition(".")[0].rstrip("x")
 
 
-def table(columns: Sequence[Column], runs: Iterable[object]) -> list[str]:
+def format_table(columns: Sequence[Column], runs: Iterable[object]) -> list[str]:
     """A line of titles, then one per run."""
     titles = "".join(column.head() for column in columns)
     return [titles, *("".join(column.cell(run) for column in columns) for run in runs)]
@@ -97,9 +97,9 @@ def medians(reports: Sequence[BlendReport], *names: str) -> dict[str, Any]:
     return {name: float(statistics.median(getattr(report, name) for report in reports)) for name in names}
 
 
-def on_terminal() -> Tell | None:
+def make_terminal_progress() -> ProgressCallback | None:
     """Where progress goes: stderr, if somebody looks at it."""
-    return _tell if sys.stderr.isatty() else None
+    return _print_progress if sys.stderr.isatty() else None
 
 
 def check_plot(plot: Path | None) -> None:
@@ -108,7 +108,7 @@ def check_plot(plot: Path | None) -> None:
         require_matplotlib()
 
 
-def present(
+def report_result(
     facts: dict[str, Any], table: Sequence[str], echo: Echo, plot: Path | None = None, draw: Draw | None = None
 ) -> dict[str, Any]:
     """Card and table to `echo`, the picture of `facts` to `plot`; returns `facts`."""
@@ -120,5 +120,5 @@ def present(
     return facts
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COLOURS = {"full": "#7f7f7f", "prefix": "#9edae5", "reuse": "#c49c94", "blend": "#1f77b4"}
+COLORS = {"full": "#7f7f7f", "prefix": "#9edae5", "reuse": "#c49c94", "blend": "#1f77b4"}
 
 
 def require_matplotlib() -> None:
@@ -23,7 +23,7 @@ def require_matplotlib() -> None:
 
 
 @contextmanager
-def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
+def figure_file(path: Path, width: float, height: float) -> Iterator[Any]:
     """A matplotlib figure of that size in inches, written to `path` at the end."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -39,13 +39,13 @@ def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
 def plot_ttft(facts: Mapping[str, Any], path: Path) -> None:
     """Write a bar per run of `bench ttft`: median TTFT, whiskers from fastest to slowest, speedup beside it."""
     runs = facts["runs"]
-    with drawn(path, 8, 1.2 + 0.55 * len(runs)) as figure:
+    with figure_file(path, 8, 1.2 + 0.55 * len(runs)) as figure:
         axes = figure.add_subplot()
         medians = [run["ttft_s"] for run in runs]
         below = [run["ttft_s"] - run["ttft_min_s"] for run in runs]
         above = [run["ttft_max_s"] - run["ttft_s"] for run in runs]
-        colours = [COLOURS[run["mode"]] for run in runs]
-        axes.barh([_label(run) for run in runs], medians, xerr=[below, above], color=colours, capsize=3)
+        colors = [COLORS[run["mode"]] for run in runs]
+        axes.barh([_label(run) for run in runs], medians, xerr=[below, above], color=colors, capsize=3)
         for place, run in enumerate(runs):
             speedup = f", {run['speedup']:.1f}x" if run["speedup"] is not None else ""
             axes.annotate(
@@ -64,7 +64,7 @@ def plot_ttft(facts: Mapping[str, Any], path: Path) -> None:
 
 def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
     """Write mean TTFT over the requests served, a line per mode of `bench throughput`, up to three times the bound."""
-    with drawn(path, 7.5, 4.8) as figure:
+    with figure_file(path, 7.5, 4.8) as figure:
         axes = figure.add_subplot()
         config, bound = facts["config"], facts["bound_s"]
         many = len(config["rules"]) > 1
@@ -74,8 +74,8 @@ def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
             best = found["rate_at_bound"]
             label = found["mode"] + (f" {found['rule']}" if many and found["mode"] == "blend" else "")
             label += "" if best is None else f": {'>' if found['at_least'] else ''}{best:.3g}/s"
-            colour = None if many and found["mode"] == "blend" else COLOURS[found["mode"]]
-            axes.plot([0.0, *rates], [found["idle_ttft_s"], *means], label=label, color=colour, marker="o", ms=4)
+            color = None if many and found["mode"] == "blend" else COLORS[found["mode"]]
+            axes.plot([0.0, *rates], [found["idle_ttft_s"], *means], label=label, color=color, marker="o", ms=4)
         axes.axhline(bound, color="black", ls=":", lw=1, label=f"bound {bound:.3g} s")
         axes.set_xlim(left=0)
         axes.set_ylim(0, 3 * bound)
@@ -88,7 +88,7 @@ def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
 
 def plot_load(facts: Mapping[str, Any], path: Path) -> None:
     """Write `bench load`: every layer's loading and fusing on both sides of the line, and TTFT over T_load."""
-    with drawn(path, 15, 5) as figure:
+    with figure_file(path, 15, 5) as figure:
         chosen = _timelines_to_show(facts)
         panels = figure.subplots(1, len(chosen) + 1)
         for axes, timeline in zip(panels, chosen, strict=False):
@@ -112,11 +112,11 @@ def _timelines_to_show(facts: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _plot_timeline(axes: Any, timeline: Mapping[str, Any]) -> None:
     """A row per layer: when it was loaded, and when it was fused."""
-    for name, colour, offset in (("load", "#ff7f0e", -0.2), ("fuse", "#1f77b4", 0.2)):
+    for name, color, offset in (("load", "#ff7f0e", -0.2), ("fuse", "#1f77b4", 0.2)):
         starts = [start for start, _ in timeline[name]]
         widths = [end - start for start, end in timeline[name]]
         rows = [layer + offset for layer in range(len(starts))]
-        axes.barh(rows, widths, left=starts, height=0.4, color=colour, label=name)
+        axes.barh(rows, widths, left=starts, height=0.4, color=color, label=name)
     axes.invert_yaxis()
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xlim(left=0)
@@ -131,12 +131,12 @@ def _plot_timeline(axes: Any, timeline: Mapping[str, Any]) -> None:
 def _plot_over_load(axes: Any, facts: Mapping[str, Any]) -> None:
     """TTFT over that from memory, over T_load / T_recompute, with the pipeline and without."""
     ratio = facts["config"]["ratio"]
-    for pipeline, colour in ((True, "#1f77b4"), (False, "#d62728")):
+    for pipeline, color in ((True, "#1f77b4"), (False, "#d62728")):
         runs = [run for run in facts["runs"] if run["pipeline"] == pipeline and run["ratio"] == ratio]
         runs.sort(key=lambda run: float(run["load_over_recompute"]))
         places = [run["load_over_recompute"] for run in runs]
         label = f"pipeline {'on' if pipeline else 'off'}"
-        axes.plot(places, [run["over_memory"] for run in runs], marker="o", ms=4, color=colour, label=label)
+        axes.plot(places, [run["over_memory"] for run in runs], marker="o", ms=4, color=color, label=label)
     more = [run for run in facts["runs"] if run["ratio"] > ratio]
     if more:
         places = [run["load_over_recompute"] for run in more]
@@ -152,7 +152,7 @@ def _plot_over_load(axes: Any, facts: Mapping[str, Any]) -> None:
     axes.legend(fontsize="small")
 
 
-RULE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22")
+RULE_COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22")
 MIN_KL = 1e-6  # nats: what is below is rounding, and a logarithmic axis has no zero
 
 
@@ -179,14 +179,14 @@ def plot_quality(facts: Mapping[str, Any], path: Path, panels: Sequence[Panel] =
     and of the answer over the charged budget; the gold answer's loss and F1 over the time to first token."""
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
     known = [panel for panel in panels if any(run[panel.name] is not None for run in runs)]  # ROUGE-L needs its package
-    with drawn(path, 4.5 * len(known), 4.6) as figure:
+    with figure_file(path, 4.5 * len(known), 4.6) as figure:
         for axes, panel in zip(figure.subplots(1, len(known)), known, strict=True):
             plot_panel(axes, panel, runs)
         config = facts["config"]
         figure.suptitle(
             f"{facts['model']} {config['dtype']}, {config['data']}, {runs[0]['num_questions']} questions, "
             f"{facts['prompt_tokens']:.0f} tokens in {config['num_chunks']} chunks, "
-            f"{place_of(facts['hardware'])}",
+            f"{format_hardware(facts['hardware'])}",
             fontsize="medium",
         )
 
@@ -194,19 +194,19 @@ def plot_quality(facts: Mapping[str, Any], path: Path, panels: Sequence[Panel] =
 def plot_panel(axes: Any, panel: Panel, runs: Sequence[Mapping[str, Any]]) -> None:
     """Draw `panel` of these runs on matplotlib's `axes`."""
     place, name, title = panel
-    colours = itertools.cycle(RULE_COLOURS)
+    colors = itertools.cycle(RULE_COLORS)
     for line in dict.fromkeys(map(_line_of, runs)):
         mode, rule, context = line
         points = [run for run in runs if _line_of(run) == line and run[name] is not None]
         points.sort(key=lambda run: float(run[place]))
-        colour = COLOURS[mode] if mode in ("full", "prefix", "reuse") else next(colours)
+        color = COLORS[mode] if mode in ("full", "prefix", "reuse") else next(colors)
         label = (rule if mode == "blend" else mode) + (f", {context}" if context != "none" else "")
         # Full prefill is no distance from itself.
         if not points or (place == "charged_budget_32" and mode not in ("reuse", "blend")):
             continue
         if name.endswith("_kl") and mode in ("full", "prefix"):
             continue
-        with_bars(axes, points, place, name, colour, label)
+        plot_with_intervals(axes, points, place, name, color, label)
     places = [run[place] for run in runs]
     if place == "ttft_s" and min(places) > 0 and max(places) > 20 * min(places):
         axes.set_xscale("log")
@@ -221,8 +221,8 @@ def _line_of(run: Mapping[str, Any]) -> tuple[str, str, str]:
     return run["mode"], run["rule"], run["context"]
 
 
-def with_bars(
-    axes: Any, points: Sequence[Mapping[str, Any]], place: str, name: str, colour: str, label: str, **bounds: str
+def plot_with_intervals(
+    axes: Any, points: Sequence[Mapping[str, Any]], place: str, name: str, color: str, label: str, **bounds: str
 ) -> None:
     """`name` over `place`, with bars from its lower to its upper bound, if it has any; `low` and `high` name them
     otherwise."""
@@ -233,18 +233,18 @@ def with_bars(
     )
     below = [max(0.0, point[name] - point[low]) for point in points]  # rounding, at 1
     above = [max(0.0, point[high] - point[name]) for point in points]
-    axes.errorbar(places, values, [below, above], label=label, color=colour, marker="o", ms=3, lw=1.2, capsize=2)
+    axes.errorbar(places, values, [below, above], label=label, color=color, marker="o", ms=3, lw=1.2, capsize=2)
 
 
 def plot_calibration(facts: Mapping[str, Any], path: Path) -> None:
     """Write two panels of `calibrate` over the charged budget, a line per rule: agreement with full prefill's
     first token, with 95 % intervals, and KL. A ring marks the ratio that was fitted."""
-    with drawn(path, 11, 4.4) as figure:
+    with figure_file(path, 11, 4.4) as figure:
         agreement, divergence = figure.subplots(1, 2)
-        for colour, fit in zip(itertools.cycle(RULE_COLOURS), facts["fits"], strict=False):
+        for color, fit in zip(itertools.cycle(RULE_COLORS), facts["fits"], strict=False):
             label = f"{fit['rule']}, layer {fit['check_layer']}"
-            _plot_points(agreement, fit, "agreement", ("low", "high"), 0.0, colour, label)
-            _plot_points(divergence, fit, "kl", ("kl", "kl"), MIN_KL, colour, label)
+            _plot_points(agreement, fit, "agreement", ("low", "high"), 0.0, color, label)
+            _plot_points(divergence, fit, "kl", ("kl", "kl"), MIN_KL, color, label)
         agreement.set_ylabel("first token is full prefill's")
         divergence.set_ylabel("KL(full || blend) of the first token, nats")
         divergence.set_yscale("log")
@@ -259,14 +259,14 @@ def plot_calibration(facts: Mapping[str, Any], path: Path) -> None:
 
 
 def _plot_points(
-    axes: Any, fit: Mapping[str, Any], what: str, bounds: tuple[str, str], least: float, colour: str, label: str
+    axes: Any, fit: Mapping[str, Any], what: str, bounds: tuple[str, str], least: float, color: str, label: str
 ) -> None:
     """`what` of a fit's curve over its charged budget; a point that is not above `least` cannot be drawn."""
     points = [point for point in fit["curve"] if point[what] > least]
-    with_bars(axes, points, "charged_budget", what, colour, label, low=bounds[0], high=bounds[1])
+    plot_with_intervals(axes, points, "charged_budget", what, color, label, low=bounds[0], high=bounds[1])
     chosen = [point for point in points if point["ratio"] == fit["ratio"]]
     places = [point["charged_budget"] for point in chosen]
-    axes.plot(places, [point[what] for point in chosen], marker="o", ms=10, mfc="none", ls="", color=colour)
+    axes.plot(places, [point[what] for point in chosen], marker="o", ms=10, mfc="none", ls="", color=color)
 
 
 def _label(run: Mapping[str, Any]) -> str:
@@ -277,10 +277,10 @@ def _title(facts: Mapping[str, Any]) -> str:
     config, hardware = facts["config"], facts["hardware"]
     return (
         f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, "
-        f"{place_of(hardware)}"
+        f"{format_hardware(hardware)}"
     )
 
 
-def place_of(hardware: Mapping[str, Any]) -> str:
+def format_hardware(hardware: Mapping[str, Any]) -> str:
     """What it ran on, in a few words."""
     return hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecoderShape:
     """What decides a decoder's arithmetic. `family` names the transformers architecture."""
 
     family: str
@@ -29,20 +29,20 @@ class Shape:
     tied: bool = False
 
 
-SHAPES: Mapping[str, Shape] = {
-    "tiny": Shape("llama", 4, 64, 128, 4, 2, 16, 512, 4096),
-    "llama-1m": Shape("llama", 4, 128, 256, 4, 2, 32, 512, 4096),
-    "llama-50m": Shape("llama", 16, 512, 1408, 8, 2, 64, 8192, 8192),
-    "llama-200m": Shape("llama", 16, 1024, 2816, 16, 4, 64, 8192, 16_384),
-    "llama-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 500_000.0, tied=True),
-    "mistral-7b": Shape("mistral", 32, 4096, 14_336, 32, 8, 128, 32_768, 32_768, 1_000_000.0),
-    "qwen3-8b": Shape("qwen3", 36, 4096, 12_288, 32, 8, 128, 151_936, 40_960, 1_000_000.0),
+SHAPES: Mapping[str, DecoderShape] = {
+    "tiny": DecoderShape("llama", 4, 64, 128, 4, 2, 16, 512, 4096),
+    "llama-1m": DecoderShape("llama", 4, 128, 256, 4, 2, 32, 512, 4096),
+    "llama-50m": DecoderShape("llama", 16, 512, 1408, 8, 2, 64, 8192, 8192),
+    "llama-200m": DecoderShape("llama", 16, 1024, 2816, 16, 4, 64, 8192, 16_384),
+    "llama-1b": DecoderShape("llama", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 500_000.0, tied=True),
+    "mistral-7b": DecoderShape("mistral", 32, 4096, 14_336, 32, 8, 128, 32_768, 32_768, 1_000_000.0),
+    "qwen3-8b": DecoderShape("qwen3", 36, 4096, 12_288, 32, 8, 128, 151_936, 40_960, 1_000_000.0),
 }
 """Shapes by name: two tiny ones for tests (vLLM has no attention for heads as small as tiny's), two small ones for
 CPUs, and Llama-3.2-1B, Mistral-7B-v0.3 and Qwen3-8B."""
 
 
-def find_shape(name: str) -> Shape:
+def find_shape(name: str) -> DecoderShape:
     """The shape of that name; raises UsageError for one that is not known."""
     if name not in SHAPES:
         raise UsageError(f"shape is {name!r}; choose one of {', '.join(SHAPES)}")

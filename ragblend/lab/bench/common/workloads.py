@@ -25,7 +25,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import LoadedModel, find_device
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, PromptConfig
-from ragblend.lab.bench.common.shapes import Shape, find_shape
+from ragblend.lab.bench.common.shapes import DecoderShape, find_shape
 from ragblend.prompt.formats import DeclaredFormat
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
@@ -35,7 +35,7 @@ _BLOCK_VALUES = 1 << 22
 _WEIGHT_STD = 0.02
 
 
-def model_config(shape: Shape) -> Any:
+def model_config(shape: DecoderShape) -> Any:
     """The transformers config of `shape`. Families with a sliding window have it off, as their current releases do."""
     from transformers import AutoConfig
 
@@ -58,7 +58,7 @@ def model_config(shape: Shape) -> Any:
 
 @torch.no_grad()
 def random_model(
-    shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
+    shape: DecoderShape, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Any:
     """A causal LM of `shape` with random weights, allocated once, directly in `dtype` on `device`.
 
@@ -133,7 +133,9 @@ class PromptSet:
     prompts: tuple[SegmentedPrompt, ...]
 
 
-def prompts_of(config: PromptConfig, vocab_size: int, num_prompts: int = 1, pool: int | None = None) -> PromptSet:
+def make_config_prompts(
+    config: PromptConfig, vocab_size: int, num_prompts: int = 1, pool: int | None = None
+) -> PromptSet:
     """What `config` asks: `num_prompts` prompts, of all chunks in ever new orders, or of some of a `pool`."""
     sizes = config.num_chunks, config.chunk_tokens, config.question_tokens
     return draw_prompts(pool or config.num_chunks, *sizes, num_prompts, vocab_size, config.seed)
@@ -195,7 +197,7 @@ def _engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEng
 
 
 @contextmanager
-def directory_of(store: Path | None) -> Iterator[Path]:
+def open_directory(store: Path | None) -> Iterator[Path]:
     """The directory that was named, or a temporary one."""
     if store is not None:
         yield store
@@ -205,7 +207,7 @@ def directory_of(store: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def threads(count: int | None) -> Iterator[None]:
+def torch_threads(count: int | None) -> Iterator[None]:
     """Let torch use `count` threads meanwhile; None leaves it alone."""
     before, set_threads = torch.get_num_threads(), torch.set_num_threads  # vLLM replaces it with one that does nothing
     set_threads(count or before)

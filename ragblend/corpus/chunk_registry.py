@@ -1,0 +1,433 @@
+"""Texts of ingested chunks, kept beside their KV, so that they are found again in a plain prompt (see `boundaries`).
+
+Two texts are the same when they are equal after `strip()`. A text is here for whoever added it: an index, or documents
+that a framework knows by their ids; when the last of them lets it go, nobody needs its KV either. The file also lists
+the entries that ingestion has stored beside it, so that one that went missing is missed, and has the vectors of the
+chunks that frameworks bring, which no index of ours has. Knows strings and one SQLite file. Knows nothing about tokens,
+KV, engines or frameworks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary, WeakSet
+
+from ragblend.corpus.text_index import TextIndex
+from ragblend.errors import CorruptError, StoreMismatchError
+from ragblend.files.directory import remove_file, to_write_error
+from ragblend.files.sqlite import connect, row_checksum, transaction, truncate_log, wrap_sqlite_errors
+
+logger = logging.getLogger(__name__)
+
+REGISTRY_FILE = "texts.sqlite"
+"""In a store's directory: the texts whose KV it holds."""
+
+_TABLE, _HOLDERS, _STORED, _SIMILAR = "registered_texts", "text_holders", "stored_kv", "similar_versions"
+_VERSION = 3
+_SCHEMA = (
+    f"CREATE TABLE IF NOT EXISTS {_TABLE} "
+    "(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, text TEXT NOT NULL)",
+    f"CREATE TABLE IF NOT EXISTS {_HOLDERS} "
+    "(document TEXT NOT NULL, key BLOB NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (document, key)) WITHOUT ROWID",
+    f"CREATE INDEX IF NOT EXISTS holders_by_text ON {_HOLDERS} (key)",
+    f"CREATE TABLE IF NOT EXISTS {_STORED} "
+    "(key TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
+    f"CREATE TABLE IF NOT EXISTS {_SIMILAR} "
+    "(entry TEXT PRIMARY KEY, key BLOB NOT NULL, embedder TEXT NOT NULL, vector BLOB NOT NULL, "
+    "is_stored INTEGER NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
+    f"CREATE INDEX IF NOT EXISTS similar_by_text ON {_SIMILAR} (key)",
+    f"PRAGMA user_version = {_VERSION}",
+)
+_TABLES = {sql.split()[5]: sql.replace("IF NOT EXISTS ", "") for sql in _SCHEMA if "CREATE TABLE" in sql}
+_DAMAGED_ROWS = {
+    "texts": f"FROM {_TABLE} WHERE key IS NOT text_key(text)",  # their key is their checksum
+    "holders of texts": f"FROM {_HOLDERS} WHERE checksum IS NOT row_checksum(document, key)",
+    "stored entries": f"FROM {_STORED} WHERE checksum IS NOT row_checksum(key, fingerprint)",
+    "vectors of texts": f"FROM {_SIMILAR} WHERE checksum IS NOT row_checksum(entry, key, embedder, vector)",
+}
+
+_INSERT = "INSERT OR IGNORE INTO {} VALUES (?1, ?2, row_checksum(?1, ?2))"
+
+
+class SimilarVariant(NamedTuple):
+    """A chunk that a framework has brought, of which a version computed behind similar ones is to be kept."""
+
+    entry: str  # the key of that version's KV: of one model, prefix and namespace
+    text: str
+    vector: bytes  # [dim] little-endian float32
+    is_stored: bool = False
+
+
+class ChunkRegistry:
+    """The texts of ingested chunks, kept in the SQLite file `path`, or in memory when that is None.
+
+    Safe between threads and processes: what another process adds is found at the next call. `close` frees the file;
+    the next call opens it again. Raises CorruptError for a damaged file, StoreMismatchError for somebody else's.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = Path(path) if path is not None else None
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._clear_memory()
+        _OPEN_REGISTRIES.add(self)
+        with self._locked():  # fail here rather than at the first prompt
+            pass
+
+    # --- what it holds ---
+
+    def texts(self) -> Iterator[str]:
+        """Every text, stripped, first added first."""
+        with self._locked() as connection:
+            return iter([text for (text,) in connection.execute(f"SELECT text FROM {_TABLE} ORDER BY id")])
+
+    def __len__(self) -> int:
+        with self._locked():
+            return len(self._index)
+
+    def __contains__(self, text: object) -> bool:
+        with self._locked():
+            return isinstance(text, str) and text.strip() in self._index
+
+    @contextmanager
+    def searching(self) -> Iterator[TextIndex]:
+        """The texts as they are now, for a search; others wait meanwhile."""
+        with self._locked():
+            yield self._index
+
+    def texts_of(self, document: str) -> set[str]:
+        """The texts that a document has."""
+        query = f"SELECT t.text FROM {_TABLE} t JOIN {_HOLDERS} h ON h.key = t.key WHERE h.document = ?"
+        with self._locked() as connection:
+            return {text for (text,) in connection.execute(query, (document,))}
+
+    # --- changing it: adding what is known writes nothing ---
+
+    def add(self, texts: Iterable[str], document: str = "") -> int:
+        """Know these texts, for `document` among others ("": an index); blank ones are skipped. How many were new."""
+        known = list(dict.fromkeys(filter(None, map(_normalize, texts))))
+        with self._locked() as connection:
+            query = f"SELECT key FROM {_HOLDERS} WHERE document = ?"
+            held = {key for (key,) in connection.execute(query, (document,))}
+            new = [(_key(text), text) for text in known if text not in self._index]
+            missing = [(document, key) for key in map(_key, known) if key not in held]
+            if new or missing:
+                with self._write_transaction():
+                    connection.executemany(f"INSERT OR IGNORE INTO {_TABLE} (key, text) VALUES (?, ?)", new)
+                    connection.executemany(_INSERT.format(_HOLDERS), missing)
+                self._load(connection)  # ids are read back: another process may have added in between
+        return len(new)
+
+    def preview_release(self, document: str, texts: Iterable[str]) -> list[str]:
+        """What `replace` would return: the texts of a document that would be nobody's."""
+        stay = set(map(_normalize, texts))
+        with self._locked():
+            return sorted(
+                text for text in self.texts_of(document) - stay if not self._has_other_document(text, but=document)
+            )
+
+    def replace(self, document: str, texts: Iterable[str]) -> list[str]:
+        """Know these texts for a document, in place of those it had; none: it is gone. What `release` returns."""
+        has_now = {text for text in map(_normalize, texts) if text}
+        with self._locked():
+            self.add(has_now, document)
+            return self.release(self.texts_of(document) - has_now, document)
+
+    def release(self, texts: Iterable[str], document: str = "") -> list[str]:
+        """Know these texts no longer for `document`; those that nobody else has are forgotten, and returned."""
+        released = list(dict.fromkeys(map(_normalize, texts)))
+        if not released:
+            return []
+        with self._write_transaction() as connection:
+            rows = ((document, _key(text)) for text in released)
+            connection.executemany(f"DELETE FROM {_HOLDERS} WHERE document = ? AND key = ?", rows)
+            gone = [text for text in released if not self._has_other_document(text)]
+            self.remove(gone)
+        return gone
+
+    def remove(self, texts: Iterable[str]) -> int:
+        """Forget these texts, whoever has them. How many were known."""
+        normalized = list(dict.fromkeys(map(_normalize, texts)))
+        if not normalized:
+            return 0
+        with self._write_transaction() as connection:
+            num_known = len(self._index)
+            for table in (_TABLE, _HOLDERS, _SIMILAR):  # by their keys: a row of which a bit changed goes as well
+                connection.executemany(f"DELETE FROM {table} WHERE key = ?", ((_key(text),) for text in normalized))
+            for text in normalized:
+                self._index.discard(text)
+            return num_known - len(self._index)
+
+    @contextmanager
+    def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
+        """Nobody adds a text meanwhile, from any process; yields whether one of this key is here. For moments."""
+        query = f"SELECT 1 FROM {_TABLE} WHERE key = ?"
+        with self._write_transaction() as connection:
+            yield lambda key: connection.execute(query, (key,)).fetchone() is not None
+
+    # --- what is stored beside it ---
+
+    def record_stored(self, keys: Iterable[str], fingerprint: str) -> None:
+        """Note entries that were stored, by the model of this fingerprint."""
+        with self._locked() as connection:
+            known = {key for (key,) in connection.execute(f"SELECT key FROM {_STORED}")}
+            if new := [(key, fingerprint) for key in dict.fromkeys(keys) if key not in known]:
+                with self._write_transaction():
+                    connection.executemany(_INSERT.format(_STORED), new)
+
+    def remove_stored(self, keys: Iterable[str]) -> None:
+        """Note that entries are to go, or gone: nobody misses them."""
+        with self._write_transaction() as connection:
+            connection.executemany(f"DELETE FROM {_STORED} WHERE key = ?", ((key,) for key in keys))
+
+    def stored(self) -> dict[str, str]:
+        """Keys of entries that were stored and not deleted since, with their model's fingerprint; of sound rows."""
+        sound = "WHERE checksum IS row_checksum(key, fingerprint)"  # a damaged key may name no file at all
+        with self._locked() as connection:
+            return dict(connection.execute(f"SELECT key, fingerprint FROM {_STORED} {sound} ORDER BY key").fetchall())
+
+    # --- similar versions of what frameworks bring ---
+
+    def similar_variants(self, embedder: str) -> list[SimilarVariant]:
+        """Those whose vectors this embedder made, oldest text first; of sound rows."""
+        query = (
+            f"SELECT s.entry, t.text, s.vector, s.is_stored FROM {_SIMILAR} s JOIN {_TABLE} t ON t.key = s.key WHERE "
+            "s.embedder = ? AND s.checksum IS row_checksum(s.entry, s.key, s.embedder, s.vector) ORDER BY t.id, s.entry"
+        )
+        with self._locked() as connection:
+            return [SimilarVariant(*row) for row in connection.execute(query, (embedder,))]
+
+    def similar_entries(self) -> list[str]:
+        """The entries of those that are stored."""
+        with self._locked() as connection:
+            return [entry for (entry,) in connection.execute(f"SELECT entry FROM {_SIMILAR} WHERE is_stored")]
+
+    def record_similar(self, versions: Iterable[SimilarVariant], embedder: str) -> None:
+        """Note versions that are to be kept, in place of what was noted of their entries."""
+        insert = f"INSERT OR REPLACE INTO {_SIMILAR} VALUES (?1, ?2, ?3, ?4, ?5, row_checksum(?1, ?2, ?3, ?4))"
+        rows = [(each.entry, _key(each.text.strip()), embedder, each.vector, each.is_stored) for each in versions]
+        with self._write_transaction() as connection:
+            connection.executemany(insert, rows)
+
+    def set_similar_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
+        """Note of versions whether they are stored now."""
+        with self._write_transaction() as connection:
+            rows = ((is_stored, entry) for entry in entries)
+            connection.executemany(f"UPDATE {_SIMILAR} SET is_stored = ? WHERE entry = ?", rows)
+
+    # --- its bytes ---
+
+    def find_problems(self) -> list[str]:
+        """Whatever is wrong with the file, a sentence each. Raises CorruptError when it cannot be read at all."""
+        with self._locked() as connection:
+            found = [f"{self.path}: {line}" for (line,) in connection.execute("PRAGMA integrity_check") if line != "ok"]
+            for what, rows in _DAMAGED_ROWS.items():
+                if count := connection.execute(f"SELECT count(*) {rows}").fetchone()[0]:
+                    found.append(f"{self.path}: {count} {what} are not what was written")
+            return found
+
+    def drop_damaged(self) -> None:
+        """Forget the rows that are not what was written; whoever they were of adds them again."""
+        with self._locked() as connection:
+            for rows in _DAMAGED_ROWS.values():
+                connection.execute(f"DELETE {rows}")
+        self.close()
+
+    def truncate_log(self) -> None:
+        """Let what was removed leave the file's log, where it stands until others have stopped reading."""
+        with self._locked() as connection:
+            truncate_log(connection)
+
+    def close(self) -> None:
+        """Free the file. Nothing is lost, and using the registry again opens it again."""
+        with self._lock:
+            if self._connection is not None and self.path is not None:
+                self._connection.close()
+                self._connection = None
+                self._clear_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # --- inside ---
+
+    def _reset_after_fork(self) -> None:
+        """In a forked process: whoever held the lock is not here, and SQLite wants a connection for each process."""
+        self._lock = threading.RLock()
+        if self._connection is not None and self.path is not None:
+            _PARENT_CONNECTIONS.append(self._connection)  # closed here, it would let go of the parent's locks
+            self._connection = None
+            self._clear_memory()
+
+    def _clear_memory(self) -> None:
+        self._index = TextIndex()
+        self._last_id = -1
+        self._data_version = -1  # SQLite's count of other connections' commits
+
+    def _has_other_document(self, text: str, but: str | None = None) -> bool:
+        """Whether a document has the text, other than the one named in `but`."""
+        query = f"SELECT 1 FROM {_HOLDERS} WHERE key = ? AND document IS NOT ? LIMIT 1"
+        with self._locked() as connection:
+            return connection.execute(query, (_key(text), but)).fetchone() is not None
+
+    @contextmanager
+    def _locked(self) -> Iterator[sqlite3.Connection]:
+        """Hold the lock, with memory as the file is now."""
+        with self._lock, wrap_sqlite_errors(self.path or Path(), _fix_hint(self.path)):
+            if self._connection is None:
+                self._connection = _open(self.path)
+            version = int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+            if version != self._data_version:
+                self._load(self._connection)
+                self._data_version = version
+            yield self._connection
+
+    @contextmanager
+    def _write_transaction(self) -> Iterator[sqlite3.Connection]:
+        """`_locked`, all or nothing, one process at a time."""
+        with self._locked() as connection:
+            try:
+                with transaction(connection, "IMMEDIATE"):
+                    yield connection
+            except BaseException:
+                self._clear_memory()  # of it, part may be undone
+                raise
+
+    def _load(self, connection: sqlite3.Connection) -> None:
+        """Read what is new; everything, when another process removed something."""
+        newer = f"SELECT id, text, key IS text_key(text) FROM {_TABLE} WHERE id > ? ORDER BY id"
+        with transaction(connection, "DEFERRED"):  # one state of the file for both reads
+            rows = connection.execute(newer, (self._last_id,)).fetchall()
+            count = int(connection.execute(f"SELECT count(*) FROM {_TABLE}").fetchone()[0])
+            if count != len(self._index) + len(rows):
+                self._clear_memory()
+                rows = connection.execute(newer, (-1,)).fetchall()
+        if damaged := sum(not is_sound for _, _, is_sound in rows):
+            logger.warning("%d texts in %s are not what was written and match nothing; mend it: ragblend verify "
+                           "--repair", damaged, self.path)  # fmt: skip
+        for row_id, text, _ in rows:
+            self._index.add(text)
+            self._last_id = row_id
+
+
+def _normalize(text: str) -> str:
+    """The text as it is compared; "" for one that cannot be registered (lone surrogates are no Unicode text)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return ""
+    return text.strip()
+
+
+def _key(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _open(path: Path | None) -> sqlite3.Connection:
+    """A connection in autocommit mode to a file that holds the tables, made if there is none."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise to_write_error(error, path) from error
+    if path is None or (not os.access(path.parent, os.W_OK) and not path.exists()):
+        connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        connection.create_function("row_checksum", -1, row_checksum)  # what is added lives as long as the connection
+    else:
+        connection = connect(path, f"Move {path} away", create=True)
+    try:
+        connection.create_function("text_key", 1, _key, deterministic=True)
+        tables = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall())
+        if tables and tables.keys().isdisjoint(_TABLES):
+            raise StoreMismatchError(
+                f"{path} is not a registry of chunk texts (it holds the tables {', '.join(sorted(tables))}); "
+                "keep the index and the store in different folders: --index DIR --store OTHER_DIR"
+            )
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        has_schema = all(tables.get(name) == sql for name, sql in _TABLES.items())
+        if tables and has_schema != (version == _VERSION):  # other versions have other tables
+            raise CorruptError(
+                f"{path} is damaged (version {version} with other tables than that has). {_fix_hint(path)}"
+            )
+        if tables and version != _VERSION:
+            raise StoreMismatchError(
+                f"{path} is version {version} of a registry, this ragblend reads {_VERSION}; delete it and ingest the "
+                "documents again: stored KV is found, not recomputed"
+            )
+        if not tables:
+            with transaction(connection, "IMMEDIATE"):
+                for statement in _SCHEMA:
+                    connection.execute(statement)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _fix_hint(path: Path | None) -> str:
+    return (
+        f"Mend it: ragblend verify --repair --store {path and path.parent}; or delete it and ingest the documents "
+        "again: stored KV is found, not recomputed"
+    )
+
+
+_OPEN_REGISTRIES: WeakSet[ChunkRegistry] = WeakSet()
+_PARENT_CONNECTIONS: list[sqlite3.Connection] = []
+
+
+_FORK_WAIT_S = 1.0
+_fork_locks: list[Any] = []
+
+
+def _before_fork() -> None:
+    """No thread is inside of SQLite while a process is forked: its own locks would never be let go in the child."""
+    _fork_locks.extend(each._lock for each in list(_OPEN_REGISTRIES) if each._lock.acquire(timeout=_FORK_WAIT_S))
+
+
+def _after_fork() -> None:
+    for lock in _fork_locks:
+        lock.release()
+    _fork_locks.clear()
+
+
+def _in_child() -> None:
+    _fork_locks.clear()
+    for registry in list(_OPEN_REGISTRIES):
+        registry._reset_after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+
+_IN_MEMORY: WeakKeyDictionary[Any, ChunkRegistry] = WeakKeyDictionary()
+_IN_MEMORY_LOCK = threading.Lock()
+
+
+def drop_registry(root: Path) -> None:
+    """Remove the registry in a store's directory: damaged beyond reading, it is made anew by whoever adds texts."""
+    for suffix in ("-wal", "-shm", ""):
+        remove_file(root / f"{REGISTRY_FILE}{suffix}")
+
+
+def store_folders(store: Any) -> list[Path]:
+    """Folders of this machine that a KVStore, whatever it is, keeps its files in."""
+    roots = (getattr(tier, "root", None) for tier in getattr(store, "tiers", (store,)))
+    return [root for root in roots if isinstance(root, Path)]
+
+
+def open_registry(store: Any) -> ChunkRegistry:
+    """The registry of a KVStore: the file beside its local disk tier, else one in memory that lives with the store."""
+    for root in store_folders(store):
+        return ChunkRegistry(root / REGISTRY_FILE)
+    with _IN_MEMORY_LOCK:
+        return _IN_MEMORY.setdefault(store, ChunkRegistry())

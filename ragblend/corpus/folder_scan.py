@@ -1,0 +1,383 @@
+"""Files and folders -> the files to read, in order, each once; and what else lies in those folders.
+
+Knows names, links, `.gitignore` and which folders hold ragblend's own data. Reads no documents. Read `scan_folders`
+first.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from pathspec import GitIgnoreSpec
+
+from ragblend.errors import NotFoundError, UsageError
+from ragblend.files.reading import read_file
+
+logger = logging.getLogger(__name__)
+
+SKIPPED_NAMES = frozenset({"node_modules", "__pycache__", "ragblend-data", "ragblend.toml"})
+"""Names that no folder shows, hidden ones besides. Whoever names such a folder or file itself gets it read."""
+
+_RAGBLEND_FOLDER_FILES = ({"chunks.sqlite", "manifest.json"}, {"texts.sqlite", "models"})  # an index, a store
+_EVERYTHING = ("**", "*")
+_GITIGNORE_BYTES = 1 << 20
+_FILE_URI = "file://"
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_RECORD = re.compile(r"#\d+(\.\d+)*$")
+
+
+class ReadFailure(NamedTuple):
+    """A file or folder that was not read, and why, with the way out."""
+
+    path: str
+    reason: str
+
+
+@dataclass
+class FolderScan:
+    """What files and folders hold. Every path is a `normal_path`, and that of a file is its `source`."""
+
+    roots: list[str] = field(default_factory=list)  # what was named, files and folders
+    files: dict[str, str] = field(default_factory=dict)  # file to read -> the top that brought it in, in reading order
+    named_files: set[str] = field(default_factory=set)  # of these, those that were named themselves
+    filtered_out: set[str] = field(default_factory=set)  # files that the folders show and `glob` leaves out
+    links: set[str] = field(default_factory=set)  # further names of files to read
+    ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
+    outside: list[str] = field(default_factory=list)  # links to files that lie in none of the folders
+    unreadable: list[ReadFailure] = field(default_factory=list)
+
+    def is_covered(self, path: str) -> bool:
+        """Whether a file is one that was named, or lies in a folder that was."""
+        return any(each in self._root_set for each in iter_path_and_parents(path))
+
+    def is_below_unreadable(self, path: str) -> bool:
+        """Whether a folder on the way to a file could not be listed."""
+        return any(each in self._unlisted for each in iter_path_and_parents(path))
+
+    def is_hidden(self, path: str, top: str) -> bool:
+        """Whether a folder that was named does not show a file in it, which `top` brought in: that folder, or one above
+        it. Who named the file, or a folder further down, wanted it all the same."""
+        shown = path in self.files or path in self.filtered_out
+        return not shown and any(
+            each in self._root_set and is_in(each, top) for each in iter_path_and_parents(path) if each != path
+        )
+
+    @cached_property
+    def _root_set(self) -> frozenset[str]:
+        return frozenset(self.roots)
+
+    @cached_property
+    def _unlisted(self) -> frozenset[str]:
+        return frozenset(path for path, _ in self.unreadable)
+
+
+def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path] = ()) -> FolderScan:
+    """The files that `paths` name and that folders among them hold, each folder's in order of their names.
+
+    Folders are walked recursively and leave out hidden files, `node_modules`, what `.gitignore` files name (that of the
+    folder, those further down, and those above it in the same git repository), ragblend's own data, and the folders
+    `own`. Links to folders are not followed. A link to a file is read under its own name, unless the file itself is
+    read too, and not at all where it leads to a file outside of `paths`. `glob` filters what folders hold, as
+    `Path.rglob` would. A file that is named is read whatever it is. Raises NotFoundError for a path that does not
+    exist, UsageError for a pattern that can match nothing.
+    """
+    pattern = _split_glob(glob)
+    found, ours = FolderScan(), {os.path.realpath(folder) for folder in own}
+    for path in map(_local, paths):
+        if not os.path.lexists(path):
+            raise NotFoundError(
+                f"{path} does not exist; check the path you gave to `ragblend ingest`. What is gone for good is "
+                f"forgotten by: ragblend remove {path}"
+            )
+        found.roots.append(normal_path(path))
+    found.roots = list(dict.fromkeys(found.roots))
+    for top in found.roots:
+        if not os.path.isdir(top):
+            found.named_files.add(top)
+            found.files.setdefault(top, top)
+            continue
+        for path in _files_below(top, ours, found):
+            if pattern == _EVERYTHING or _matches(path[len(top.rstrip("/")) + 1 :].split("/"), pattern):
+                found.files[path] = min(found.files.get(path, top), top, key=len)  # the widest of several
+            else:
+                found.filtered_out.add(path)
+    found.filtered_out -= found.files.keys()
+    found.unreadable = list(dict.fromkeys(found.unreadable))  # a folder in a folder that is named too is met twice
+    found.ignored = [path for path in dict.fromkeys(found.ignored) if path not in found.roots]
+    _drop_outside_links(found)
+    _deduplicate_links(found)
+    return found
+
+
+def _local(path: str | Path) -> str | Path:
+    return source_name(path) if isinstance(path, str) and path.startswith(_FILE_URI) else path
+
+
+def normal_path(path: str | Path) -> str:
+    """The absolute path of a file or folder, the same from every working folder; it need not exist.
+
+    Links on the way are resolved, a link to a file keeps its own name. Names are spelled as the folder lists them, on
+    file systems that also find them spelled otherwise.
+    """
+    text = os.fspath(path)
+    if os.path.isdir(text):
+        return _as_listed(os.path.realpath(text))
+    folder, name = os.path.split(text)
+    return _as_listed(os.path.join(os.path.realpath(folder or os.curdir), name))
+
+
+def _as_listed(path: str) -> str:
+    """`path` with every name as its folder lists it; unchanged where another case is another file."""
+    other = path.swapcase()
+    if other == path or not (os.path.lexists(path) and os.path.lexists(other) and os.path.samefile(path, other)):
+        return path
+    listed = Path(path).anchor
+    for name in Path(path).parts[1:]:
+        plain = unicodedata.normalize("NFC", name).casefold()
+        try:
+            names = os.listdir(listed)
+        except OSError:
+            names = []
+        same = [each for each in names if unicodedata.normalize("NFC", each).casefold() == plain]
+        listed = os.path.join(listed, name if name in names or not same else same[0])
+    return listed
+
+
+def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
+    """Which of `sources` a person means by `name`: a source, a file with all its records, or what lies in a folder.
+
+    sources: (source, file) each. `name` may be what `stats` shows, a path relative to the working folder, an absolute
+    one or a file:// URI, in either Unicode normal form. What is gone from the disk is found all the same.
+    """
+    if not name.strip():
+        raise UsageError("the name is empty; give a file, a folder or a record, as `ragblend stats` lists them")
+    known = list(sources)
+    if any(source == name for source, _ in known):
+        return [name]
+    meant = dict.fromkeys((source_name(name), os.path.realpath(source_name(name))))  # a link may name the file itself
+    for wanted, spelled in ((spelled(path), spelled) for path in meant for spelled in (str, _normalize_unicode)):
+        found = [source for source, _ in known if _RECORD.search(wanted) and spelled(source) == wanted]
+        found = found or [source for source, file in known if wanted in (spelled(source), spelled(file))]
+        found = found or [source for source, _ in known if is_below(spelled(source), wanted)]
+        if found:
+            return found
+    return []
+
+
+def source_name(name: str) -> str:
+    """The source of the document that a person calls `name`: an absolute path, or the URI that it is."""
+    if name.startswith(_FILE_URI):
+        _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # between them, a host: this one
+        return normal_path(unquote(slash + path))
+    return name if _URI.match(name) else normal_path(name)
+
+
+def make_source(path: str, record: str = "") -> str:
+    """The source of what a file holds, or of its `#record`. A file whose name ends as a record's would ends in `#`.
+
+    >>> source_of("/a.json", "#0"), source_of("/a.json"), source_of("/a.json#0")
+    ('/a.json#0', '/a.json', '/a.json#0#')
+    """
+    return path + (record or "#" * (path.endswith("#") or _RECORD.search(path) is not None))
+
+
+def source_path(source: str) -> str:
+    """The file of a source, see `make_source`."""
+    return source[:-1] if source.endswith("#") else _RECORD.sub("", source)
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether `path` lies in `folder` or further down."""
+    return path.startswith(folder.rstrip("/") + "/")
+
+
+def is_in(path: str, folder: str) -> bool:
+    """Whether `path` is `folder` or lies below it."""
+    return path == folder or is_below(path, folder)
+
+
+def iter_path_and_parents(path: str) -> Iterator[str]:
+    """A path, the folder it is in, and all above that.
+
+    >>> list(lineage("/a/b"))
+    ['/a/b', '/a', '/']
+    """
+    yield path
+    while (parent := os.path.dirname(path)) != path:
+        yield parent
+        path = parent
+
+
+def display_source(source: str) -> str:
+    """A source for people: relative to the working folder where it lies below it, and without control characters."""
+    try:
+        here = os.getcwd().rstrip("/") + "/"
+    except OSError:  # the working folder is gone
+        here = "/"
+    text = source[len(here) :] if len(here) > 1 and source.startswith(here) else source
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def printable(path: str) -> str:
+    """A path that can be printed and stored: bytes that are no UTF-8 are spelled out."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _normalize_unicode(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+# --- folders ---
+
+
+def _files_below(top: str, own: set[str], found: FolderScan) -> Iterator[str]:
+    """Files in order of their names' parts. Folders that cannot be listed, names that are no text, and what is ignored
+    are noted."""
+    waiting: list[tuple[str, bool, _GitignoreRules]] = [(top, True, _GitignoreRules.from_parents(top))]
+    while waiting:  # a stack, the next on top: folders may lie deeper than calls may
+        path, is_folder, ignored = waiting.pop()
+        if not is_folder:
+            yield path
+            continue
+        try:
+            entries = list(os.scandir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # gone since its folder was listed
+        except OSError as error:
+            found.unreadable.append(ReadFailure(path, f"{error.strerror or error}; check its permissions"))
+            continue
+        names = {entry.name for entry in entries}
+        if path != top and any(ours <= names for ours in _RAGBLEND_FOLDER_FILES):
+            continue
+        inside = ignored.add_folder_rules(path) if ".gitignore" in names else ignored
+        for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
+            kind = _kind(entry, found.unreadable)
+            if not kind or (kind == "folder" and entry.path in own):
+                continue
+            if inside.is_ignored(entry.path, kind == "folder"):
+                found.ignored.append(entry.path)
+            else:
+                waiting.append((entry.path, kind == "folder", inside))
+
+
+def _kind(entry: os.DirEntry[str], unreadable: list[ReadFailure]) -> str:
+    """ "file" or "folder"; "" for what a folder does not show."""
+    if entry.name.startswith(".") or entry.name in SKIPPED_NAMES:
+        return ""
+    try:
+        entry.name.encode()
+        if entry.is_dir(follow_symlinks=False):
+            return "folder"
+        return "file" if entry.is_file() else ""  # pipes, devices, links to folders and to nowhere are none
+    except UnicodeEncodeError:
+        unreadable.append(ReadFailure(printable(entry.path), "its name is not UTF-8; rename it"))
+        return ""
+    except OSError as error:  # whoever reads it says what is wrong; a link to itself is one to nowhere
+        return "" if error.errno == errno.ELOOP else "file"
+
+
+def _drop_outside_links(found: FolderScan) -> None:
+    """Whoever fills a folder may not be one who may read the whole machine."""
+    for path in [each for each in found.files if each not in found.named_files and os.path.islink(each)]:
+        target = os.path.realpath(path)
+        if not any(is_in(target, top) for top in found.roots):
+            found.outside.append(path)
+            del found.files[path]
+
+
+def _deduplicate_links(found: FolderScan) -> None:
+    """Keep of every file that goes by several names one: its own, else the first."""
+    names: dict[str, str] = {}
+    for path in sorted(found.files, key=os.path.islink):
+        if names.setdefault(os.path.realpath(path) if os.path.islink(path) else path, path) != path:
+            found.links.add(path)
+    for path in found.links:
+        del found.files[path]
+
+
+class _GitignoreRules(NamedTuple):
+    """The rules of `.gitignore` files for what lies below their folders; the innermost come last and decide first."""
+
+    rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()
+
+    @staticmethod
+    def from_parents(top: str) -> _GitignoreRules:
+        """The rules for `top` from the folders above it in its git repository; none that leave out `top` itself."""
+        folders, folder = [], top
+        while not os.path.exists(os.path.join(folder, ".git")):
+            parent = os.path.dirname(folder)
+            if parent == folder:
+                return _GitignoreRules()
+            folders.append(folder := parent)
+        found = _GitignoreRules()
+        for each in reversed(folders):
+            found = found.add_folder_rules(each)
+        return _GitignoreRules() if found.is_ignored(top, True) else found
+
+    def add_folder_rules(self, folder: str) -> _GitignoreRules:
+        """These, and those of the folder's own `.gitignore`."""
+        path = os.path.join(folder, ".gitignore")
+        try:
+            lines = read_file(path, _GITIGNORE_BYTES).decode("utf-8", "replace").splitlines()
+        except (FileNotFoundError, IsADirectoryError):
+            return self
+        except OSError as error:
+            logger.warning("%s is not followed: %s", path, error.strerror or error)
+            return self
+        return _GitignoreRules((*self.rules, (folder, _parse_patterns(lines, path))))
+
+    def is_ignored(self, path: str, is_folder: bool) -> bool:
+        """Whether `path` is left out, judged by itself: what lies in a folder that is left out is never asked about."""
+        for folder, spec in reversed(self.rules):
+            relative = path[len(folder.rstrip("/")) + 1 :]
+            verdict = spec.check_file(relative + "/" if is_folder else relative).include
+            if verdict is not None:
+                return verdict
+        return False
+
+
+def _parse_patterns(lines: Sequence[str], path: str) -> GitIgnoreSpec:
+    sound = []
+    for line in lines:
+        try:
+            GitIgnoreSpec.from_lines([line])
+            sound.append(line)
+        except ValueError as error:  # the other lines count all the same
+            logger.warning("%s: %s", path, error)
+    return GitIgnoreSpec.from_lines(sound)
+
+
+# --- patterns ---
+
+
+def _split_glob(glob: str) -> tuple[str, ...]:
+    parts = PurePath(glob).parts
+    if not parts or PurePath(glob).is_absolute() or ".." in parts:
+        raise UsageError(f"glob is {glob!r}; give a relative pattern such as '*.md'")
+    return ("**", *parts)
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path's parts match a pattern's, of which `**` is any number.
+
+    >>> [_matches(("a", "b.md"), ("**", *each)) for each in (("*.md",), ("a", "*.md"), ("x", "*.md"), ("a", "**", "*"))]
+    [True, True, False, True]
+    """
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(parts[start:], pattern[1:]) for start in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])

@@ -1,0 +1,95 @@
+"""Four warnings for an engine that reuses nothing, each logged once per engine, with the command that helps.
+
+Entries of a server or of a remote tier cannot be looked at: an engine over HTTP gives the last warning alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import threading
+from collections.abc import Sequence
+from itertools import chain, islice
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.tiered import tiers_of
+from ragblend.errors import RagblendError
+from ragblend.prompt.prompt import TokenizedPrompt
+
+if TYPE_CHECKING:
+    from ragblend.engine.base import EngineBase
+
+log = logging.getLogger(__name__)
+
+NUM_PROMPTS_BEFORE_WARNING = 3  # prompts without a match before NO_MATCH; later ones are not looked into
+MAX_HEADERS_READ = 64  # entries that are looked at
+EMPTY = "nothing is stored yet; ingest the documents first: {ingest}"
+OTHER_MODEL = "the store holds KV of other models or namespaces, none of {model}; add it: {precompute}"
+OTHER_PREFIX = "the store holds KV behind another prefix, none behind this one ({system}); add it: {precompute}"
+NO_MATCH = (
+    f"nothing in {NUM_PROMPTS_BEFORE_WARNING} prompts is stored; a chunk is found as it was ingested, to the letter: "
+    "{ingest}"
+)
+
+
+class ReuseDiagnostics:
+    """Warns of prompts of which nothing is reused, until something is. Thread-safe."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._warned_causes: set[str] = set()
+        self._num_missed = 0
+
+    def record_lookup(self, prompt: TokenizedPrompt, hits: Sequence[bool]) -> None:
+        """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored."""
+        if any(hits):
+            self._num_missed = NUM_PROMPTS_BEFORE_WARNING
+        elif hits:
+            self.record_miss(prompt.prefix_ids)
+
+    def record_miss(self, *prefixes: tuple[int, ...]) -> None:
+        """Told of a prompt of which nothing was reused; `prefixes` are looked for besides the engine's own."""
+        with self._lock:
+            if self._num_missed < NUM_PROMPTS_BEFORE_WARNING:
+                self._num_missed += 1
+                cause = self._cause((self._engine.default_prefix_ids, *prefixes))
+                if cause is not None and cause not in self._warned_causes:
+                    self._warned_causes.add(cause)
+                    log.warning("nothing was reused: %s", cause.format(**self._facts()))
+
+    def _cause(self, prefixes: Sequence[tuple[int, ...]]) -> str | None:
+        engine, tiers = self._engine, tiers_of(self._engine.store)
+        if any(tier.counters.num_failures for tier in tiers):
+            return None  # a remote tier has said that it does not answer; what it holds is not known
+        local = [tier for tier in tiers if isinstance(tier, DiskStore | MemoryStore)]
+        try:
+            headers = list(islice(chain.from_iterable(tier.headers() for tier in local), MAX_HEADERS_READ))
+        except (RagblendError, OSError):  # the answer is out; what is only good to know may not spoil it
+            return None
+        own = [each for each in headers if (each.fingerprint, each.namespace) == (engine.fingerprint, engine.namespace)]
+        if local and not headers:
+            return EMPTY
+        if headers and not own:
+            return OTHER_MODEL
+        if own and not any(each.prefix_ids[: len(each.prefix_ids) - sum(each.context)] in prefixes for each in own):
+            return OTHER_PREFIX
+        return NO_MATCH if self._num_missed == NUM_PROMPTS_BEFORE_WARNING and not self._warned_causes else None
+
+    def _facts(self) -> dict[str, str]:
+        """What the warnings name: model, system text, and what to type; where no flags are known, what to call."""
+        engine, called = self._engine, "ragblend.precompute.precompute_documents(documents, llm)"
+        described, flags = "no system text", engine.flags
+        if engine.system is not None:
+            described = repr(shorten(engine.system, 60, placeholder="..."))
+            quoted = shlex.quote(engine.system) if engine.system.isprintable() else '"$(cat FILE)"'
+            flags += f" --system {quoted}"
+        return {
+            "model": f"{engine.name} in {engine.namespace!r}" if engine.namespace else engine.name,
+            "system": described,
+            "ingest": f"ragblend ingest DOCS {flags}, or from Python {called}" if engine.flags else called,
+            "precompute": f"ragblend precompute {flags}, or from Python {called}" if engine.flags else called,
+        }

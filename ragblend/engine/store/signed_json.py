@@ -1,0 +1,62 @@
+"""Small JSON files with a checksum, and a signature where there is a key.
+
+The checksum tells bytes that changed from what was written; the signature tells who wrote it (see `signing`). Knows
+dictionaries, bytes and keys.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from ragblend.engine.store.signing import UNSIGNED, StoreKey
+
+CHECKSUM, SIGNATURE = "xxh3_128", "signature"
+
+
+def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None = None) -> bytes:
+    """`facts` as a JSON file. `kind` is sealed too: a file that belongs elsewhere is no good here.
+
+    >>> unseal(seal({"document": "a.txt"}, "pin"), "pin")
+    {'document': 'a.txt'}
+    """
+    return _written(facts, kind, key.sign_metadata(kind, _plain(facts)) if key is not None else None)
+
+
+def decode_signed_json(data: bytes, kind: str, key: StoreKey | None = None) -> dict[str, Any]:
+    """The facts in a file. Raises ValueError, with the reason, when these are not the bytes that were written, or when
+    there is a key and it did not sign them."""
+    try:
+        found: dict[str, Any] = dict(json.loads(data))
+        signature = found.pop(SIGNATURE, None)
+        if CHECKSUM not in found:
+            raise ValueError("it has no checksum")
+        facts = {name: value for name, value in found.items() if name != CHECKSUM}
+        if data != _written(facts, kind, signature):
+            raise ValueError("its checksum is wrong")
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"it is no such file ({error})") from error
+    if key is not None and not hmac.compare_digest(
+        key.sign_metadata(kind, facts).encode(), str(signature).encode("utf-8", "surrogatepass")
+    ):
+        raise ValueError(UNSIGNED)
+    return facts
+
+
+def _written(facts: Mapping[str, Any], kind: str, signature: object) -> bytes:
+    signed = {} if signature is None else {SIGNATURE: signature}
+    return (json.dumps({**facts, CHECKSUM: _checksum(facts, kind), **signed}, indent=1) + "\n").encode()
+
+
+def _checksum(facts: Mapping[str, Any], kind: str) -> str:
+    return xxh3_128_hexdigest(f"{kind}\0{json.dumps(dict(facts))}".encode())
+
+
+def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """As they are read back."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(facts)))
+    return found

@@ -1,0 +1,121 @@
+"""One decode step of several prompts: every weight is read once for all of them, every prompt attends to its own KV.
+
+The rows of all prompts go through a layer's norms, projections and MLP as one matrix. Its attention takes each prompt's
+rows by themselves, over that prompt's keys and values where they are: nothing is padded, nothing is copied. Works on
+the model's layers and tensors; knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache
+
+from ragblend.engine.fusion.attention import PLAIN, AttentionParams, attend_last, attend_rows
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.transformers.families import LatentAttention
+
+FEW_ROWS = range(6, 17)
+"""Rows of which a CPU makes a float32 product sooner the other way round: measured, a third of the time less at 8. MKL
+repacks the weights for four rows and more, which pays from 16 or so; below six, it takes less time all the same."""
+
+
+class SequenceRows(NamedTuple):
+    """Where one prompt's rows are: among the rows that are run, and in the prompt."""
+
+    span: slice
+    prompt_span: slice
+    rows: Tensor  # the same, positions [R]
+    fused: FusedKV
+
+
+def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.device) -> tuple[SequenceRows, ...]:
+    """The next `counts[i]` rows of each prompt in `fused`, side by side."""
+    places, begin = [], 0
+    for count, each in zip(counts, fused, strict=True):
+        there = slice(each.length, each.length + count)
+        rows = torch.arange(there.start, there.stop, device=device)
+        places.append(SequenceRows(slice(begin, begin + count), there, rows, each))
+        begin += count
+    return tuple(places)
+
+
+class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Writes each prompt's rows into its own KV, from where `attend_batch` takes them.
+
+    Of a model with a `latent`, that is what is written, and `attended` is what a layer's queries meet.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[SequenceRows],
+        latent: LatentAttention | None = None,
+        expand_kv: Callable[[int, LayerKV], LayerKV] | None = None,
+    ) -> None:
+        super().__init__(layers=[])
+        self._places = places
+        self._latent, self._expand_kv = latent, expand_kv
+        self.kv: list[tuple[Tensor, Tensor]] = []  # of the layer that runs, [1, H, end, D] each
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """[1, H, R, D] of all prompts' rows; handed on as they came."""
+        self.kv = []
+        fresh = LayerKV(key_states[0], value_states[0])
+        if self._latent is not None:
+            fresh = self._latent.to_stored(fresh)
+        for span, there, _, fused in self._places:
+            fused.write(layer_idx, there, fresh.keys[:, span], fresh.values[:, span])
+            whole = LayerKV(fused.keys(layer_idx)[:, : there.stop], fused.values(layer_idx)[:, : there.stop])
+            if self._expand_kv is not None:
+                whole = self._expand_kv(layer_idx, whole)
+            self.kv.append((whole.keys[None], whole.values[None]))
+        return key_states, value_states
+
+
+class DecodeBatch(NamedTuple):
+    """What attention has to know of the prompts: their rows, and their KV as the layer's cache has just written it."""
+
+    sequences: tuple[SequenceRows, ...]
+    cache: BatchedDecodeCache
+
+
+def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, sight: AttentionParams = PLAIN) -> Tensor:
+    """Causal attention of rows of several prompts, each over its own prompt's KV: [1, Hq, R, D], as `query` is."""
+    outputs = []
+    for each, (keys, values) in zip(batch.sequences, batch.cache.kv, strict=True):
+        part = query[:, :, each.span]
+        if part.shape[2] == 1:
+            outputs.append(attend_last(part, keys, values, scale, sight))
+        else:
+            outputs.append(attend_rows(part, keys, values, each.rows, scale, sight))
+    return torch.cat(outputs, dim=2)
+
+
+class SmallBatchMatmul(TorchFunctionMode):
+    """Inside, products of FEW_ROWS rows with a weight matrix are made the quicker way; the same up to float noise."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every operation of torch comes by here."""
+        if func is not nn.functional.linear or kwargs or not _is_few(args[0], args[1]):
+            return func(*args, **(kwargs or {}))
+        rows, weight = args[0], args[1]
+        # Row by row in memory again: attention has no kernel for queries that are not.
+        product = (weight @ rows.reshape(-1, rows.shape[-1]).t()).t().contiguous()
+        bias = args[2] if len(args) > 2 else None
+        product = product if bias is None else product + bias
+        return product.reshape(*rows.shape[:-1], weight.shape[0])
+
+
+def _is_few(rows: Tensor, weight: Tensor) -> bool:
+    plain = type(weight) in (Tensor, nn.Parameter)  # and no class of its own, quantised and knowing one way only
+    plain = plain and rows.dtype == weight.dtype == torch.float32 and rows.device.type == "cpu"
+    return plain and rows.numel() // rows.shape[-1] in FEW_ROWS

@@ -1,0 +1,119 @@
+"""A model that somebody else loaded, with its tokenizer: checked, and told from every other by its weights.
+
+Knows transformers' models and tokenizers by their methods, and the files of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.store.keys import fingerprint
+from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.transformers.adapters import adapters_of, unwrapped
+from ragblend.engine.transformers.model import LoadedModel, architecture, model_fingerprint, reject_split_model
+from ragblend.errors import RagblendError, UsageError
+from ragblend.options import ModelOptions
+
+_PIECE = 1 << 26  # bytes of a tensor that are digested at a time
+
+
+def validate_loaded_model(model: object) -> tuple[Any, Any]:
+    """`model`, which is no name; raises UsageError unless it is a loaded model with its tokenizer."""
+    if hasattr(model, "model") and callable(getattr(model, "tokenizer", None)):
+        model = (model.model, model.tokenizer)  # type: ignore[attr-defined]  # a pipeline of transformers
+    if isinstance(model, tuple) and len(model) == 2 and hasattr(model[0], "config") and callable(model[1]):
+        return model
+    raise UsageError(
+        f"model is a {type(model).__name__}; give a name, a path, a pipeline, or a loaded model with its tokenizer: "
+        "(AutoModelForCausalLM.from_pretrained(...), AutoTokenizer.from_pretrained(...))"
+    )
+
+
+def adopt_loaded_model(pair: tuple[Any, Any], options: ModelOptions) -> LoadedModel:
+    """What `load_model` returns, of a model that is loaded already. It stays where it is, in the dtype it has.
+
+    Raises UsageError for options of loading, and for a model that is spread over several devices.
+    """
+    model, tokenizer = unwrapped(pair[0]), pair[1]
+    name = pair_name(pair)
+    if options.non_defaults:
+        raise UsageError(
+            f"{', '.join(options.non_defaults)} cannot be set for a model that is loaded already; give it to "
+            f"from_pretrained, or let ragblend load: model={name!r}"
+        )
+    reject_split_model(model, name)
+    path = _directory(model)
+    return LoadedModel(model, tokenizer, name, path, pair_fingerprint(model))
+
+
+def pair_name(pair: tuple[Any, Any]) -> str:
+    """What the model is called: as it was when it was loaded, else its class."""
+    config = pair[0].config
+    return str(getattr(config, "_name_or_path", "") or type(pair[0]).__name__).rstrip("/")
+
+
+def pair_fingerprint(model: Any) -> str:
+    """Fingerprint of a model in memory: its weights, byte by byte, its config and its dtype.
+
+    It is that of the directory which it was loaded from, if the weights and the config are still those: both share KV.
+    Adapters count, and which of them are active.
+    """
+    model = unwrapped(model)
+    own = architecture(model.config.to_diff_dict())
+    dtype = dtype_name(next(parameter for parameter in model.parameters() if parameter.is_floating_point()).dtype)
+    path, adapters = _directory(model), adapters_of(model)
+    if path is not None and not adapters and _is_as_saved(model, own, path):
+        return model_fingerprint(path, dtype)
+    return fingerprint(state_digest(model.state_dict()), own, f"{dtype}+adapters {adapters}" if adapters else dtype)
+
+
+def state_digest(state: Mapping[str, Any]) -> str:
+    """Digest of the tensors' names, dtypes, shapes and bytes. About a second per GB."""
+    digest = blake2b(digest_size=16)
+    for name in sorted(state):
+        tensor = state[name]
+        if not isinstance(tensor, Tensor):
+            digest.update(repr((name, tensor)).encode())
+            continue
+        digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        for start in range(0, len(content), _PIECE):
+            digest.update(content[start : start + _PIECE].cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def _directory(model: Any) -> Path | None:
+    """The directory of this machine that the model was loaded from, if it is named and there."""
+    name = getattr(model.config, "_name_or_path", "")
+    path = Path(name) if name else None
+    return path if path is not None and (path / "config.json").is_file() else None
+
+
+def _is_as_saved(model: Any, own: Mapping[str, Any], path: Path) -> bool:
+    """Whether the model in memory is what the files in `path` say, cast to its dtype."""
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    try:
+        config = json.loads((path / "config.json").read_text())
+        if "auto_map" in config or architecture(AutoConfig.from_pretrained(path).to_diff_dict()) != own:
+            return False
+        state, seen = model.state_dict(), set()
+        for file in sorted(path.glob("*.safetensors")):
+            with safe_open(file, "pt") as stored:
+                for name in stored.keys():  # noqa: SIM118 (no mapping)
+                    there, here = stored.get_tensor(name), state.get(name)
+                    if here is None or here.shape != there.shape or not torch.equal(there.to(here.dtype), here.cpu()):
+                        return False
+                    seen.add(name)
+    except (OSError, ValueError, KeyError, RagblendError):
+        return False
+    places = {state[name].data_ptr() for name in seen}
+    return all(name in seen or tensor.data_ptr() in places for name, tensor in state.items())  # the rest is tied

@@ -1,0 +1,314 @@
+"""Hold an answer to a JSON schema, a regular expression or a grammar while it is decoded, by llguidance.
+
+`GrammarCompiler.compile` checks what was asked for, `CompiledGrammar.guide` makes what follows one answer: it masks the
+logits before a token is chosen, and names the tokens that can only be what comes next, which then need no step of their
+own. Knows tokenizers and logits. Knows nothing about prompts, tools or KV.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragblend.errors import RagblendError, UsageError
+from ragblend.prompt.segmenter import Segmenter
+
+# JSON as `json.dumps` writes it: what chat templates show models, and no blank space in which a small one gets lost.
+_LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
+MAX_CACHED_GRAMMARS = 64
+"""Grammars of a model that are kept compiled."""
+MAX_CACHED_MASKS = 128
+"""Masks that are kept unpacked, a byte for each word of the vocabulary."""
+FORGOTTEN_AFTER = 1000
+"""Answers that share what was learnt of a grammar's words."""
+Refused = Callable[[bytes, int, torch.device], Tensor]
+_INSTALL = "structured_outputs, tools and schemas need llguidance here: pip install 'ragblend[structured]'"
+
+
+class GrammarCompiler:
+    """Compiles `structured_outputs` for one model: a tokenizer, `vocab_size` logits, `stop_ids` that end an answer.
+
+    Safe to share between threads.
+    """
+
+    def __init__(self, segmenter: Segmenter, vocab_size: int, stop_ids: Iterable[int]) -> None:
+        self._segmenter, self._vocab_size, self._stop_ids = segmenter, vocab_size, sorted(stop_ids)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()  # least recently used first
+        # Masks come back (within a string nearly all are one), and to unpack one takes as long as to find it.
+        self._refused: Refused = lru_cache(MAX_CACHED_MASKS)(_refused)
+
+    def compile(self, request: Mapping[str, Any]) -> CompiledGrammar:
+        """The grammar of `structured_outputs`. Raises UsageError for a schema, an expression or a grammar that is none,
+        and ImportError, with what to type, where llguidance is missing."""
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise ImportError(_INSTALL) from error
+        ((kind, value),) = request.items()
+        try:
+            key = f"{kind} {json.dumps(value)}"
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"structured_outputs has a {kind} that is not JSON ({error}); give plain values"
+            ) from error
+        with self._lock:
+            tokenizer = self._tokenizer
+            known = self._compiled.get(key)
+            if known is not None:
+                self._compiled.move_to_end(key)
+                return known
+        try:
+            grammar = self._grammar(kind, value)
+            problem = LLMatcher.validate_grammar(grammar, tokenizer)
+            if problem and kind == "structural_tag":
+                problem = self._narrowed(value) or problem
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            said = " ".join(problem.split())[:500]
+            raise UsageError(
+                f"structured_outputs has a {kind} that cannot be followed ({said}); correct it, or leave it out"
+            )
+        compiled = CompiledGrammar(tokenizer, grammar, self._refused)
+        with self._lock:
+            self._compiled[key] = compiled
+            if len(self._compiled) > MAX_CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _narrowed(self, tag: Any) -> str:
+        """What is wrong with the first schema in a structural tag that cannot be followed by itself."""
+        from llguidance import LLMatcher
+
+        for begin, schema in _schemas(_read(tag)):
+            problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(_laid_out(schema)), self._tokenizer)
+            if problem:
+                return f"behind {begin!r}: {problem}"
+        return ""
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The model's words as llguidance has them, a third of a second for 50,000: made once, when first needed."""
+        from llguidance import LLTokenizer
+
+        if self._segmenter.backend is None:
+            raise UsageError(
+                "structured_outputs needs a tokenizer of the tokenizers library, and this model's is written in "
+                "Python; leave it out"
+            )
+        backend = type(self._segmenter.backend).from_str(self._segmenter.backend.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        size = max(self._vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._stop_ids or None)
+
+    def _grammar(self, kind: str, value: Any) -> str:
+        from llguidance import LLMatcher
+
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(value)
+        if kind == "grammar":
+            return LLMatcher.grammar_from_lark(value)
+        if kind == "choice":
+            options = " | ".join(map(self._literal, [value] if isinstance(value, str) else value))
+            if not options:
+                raise ValueError("there is nothing to choose from")
+            return LLMatcher.grammar_from_lark(f"start: {options}")
+        if kind == "structural_tag":
+            return LLMatcher.grammar_from_lark(_LarkBuilder(self._literal).lark(_read(value)["format"]))
+        schema = {"type": "object"} if kind == "json_object" else _read(value)
+        return LLMatcher.grammar_from_json_schema(_laid_out(schema))
+
+    def _literal(self, text: str) -> str:
+        """`text` in Lark: control tokens by their ids, where the tokenizer gives them no letters."""
+        words = []
+        for piece in self._segmenter.literal(text):
+            if isinstance(piece, int) and self._tokenizer.is_special_token(piece):
+                words.append(f"<[{piece}]>")
+            else:
+                shown = piece if isinstance(piece, str) else self._tokenizer.decode_str([piece])
+                words.append(json.dumps(shown, ensure_ascii=False))
+        return " ".join(words) or '""'
+
+
+class CompiledGrammar:
+    """One grammar over one model's tokens; as many answers may follow it as like, at the same time."""
+
+    def __init__(self, tokenizer: Any, grammar: str, refused: Refused) -> None:
+        self._tokenizer, self._grammar, self._refused = tokenizer, grammar, refused
+        self._lock = threading.Lock()
+        self._first: Any = None
+        self._num_guides = 0
+
+    def guide(self) -> TokenGuide:
+        """What holds one answer to it."""
+        return TokenGuide(self.matcher(), self._refused)
+
+    def matcher(self) -> Any:
+        """A matcher at the start of the grammar. It shares what is known of the grammar's words with those before it,
+        which makes masks several times as fast; from time to time that is forgotten, because it only grows."""
+        from llguidance import LLMatcher
+
+        with self._lock:
+            if self._num_guides % FORGOTTEN_AFTER == 0:
+                self._first = LLMatcher(self._tokenizer, self._grammar)
+            self._num_guides += 1
+            return self._first.deep_copy()
+
+
+class TokenGuide:
+    """Follows one answer; see `engine.generation.Guide`."""
+
+    def __init__(self, matcher: Any, refused: Refused) -> None:
+        self.ended = False
+        self._matcher, self._refused = matcher, refused
+
+    def mask_logits(self, logits: Tensor) -> Tensor:
+        """`logits` [vocabulary] with those of tokens that may not come next at minus infinity.
+
+        Rows that a padded vocabulary has beyond the tokenizer's words are among those."""
+        bits = self._matcher.compute_bitmask()
+        self._check()
+        return logits.masked_fill(self._refused(bits, len(logits), logits.device), float("-inf"))
+
+    def accept_token(self, token: int, max_tokens: int) -> list[int]:
+        """Take `token`; it, and behind it the tokens that are forced, up to `room` in all."""
+        if not self._matcher.consume_token(token):
+            self._check()
+        forced = self._matcher.compute_ff_tokens()[: max_tokens - 1] if max_tokens > 1 else []
+        if forced and not self._matcher.consume_tokens(forced):
+            self._check()
+        self.ended = self._matcher.is_stopped()
+        return [token, *forced]
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            said = " ".join(self._matcher.get_error().split())[:300]
+            raise RagblendError(f"the answer cannot be held to structured_outputs any longer ({said}); simplify it")
+
+
+def _refused(bits: bytes, size: int, device: torch.device) -> Tensor:
+    """[size] bool: what may not come, of llguidance's mask with a bit for every word that may."""
+    packed = ~np.frombuffer(bits, dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(packed, bitorder="little", count=size).view(np.bool_)).to(device)
+
+
+def _read(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _schemas(format: Any, begin: str = "") -> Iterator[tuple[str, Any]]:
+    """The schemas in a structural tag, each with what is written before it."""
+    if isinstance(format, Mapping) and "json_schema" in format:
+        yield begin, format["json_schema"]
+    elif isinstance(format, Mapping | list):
+        begin = format.get("begin", begin) if isinstance(format, Mapping) else begin
+        for each in format.values() if isinstance(format, Mapping) else format:
+            yield from _schemas(each, begin)
+
+
+def _laid_out(schema: Any) -> Any:
+    """A JSON schema with our layout, unless it asks for its own (llguidance reads it under "x-guidance")."""
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"{schema!r} is no JSON schema; give an object such as {{'type': 'object', ...}}")
+    closed: dict[str, Any] = _closed(schema)
+    return {"x-guidance": _LAYOUT, **closed}
+
+
+_ALTERNATIVES = ("anyOf", "oneOf", "prefixItems")
+_NAMED = ("properties", "$defs", "definitions")
+# What Pydantic and OpenAPI call strings and numbers that have no form of their own; llguidance refuses such names.
+_FORMLESS = {"path", "file-path", "directory-path", "password", "binary", "byte", "int32", "int64", "float", "double"}
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those it names, unless it says otherwise: a small model would go on
+    inventing some, and vLLM closes them, too. What is put together by allOf or $ref is left as it is."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for name in _NAMED:
+        if isinstance(found.get(name), Mapping):
+            found[name] = {key: _closed(value) for key, value in found[name].items()}
+    for name in _ALTERNATIVES:
+        if isinstance(found.get(name), list):
+            found[name] = [_closed(each) for each in found[name]]
+    for name in ("items", "additionalProperties"):
+        found |= {name: _closed(found[name])} if name in found else {}
+    if isinstance(found.get("format"), str) and found["format"] in _FORMLESS:
+        del found["format"]
+    alone = not {"allOf", "$ref", "anyOf", "oneOf", "patternProperties", "additionalProperties"} & set(found)
+    return found | ({"additionalProperties": False} if "properties" in found and alone else {})
+
+
+class _LarkBuilder:
+    """A structural tag's format, in the words of vLLM and xgrammar, as rules of a Lark grammar."""
+
+    def __init__(self, literal: Any) -> None:
+        self._literal = literal
+        self._rules: list[str] = []
+
+    def lark(self, format: Mapping[str, Any]) -> str:
+        """The whole grammar. Raises ValueError for a kind of format that is not known here."""
+        start = self._rule(format)
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
+
+    def _rule(self, format: Mapping[str, Any]) -> str:
+        """The name of a new rule for `format`."""
+        kind = format["type"]
+        make = getattr(self, f"_{kind}", None)
+        if make is None:
+            raise ValueError(f"the type {kind!r} of a structural tag is not known here")
+        name = f"rule_{len(self._rules)}"
+        self._rules.append("")  # its place: the rules inside come behind it
+        self._rules[int(name[5:])] = f"{name}: {make(format)}"
+        return name
+
+    def _const_string(self, format: Mapping[str, Any]) -> str:
+        return str(self._literal(format["value"]))
+
+    def _json_schema(self, format: Mapping[str, Any]) -> str:
+        return f"%json {json.dumps(_laid_out(format['json_schema']))}"
+
+    def _any_text(self, format: Mapping[str, Any]) -> str:
+        return r"/(.|\n)*/"
+
+    def _sequence(self, format: Mapping[str, Any]) -> str:
+        return " ".join(map(self._rule, format["elements"]))
+
+    def _or(self, format: Mapping[str, Any]) -> str:
+        return " | ".join(map(self._rule, format["elements"]))
+
+    def _tag(self, format: Mapping[str, Any], trigger: str = "") -> str:
+        begin = self._literal(format["begin"].removeprefix(trigger))
+        return f"{begin} {self._rule(format['content'])} {self._literal(format['end'])}"
+
+    def _tags_with_separator(self, format: Mapping[str, Any]) -> str:
+        tags = "(" + " | ".join(self._rule({"type": "tag", **tag}) for tag in format["tags"]) + ")"
+        more = "" if format.get("stop_after_first") else f" ({self._literal(format['separator'])} {tags})*"
+        return f"{tags}{more}" if format.get("at_least_one") else f"({tags}{more})?"
+
+    def _triggered_tags(self, format: Mapping[str, Any]) -> str:
+        """Text, and tags that begin where a trigger is written. A trigger that is a token of its own ends the text by
+        itself; one made of letters is looked for in it, as soon as it stands there."""
+        heads = []
+        for trigger in format["triggers"]:
+            bodies = [f"({self._tag(tag, trigger)})" for tag in format["tags"] if tag["begin"].startswith(trigger)]
+            name = f"head_{len(self._rules)}"
+            written = self._literal(trigger)
+            lazy = "" if written.startswith("<[") else "[lazy]"
+            self._rules.append(f"{name}{lazy}: /(.|\\n)*/ {written}")
+            heads.append(f"{name} ({' | '.join(bodies)})")
+        one = "(" + " | ".join(heads) + ")"
+        if format.get("stop_after_first"):
+            return one if format.get("at_least_one") else f"{one} | /(.|\\n)*/"
+        return f"{one}{'+' if format.get('at_least_one') else '*'} /(.|\\n)*/"

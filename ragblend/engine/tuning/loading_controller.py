@@ -1,0 +1,236 @@
+"""Which ratio hides behind loading, and where reuse does not pay.
+
+The loading controller of CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes
+and a tier's throughput. Read `decide_reuse` first. Pure arithmetic on seconds, bytes and tokens; does not depend on
+models, stores or frameworks. `ragblend profile` measures a MachineProfile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from ragblend.errors import UsageError
+
+PROFILE_VERSION = 1
+"""Version of a stored MachineProfile; another one is measured again."""
+
+Curve = tuple[tuple[float, float], ...]
+"""Measured points (x, y), both ascending; straight lines between them."""
+
+LINEAR: Curve = ((0.0, 0.0), (1.0, 1.0))
+"""The paper's assumption: recomputing a share of the tokens takes that share of the full prefill's time."""
+
+
+# -- what was measured
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProfile:
+    """How long one model takes to prefill on one machine, and how fast its tiers read.
+
+    `prefill_s`: (tokens, seconds of full prefill). `shares`: (ratio, time to blend at that ratio from memory as a share
+    of full prefill's). `bytes_per_s`: what each tier reads, checksums included. Noise that makes a longer prompt or a
+    higher ratio seem faster is levelled out.
+    """
+
+    fingerprint: str  # of the model, dtype included
+    hardware: Mapping[str, Any]
+    num_layers: int
+    bytes_per_token: int  # of stored KV, all layers
+    prefill_s: Curve
+    shares: Curve = LINEAR
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = [number for point in (*self.prefill_s, *self.shares) for number in point]
+        if not all(map(math.isfinite, numbers)) or not self.prefill_s or min(map(min, self.prefill_s)) <= 0:
+            raise UsageError(f"prefill times {self.prefill_s} must be above 0; measure again: ragblend profile")
+        if self.num_layers < 1 or self.bytes_per_token < 1:
+            raise UsageError(
+                f"a model of {self.num_layers} layers and {self.bytes_per_token} bytes per token has no KV"
+            )
+        for name, speed in self.bytes_per_s.items():
+            check_speed(name, speed)
+        object.__setattr__(self, "prefill_s", make_monotone(self.prefill_s))
+        object.__setattr__(self, "shares", make_monotone(self.shares))
+
+    def full_s(self, num_tokens: float) -> float:
+        """Seconds of full prefill; beyond the longest measured prompt at the slope of the last two."""
+        return interpolate(((0.0, 0.0), *self.prefill_s), num_tokens)
+
+    def recompute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
+        """T_recompute(r): seconds of computing when `num_stored` of the prompt's tokens are reused, all by default."""
+        stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
+        return self.full_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
+
+    def load_s(self, bytes_per_s: float, num_tokens: float) -> float:
+        """T_load: seconds until the KV of `num_tokens` has been read at that speed."""
+        return num_tokens * self.bytes_per_token / bytes_per_s
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether loading runs beside computing. vLLM's workers on several ranks read everything first."""
+        return int(self.hardware.get("ranks") or 1) == 1
+
+    def blend_s(self, load_s: float, compute_s: float, probes_before_selection: bool = False) -> float:
+        """Seconds of both, loading and computing. `asks_first`: by a rule that first asks in most layers."""
+        hides = self.overlaps and not probes_before_selection
+        return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
+
+    def hiding_s(self, load_s: float, probes_before_selection: bool = False) -> float:
+        """Seconds of computing that loading hides: with more of it, both would take longer than loading alone."""
+        return (
+            load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The profile as JSON values, its version first."""
+        return {"profile_version": PROFILE_VERSION, **asdict(self)}
+
+
+def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
+    """What `as_dict` wrote. Raises UsageError for another version and for what is no profile."""
+    if facts.get("profile_version") != PROFILE_VERSION:
+        raise UsageError(
+            f"the machine profile has version {facts.get('profile_version')!r}, this ragblend reads {PROFILE_VERSION}; "
+            "measure again: ragblend profile"
+        )
+    try:
+        return MachineProfile(
+            fingerprint=str(facts["fingerprint"]),
+            hardware=dict(facts["hardware"]),
+            num_layers=int(facts["num_layers"]),
+            bytes_per_token=int(facts["bytes_per_token"]),
+            prefill_s=tuple((float(x), float(y)) for x, y in facts["prefill_s"]),
+            shares=tuple((float(x), float(y)) for x, y in facts["shares"]),
+            bytes_per_s={str(name): float(speed) for name, speed in facts["bytes_per_s"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"this is no machine profile ({error!r}); measure again: ragblend profile") from error
+
+
+def make_monotone(points: Iterable[tuple[float, float]]) -> Curve:
+    """Points in order of x, one for each, as high as those before it at least.
+
+    >>> ascending([(2, 5.0), (1, 3.0), (3, 4.0)])
+    ((1, 3.0), (2, 5.0), (3, 5.0))
+    """
+    highest = dict(sorted(points))  # the last of an x is its highest
+    return tuple(zip(highest, accumulate(highest.values(), max), strict=True))
+
+
+def interpolate(curve: Curve, x: float) -> float:
+    """The curve's y at `x`: level before its first point, behind its last as steep as before it.
+
+    >>> [interpolate(((0.0, 0.0), (10.0, 1.0), (20.0, 3.0)), x) for x in (5, 15, 30)]
+    [0.5, 2.0, 5.0]
+    """
+    if x <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    (x0, y0), (x1, y1) = next((pair for pair in pairwise(curve) if x <= pair[1][0]), curve[-2:])
+    return y0 + (y1 - y0) * ((x - x0) / (x1 - x0))
+
+
+def largest_x_within(curve: Curve, y: float) -> float:
+    """The largest x of the curve at which it is not above `y`; its first x where it always is.
+
+    >>> last_within(LINEAR, 0.4), last_within(((0.0, 0.1), (0.5, 0.6), (1.0, 1.1)), 0.05), last_within(LINEAR, 7)
+    (0.4, 0.0, 1.0)
+    """
+    if y >= curve[-1][1]:
+        return curve[-1][0]
+    for (x0, y0), (x1, y1) in reversed(list(pairwise(curve))):
+        if y0 <= y:
+            return x0 + (x1 - x0) * ((y - y0) / (y1 - y0))
+    return curve[0][0]
+
+
+# -- one request
+
+
+def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve = LINEAR) -> float:
+    """The larger of `r_star` and the ratio whose recompute takes as long as loading, so that it is hidden behind it.
+
+    r_star: the least ratio that answers well. `load_s` and `prefill_s` are both per layer, or both of all layers. The
+    paper's examples, Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and Llama-70B (7 ms, 4 ms):
+
+    >>> [choose_ratio(0.15, load_s, recompute_s / 0.15) for load_s, recompute_s in ((0.016, 0.003), (0.004, 0.007))]
+    [0.8, 0.15]
+    """
+    if not 0 <= r_star <= 1:
+        raise UsageError(f"r_star is {r_star}; choose 0 to 1")
+    if load_s < 0 or prefill_s <= 0:
+        raise UsageError(f"loading takes {load_s} s and prefill {prefill_s} s; neither can be")
+    return min(1.0, max(r_star, largest_x_within(shares, load_s / prefill_s)))
+
+
+def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
+    """Seconds of loading and computing `num_layers` equal layers, each layer loaded while others are computed.
+
+    As the engines do it, which docs/loading.md derives: layer 0 is computed and read last, and before anything else is
+    recomputed the question is asked at layer 1, so that computing waits for one layer.
+
+    >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)
+    (9.0, 8.0)
+    """
+    return max(load_s, compute_s + exposed_load_s(load_s, num_layers))
+
+
+def exposed_load_s(load_s: float, num_layers: int) -> float:
+    """Of that, the seconds of loading that nothing hides: layer 1's, where there is one.
+
+    >>> waiting_s(8.0, num_layers=4), waiting_s(8.0, num_layers=1)
+    (2.0, 0.0)
+    """
+    return load_s / num_layers if num_layers > 1 else 0.0
+
+
+class ReuseDecision(NamedTuple):
+    """What to do with one request, and the seconds it rests on. `fallback_reason`: why nothing is reused, "" if it
+    is."""
+
+    ratio: float
+    fallback_reason: str
+    load_s: float
+    recompute_s: float
+    full_s: float
+
+
+def decide_reuse(
+    profile: MachineProfile,
+    r_star: float,
+    num_tokens: int,
+    num_stored: int,
+    load_bytes: Mapping[str, int],
+    probes_before_selection: bool = False,
+) -> ReuseDecision:
+    """The ratio for a prompt of `num_tokens`, `num_stored` of them stored, or why full prefill is the faster way.
+
+    load_bytes: what has to be read from each tier, by its name. A tier that was not measured counts as instant: then
+    nothing is known that speaks against `r_star`.
+    """
+    speeds = profile.bytes_per_s
+    load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
+    full_s = profile.full_s(num_tokens)
+    least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored), probes_before_selection)
+    if num_stored and least_s >= full_s:
+        refused = (
+            f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {load_s:.3g} s and blending "
+            f"{least_s:.3g} s in all"
+        )
+        return ReuseDecision(1.0, refused, load_s, full_s, full_s)
+    # Fresh tokens are computed in any case: what is left of the time to load is for recomputing stored ones.
+    share = num_stored / max(1, num_tokens)
+    hidden_s = max(0.0, profile.hiding_s(load_s, probes_before_selection) - full_s * (1.0 - share))
+    ratio = largest_hidden_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
+    return ReuseDecision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
+
+
+def check_speed(name: str, bytes_per_s: float) -> None:
+    """Raise UsageError unless a storage or tier reads something."""
+    if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
+        raise UsageError(f"{name} reads {bytes_per_s} bytes per second; give more than 0")

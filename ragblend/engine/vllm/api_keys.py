@@ -1,0 +1,219 @@
+"""Who may ask a vLLM server for what: API keys, each bound to a namespace and to rights (`ragblend serve --keys FILE`).
+
+    open = ["/health"]                 # answered without a key; by default nothing is
+
+    [keys."a key of the tenant's"]     # or its SHA-256, so that the file holds no key: [keys."sha256:9f86d0..."]
+    namespace = "acme"
+    rights = ["ask", "ingest"]         # admin: every route, and both of these
+
+Two places ask here. The HTTP side, before anything else sees the request: is there a key, and may it have this route?
+And the door to the engine, behind which nothing knows of keys: whatever way a request came, `bind_namespace` puts the
+key's namespace on it, and refuses one that names another. The engine takes no request without that stamp. Knows HTTP's
+paths and headers; imports neither vLLM nor a web framework.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY, belongs_to, check_namespace
+from ragblend.errors import NotFoundError, UsageError
+from ragblend.files.reading import open_file
+
+Right = Literal["ask", "ingest", "admin"]
+RIGHTS: tuple[Right, ...] = get_args(Right)
+
+_SHA256 = "sha256:"
+_MAX_FILE_BYTES = 8 << 20
+
+_ANY_KEY = frozenset(
+    {("GET", path) for path in ("/health", "/ping", "/version", "/v1/models", "/v1/ragblend", "/ragblend/ready")}
+)
+# What these are asked to compute is judged at the door to the engine.
+_ENGINE = frozenset(
+    {
+        "/v1/completions",
+        "/v1/completions/render",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/chat/completions/render",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/inference/v1/generate",
+        "/invocations",
+        "/tokenize",
+        "/detokenize",
+        "/v1/ragblend/stored",
+    }
+)
+_ROUTES: Mapping[str, Right] = {"/v1/ragblend/prefetch": "ask", "/v1/ragblend/forget": "ingest"}
+
+
+class ForbiddenError(UsageError):
+    """What a key has no right to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one key may do, and in whose name."""
+
+    namespace: str
+    rights: frozenset[Right]
+
+    def has_right(self, right: Right) -> bool:
+        """Whether the key has `right`."""
+        return right in self.rights or "admin" in self.rights
+
+    def require_right(self, right: Right, what: str) -> None:
+        """Raise ForbiddenError unless the key has `right`, which `what` needs."""
+        if not self.has_right(right):
+            has = ", ".join(sorted(self.rights)) or "none"
+            raise ForbiddenError(f"{what} needs the right {right!r}, and this API key has: {has}")
+
+    def can_access(self, namespace: str | None) -> bool:
+        """Whether stored KV of `namespace` (None: not known) is this key's to ask about. An admin's is all."""
+        return "admin" in self.rights or (namespace is not None and belongs_to(namespace, self.namespace))
+
+
+@dataclass(slots=True)
+class AuthContext:
+    """One HTTP request under way, and why it was refused at the engine's door, if it was."""
+
+    grant: Grant
+    rejection_reason: str = ""
+
+
+current_auth: ContextVar[AuthContext | None] = ContextVar("ragblend_asking", default=None)
+"""The request that this task works for. Set before vLLM sees it; tasks that vLLM starts for it inherit it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """The keys of a server. Read once, when it starts: it is started again to take a key away."""
+
+    grants: Mapping[bytes, Grant]  # by the key's SHA-256
+    open_paths: frozenset[str] = field(default_factory=frozenset)
+
+    def is_open(self, method: str, path: str) -> bool:
+        """Whether anybody gets an answer."""
+        return method in ("GET", "HEAD") and path in self.open_paths
+
+    def grant_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Grant | None:
+        """What the key allows that a request brings, as `Authorization: Bearer` or `x-api-key`; None: no such key."""
+        header_values = {name.lower(): value for name, value in headers}
+        scheme, _, token = header_values.get(b"authorization", b"").partition(b" ")
+        key = token.strip() if scheme.lower() == b"bearer" else header_values.get(b"x-api-key", b"")
+        return self.grants.get(hashlib.sha256(key).digest()) if key else None
+
+    def check_route(self, grant: Grant, method: str, path: str) -> None:
+        """Raise ForbiddenError where the key may not have the route. Routes that are not known here are an admin's."""
+        if ("GET" if method == "HEAD" else method, path) in _ANY_KEY:
+            return
+        if method == "POST" and path in _ENGINE and (grant.has_right("ask") or grant.has_right("ingest")):
+            return
+        grant.require_right(_ROUTES.get(path, "admin") if method == "POST" else "admin", f"{method} {path}")
+
+
+def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
+    """The `kv_transfer_params` that go to the engine for a request with `given` ones: the key's namespace on them.
+
+    Raises ForbiddenError for another namespace, or where the key lacks the right. What is not for ragblend is dropped.
+
+    >>> acme = Grant("acme", frozenset({"ask"}))
+    >>> stamped({"ragblend": {"mode": "prefix"}}, acme)
+    {'ragblend_tenant': 'acme', 'ragblend': {'mode': 'prefix', 'namespace': 'acme'}}
+    """
+    own = transfer_params.get(PARAMS_KEY) if isinstance(transfer_params, Mapping) else None
+    ingests = isinstance(own, Mapping) and own.get("mode") == "ingest"
+    grant.require_right("ingest" if ingests else "ask", "mode 'ingest'" if ingests else "a prompt")
+    sent: dict[str, Any] = {TENANT_KEY: grant.namespace}
+    if own is None:
+        return sent
+    if isinstance(own, Mapping):
+        named = own.get("namespace") or grant.namespace
+        if named != grant.namespace:
+            raise ForbiddenError(
+                f"the request names the namespace {named!r}, and its API key is bound to {grant.namespace!r}: leave "
+                "the namespace out, or send a key of that namespace"
+            )
+        own = {**own, "namespace": grant.namespace}
+    return {**sent, PARAMS_KEY: own}
+
+
+def read_keys(path: str | Path) -> ApiKeys:
+    """The keys file, TOML or JSON. Raises UsageError or NotFoundError, also where others may read it."""
+    try:
+        with os.fdopen(open_file(path), "rb") as stream:
+            facts = os.fstat(stream.fileno())
+            data = stream.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no keys file at {path}; ragblend serve --keys FILE needs one") from None
+    except OSError as error:
+        raise UsageError(f"the keys file {path} cannot be read: {error.strerror or error}") from error
+    if facts.st_mode & (stat.S_IRWXO | stat.S_IWGRP) or facts.st_uid not in (os.getuid(), 0):
+        raise UsageError(f"others may read or change the keys file {path}; make it yours alone: chmod 600 {path}")
+    if len(data) > _MAX_FILE_BYTES:
+        raise UsageError(f"the keys file {path} holds more than {_MAX_FILE_BYTES} bytes")
+    try:
+        text = data.decode()
+        values = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        return parse_keys(values)
+    except UsageError as error:
+        raise UsageError(f"the keys file {path}: {error}") from None
+    except (ValueError, RecursionError):  # the parser's own words may quote a key
+        raise UsageError(f"the keys file {path} is neither TOML nor JSON") from None
+
+
+def parse_keys(values: object) -> ApiKeys:
+    """Keys from the file's contents. Raises UsageError, which quotes no key."""
+    if not isinstance(values, dict) or not isinstance(values.get("keys"), dict) or not values["keys"]:
+        raise UsageError('give it a table per key: [keys."KEY"], namespace = "NAME", rights = ["ask", "ingest"]')
+    unknown = sorted(set(values) - {"keys", "open"})
+    if unknown:
+        raise UsageError(f"it has {', '.join(unknown)}; known: keys, open")
+    opened = values.get("open", [])
+    if not isinstance(opened, list) or not all(isinstance(path, str) and path.startswith("/") for path in opened):
+        raise UsageError(f'open is {opened!r}; give paths, such as ["/health"]')
+    grants: dict[bytes, Grant] = {}
+    for number, (key, facts) in enumerate(values["keys"].items(), start=1):
+        digest = _digest_of(key, number)
+        if digest in grants:
+            raise UsageError(f"key {number} is there twice, once as its SHA-256")
+        grants[digest] = _grant(facts, number)
+    return ApiKeys(grants, frozenset(opened))
+
+
+def _digest_of(key: str, number: int) -> bytes:
+    if not key.startswith(_SHA256):
+        if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+            raise UsageError(f"key {number} is no API key: 8 letters or more, ASCII, without blanks")
+        return hashlib.sha256(key.encode()).digest()
+    try:
+        digest = bytes.fromhex(key.removeprefix(_SHA256))
+    except ValueError:
+        digest = b""
+    if len(digest) != hashlib.sha256().digest_size:
+        raise UsageError(f"key {number} is no SHA-256: write sha256: and 64 hex digits")
+    return digest
+
+
+def _grant(facts: object, number: int) -> Grant:
+    if not isinstance(facts, dict) or set(facts) != {"namespace", "rights"}:
+        raise UsageError(f'key {number} needs exactly namespace = "NAME" and rights = [...]')
+    namespace, rights = facts["namespace"], facts["rights"]
+    if not isinstance(namespace, str):
+        raise UsageError(f"the namespace of key {number} is {namespace!r}; it must be text")
+    check_namespace(namespace)
+    if not isinstance(rights, list) or not rights or not all(right in RIGHTS for right in rights):
+        raise UsageError(f"the rights of key {number} are {rights!r}; choose of {', '.join(RIGHTS)}")
+    return Grant(namespace, frozenset(rights))

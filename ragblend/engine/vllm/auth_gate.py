@@ -1,0 +1,169 @@
+"""The door of a vLLM server with keys: each HTTP request's key is read here, and held against what reaches the engine.
+
+vLLM has many routes that end in its engine, and several ways to put `kv_transfer_params` into one of them. What a
+request says of its namespace is judged in front of the engine's own `generate`, through which all of them go, by the
+key that this task works for. Some streams have begun by then: what stands in the usual place of a body is judged before
+vLLM reads it. Knows ASGI and vLLM's engine client; the rights are in `tenants`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from ragblend.engine.vllm.api_keys import (
+    ApiKeys,
+    AuthContext,
+    ForbiddenError,
+    Grant,
+    bind_namespace,
+    current_auth,
+    read_keys,
+)
+from ragblend.engine.vllm.params import PARAMS_KEY
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def gate_of(app: Any) -> AuthGate | None:
+    """The gate of vLLM's application; None for a server without keys."""
+    transfer = app.state.vllm_config.kv_transfer_config
+    path = ((transfer.kv_connector_extra_config if transfer is not None else None) or {}).get("keys")
+    return AuthGate(read_keys(path), app.state.engine_client) if path else None
+
+
+def current_grant() -> Grant | None:
+    """What the key allows of the request that is being answered; None for a server without keys."""
+    found = current_auth.get()
+    return found.grant if found is not None else None
+
+
+class AuthGate:
+    """Lets in who has a key, and to the engine what the key allows. `engine_client` is vLLM's, changed in place."""
+
+    def __init__(self, keys: ApiKeys, engine_client: Any) -> None:
+        self._keys = keys
+        guard_engine(engine_client)
+
+    def wrap_app(self, app: App) -> App:
+        """`app` behind the gate."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            method, path = scope.get("method", "WEBSOCKET"), path_of(scope)
+            if self._keys.is_open(method, path) or _is_preflight(scope):
+                await app(scope, receive, send)
+                return
+            grant = self._keys.grant_of(scope["headers"])
+            if grant is None:
+                await _send_error(scope, send, 401, "send an API key: Authorization: Bearer KEY")
+                return
+            try:
+                self._keys.check_route(grant, method, path)
+                if method == "POST":
+                    receive = await _validate_body(receive, grant)
+            except ForbiddenError as error:
+                await _send_error(scope, send, 403, str(error))
+                return
+            request = AuthContext(grant)
+            token = current_auth.set(request)
+            try:
+                await app(scope, receive, _wrap_send(scope, send, request))
+            finally:
+                current_auth.reset(token)
+
+        return guarded
+
+
+def guard_engine(engine_client: Any) -> None:
+    """Have `engine_client` take only what a key allows, with the key's namespace on it."""
+    generate, encode = engine_client.generate, engine_client.encode
+
+    def stamped_generate(prompt: Any, sampling_params: Any, *rest: Any, **more: Any) -> Any:
+        sampling_params = copy.copy(sampling_params)  # some of vLLM's callers share one among requests
+        extra = dict(sampling_params.extra_args or {})
+        extra["kv_transfer_params"] = _bind_params(extra.get("kv_transfer_params"))
+        sampling_params.extra_args = extra
+        return generate(prompt, sampling_params, *rest, **more)
+
+    def guarded_encode(*given: Any, **more: Any) -> Any:
+        _bind_params(None)  # nothing to stamp there: the engine keeps such a request to itself
+        return encode(*given, **more)
+
+    engine_client.generate, engine_client.encode = stamped_generate, guarded_encode
+
+
+def _bind_params(transfer_params: object) -> dict[str, Any]:
+    request = current_auth.get()
+    if request is None:
+        raise ForbiddenError("this prompt came from no request with an API key")
+    try:
+        return bind_namespace(transfer_params, request.grant)
+    except ForbiddenError as error:
+        request.rejection_reason = str(error)
+        raise
+
+
+async def _validate_body(receive: Receive, grant: Grant) -> Receive:
+    """`receive` again, after the body was read. Raises ForbiddenError for a namespace that is not the key's."""
+    messages, body = [await receive()], bytearray()
+    while messages[-1]["type"] == "http.request":
+        body += messages[-1].get("body", b"")
+        if not messages[-1].get("more_body"):
+            break
+        messages.append(await receive())
+    if PARAMS_KEY.encode() in body:
+        values: Any = None
+        with suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
+            values = json.loads(body)
+        if isinstance(values, dict) and isinstance(values.get("kv_transfer_params"), dict):
+            bind_namespace(values["kv_transfer_params"], grant)
+
+    async def again() -> MutableMapping[str, Any]:
+        return messages.pop(0) if messages else await receive()
+
+    return again
+
+
+def _wrap_send(scope: Scope, send: Send, request: AuthContext) -> Send:
+    """`send`, that answers 403 in the place of whatever vLLM makes of a refusal at the engine's door."""
+    has_begun, is_refused = False, False
+
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        nonlocal has_begun, is_refused
+        if request.rejection_reason and not has_begun and not is_refused:
+            is_refused = True
+            await _send_error(scope, send, 403, request.rejection_reason)
+        has_begun = True
+        if not is_refused:
+            await send(message)
+
+    return sending
+
+
+async def _send_error(scope: Scope, send: Send, status: int, reason: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": reason[:120]})  # 403, before it is accepted
+        return
+    kind = "Unauthorized" if status == 401 else "Forbidden"
+    body = json.dumps({"error": {"message": reason, "type": kind, "param": None, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def path_of(scope: Scope) -> str:
+    """The route's path, without what a proxy put before it (vLLM's --root-path)."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _is_preflight(scope: Scope) -> bool:
+    """A browser's question, which carries no key, whether it may ask: answered before any route is reached."""
+    names = {name.lower() for name, _ in scope["headers"]}
+    return scope.get("method") == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names

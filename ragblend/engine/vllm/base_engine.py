@@ -1,0 +1,392 @@
+"""What both vLLM engines share: a prompt to token ids and parameters, tokens back to text and a report.
+
+`VllmEngineBase` is the Engine without a way to reach vLLM; `client` (over HTTP) and `engine` (in this process) add
+that. Text is cut into ids and put together again here, never by vLLM, so every engine answers the same characters.
+
+Knows segments, reports and the connector's parameters. Knows neither HTTP nor vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, fields, replace
+from time import perf_counter
+from typing import Any, Unpack
+
+from ragblend.engine.agreement import ShadowReport
+from ragblend.engine.base import EngineBase
+from ragblend.engine.decoding import StopScanner
+from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.report import (
+    BlendReport,
+    ChunkReport,
+    FinishReason,
+    Generation,
+    Mode,
+    RatioChoice,
+)
+from ragblend.engine.shadow import same_tokens
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
+from ragblend.errors import EngineClosedError, RagblendError, UsageError
+from ragblend.options import GenerationKeywords, GenerationOptions
+from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, SegmentKind, TokenizedPrompt
+from ragblend.prompt.segmenter import Segmenter, TextStream
+
+log = logging.getLogger(__name__)
+
+# What of a report is known on this side of vLLM only.
+_OWN = {"ttft_s", "decode_s", "prompt_tokens", "completion_tokens", "num_chunks", "shadow", "chunks"}
+INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
+
+
+@dataclass(frozen=True, slots=True)
+class VllmRequest:
+    """One prompt as vLLM gets it, and how its answer is to be read."""
+
+    prompt: TokenizedPrompt
+    params: BlendParams
+    options: GenerationOptions  # how long it may be, and how it is chosen and ended
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any]:
+        """What goes to the connector."""
+        return {PARAMS_KEY: self.params.as_dict()}
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What came from vLLM in one step. `finish_reason` is set on the last; `report` where the connector sent one."""
+
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    report: BlendReport | None = None
+    num_cached_tokens: int = 0  # prompt tokens that vLLM did not have to compute, where it tells
+
+
+@dataclass(slots=True)
+class ServedModelInfo:
+    """What an engine must know of its model. `stop_ids` end an answer and are no part of it."""
+
+    name: str
+    fingerprint: str
+    context_length: int
+    bytes_per_token: int
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+    num_layers: int = 0  # 0 where a server does not tell
+
+
+class VllmStream:
+    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends.
+
+    When the engine is closed it ends, at the next token, with what there is: "cancelled", and no error.
+    """
+
+    def __init__(self, engine: VllmEngineBase, request: VllmRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._start_s = perf_counter()
+        self._pieces = self._run()
+        params = request.params
+        report = BlendReport(params.reported_mode, params.rule, _number(params.ratio))
+        report.prompt_tokens = request.prompt.num_tokens
+        report.chunks = [ChunkReport(_source(chunk), chunk.num_tokens, hit=False) for chunk in _chunks(request)]
+        report.num_chunks = len(report.chunks)
+        self.result = Generation("", [], "cancelled", report)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop generating. The result keeps what was made so far."""
+        self._pieces.close()
+
+    def _run(self) -> Generator[str]:
+        request, result, report = self._request, self.result, self.result.report
+        text, scanner = TextStream(self._engine.segmenter), StopScanner(request.options.stops)
+        finished, reported = None, False
+        start_s = perf_counter()
+        if self._engine.closed:
+            return
+        try:
+            with closing(self._engine.deltas(request)) as received:
+                for delta in self._until_closed(received):
+                    if delta.token_ids and not result.token_ids and not report.ttft_s:
+                        report.ttft_s = perf_counter() - self._start_s
+                        start_s = perf_counter()
+                    if delta.report is not None:
+                        _merge_connector_report(report, delta.report)
+                        _fill_cached(report, request, delta.num_cached_tokens)
+                        reported = True
+                    shown = ""
+                    for token in delta.token_ids:
+                        if scanner.stopped or token in self._engine.facts.stop_ids:
+                            break  # vLLM sends the end token, too, and stops there by itself
+                        result.token_ids.append(token)
+                        shown += scanner.push(text.push(token))
+                    if shown:
+                        result.text += shown
+                        yield shown
+                    finished = delta.finish_reason or finished
+                    if scanner.stopped and delta.finish_reason is None and request.options.stops:
+                        break  # vLLM did not see the stop string in its own reading of the tokens
+            if not self._engine.blends:
+                report.mode, report.rule, report.recompute_ratio = "full", "none", 1.0
+            rest = scanner.push(text.flush()) + scanner.flush()
+            if rest:
+                result.text += rest
+                yield rest
+            result.finish_reason = _finish_reason("stop" if scanner.stopped else finished)
+            if reported and request.params.mode in ("blend", "reuse") and not report.refused_reason:
+                self._engine.notices.record_lookup(request.prompt, [chunk.hit for chunk in report.chunks])
+        finally:
+            report.decode_s = perf_counter() - start_s
+            report.completion_tokens = len(result.token_ids)
+            if reported:  # else nothing tells a miss from a vLLM that does not blend
+                self._engine.backfill(request, report)
+                self._engine.consider_shadow(request, result)
+
+    def _until_closed(self, deltas: Iterator[OutputDelta]) -> Iterator[OutputDelta]:
+        """`deltas` up to the moment when the engine is closed."""
+        with suppress(EngineClosedError):
+            for delta in deltas:
+                if self._engine.closed:
+                    return
+                yield delta
+
+
+class VllmEngineBase(EngineBase):
+    """The Engine protocol over a vLLM that runs the ragblend connector. Safe to share between threads.
+
+    A missing chunk is sent to be precomputed alone, in the background, unless `on_miss` is "inline". Conversations are
+    prompts like others: chunks of earlier turns are fused again. `options` are those of `EngineBase`.
+    """
+
+    blends = True  # False: an ordinary vLLM, which prefills everything
+
+    def __init__(self, segmenter: Segmenter, store: KVStore, facts: ServedModelInfo, **options: Any) -> None:
+        self.facts = facts
+        super().__init__(
+            segmenter, store, name=facts.name, fingerprint=facts.fingerprint, num_layers=facts.num_layers, **options
+        )
+
+    @abstractmethod
+    def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
+        """Send `request`; what comes back, as it comes. Closing the generator aborts the request."""
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.facts.context_length
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of stored KV per chunk token, all layers."""
+        return self.facts.bytes_per_token
+
+    # -- ingestion
+
+    def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
+        """`precompute` of each, several on their way at once; those to be computed behind others last."""
+        behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
+        first = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.context_texts)]
+        with ThreadPoolExecutor(INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
+            try:
+                yield from pool.map(self.precompute, first)
+                yield from pool.map(self.precompute, behind)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def prefetch(self, chunks: Sequence[Part]) -> None:
+        """Bring the KV of a later request's chunks into the memory of vLLM's workers, in the background.
+
+        A hint: what goes wrong costs speed and is told in the log. Returns without waiting for it.
+        """
+        self.prefetch_keys(self.likely_keys(chunks))
+
+    @abstractmethod
+    def prefetch_keys(self, keys: list[str]) -> None:
+        """Tell the workers to prefetch `keys`."""
+
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
+        """`precompute` of a chunk that is token ids already, behind what is."""
+        key = self.key_of(token_ids, behind)
+        if not token_ids or self.store.contains(key):
+            return 0
+        prompt = self._ingestion(token_ids, behind)
+        self._check_length(prompt.num_tokens + 1, "chunk")
+        params = BlendParams("ingest", spans=_spans(prompt), namespace=self.namespace, context=behind.policy)
+        report = None
+        with closing(self.deltas(VllmRequest(prompt, params, GenerationOptions(max_tokens=1)))) as deltas:
+            for delta in deltas:
+                report = delta.report or report
+        if report is not None and report.refused_reason:
+            raise RagblendError(f"the chunk was not stored: {report.refused_reason}")
+        # A report says that it was stored, if not here: behind a balancer the next question may reach another replica.
+        if report is None and not self.store.contains(key):
+            raise RagblendError(
+                f"vLLM answered, but the chunk's KV is not in the store (key {key}); look for ragblend in the server's "
+                "log, and check its setup: ragblend doctor"
+            )
+        return len(token_ids) * self.bytes_per_token
+
+    def _ingestion(self, token_ids: tuple[int, ...], behind: IngestionContext) -> TokenizedPrompt:
+        """What vLLM is sent to compute a version of a chunk: the chunks that it is to be behind are chunks, too."""
+        behind.validate()
+        num_joint = len(self.segmenter.delimiter_ids)
+        pieces: list[tuple[SegmentKind, tuple[int, ...]]] = [("prefix", self.default_prefix_ids)]
+        for part in behind.parts:
+            split = len(part) - num_joint
+            pieces += [("chunk", part[:split]), ("text", part[split:])]
+        # One token more, because vLLM samples from the last one; which, does not matter.
+        pieces += [("chunk", token_ids), ("suffix", token_ids[-1:])]
+        segments, start = [], 0
+        for kind, ids in pieces:
+            if ids:
+                segments.append(Segment(kind, ids, start))
+            start += len(ids)
+        return TokenizedPrompt(tuple(segments))
+
+    # -- answering
+
+    def generate(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> Generation:
+        """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> VllmStream:
+        """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
+
+        Options are checked here, before anything is sent. Closing the stream early aborts the request.
+        """
+        return VllmStream(self, self.request(prompt, **options))
+
+    def request(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> VllmRequest:
+        """What to answer and how, tokenized and checked. `options` are GenerationOptions.
+
+        A `recompute_ratio` of None or "auto" becomes a number where the store is: in the connector.
+        Raises PromptTooLongError beyond the model's context, UsageError for bad values.
+        """
+        generation_options = GenerationOptions(**options)
+        if generation_options.logprobs:
+            raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
+        find_rule(generation_options.rule)
+        self._check_prompt(prompt, generation_options.stops)
+        tokenized = self.segmenter.tokenize(prompt)
+        self._check_length(tokenized.num_tokens + 1, "prompt")
+        return VllmRequest(
+            tokenized,
+            blend_params(
+                tokenized,
+                generation_options.mode,
+                generation_options.rule,
+                generation_options.recompute_ratio,
+                self.namespace,
+                generation_options.seed or 0,
+            ),
+            replace(
+                generation_options,
+                max_tokens=min(generation_options.max_tokens, self.context_length - tokenized.num_tokens),
+            ),
+        )
+
+    def backfill(self, request: VllmRequest, report: BlendReport) -> None:
+        """Precompute the chunks that `report` names as misses, in the background, unless `on_miss` is "inline"."""
+        if request.params.mode not in ("blend", "reuse"):
+            return
+        chunks = zip(_chunks(request), report.chunks, strict=True)
+        self._queue_backfill(segment for segment, chunk in chunks if not chunk.hit)
+
+    def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
+        """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out
+        tokens, so what a sampled one would have been is not known."""
+        params = request.params
+        if params.mode not in ("blend", "reuse") or request.options.temperature or answer.finish_reason == "cancelled":
+            return
+
+        def compare() -> ShadowReport:
+            prompt = self.segmenter.as_sent(request.prompt)
+            full = blend_params(prompt, "full", params.rule, params.ratio, params.namespace, params.seed)
+            stream = VllmStream(self, replace(request, prompt=prompt, params=full))
+            same = same_tokens(stream, answer)
+            return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
+
+        self._shadow.submit(compare, answer.report)
+
+
+def sampling(options: GenerationOptions) -> dict[str, Any]:
+    """What vLLM is told of penalties, bias and limits, by its own names; it would take what is left out from the
+    model's generation_config, which the other engine does not."""
+    bias = {int(token): float(value) for token, value in (options.logit_bias or {}).items()}
+    return {
+        "top_k": options.top_k or 0,
+        "min_p": options.min_p or 0.0,
+        "repetition_penalty": 1.0 if options.repetition_penalty is None else options.repetition_penalty,
+        "presence_penalty": options.presence_penalty or 0.0,
+        "frequency_penalty": options.frequency_penalty or 0.0,
+        **({"logit_bias": bias} if bias else {}),
+    }
+
+
+def blend_params(
+    prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: RatioChoice, namespace: str, seed: int = 0
+) -> BlendParams:
+    """What the connector is told about `prompt`."""
+    return BlendParams(mode, rule, ratio, _spans(prompt), namespace, seed, _template(prompt))
+
+
+def _chunks(request: VllmRequest) -> tuple[Segment, ...]:
+    return request.prompt.chunk_segments
+
+
+def _spans(prompt: TokenizedPrompt) -> tuple[tuple[int, int], ...]:
+    return tuple((segment.start, segment.end) for segment in prompt.chunk_segments)
+
+
+def _template(prompt: TokenizedPrompt) -> tuple[tuple[int, int], ...]:
+    return tuple((segment.num_lead, segment.num_tail) for segment in prompt.chunk_segments)
+
+
+def _source(segment: Segment) -> str:
+    return segment.chunk.source if segment.chunk is not None else ""
+
+
+def _number(ratio: RatioChoice) -> float:
+    """The ratio, as far as it is known on this side."""
+    return 0.0 if ratio is None or isinstance(ratio, str) else ratio
+
+
+def _finish_reason(reason: str | None) -> FinishReason:
+    return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
+
+
+def _fill_cached(report: BlendReport, request: VllmRequest, num_cached_tokens: int) -> None:
+    """What vLLM's own prefix cache spared; the connector does not see it."""
+    if report.mode != "prefix" or not num_cached_tokens:
+        return
+    report.num_prefix_tokens = report.num_reused_tokens = num_cached_tokens
+    total = sum(segment.num_tokens for segment in _chunks(request))
+    if total:
+        cached = sum(max(0, min(end, num_cached_tokens) - start) for start, end in request.params.spans)
+        report.charged_budget = report.charged_budget_32 = 1 - cached / total
+
+
+def _merge_connector_report(report: BlendReport, connector_report: BlendReport) -> None:
+    """What the connector tells; what only this side knows (sources, times seen from here) stays."""
+    for name in {each.name for each in fields(BlendReport)} - _OWN:
+        setattr(report, name, getattr(connector_report, name))
+    if len(connector_report.chunks) == len(report.chunks):
+        pairs = zip(report.chunks, connector_report.chunks, strict=True)
+        report.chunks = [replace(theirs, source=mine.source, num_tokens=mine.num_tokens) for mine, theirs in pairs]
+    if connector_report.failed:
+        log.warning("the prompt was prefilled in full: %s", connector_report.refused_reason)

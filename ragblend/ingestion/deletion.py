@@ -1,0 +1,241 @@
+"""What goes when a text goes: its KV in every tier, KV that was computed behind it, its place in the registry, pins.
+
+The index notes what its documents no longer have (see `database`); `delete_orphaned_kv` turns that into a list of
+entries, notes the list in its place, and deletes what is on it. Killed at any moment, the next one goes on. Knows the
+index, engines and stores; nothing of files or frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, TypeVar
+
+from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
+from ragblend.corpus.schema import OrphanedTexts, PendingDeletion, text_hash
+from ragblend.engine.api import Engine
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.tiered import PinnableStore, TieredStore, disk_tier, tiers_of
+from ragblend.errors import BackendUnreachableError
+from ragblend.index import ChunkIndex
+from ragblend.ingestion.contexts import every_version
+from ragblend.prompt.prompt import Chunk
+
+Ids = tuple[int, ...]
+Reason = TypeVar("Reason")
+
+LOCAL = ""  # the place of a `PendingDeletion` entry: the store of this machine, or whatever stands for it
+_BATCH = 64  # entries deleted while nobody may add documents
+
+
+def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
+    """Delete what documents have left behind that were changed or removed. How many chunks' KV went.
+
+    A text that a framework's document has as well stays, and so does what has come back meanwhile. Where a remote tier
+    cannot be told, this says why, and it is told by the next sweep of an engine that has it; by then nothing on this
+    machine tells what was removed.
+    """
+    disk = disk_tier(engine.store)
+    if disk is not None:
+        disk.clean()
+    left = index.orphaned_texts()
+    if not left.last_id and not index.pending_deletions():
+        return 0, ""
+    with closing(open_registry(engine.store)) as registry:
+        if left.last_id:
+            _schedule_deletions(left, index, engine, registry)
+        index.truncate_log()
+        registry.truncate_log()
+        return _run_deletions(index, engine, registry)
+
+
+def find_pending_sources(index: ChunkIndex) -> set[str]:
+    """Sources of documents that are gone, of which something may be left: a sweep has yet to delete it."""
+    return {*index.orphaned_texts().sources, *(entry.source for entry in index.pending_deletions())}
+
+
+def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
+    """Note which entries are to go, in place of the texts that they are of."""
+    gone = registry.release(left.texts)
+    if isinstance(engine.store, PinnableStore):
+        for source in left.sources:
+            engine.store.unpin(source)
+    places = _map_deleters(engine)
+    pending = []
+    for key, text in keys_to_delete(gone, engine, everywhere=True).items():
+        pending += [PendingDeletion(key, place, left.source_of.get(text, ""), text_hash(text)) for place in places]
+    if gone and engine.context == "similar":
+        unseen = _find_unseen_remote_keys(
+            (engine.key(Chunk(text, context="similar")) for _, text in index.texts()), engine, places
+        )
+        pending += [PendingDeletion(key, place, "", b"") for key, place in unseen]
+    registry.remove_stored({entry.key for entry in pending})
+    index.schedule_deletions(pending, left)
+
+
+def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[tuple[str, str]]:
+    """Keys of similar versions that this machine does not hold, and where they may be: nobody here can tell what they
+    were computed behind, so where a text is gone they go from other machines. They are computed again with the next
+    ingestion."""
+    elsewhere = [place for place in places if place != LOCAL or not has_local_tier(engine.store)]
+    if not elsewhere:
+        return []
+    near = {header.key for header in iter_local_headers(engine.store)}
+    return [(key, place) for key in sorted(set(keys) - near) for place in elsewhere]
+
+
+def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
+    """Delete the entries that are to go, here first: what tells of a text must not wait for another machine."""
+    places, noted = _map_deleters(engine), index.pending_deletions()
+    gone: set[str] = set()
+    problem = ""
+    for place, delete in places.items():
+        entries = [entry for entry in noted if entry.place == place]
+        for start in range(0, len(entries), _BATCH):
+            batch, done = entries[start : start + _BATCH], list[PendingDeletion]()
+            with index.write_transaction(), registry.block_additions() as is_registered:
+                try:
+                    for entry in batch:
+                        wanted = is_registered(entry.text_hash) or not index.is_deletion_pending(entry)
+                        if not wanted and delete(entry.key):
+                            gone.add(entry.key)
+                        done.append(entry)
+                except BackendUnreachableError as error:
+                    problem = str(error)
+                index.clear_deletions(done)
+            if problem:
+                break
+    return len(gone), problem
+
+
+def _map_deleters(engine: Engine) -> dict[str, Callable[[str], bool]]:
+    """Where the engine's store keeps entries, and what deletes one there: this machine first."""
+    store = engine.store
+    if not isinstance(store, TieredStore):
+        return {LOCAL: store.delete}
+    # Where a remote tier is told, this machine is once more: somebody may have fetched the entry meanwhile.
+    return {LOCAL: store.delete_local, **{tier.url: store.delete for tier in store.remote_tiers}}
+
+
+def keys_to_delete(texts: Iterable[str], engine: Engine, *, everywhere: bool = False) -> dict[str, str]:
+    """Keys of the KV of texts, each with the text because of which it goes; in the order in which to delete them.
+
+    everywhere: in the local tiers, whose headers are read for it, also that of other models and prefixes, and of
+    whatever was computed behind these texts, in the engine's own namespace.
+    """
+    texts = list(dict.fromkeys(texts))
+    keys: dict[str, str] = {}
+    if texts and everywhere:
+        namespace = getattr(engine, "namespace", "")
+        gone = {engine.segmenter.chunk_ids(text): text for text in texts}
+        mine = (header for header in iter_local_headers(engine.store) if header.namespace == namespace)
+        keys = dict(find_orphaned_keys(mine, gone.get, engine.segmenter.delimiter_ids))
+    for text in texts:
+        for version in every_version(text):
+            keys.setdefault(engine.key(version), text)
+    return keys
+
+
+def has_local_tier(store: KVStore) -> bool:
+    """Whether a tier of `store` can be looked through: it is on this machine, and no server's."""
+    return any(isinstance(tier, DiskStore | MemoryStore) for tier in tiers_of(store))
+
+
+def iter_local_headers(store: KVStore) -> Iterator[KVHeader]:
+    """The headers of what this process can look at: of its disk and memory tiers."""
+    for tier in tiers_of(store):
+        if isinstance(tier, DiskStore | MemoryStore):
+            yield from tier.headers()
+
+
+def delete_texts_kv(
+    texts: Sequence[str], engine: Engine, registry: ChunkRegistry, unregister: Callable[[], object]
+) -> tuple[int, str]:
+    """Drop the KV of texts that the engine stores, and what was computed behind them, in every tier.
+
+    `let_go` has `registry` forget them: last, for killed before, it still tells what is to go. How many entries went,
+    and why a remote tier could not be told; "" where it was.
+    """
+    num_removed, problem = _delete_kv(texts, engine, registry)
+    unregister()
+    if texts and _has_similar(engine, registry):  # one may have come meanwhile, by who has seen them there
+        num_late, late_problem = _delete_kv(texts, engine, registry)
+        return num_removed + num_late, problem or late_problem
+    return num_removed, problem
+
+
+def _has_similar(engine: Engine, registry: ChunkRegistry) -> bool:
+    """Whether similar versions may be stored; the engine may have been told of the context before others settled it."""
+    return engine.context == "similar" or bool(registry.similar_entries())
+
+
+def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
+    if not texts:
+        return 0, ""
+    keys, places = [*keys_to_delete(texts, engine, everywhere=_has_similar(engine, registry))], _map_deleters(engine)
+    unseen = _find_unseen_remote_keys(registry.similar_entries(), engine, places)
+    with closing(open_registry(engine.store)) as noting:
+        noting.remove_stored(keys)
+    registry.set_similar_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
+    num_removed, problem = 0, ""
+    for place, delete in places.items():
+        try:
+            for key in (*keys, *(key for key, where in unseen if where == place)):
+                num_removed += delete(key) and place == LOCAL
+        except BackendUnreachableError as error:
+            problem = str(error)
+    return num_removed, problem
+
+
+def find_orphaned_keys(
+    headers: Iterable[KVHeader], reason_of: Callable[[Ids], Reason | None], joint: Ids
+) -> Iterator[tuple[str, Reason]]:
+    """Keys of entries whose token ids are gone, or that were computed behind such entries; with the reason that
+    `reason_of` gives for those ids, None for ids that are wanted.
+
+    joint: the ids of what stands between two chunks.
+    """
+    for header in headers:
+        reasons = map(reason_of, (header.token_ids, *_iter_context_ids(header, joint)))
+        reason = next((each for each in reasons if each is not None), None)
+        if reason is not None:
+            yield header.key, reason
+
+
+def _iter_context_ids(header: KVHeader, joint: Ids) -> Iterator[Ids]:
+    """The ids of the chunks that a similar version was computed behind."""
+    end = len(header.prefix_ids)
+    for length in reversed(header.context):
+        yield header.prefix_ids[end - length : end - len(joint)]
+        end -= length
+
+
+def delete_chunks_kv(chunks: Iterable[Chunk], model: Any, still_used: Callable[[str], bool]) -> int:
+    """Drop KV and registered texts of what a framework has deleted, save what is `still_used`. How many had KV.
+
+    `model`: an engine, or an object with one at `.engine`. Raises BackendUnreachableError when a remote tier cannot be
+    told.
+    """
+    gone = list(dict.fromkeys(chunk.text for chunk in chunks if not still_used(chunk.text)))
+    registry = registry_for(model)
+    engine: Engine = getattr(model, "engine", model)
+    num_removed, problem = delete_texts_kv(gone, engine, registry, lambda: registry.remove(gone))
+    registry.truncate_log()
+    if problem:
+        raise BackendUnreachableError(problem)
+    return num_removed
+
+
+def find_registered_texts(names: Iterable[str], model: Any) -> list[str]:
+    """The texts of documents that were precomputed under these names."""
+    registry = registry_for(model)
+    return [text for name in names if name for text in registry.texts_of(name)]
+
+
+def registry_for(model: Any) -> ChunkRegistry:
+    """The registry of a framework's model, or of an engine."""
+    engine: Engine = getattr(model, "engine", model)
+    return getattr(model, "registry", None) or open_registry(engine.store)

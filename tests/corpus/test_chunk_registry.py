@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragblend import Chunk, open_index
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, open_registry
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.corpus.text_index import TextIndex
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.errors import CorruptError, StoreMismatchError
+from ragblend.frameworks.boundaries import recover_chunks
+
+
+def beginning(registry: ChunkRegistry, text: str) -> list[str]:
+    """The registered texts that `text` begins with."""
+    with registry.searching() as known:
+        return list(known.starting_at(text, 0))
+
+
+LONG = "This text is longer than an anchor, by far."
+
+
+@pytest.fixture(params=["file", "memory"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path) -> ChunkRegistry:
+    return ChunkRegistry(tmp_path / REGISTRY_FILE if request.param == "file" else None)
+
+
+def test_add_counts_new_texts_and_compares_them_stripped(registry: ChunkRegistry) -> None:
+    assert registry.add([LONG, f"  {LONG}\n", "short", "", "  \n"]) == 2
+    assert registry.add([LONG]) == 0
+    assert list(registry.texts()) == [LONG, "short"]
+    assert len(registry) == 2
+    assert f"\n{LONG} " in registry
+    assert "other" not in registry
+
+
+def test_remove_forgets(registry: ChunkRegistry) -> None:
+    registry.add([LONG, "short"])
+    assert registry.remove([LONG, "unknown"]) == 1
+    assert beginning(registry, LONG) == []
+    assert list(registry.texts()) == ["short"]
+    assert registry.add([LONG]) == 1
+    assert beginning(registry, LONG) == [LONG]
+
+
+def test_a_text_stays_until_the_last_that_has_it_lets_it_go(registry: ChunkRegistry) -> None:
+    registry.add([LONG, "both", "index"])
+    assert registry.replace("doc", [LONG, " both\n", "doc"]) == []
+    assert registry.texts_of("doc") == {LONG, "both", "doc"}
+    assert registry.release([LONG, "index", "unknown"]) == ["index", "unknown"]
+    assert set(registry.texts()) == {LONG, "both", "doc"}
+    assert sorted(registry.replace("doc", ["new"])) == sorted([LONG, "doc"])
+    assert set(registry.texts()) == {"both", "new"}
+    assert registry.replace("doc", []) == ["new"]
+    assert registry.remove(["both"]) == 1
+    assert registry.release(["both"]) == ["both"]
+    assert len(registry) == 0
+
+
+def test_lone_surrogates_are_skipped_not_fatal(registry: ChunkRegistry) -> None:
+    assert registry.add(["\ud800 is half a character", LONG]) == 1
+
+
+def test_the_texts_that_begin_at_a_place_come_longest_first() -> None:
+    head = LONG[:30]
+    index = TextIndex([head, LONG, LONG[10:], "This", "This text"])
+    assert list(index.starting_at(f"x {LONG} {head}", 2)) == [LONG, head, "This text", "This"]
+    index.discard(LONG)
+    assert list(index.starting_at(f"x {LONG}", 2)) == [head, "This text", "This"]
+    assert list(index.starting_at(LONG, 1)) == []
+
+
+@given(st.data())
+def test_what_begins_at_a_place_is_what_a_plain_search_finds(data: st.DataObject) -> None:
+    """Over texts that are made of few parts, so that many begin alike and are beginnings of each other."""
+    part = st.sampled_from(["a common beginning of 24 ch", "a", "b", "\n"])
+    texts = data.draw(st.lists(st.lists(part, min_size=1, max_size=5).map("".join), max_size=12))
+    index, known = TextIndex(), set()
+    for text in texts:
+        if data.draw(st.booleans()) or text not in known:
+            index.add(text)
+            known.add(text)
+        else:
+            index.discard(text)
+            known.discard(text)
+        prompt = "".join(data.draw(st.lists(part, max_size=6)))
+        place = data.draw(st.integers(0, len(prompt)))
+        expected = sorted((each for each in known if prompt.startswith(each, place)), key=len, reverse=True)
+        assert list(index.starting_at(prompt, place)) == expected
+
+
+def test_texts_survive_closing_and_reopening(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / REGISTRY_FILE
+    with ChunkRegistry(path) as registry:
+        registry.add([LONG])
+    assert list(registry.texts()) == [LONG]  # using a closed one opens it again
+    assert list(ChunkRegistry(path).texts()) == [LONG]
+
+
+def test_another_connection_sees_additions_and_removals_at_once(tmp_path: Path) -> None:
+    one, other = ChunkRegistry(tmp_path / "r"), ChunkRegistry(tmp_path / "r")
+    one.add(["first text of the first registry"])
+    assert len(other) == 1
+    other.add(["second text, of the other one"])
+    one.remove(["first text of the first registry"])
+    assert list(one.texts()) == list(other.texts()) == ["second text, of the other one"]
+
+
+def test_processes_share_a_file(tmp_path: Path) -> None:
+    registry = ChunkRegistry(tmp_path / "r")
+    code = (
+        "import sys; from ragblend.corpus.chunk_registry import ChunkRegistry\n"
+        "r = ChunkRegistry(sys.argv[1])\n"
+        "for i in range(20): r.add([f'text {i} of process {sys.argv[2]}, long enough'])"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "r"), str(n)]) for n in range(2)]
+    registry.add([LONG])
+    assert [process.wait(60) for process in running] == [0, 0]
+    assert len(registry) == 41
+
+
+def test_threads_share_a_registry(registry: ChunkRegistry) -> None:
+    def work(n: int) -> None:
+        for i in range(20):
+            registry.add([f"text {i} of thread {n}, long enough"])
+            assert beginning(registry, f"text {i} of thread {n}, long enough")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(registry) == 80
+
+
+def test_damaged_file_is_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    path.write_bytes(b"not a database at all, but long enough to be read as one" * 20)
+    with pytest.raises(CorruptError, match=r"Mend it: ragblend verify --repair.*or delete it"):
+        ChunkRegistry(path)
+
+
+def test_an_index_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    with open_index(tmp_path, HashingEmbedder(), create=True):
+        pass
+    with pytest.raises(StoreMismatchError, match="different folders"):
+        ChunkRegistry(tmp_path / "chunks.sqlite")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["PRAGMA user_version = 6", "UPDATE sqlite_master SET name = 'regiStered_texts' WHERE name = 'registered_texts'"],
+)
+def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebody_elses(
+    damage: str, tmp_path: Path
+) -> None:
+    with ChunkRegistry(tmp_path / REGISTRY_FILE) as registry:
+        registry.add([LONG])
+    with closing(sqlite3.connect(tmp_path / REGISTRY_FILE, isolation_level=None)) as file:
+        file.execute("PRAGMA writable_schema = 1")
+        file.execute(damage)
+    with pytest.raises(CorruptError, match="verify --repair"):
+        ChunkRegistry(tmp_path / REGISTRY_FILE)
+
+
+def test_a_failed_write_leaves_the_registry_usable(tmp_path: Path) -> None:
+    registry = ChunkRegistry(tmp_path / "r")
+
+    def failing() -> object:
+        yield LONG
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        registry.add(failing())  # type: ignore[arg-type]
+    assert registry.add([LONG]) == 1
+
+
+def test_format_of_the_file_is_stable(tmp_path: Path) -> None:
+    ChunkRegistry(tmp_path / "r").add([LONG])
+    rows = sqlite3.connect(tmp_path / "r").execute("SELECT id, hex(key), text FROM registered_texts").fetchall()
+    assert rows == [(1, "510457CD45FEF69128E52BF5A14897BF", LONG)]
+
+
+def test_ten_thousand_chunks_are_searched_in_milliseconds() -> None:
+    registry = ChunkRegistry()
+    texts = [f"Common heading of every chunk {n}. " + "word " * 100 for n in range(10_000)]
+    registry.add(texts)
+    prompt = "\n\n".join(["Context:", *texts[::500], "Question?"])
+    start_s = perf_counter()
+    assert sum(isinstance(part, Chunk) for part in recover_chunks(prompt, registry=registry)) == 20
+    assert perf_counter() - start_s < 2.0  # all share one anchor, the worst case; about 20 ms on an idle core
+
+
+def test_registry_of_a_store(tmp_path: Path) -> None:
+    memory = MemoryStore(1 << 20)
+    assert open_registry(memory) is open_registry(memory)
+    assert open_registry(memory) is not open_registry(MemoryStore(1 << 20))
+    registry = open_registry(TieredStore(MemoryStore(1 << 20), DiskStore(tmp_path)))
+    assert registry.path == tmp_path / REGISTRY_FILE
+
+
+def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(tmp_path: Path) -> None:
+    path = tmp_path / REGISTRY_FILE
+    code = (
+        "import sys; from ragblend.corpus.chunk_registry import ChunkRegistry; "
+        "ChunkRegistry(sys.argv[1]).add(sys.argv[2:])"
+    )
+    first, second = ChunkRegistry(path), ChunkRegistry(path)
+    first.add(["of the first"])
+    second.close()
+    for text in ("of another process", "of one after it"):
+        subprocess.run([sys.executable, "-c", code, str(path), text], check=True)
+        first.add([f"behind that {text}"])
+    first.close()
+    assert len(ChunkRegistry(path)) == 5

@@ -1,0 +1,142 @@
+"""A model that the caller has loaded: it answers as its folder does, and shares KV with its like alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ragblend.engine.load import load_engine
+from ragblend.engine.transformers.loaded_model import pair_fingerprint
+from ragblend.errors import UsageError
+from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
+from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.prompt.prompt import SegmentedPrompt
+
+PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], make_tokenizer: Any) -> Path:
+    """A tiny model as `save_pretrained` writes it, its head tied to its embedding."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    tiny_model("llama").save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def load(folder: Path, **options: Any) -> tuple[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def change(model: Any, by: float = 1e-3) -> None:
+    with torch.no_grad():
+        model.model.layers[3].self_attn.k_proj.weight[0, 0] += by
+
+
+def test_a_loaded_pair_answers_as_its_folder_and_finds_the_folders_kv(folder: Path, tmp_path: Path) -> None:
+    with load_engine(str(folder), tmp_path, on_miss="inline") as engine:
+        for chunk in PROMPT.chunks:
+            engine.precompute(chunk)
+        expected = engine.generate(PROMPT, max_tokens=12)
+    with load_engine(load(folder), tmp_path, on_miss="inline") as engine:
+        found = engine.generate(PROMPT, max_tokens=12)
+        assert engine.name == str(folder)
+    assert found.report.num_chunk_hits == 2
+    assert found.token_ids == expected.token_ids
+
+
+def test_two_loadings_share_kv_and_one_changed_weight_does_not(folder: Path) -> None:
+    (first, _), (second, _), (other, _) = load(folder), load(folder), load(folder)
+    assert pair_fingerprint(first) == pair_fingerprint(second)
+    change(other)
+    assert pair_fingerprint(other) != pair_fingerprint(first)
+    again = load(folder)[0]
+    change(again)
+    assert pair_fingerprint(again) == pair_fingerprint(other)
+
+
+def test_a_model_of_no_folder_is_told_by_its_weights_its_config_and_its_dtype(tiny_model: Any) -> None:
+    first, second = tiny_model("llama"), tiny_model("llama")
+    assert pair_fingerprint(first) == pair_fingerprint(second)
+    change(second, 1e-6)
+    assert pair_fingerprint(first) != pair_fingerprint(second)
+    third = tiny_model("llama")
+    third.config.rms_norm_eps *= 2
+    assert pair_fingerprint(first) != pair_fingerprint(third)
+    assert pair_fingerprint(tiny_model("llama").to(torch.bfloat16)) != pair_fingerprint(first)
+
+
+def test_the_config_that_a_model_was_loaded_with_counts_and_not_the_files(folder: Path) -> None:
+    plain, scaled = load(folder)[0], load(folder, rms_norm_eps=0.1)[0]
+    assert pair_fingerprint(plain) != pair_fingerprint(scaled)
+
+
+def test_what_cannot_be_set_any_more_is_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"dtype, attn_implementation cannot be set for a model that is loaded"):
+        load_engine(load(folder), dtype="bfloat16", attn_implementation="eager")
+    with pytest.raises(UsageError, match="a loaded model is run here; with backend='vllm' give its name"):
+        load_engine(load(folder), backend="vllm")
+
+
+@pytest.mark.parametrize("given", [(1, 2), ("a", "b"), 3, ["model", "tokenizer"]])
+def test_what_is_no_pair_is_refused_with_how_to_make_one(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"give a name, a path, a pipeline, or a loaded model with its tokenizer"):
+        load_engine(given)
+    with pytest.raises((UsageError, ValueError), match="loaded model with its tokenizer"):
+        ChatBlend(model=given)
+
+
+def test_a_model_that_is_not_in_memory_is_refused(folder: Path) -> None:
+    model, tokenizer = load(folder)
+    with pytest.raises(UsageError, match=r"is spread over meta.*one device.*tensor_parallel_size"):
+        load_engine((model.to("meta"), tokenizer))
+
+
+def test_a_models_own_attention_stays_that_of_its_own_forward(folder: Path) -> None:
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("counted", counted)
+    model, tokenizer = load(folder, attn_implementation="counted")
+    with load_engine((model, tokenizer), on_miss="inline") as engine:
+        calls.clear()
+        engine.generate(PROMPT, recompute_ratio=0.5, max_tokens=2)
+        assert not calls  # scattered rows need ours
+        full = engine.generate(PROMPT, mode="full", max_tokens=1)
+        assert len(calls) == model.config.num_hidden_layers
+        model(torch.tensor([[1, 2, 3]]))
+        assert len(calls) == 2 * model.config.num_hidden_layers
+    with load_engine(load(folder, attn_implementation="eager")) as engine:
+        assert engine.generate(PROMPT, mode="full", max_tokens=1).token_ids == full.token_ids
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM, LlamaIndexLLM])
+def test_the_frameworks_models_take_a_pair_and_share_its_engine(kind: Any, folder: Path, tmp_path: Path) -> None:
+    pair = load(folder)
+    model = kind(model=pair, store=str(tmp_path), max_tokens=4)
+    assert (model.model, model.model_dump()["model"]) == (str(folder), str(folder))
+    assert kind(model=pair, store=str(tmp_path)).engine is model.engine
+    assert copy.deepcopy(model).engine is model.engine
+    assert model.engine.layers.model is pair[0]
+    with pytest.raises(TypeError, match="given its model as an object"):
+        pickle.dumps(model)
+    answer = model.complete("what is that?") if kind is LlamaIndexLLM else model.invoke("what is that?")
+    assert str(getattr(answer, "content", answer))
+    model.engine.close()
+
+
+def test_a_chat_model_made_of_a_string_model_runs_the_same_pair(folder: Path) -> None:
+    model = BlendLLM(model=load(folder))
+    assert model.as_chat().engine is model.engine

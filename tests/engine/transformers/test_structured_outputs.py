@@ -1,0 +1,234 @@
+"""What an answer is held to, it keeps: every schema, expression and grammar, on random models, however it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.structured_outputs import GrammarCompiler
+from ragblend.errors import UsageError
+from ragblend.prompt.formats import prompt_format
+from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.segmenter import Segmenter
+
+PROMPT = SegmentedPrompt(["the theory of the other chunk", "question the chunk with that theory"], "what is that?")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["lamp", "boat", "tower"]},
+        "place": {
+            "type": "object",
+            "properties": {"floor": {"type": "integer", "minimum": 0, "maximum": 99}, "lit": {"type": "boolean"}},
+            "required": ["floor", "lit"],
+            "additionalProperties": False,
+        },
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "place", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def engine(tiny_engine: Callable[..., TransformersEngine]) -> TransformersEngine:
+    return tiny_engine("llama")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_model_writes_what_the_schema_says(engine: TransformersEngine, seed: int) -> None:
+    answer = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, temperature=1.5, seed=seed, max_tokens=400)
+    assert answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": "[a-z]{3}-[0-9]{2}"}, r"[a-z]{3}-[0-9]{2}"),
+        ({"choice": ["yes", 'no, "never"', "maybe\nso"]}, r'yes|no, "never"|maybe\nso'),
+        ({"grammar": 'start: "lamp" (" " NUMBER){1,3}\nNUMBER: /[0-9]/'}, r"lamp( [0-9]){1,3}"),
+        ({"json_object": True}, r"\{.*"),
+        ({"json": '{"enum": ["a", "b"]}'}, r'"[ab]"'),
+    ],
+)
+def test_every_kind_is_followed_as_its_pieces_come(engine: TransformersEngine, asked: Any, pattern: str) -> None:
+    stream = engine.stream(PROMPT, structured_outputs=asked, max_tokens=40)
+    pieces = list(stream)
+    assert "".join(pieces) == stream.result.text
+    assert re.fullmatch(pattern, stream.result.text, re.DOTALL)
+    assert stream.result.finish_reason == ("length" if "json_object" in asked else "stop")
+    assert stream.result.report.completion_tokens == len(stream.result.token_ids)
+
+
+@pytest.mark.parametrize(
+    "shaped",
+    [
+        {"logit_bias": dict.fromkeys(range(0, 300, 7), 50.0)},
+        {"repetition_penalty": 3.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"temperature": 1.0, "seed": 1, "top_k": 3, "min_p": 0.2, "top_p": 0.5},
+    ],
+    ids=["bias", "repetition", "presence", "sampled"],
+)
+def test_nothing_that_shapes_the_choice_leads_out_of_the_schema(engine: TransformersEngine, shaped: Any) -> None:
+    answer = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, max_tokens=400, **shaped)
+    jsonschema.validate(json.loads(answer.text), SCHEMA)
+
+
+def test_every_token_has_its_own_logprob_those_that_had_to_come_too(engine: TransformersEngine) -> None:
+    options = {"logprobs": True, "top_logprobs": 3}
+    answer = engine.generate(PROMPT, structured_outputs={"choice": ["yes, it is", "no"]}, **options)
+    assert answer.logprobs is not None
+    assert [each.token_id for each in answer.logprobs] == answer.token_ids
+    assert answer.logprobs[0].logprob < 0
+    assert answer.logprobs[-1].logprob == 0
+    assert all(math.isfinite(value) for each in answer.logprobs for _, value in each.top)
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 30, 4))
+def test_an_object_that_does_not_fit_is_cut_and_says_so(engine: TransformersEngine, max_tokens: int) -> None:
+    whole = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, max_tokens=400)
+    cut = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, max_tokens=max_tokens)
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", max_tokens)
+    assert cut.token_ids == whole.token_ids[:max_tokens]
+    exact = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, max_tokens=len(whole.token_ids))
+    assert (exact.text, exact.finish_reason) == (whole.text, "stop")
+
+
+def test_a_stop_string_ends_an_object_too(engine: TransformersEngine) -> None:
+    answer = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, stop=['"kind"'], max_tokens=400)
+    assert answer.finish_reason == "stop"
+    assert answer.text.startswith('{"name": "')
+    assert '"kind"' not in answer.text
+
+
+def test_forced_tokens_take_no_step_and_leave_the_kv_that_steps_would(
+    engine: TransformersEngine, stock_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a choice, it is the stock model's own: the most likely token that the schema allows."""
+    steps: list[int] = []
+    step = engine.decode_step
+    monkeypatch.setattr(engine, "decode_step", lambda tokens, fused: steps.append(len(tokens)) or step(tokens, fused))
+    answer = engine.generate(PROMPT, mode="full", structured_outputs={"json": SCHEMA}, max_tokens=400)
+    assert len(steps) < len(answer.token_ids) - 10
+    prompt_ids = engine.segmenter.tokenize(PROMPT).token_ids
+    with torch.inference_mode():
+        logits = stock_model("llama")(torch.tensor([prompt_ids + answer.token_ids])).logits[0].float()
+    guide = engine.request(PROMPT, structured_outputs={"json": SCHEMA}).grammar.guide()  # type: ignore[union-attr]
+    place, num_chosen = 0, 0
+    while not guide.ended:
+        row = guide.mask_logits(logits[len(prompt_ids) - 1 + place])
+        assert int(row.argmax()) == answer.token_ids[place]
+        taken = guide.accept_token(answer.token_ids[place], 400)
+        assert taken == answer.token_ids[place : place + len(taken)]
+        place, num_chosen = place + len(taken), num_chosen + 1
+    assert (place, num_chosen) == (len(answer.token_ids), len(steps) + 1)
+
+
+def test_a_grammar_that_allows_everything_changes_nothing(engine: TransformersEngine) -> None:
+    free = engine.generate(PROMPT, max_tokens=30, mode="full")
+    held = engine.generate(PROMPT, max_tokens=30, mode="full", structured_outputs={"regex": "(.|\n)*"})
+    same = next((n for n, (a, b) in enumerate(zip(free.token_ids, held.token_ids, strict=False)) if a != b), 30)
+    # Control tokens and bytes that are no UTF-8 are no text; up to the first of those a random model writes the same.
+    shown = engine.segmenter.plain_text(free.token_ids[: same + 1])
+    assert same == 30 or "\ufffd" in shown or not engine.segmenter.plain_text([free.token_ids[same]])
+
+
+def test_rows_that_no_word_has_are_never_chosen(segmenter: Segmenter) -> None:
+    num_words = segmenter.backend.get_vocab_size(with_added_tokens=True)  # type: ignore[union-attr]
+    for size in (num_words, num_words + 1, num_words + 100):
+        guide = GrammarCompiler(segmenter, size, [2]).compile({"regex": "(.|\n)*"}).guide()
+        row = guide.mask_logits(torch.zeros(size))
+        assert torch.isinf(row[num_words:]).all()
+        assert row[2] == 0  # the empty text is allowed, so it may end
+        assert row[torch.isfinite(row)].eq(0).all()
+
+
+def test_every_token_that_ends_an_answer_may_end_it(segmenter: Segmenter) -> None:
+    guide = GrammarCompiler(segmenter, 300, [2, 5]).compile({"regex": "a*"}).guide()
+    row = guide.mask_logits(torch.zeros(300))
+    assert [row[token].item() for token in (2, 5)] == [0, 0]
+    strict = GrammarCompiler(segmenter, 300, [2, 5]).compile({"regex": "a+"}).guide()
+    assert torch.isinf(strict.mask_logits(torch.zeros(300))[[2, 5]]).all()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"json": {"type": "strin"}}, "json that cannot be followed .*strin"),
+        ({"json": "{"}, "json that cannot be followed"),
+        ({"json": 5}, "5 is no JSON schema"),
+        ({"regex": "("}, "regex that cannot be followed"),
+        ({"grammar": "start: nothing"}, "unknown name"),
+        ({"structural_tag": {"format": {"type": "zoo"}}}, "'zoo' of a structural tag is not known"),
+        ({"structural_tag": {}}, "structural_tag that cannot be followed"),
+        ({"xml": 1}, "choose one of json, json_object, regex, choice, grammar, structural_tag"),
+        ({"json": {}, "regex": "a"}, "choose one of json"),
+        ({"json": str}, "json that is not JSON .*type"),
+        ({"json": {"enum": [{1}]}}, "json that is not JSON .*set"),
+        ({"choice": []}, "nothing to choose from"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_before_anything_is_computed(
+    engine: TransformersEngine, asked: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        engine.stream(PROMPT, structured_outputs=asked)
+
+
+def test_without_llguidance_it_says_what_to_install(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"pip install 'ragblend\[structured\]'"):
+        engine.generate(PROMPT, structured_outputs={"regex": "a"})
+    assert engine.generate(PROMPT, max_tokens=2).text is not None
+
+
+TAG = {"begin": "<call>\n", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "\n</call>"}
+
+
+@pytest.mark.parametrize("special", [(), ("<call>",)])
+def test_a_structural_tag_is_text_until_its_trigger_and_json_behind_it(
+    special: tuple[str, ...], tiny_engine: Callable[..., TransformersEngine], make_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = make_tokenizer(specials=special)
+    engine = tiny_engine("llama", segmenter=Segmenter(tokenizer, prompt_format(tokenizer)))
+    several = {"type": "tags_with_separator", "tags": [TAG], "separator": "\n", "at_least_one": True}
+    asked = {"structural_tag": {"type": "structural_tag", "format": {**several, "stop_after_first": True}}}
+    answer = engine.generate(PROMPT, structured_outputs=asked, temperature=1, seed=1, max_tokens=400)
+    body = answer.text.removeprefix("<call>").removesuffix("</call>")
+    jsonschema.validate(json.loads(body), SCHEMA)
+    assert answer.text.startswith("\n" if special else "<call>\n")  # a control token is not shown
+    triggered = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [TAG]}
+    grammar = engine.request(PROMPT, structured_outputs={"structural_tag": {"format": triggered}}).grammar
+    guide = grammar.guide()  # type: ignore[union-attr]
+    for piece in engine.segmenter.literal('the theory <call>\n{"name": '):
+        for token in [piece] if isinstance(piece, int) else engine.segmenter.text_ids(piece):
+            assert guide.mask_logits(torch.zeros(300))[token] == 0
+            guide.accept_token(token, 1)
+    row = guide.mask_logits(torch.zeros(300))
+    assert torch.isinf(row[engine.segmenter.text_ids("t")]).all()  # inside, only a string may follow
+
+
+def test_full_prefill_beside_a_request_is_held_to_the_same(tiny_engine: Callable[..., TransformersEngine]) -> None:
+    engine = tiny_engine("llama", shadow=1.0)
+    answer = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, recompute_ratio=1.0, max_tokens=400)
+    engine.flush_shadow()
+    assert answer.report.shadow is not None
+    assert answer.report.shadow.answers_identical
+
+
+def test_a_text_to_choose_is_not_the_list_that_it_looks_like(engine: TransformersEngine) -> None:
+    for asked, text in ((["a"], "a"), ('["a"]', '["a"]')):
+        assert engine.generate(PROMPT, structured_outputs={"choice": asked}, max_tokens=20).text == text

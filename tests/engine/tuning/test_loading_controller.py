@@ -1,0 +1,328 @@
+"""The loading controller: the paper's two examples, and what must hold for any machine, device and prompt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragblend.engine.tuning.loading_controller import (
+    LINEAR,
+    MachineProfile,
+    decide_reuse,
+    interpolate,
+    largest_hidden_ratio,
+    largest_x_within,
+    machine_profile_from,
+    make_monotone,
+    pipelined_s,
+)
+from ragblend.errors import UsageError
+from ragblend.lab.plan import GB, Storage, WorkloadSpec, parse_storage, plan
+
+R_STAR = 0.15
+SLACK = 1 + 1e-9
+
+
+def machine(**changes: Any) -> MachineProfile:
+    """10 layers, 1000 bytes and 1 ms of prefill per token."""
+    facts: dict[str, Any] = {
+        "fingerprint": "model", "hardware": {"cpu": "any"}, "num_layers": 10, "bytes_per_token": 1000,
+        "prefill_s": ((1000.0, 1.0), (2000.0, 2.0)), "bytes_per_s": {"disk": 10e6},
+    }  # fmt: skip
+    return MachineProfile(**{**facts, **changes})
+
+
+# --- the paper's examples (CacheBlend, section 5): per layer, 15 % of the tokens recomputed ---
+
+
+def test_llama_7b_loads_slower_than_it_recomputes_so_more_is_recomputed_for_nothing() -> None:
+    """Recompute takes 3 ms, loading 16 ms: 16 / 3 as many tokens hide behind it."""
+    prefill_s = 0.003 / R_STAR
+    ratio = largest_hidden_ratio(R_STAR, load_s=0.016, prefill_s=prefill_s)
+    assert ratio == pytest.approx(0.15 * 16 / 3)
+    assert ratio * prefill_s == pytest.approx(0.016)
+    assert pipelined_s(32 * 0.016, 32 * R_STAR * prefill_s, 32) == pytest.approx(32 * 0.016)
+    assert pipelined_s(32 * 0.016, 32 * ratio * prefill_s, 32) == pytest.approx(32 * 0.016 + 0.016)  # waits for layer 1
+
+
+def test_llama_70b_recomputes_slower_than_it_loads_so_the_least_ratio_stays() -> None:
+    """Recompute takes 7 ms, loading 4 ms: less than 15 % would hide, and 15 % is what the answer needs."""
+    prefill_s = 0.007 / R_STAR
+    assert largest_x_within(LINEAR, 0.004 / prefill_s) == pytest.approx(0.15 * 4 / 7)
+    assert largest_hidden_ratio(R_STAR, load_s=0.004, prefill_s=prefill_s) == R_STAR
+    assert pipelined_s(80 * 0.004, 80 * 0.007, 80) == pytest.approx(80 * 0.007 + 0.004)
+
+
+@pytest.mark.parametrize(
+    ("recompute_s", "load_s", "num_layers", "chosen"), [(0.003, 0.016, 32, "fast"), (0.007, 0.004, 80, "slow")]
+)
+def test_the_papers_models_get_the_cheapest_device_that_adds_no_delay(
+    recompute_s: float, load_s: float, num_layers: int, chosen: str
+) -> None:
+    """The device of the example is one, one eight times as fast and as dear the other: only the 7B model needs it."""
+    tokens, nbytes = 4096, 100_000
+    own_speed = tokens * nbytes / (load_s * num_layers)
+    profile = machine(
+        num_layers=num_layers, bytes_per_token=nbytes, prefill_s=((tokens, recompute_s / R_STAR * num_layers),)
+    )
+    devices = [Storage("slow", own_speed, 0.05), Storage("fast", 8 * own_speed, 0.4)]
+    made = plan(profile, devices, WorkloadSpec(num_chunks=1, chunk_tokens=tokens, question_tokens=0, ratio=R_STAR))
+    assert made.chosen == chosen
+    slow = next(option for option in made.options if option.storage == "slow")
+    assert slow.load_s == pytest.approx(load_s * num_layers)
+    assert slow.recompute_s == pytest.approx(recompute_s * num_layers)
+    assert slow.gb_per_1000_chunks == pytest.approx(1000 * tokens * nbytes / GB)
+    assert slow.usd_per_1000_chunks_month == pytest.approx(slow.gb_per_1000_chunks * 0.05)
+
+
+# --- laws ---
+
+seconds = st.floats(1e-4, 1e3)
+ratios = st.floats(0, 1)
+speeds = st.floats(1e3, 1e12)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> MachineProfile:
+    tokens = draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=6, unique=True))
+    shares = draw(st.lists(st.tuples(st.floats(0.01, 0.99), st.floats(0.01, 1.5)), max_size=4))
+    first, last = draw(st.floats(0, 0.5)), draw(st.floats(0.5, 1.5))
+    return machine(
+        num_layers=draw(st.integers(1, 100)),
+        bytes_per_token=draw(st.integers(1, 10**7)),
+        prefill_s=tuple((float(count), draw(seconds)) for count in tokens),
+        shares=((0.0, first), *shares, (1.0, last)),
+        bytes_per_s={"disk": draw(speeds)},
+    )
+
+
+@st.composite
+def devices(draw: st.DrawFn) -> list[Storage]:
+    count = draw(st.integers(1, 6))
+    return [Storage(f"d{index}", draw(speeds), draw(st.floats(0, 10))) for index in range(count)]
+
+
+@st.composite
+def needs(draw: st.DrawFn) -> WorkloadSpec:
+    return WorkloadSpec(draw(st.integers(1, 20)), draw(st.integers(1, 4096)), draw(st.integers(0, 200)), draw(ratios))
+
+
+@given(machines(), st.tuples(st.integers(0, 10**5), st.integers(0, 10**5)), st.tuples(ratios, ratios))
+def test_more_tokens_or_a_higher_ratio_never_take_less_time(
+    profile: MachineProfile, tokens: tuple[int, int], pair: tuple[float, float]
+) -> None:
+    fewer, more = sorted(tokens)
+    low, high = sorted(pair)
+    assert profile.full_s(fewer) <= profile.full_s(more) * SLACK
+    assert profile.recompute_s(low, more) <= profile.recompute_s(high, more) * SLACK
+    assert profile.recompute_s(low, fewer) <= profile.recompute_s(low, more) * SLACK
+    assert profile.load_s(2e9, more) <= profile.load_s(1e9, more)
+
+
+@given(ratios, st.tuples(seconds, seconds), seconds, machines())
+def test_the_ratio_is_never_below_r_star_and_rises_with_loading(
+    r_star: float, loads: tuple[float, float], prefill_s: float, profile: MachineProfile
+) -> None:
+    fast, slow = sorted(loads)
+    chosen = [largest_hidden_ratio(r_star, load_s, prefill_s, profile.shares) for load_s in (0.0, fast, slow)]
+    assert r_star <= chosen[0] <= chosen[1] <= chosen[2] <= 1
+    assert largest_hidden_ratio(r_star, slow, 2 * prefill_s, profile.shares) <= chosen[2]
+    if chosen[2] > r_star:  # what is added hides behind loading
+        assert interpolate(profile.shares, chosen[2]) * prefill_s <= slow * (1 + 1e-6)
+
+
+@given(machines(), ratios, st.integers(1, 10**5), st.floats(0, 1), st.integers(0, 10**10))
+def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(
+    profile: MachineProfile, r_star: float, num_tokens: int, share: float, nbytes: int
+) -> None:
+    num_stored = int(share * num_tokens)
+    found = decide_reuse(profile, r_star, num_tokens, num_stored, {"disk": nbytes})
+    assert r_star <= found.ratio <= 1
+    at_r_star = pipelined_s(found.load_s, profile.recompute_s(r_star, num_tokens, num_stored), profile.num_layers)
+    assert bool(found.fallback_reason) == (num_stored > 0 and at_r_star >= found.full_s)
+    if found.fallback_reason:
+        assert found.ratio == 1.0
+    elif found.ratio > r_star:
+        raised_s = pipelined_s(found.load_s, found.recompute_s, profile.num_layers)
+        assert raised_s <= at_r_star * (1 + 1e-6), "what is added does not hide behind loading"
+
+
+@given(machines(), devices(), needs())
+def test_no_plan_adds_delay_where_a_device_exists_that_does_not(
+    profile: MachineProfile, offered: list[Storage], need: WorkloadSpec
+) -> None:
+    made = plan(profile, offered, need)
+    by_name = {device.name: device for device in offered}
+    good = [option for option in made.options if option.pays and not option.adds_delay]
+    prices = [by_name[option.storage].usd_per_gb_month for option in made.options]
+    assert (prices, len(prices)) == (sorted(prices), len(offered))
+    assert (made.chosen is None) == (not good)
+    if made.chosen is not None:
+        chosen = next(option for option in made.options if option.storage == made.chosen)
+        assert chosen in good
+        assert by_name[made.chosen].usd_per_gb_month == min(by_name[option.storage].usd_per_gb_month for option in good)
+        assert chosen.load_s <= chosen.recompute_s
+
+
+@given(machines(), needs(), st.tuples(speeds, speeds))
+def test_a_faster_device_is_never_worse(profile: MachineProfile, need: WorkloadSpec, pair: tuple[float, float]) -> None:
+    low, high = sorted(pair)
+    made = plan(profile, [Storage("low", low, 1), Storage("high", high, 1)], need)
+    found = {option.storage: option for option in made.options}
+    assert found["high"].ttft_s <= found["low"].ttft_s * SLACK
+    assert found["high"].adds_delay <= found["low"].adds_delay
+    assert found["high"].hidden_ratio <= found["low"].hidden_ratio
+
+
+@given(st.just(0.0) | st.floats(1e-9, 100), st.just(0.0) | st.floats(1e-9, 100), st.integers(1, 100))
+def test_a_pipeline_takes_what_a_step_by_step_simulation_takes(load_s: float, compute_s: float, layers: int) -> None:
+    """The reader brings layers 1, 2, ..., and 0 last; the question is asked at layer 1 first; leaving waits for all."""
+    order = [*range(1, layers), 0]
+    loaded = dict(zip(order, itertools.accumulate([load_s / layers] * layers), strict=True))
+    clock = loaded[1] if layers > 1 else 0.0
+    for layer in range(layers):
+        clock = (max(clock, loaded[layer]) if layer else clock) + compute_s / layers
+    clock = max(clock, loaded[0])
+    assert pipelined_s(load_s, compute_s, layers) == pytest.approx(clock)
+    assert max(load_s, compute_s) <= clock * SLACK
+    assert clock <= (load_s + compute_s) * SLACK
+
+
+@given(machines(), st.integers(1, 10**5), ratios, st.integers(0, 10**10))
+def test_several_ranks_read_before_they_compute_so_nothing_hides(
+    profile: MachineProfile, num_tokens: int, r_star: float, nbytes: int
+) -> None:
+    several = replace(profile, hardware={**profile.hardware, "ranks": 2})
+    found = decide_reuse(several, r_star, num_tokens, num_tokens, {"disk": nbytes})
+    assert bool(found.fallback_reason) == (found.load_s + several.recompute_s(r_star, num_tokens) >= found.full_s)
+    assert found.fallback_reason or found.ratio == max(r_star, largest_hidden_ratio(r_star, 0.0, 1.0, several.shares))
+    need = WorkloadSpec(1, num_tokens, 0, r_star)
+    (option,) = plan(several, [Storage("any", 1e9, 0.1)], need).options
+    assert option.adds_delay
+    assert option.ttft_s == pytest.approx(option.load_s + option.recompute_s)
+    (alone,) = plan(profile, [Storage("any", 1e9, 0.1)], need).options
+    assert alone.ttft_s <= option.ttft_s * SLACK
+
+
+# --- cases ---
+
+
+def test_reuse_is_refused_where_loading_takes_longer_than_full_prefill() -> None:
+    """1000 tokens: prefill 1 s; 1 MB from a disk of 0.5 MB/s takes 2 s."""
+    found = decide_reuse(machine(bytes_per_s={"disk": 0.5e6}), R_STAR, 1000, 1000, {"disk": 1_000_000})
+    assert "full prefill of 1000 tokens takes 1 s, loading 2 s" in found.fallback_reason
+    assert found.ratio == 1.0
+
+
+def test_what_is_in_memory_or_was_never_measured_counts_as_there() -> None:
+    for where in ({}, {"tape": 10**12}):
+        found = decide_reuse(machine(), R_STAR, 1000, 1000, where)
+        assert (found.ratio, found.fallback_reason, found.load_s) == (R_STAR, "", 0.0)
+
+
+def test_fresh_tokens_hide_loading_too_so_less_is_left_to_recompute() -> None:
+    """Loading takes 0.5 s, a tenth of it for layer 1: behind the rest 45 % of the tokens can be recomputed, if all are
+    stored. If half are fresh, they alone take 0.5 s."""
+    profile = machine(bytes_per_s={"disk": 2e6})
+    assert decide_reuse(profile, R_STAR, 1000, 1000, {"disk": 1_000_000}).ratio == pytest.approx(0.45)
+    assert decide_reuse(profile, R_STAR, 1000, 500, {"disk": 1_000_000}).ratio == R_STAR
+
+
+def test_measured_shares_take_the_place_of_the_ratio() -> None:
+    """Blending at 0 takes a tenth of full prefill, so less hides than the plain ratio says."""
+    profile = machine(shares=((0.0, 0.1), (1.0, 1.1)))
+    assert profile.recompute_s(0.15, 1000) == pytest.approx(0.25)
+    assert largest_hidden_ratio(R_STAR, 0.5, 1.0, profile.shares) == pytest.approx(0.4)
+
+
+def test_the_break_even_points() -> None:
+    """A chunk of 500 tokens takes 0.5 s to prefill. A prompt of two takes 1 s, blended 0.1 + 0.9 x 0.15 + 0.015 s."""
+    profile = machine(bytes_per_s={})
+    need = WorkloadSpec(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
+    (option,) = plan(profile, [Storage("ssd", 10e6, 0.1)], need).options
+    assert option.ttft_s == pytest.approx(0.15 + 0.01)
+    assert option.saved_s == pytest.approx(0.84)
+    assert option.reuses_to_repay == 2  # 0.5 s / 0.42 s, rounded up
+    assert option.reuses_per_month == pytest.approx(500 * 1000 / GB * 0.1 / (0.42 * 0.001))
+    (slow,) = plan(profile, [Storage("tape", 0.5e6, 0.001)], need).options
+    assert (slow.pays, slow.reuses_to_repay, slow.reuses_per_month) == (False, None, None)
+
+
+def test_noise_that_makes_more_seem_faster_is_levelled_out() -> None:
+    profile = machine(prefill_s=((100.0, 2.0), (200.0, 1.5), (300.0, 3.0)), shares=((0.5, 0.4), (0.0, 0.1), (1.0, 0.3)))
+    assert profile.prefill_s == ((100.0, 2.0), (200.0, 2.0), (300.0, 3.0))
+    assert profile.shares == ((0.0, 0.1), (0.5, 0.4), (1.0, 0.4))
+    assert make_monotone([(1, 2.0), (1, 1.0)]) == ((1, 2.0),)
+
+
+def test_a_profile_comes_back_from_json_as_it_was() -> None:
+    profile = machine()
+    assert machine_profile_from(json.loads(json.dumps(profile.as_dict()))) == profile
+    for change in (
+        {"profile_version": 0},
+        {"prefill_s": []},
+        {"num_layers": None},
+        {"bytes_per_s": 3},
+        {"shares": [1]},
+    ):
+        with pytest.raises(UsageError, match="measure again"):
+            machine_profile_from({**profile.as_dict(), **change})
+
+
+def test_storages_as_they_are_typed() -> None:
+    assert parse_storage("nvme:3.5:0.08", {}) == Storage("nvme", 3.5e9, 0.08)
+    assert parse_storage("disk::0.05", {"disk": 7e8}) == Storage("disk", 7e8, 0.05)
+    for text in ("nvme", "nvme:1", "nvme:x:1", "nvme:0:1", "nvme:1:-1", "nvme:nan:1", "a:1:1:1", "tape::1"):
+        with pytest.raises(UsageError):
+            parse_storage(text, {"disk": 7e8})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: largest_hidden_ratio(1.1, 1, 1),
+        lambda: largest_hidden_ratio(0.1, -1, 1),
+        lambda: largest_hidden_ratio(0.1, 1, 0),
+        lambda: machine(prefill_s=()),
+        lambda: machine(prefill_s=((10.0, 0.0),)),
+        lambda: machine(num_layers=0),
+        lambda: machine(bytes_per_s={"disk": 0.0}),
+        lambda: plan(machine(), [], WorkloadSpec()),
+        lambda: plan(machine(), [Storage("a", 1, 1), Storage("a", 2, 2)], WorkloadSpec()),
+        lambda: WorkloadSpec(num_chunks=0),
+        lambda: WorkloadSpec(ratio=2),
+        lambda: WorkloadSpec(usd_per_hour=0),
+        lambda: WorkloadSpec(question_tokens=-1),
+    ],
+)
+def test_values_out_of_range_are_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError):
+        wrong()
+
+
+def test_interpolation_runs_through_its_points() -> None:
+    curve = ((0.0, 1.0), (2.0, 3.0), (4.0, 3.0), (6.0, 9.0))
+    assert [interpolate(curve, x) for x, _ in curve] == [y for _, y in curve]
+    assert [largest_x_within(curve, y) for y in (0.5, 1.0, 3.0, 9.0, 99.0)] == [0.0, 0.0, 4.0, 6.0, 6.0]
+    for low, high in itertools.pairwise([index / 10 for index in range(80)]):
+        assert interpolate(curve, low) <= interpolate(curve, high)
+
+
+def test_a_rule_that_asks_first_waits_for_all_kv_and_a_fast_device_is_still_found() -> None:
+    profile = machine()
+    need = WorkloadSpec(ratio=0.15)
+    asking = replace(need, asks_first=True)
+    recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
+    for share, delays in ((0.05, False), (0.5, True)):
+        device = Storage("some", need.num_stored * profile.bytes_per_token / (share * recompute_s), 0.1)
+        hidden, waited = (plan(profile, [device], each).options[0] for each in (need, asking))
+        assert (hidden.adds_delay, waited.adds_delay) == (False, delays)
+        assert waited.ttft_s == pytest.approx((1 + share) * recompute_s)
+        assert waited.hidden_ratio == need.ratio
+        assert plan(profile, [device], asking).chosen == (None if delays else "some")

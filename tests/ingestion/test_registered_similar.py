@@ -1,0 +1,286 @@
+"""Chunks that frameworks bring into a store that keeps similar versions: found, used, and gone with what they saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+from langchain_core.vectorstores import InMemoryVectorStore
+from llama_index.core import MockEmbedding, VectorStoreIndex
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ragblend import BlendLLM, Chunk, SegmentedPrompt, load_engine, open_index
+from ragblend.corpus.chunk_registry import open_registry
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
+from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.remote.tier import open_remote
+from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.ingestion import registered_similar
+from ragblend.ingestion.deletion import delete_chunks_kv, delete_texts_kv
+from ragblend.llamaindex import BlendIngestion, delete_ref_doc
+from ragblend.precompute import precompute_documents, precompute_index
+from ragblend.vectorstores import BlendEmbeddings, PrecomputingVectorStore
+
+FOX = "Bob Fox lives in Norburg and plays the flute."
+KERN = "Alice Kern works for Nexon and plays the flute."
+BELL = "James Bell lives in Norburg and plays chess."
+MOSS = "Tara Moss has a job at Nexon, which sells drones."
+ALL = (FOX, KERN, BELL, MOSS)
+Open = Callable[..., TransformersEngine]
+
+
+@pytest.fixture(autouse=True)
+def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is alike does not hang on which extras are installed."""
+    monkeypatch.setattr(registered_similar, "_embedder", HashingEmbedder)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """`opened(**options)`: the demo model's engine over tmp_path/kv in the context "similar"; closed at the end."""
+    made: list[TransformersEngine] = []
+
+    def open_one(store: str = "kv", **options: Any) -> TransformersEngine:
+        made.append(load_engine("demo", tmp_path / store, **{"context": "similar", **options}))
+        return made[-1]
+
+    yield open_one
+    for engine in made:
+        engine.close()
+
+
+def similar(text: str) -> Chunk:
+    return Chunk(text, context="similar")
+
+
+def seen_by(engine: TransformersEngine, text: str) -> set[str] | None:
+    """Which of ALL the similar version of `text` was computed behind; None without one."""
+    header = disk_tier(engine.store).header(engine.key(similar(text)))
+    return None if header is None else texts_in(engine, header)
+
+
+def texts_in(engine: TransformersEngine, header: KVHeader) -> set[str]:
+    ids = header.prefix_ids
+    runs = {text: engine.segmenter.chunk_ids(text) for text in ALL}
+    return {
+        text
+        for text, run in runs.items()
+        if any(ids[start : start + len(run)] == run for start in range(len(ids)))
+    }  # fmt: skip
+
+
+def test_chunks_are_stored_alone_and_behind_those_like_them_and_prompts_use_both(opened):
+    engine = opened()
+    report = precompute_documents(ALL, engine)
+    assert (report.num_chunks, report.num_new_kv) == (4, 8)
+    assert seen_by(engine, FOX) == {KERN, BELL}  # those with most words in common, and never itself
+    assert precompute_documents(ALL, engine).num_new_kv == 0
+    answer = opened(context=None).generate(SegmentedPrompt([MOSS, FOX, KERN], "Who plays?"), max_tokens=1)
+    assert [chunk.context for chunk in answer.report.chunks] == ["none", "similar", "similar"]
+
+
+def test_unless_told_otherwise_a_deep_model_keeps_similar_versions_of_what_frameworks_bring(
+    tmp_path, make_model, make_tokenizer
+):
+    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(tmp_path / "deep")
+    make_tokenizer().save_pretrained(tmp_path / "deep")
+    llm = BlendLLM(model=str(tmp_path / "deep"), store=str(tmp_path / "kv"))
+    assert precompute_documents([Document(text) for text in ALL], llm).num_new_kv == 8
+    llm.engine.close()
+    with load_engine(str(tmp_path / "deep"), tmp_path / "alone", context="none") as engine:
+        assert precompute_documents(ALL, engine).num_new_kv == 4
+
+
+def test_chunks_that_came_alone_get_a_similar_version_when_others_are_there(opened):
+    engine = opened()
+    assert precompute_documents([FOX], engine).num_new_kv == 1
+    assert seen_by(engine, FOX) is None
+    report = precompute_documents([BELL], opened())
+    assert (report.num_chunks, report.num_new_kv) == (1, 3)
+    assert (seen_by(engine, FOX), seen_by(engine, BELL)) == ({BELL}, {FOX})
+
+
+def in_langchain(engine: TransformersEngine) -> Callable[[str], object]:
+    store = PrecomputingVectorStore(InMemoryVectorStore(BlendEmbeddings("hashing")), engine)
+    store.add_documents([Document(text, id=text) for text in ALL])
+    return lambda text: store.delete([text])
+
+
+def in_langchain_replaced(engine: TransformersEngine) -> Callable[[str], object]:
+    store = PrecomputingVectorStore(InMemoryVectorStore(BlendEmbeddings("hashing")), engine)
+    store.add_documents([Document(text, id=text) for text in ALL])
+    return lambda text: store.add_documents([Document("Nothing of it is left, whatever it was.", id=text)])
+
+
+def in_llamaindex(engine: TransformersEngine) -> Callable[[str], object]:
+    source = NodeRelationship.SOURCE
+    nodes = [TextNode(text=text, relationships={source: RelatedNodeInfo(node_id=text)}) for text in ALL]
+    index = VectorStoreIndex(BlendIngestion(llm=engine)(nodes), embed_model=MockEmbedding(embed_dim=8))
+    return lambda text: delete_ref_doc(index, text, engine)
+
+
+def by_name(engine: TransformersEngine) -> Callable[[str], object]:
+    precompute_documents(ALL, engine, names=ALL)
+    return lambda text: precompute_documents(["Another text."], engine, names=[text])
+
+
+@pytest.mark.parametrize("brought", [in_langchain, in_langchain_replaced, in_llamaindex, by_name])
+def test_whatever_was_computed_behind_a_removed_chunk_goes_with_it_and_is_computed_again_behind_others(
+    opened, tmp_path, brought
+):
+    url = f"file://{tmp_path}/shared"
+    engine = opened(remote=url)
+    remove = brought(engine)
+    engine.store.flush()
+    assert BELL in (seen_by(engine, FOX) or ())
+    remove(BELL)
+    engine.store.flush()
+    for tier in engine.store.tiers:
+        for key in list(tier.keys()):
+            entry = tier.get(key)
+            assert entry is not None
+            assert BELL not in texts_in(engine, entry.header), tier
+            assert entry.header.token_ids != engine.segmenter.chunk_ids(BELL), tier
+    assert not any(
+        each.text == BELL for each in open_registry(engine.store).similar_variants(registered_similar._embedder_name())
+    )
+    precompute_documents(["One more."], engine)
+    assert seen_by(engine, FOX) is not None, "it was computed again, behind what is left"
+    assert BELL not in seen_by(engine, FOX)
+
+
+def test_versions_that_only_another_machine_still_has_go_there_too(opened, tmp_path):
+    url = f"file://{tmp_path}/shared"
+    engine = opened(remote=url)
+    precompute_documents(ALL, engine)
+    engine.store.flush()
+    lost = engine.key(similar(FOX))
+    engine.store.delete_near(lost)  # as eviction does: what it was computed behind is known over there alone
+    far = open_remote(url)
+    assert far.contains(lost)
+    delete_chunks_kv([Chunk(BELL)], engine, lambda text: False)
+    assert not far.contains(lost)
+
+
+def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_nothing(opened, monkeypatch):
+    engine, other = opened(), opened()
+    first: list[str] = []
+
+    def precompute(chunk: Any, compute: Callable[..., int] = engine.precompute) -> int:
+        if chunk.context == "similar" and BELL in chunk.behind and not first:
+            first.append(chunk.text)
+            delete_chunks_kv(
+                [Chunk(BELL)], other, lambda text: False
+            )  # from another process, before this one is stored
+        return compute(chunk)
+
+    monkeypatch.setattr(engine, "precompute", precompute)
+    monkeypatch.setattr(engine, "precompute_all", None, raising=False)
+    precompute_documents(ALL, engine)
+    assert first
+    for header in disk_tier(engine.store).headers():
+        assert BELL not in texts_in(engine, header)
+
+
+def test_a_version_that_comes_while_a_chunk_is_removed_goes_with_it(opened):
+    engine = opened()
+    precompute_documents([BELL, MOSS], engine)
+    with open_registry(engine.store) as registry:
+
+        def let_go() -> None:
+            engine.precompute(Chunk(FOX, context="similar", context_texts=(BELL,)))  # by who still sees BELL there
+            registry.remove([BELL])
+
+        assert delete_texts_kv([BELL], engine, registry, let_go) == (4, "")
+    assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
+
+
+def test_a_store_that_keeps_chunks_alone_from_now_on_drops_their_similar_versions(opened, tmp_path):
+    engine = opened()
+    precompute_documents(ALL, engine)
+    with open_index(tmp_path / "index", HashingEmbedder(), create=True) as index:
+        assert precompute_index(engine, index, "none").num_removed_kv == 4
+        assert [seen_by(engine, text) for text in ALL] == [None] * 4
+        assert precompute_documents(ALL, opened(context=None)).num_new_kv == 0
+        precompute_index(engine, index, "similar")
+    assert precompute_documents([FOX], engine).num_new_kv == 4
+    assert seen_by(engine, FOX) == {KERN, BELL}
+
+
+@pytest.mark.parametrize("blank", ["", " \n", Chunk(""), Chunk("\t"), Document("")], ids=repr)
+def test_blank_texts_are_no_chunks_even_where_nothing_else_is_there(opened, blank):
+    engine = opened()
+    report = precompute_documents([blank], engine)
+    assert (report.num_chunks, report.num_new_kv) == (0, 0)
+    assert precompute_documents([FOX, blank, KERN], engine).num_new_kv == 4
+
+
+def test_a_similar_version_asked_for_by_itself_waits_until_others_are_there(opened):
+    assert precompute_documents([similar(FOX)], opened()).num_new_kv == 0
+
+
+def test_an_engine_that_keeps_chunks_alone_forgets_what_another_computed_behind_them(opened):
+    alone = opened(context="none")
+    engine = opened()
+    precompute_documents(ALL, engine)
+    assert BELL in (seen_by(engine, FOX) or ())
+    delete_chunks_kv([Chunk(BELL)], alone, lambda text: False)
+    assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
+
+
+def test_where_nobody_here_could_tell_what_to_delete_chunks_stay_alone(opened, monkeypatch, tmp_path):
+    engine = opened()
+    monkeypatch.setattr(engine, "store", open_remote(f"file://{tmp_path}/far"))
+    assert precompute_documents(ALL, engine).num_new_kv == 4
+
+
+def test_namespaces_in_one_store_never_see_each_other_chunks(opened):
+    mine, yours = opened(namespace="mine"), opened(namespace="yours")
+    precompute_documents([FOX, KERN], mine)
+    assert precompute_documents([BELL], yours).num_new_kv == 1  # nothing near it that is its own
+    precompute_documents([MOSS], yours)
+    assert seen_by(yours, BELL) == {MOSS}
+    assert seen_by(mine, FOX) == {KERN}
+
+
+def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
+    engine = opened()
+    precompute_documents(ALL, engine)
+    with open_registry(engine.store) as registry:
+        with registry._write_transaction() as connection:
+            connection.execute("UPDATE similar_versions SET vector = zeroblob(length(vector))")
+        assert any("4 vectors of texts" in line for line in registry.find_problems())
+        registry.drop_damaged()
+        assert registry.find_problems() == []
+    assert precompute_documents([*ALL, "Ida Holm lives in Norburg and plays the flute."], engine).num_new_kv == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    texts=st.lists(st.sampled_from(["a b", "b c", "c d", "a", "b", "d e f", "f"]), unique=True, min_size=1),
+    refused=st.sets(st.sampled_from(["a b", "b c", "c d", "a", "b"])),
+    count=st.integers(0, 3),
+)
+def test_the_nearest_are_found_that_may_stand(texts, refused, count):
+    with load_engine("demo", context="similar") as engine, open_registry(engine.store) as registry:
+        finder = registered_similar.RegisteredChunkFinder(engine, registry)
+        registry.add(texts)
+        finder.add(map(Chunk, texts))
+        rows = dict(zip(texts, HashingEmbedder().embed(texts), strict=True))
+        for text in texts:
+            found = finder.similar_texts(text, count, lambda each: each not in refused)
+            allowed = [each for each in texts if each != text and each not in refused]
+            assert len(found) == min(count, len(allowed))
+            assert set(found) <= set(allowed)
+            scores = [float(rows[text] @ rows[each]) for each in found]
+            assert scores == sorted(scores, reverse=True)
+            left = [float(rows[text] @ rows[each]) for each in allowed if each not in found]
+            assert not found or not left or min(scores) >= max(left) - 1e-6

@@ -1,0 +1,730 @@
+"""`ingest` run again follows its folder: what is there is there once, what is gone has left nothing behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragblend import Chunk, load_engine
+from ragblend.chunker import adapt_splitter
+from ragblend.corpus import documents
+from ragblend.corpus.chunk_registry import open_registry
+from ragblend.corpus.embedders import HashingEmbedder, embedder_version
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.tiered import disk_tier
+from ragblend.errors import (
+    BackendUnreachableError,
+    EmptyCorpusError,
+    NotFoundError,
+    RagblendError,
+    StoreFullError,
+    StoreMismatchError,
+)
+from ragblend.index import ChunkIndex, open_index
+from ragblend.ingestion import sync as following
+from ragblend.operations.maintenance import collect_garbage, verify_store
+from ragblend.precompute import (
+    IngestReport,
+    find_documents,
+    ingest,
+    open_engine_index,
+    pin_document,
+    precompute_documents,
+    remove_documents,
+)
+
+FOX, KERN, BELL = "Bob Fox lives in Norburg.", "Alice Kern works for Nexon.", "James Bell plays chess."
+
+
+PARTS = [" ".join([sentence] * 3) for sentence in (FOX, KERN, BELL)]  # paragraphs that are chunks of their own
+IN_PARTS: dict[str, Any] = {"chunk_size": 24, "context": "similar"}
+
+
+@dataclass
+class Corpus:
+    """A folder, and an index and a store that follow it."""
+
+    root: Path
+    engine: Any
+    index: ChunkIndex
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def docs(self) -> Path:
+        return self.root / "docs"
+
+    def write(self, **files: str | bytes | list[str]) -> None:
+        """`a_txt=...` is docs/a.txt; a list is a JSONL file's records."""
+        for name, content in files.items():
+            path = self.docs / name.replace("_", ".").replace("..", "/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, list):
+                content = "".join(json.dumps({"text": text}) + "\n" for text in content)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    def ingest(self, *paths: str | Path, **options: Any) -> IngestReport:
+        options = {"say": self.said.append, **options}
+        return ingest(paths or [self.docs], self.engine, self.index, **options)
+
+    def documents(self) -> dict[str, str]:
+        """Name below docs/ and text of every document."""
+        found = {}
+        for source in self.index.sources():
+            found[source.removeprefix(f"{self.docs}/")] = " | ".join(chunk.text for chunk in self.index.chunks(source))
+        return found
+
+    def texts(self) -> set[str]:
+        """What the index, the store and the registry hold; all three must agree."""
+        texts = {text for _, text in self.index.texts()}
+        with open_registry(self.engine.store) as registry:
+            assert set(registry.texts()) == texts
+        keys = {self.engine.key(Chunk(text)) for text in texts}
+        assert set(self.engine.store.keys()) == keys
+        assert self.index.orphaned_texts().last_id == 0
+        return texts
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Iterator[Corpus]:
+    (tmp_path / "docs").mkdir()
+    with (
+        load_engine("demo", tmp_path / "kv") as engine,
+        open_engine_index(tmp_path / "index", engine, "hashing", 32) as index,
+    ):
+        yield Corpus(tmp_path, engine, index)
+
+
+# --- what is there is there once ---
+
+
+def test_from_another_folder_it_is_the_same_document(corpus, monkeypatch):
+    corpus.write(a_txt=FOX, sub__r_jsonl=[KERN, BELL])
+    ways = {
+        corpus.root: ("docs", "docs/a.txt", "./docs/sub"),
+        corpus.docs: (".", "a.txt"),
+        corpus.docs / "sub": ("..",),
+    }
+    for place, names in ways.items():
+        monkeypatch.chdir(place)
+        for name in names:
+            corpus.ingest(name)
+    assert corpus.documents() == {"a.txt": FOX, "sub/r.jsonl#0": KERN, "sub/r.jsonl#1": BELL}
+    assert corpus.index.sources()[0] == f"{corpus.docs}/a.txt"
+
+
+def test_a_file_that_did_not_change_is_not_even_parsed(corpus, monkeypatch):
+    corpus.write(a_txt=FOX, r_jsonl=[KERN, BELL])
+    corpus.ingest()
+    monkeypatch.setattr("ragblend.corpus.documents.read_documents", lambda path, data: pytest.fail(f"parsed {path}"))
+    report = corpus.ingest()
+    assert (report.num_documents, report.num_unchanged, report.num_chunks, report.num_known_kv) == (3, 3, 3, 3)
+
+
+def test_an_edit_that_keeps_size_and_time_is_noticed(corpus):
+    corpus.write(a_txt=FOX)
+    corpus.ingest()
+    path = corpus.docs / "a.txt"
+    before = path.stat()
+    path.write_text(FOX.replace("Bob", "Rob"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert corpus.ingest().num_updated == 1
+    assert corpus.texts() == {FOX.replace("Bob", "Rob")}
+
+
+def test_a_renamed_file_is_neither_embedded_nor_prefilled_again(corpus, monkeypatch):
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    corpus.ingest()
+    (corpus.docs / "a.txt").rename(corpus.docs / "z.txt")
+    monkeypatch.setattr(HashingEmbedder, "embed", lambda self, texts: pytest.fail(f"embedded {texts}"))
+    report = corpus.ingest()
+    assert (report.num_new_kv, report.num_removed_kv, report.removed) == (0, 0, [f"{corpus.docs}/a.txt"])
+    assert corpus.documents() == {"b.txt": KERN, "z.txt": FOX}
+
+
+# --- what is gone has left nothing behind ---
+
+
+def test_four_versions_of_a_file_leave_one(corpus):
+    for version in range(4):
+        corpus.write(a_txt=f"Version {version} of the report.")
+        corpus.ingest()
+    assert corpus.texts() == {"Version 3 of the report."}
+
+
+GONE: dict[str, Callable[[Path], Any]] = {
+    "deleted": lambda path: path.unlink(),
+    "emptied": lambda path: path.write_bytes(b""),
+    "blank": lambda path: path.write_text(" \n"),
+    "moved out of the folder": lambda path: path.rename(path.parents[1] / "elsewhere.txt"),
+    "hidden": lambda path: path.rename(path.with_name(".a.txt")),
+    "ignored": lambda path: path.with_name(".gitignore").write_text("a.*\n"),
+    "a folder now": lambda path: (path.unlink(), path.mkdir()),
+    "a link to another file": lambda path: (path.unlink(), path.symlink_to("b.txt")),
+    "a link to nowhere": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("way", GONE)
+def test_a_file_that_is_gone_is_gone_from_everything(corpus, way):
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    corpus.ingest()
+    pin_document(f"{corpus.docs}/a.txt", corpus.engine, corpus.index)
+    GONE[way](corpus.docs / "a.txt")
+    report = corpus.ingest()
+    assert report.removed == [f"{corpus.docs}/a.txt"]
+    assert (report.num_removed_kv, report.failures) == (1, [])
+    assert corpus.texts() == {KERN}
+    assert disk_tier(corpus.engine.store).pins() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("r.jsonl", f'"{FOX}"\n"{KERN}"\n', f'"{FOX}"\n'),
+        ("r.json", f'["{FOX}", "{KERN}"]', f'["{FOX}"]'),
+        ("r.json", f'["{FOX}", "{KERN}"]', f'{{"text": "{FOX}"}}'),
+        ("r.csv", f"text,n\n{FOX},1\n{KERN},2\n", f"text,n\n{FOX},1\n"),
+        ("r.json", f'{{"0": "{FOX}", "7": "{KERN}"}}', f'{{"0": "{FOX}"}}'),
+    ],
+)
+def test_a_record_that_left_its_file_is_gone(corpus, name, before, after):
+    path = corpus.docs / name
+    path.write_text(before)
+    corpus.ingest()
+    assert corpus.texts() == {FOX, KERN}
+    path.write_text(after)
+    report = corpus.ingest()
+    assert len(report.removed) >= 1
+    assert corpus.texts() == {FOX}
+    path.write_text(before)
+    corpus.ingest()
+    assert corpus.texts() == {FOX, KERN}
+
+
+def test_the_last_file_that_goes_empties_the_index(corpus):
+    corpus.write(a_txt=FOX)
+    corpus.ingest()
+    (corpus.docs / "a.txt").unlink()
+    assert corpus.ingest().removed == [f"{corpus.docs}/a.txt"]
+    assert corpus.texts() == set()
+    with pytest.raises(EmptyCorpusError, match="nothing to ingest"):
+        corpus.ingest()
+
+
+def test_a_text_that_another_document_has_keeps_its_kv(corpus):
+    corpus.write(a_txt=FOX, b_txt=FOX)
+    corpus.ingest()
+    (corpus.docs / "a.txt").unlink()
+    assert corpus.ingest().num_removed_kv == 0
+    assert corpus.texts() == {FOX}
+    (corpus.docs / "b.txt").unlink()
+    assert corpus.ingest().num_removed_kv == 1
+    assert corpus.texts() == set()
+
+
+def test_not_a_word_of_it_is_left_in_any_file(corpus):
+    corpus.write(a_txt=f"{FOX}\n\nThe password is Zwetschge.", b_txt=KERN)
+    corpus.ingest()
+    corpus.write(a_txt=FOX)
+    corpus.ingest()
+    corpus.index.close()
+    left = [path for path in corpus.root.rglob("*") if path.is_file() and b"Zwetschge" in path.read_bytes()]
+    assert left == []
+
+
+def test_kv_of_every_prefix_and_what_was_computed_behind_it_goes_too(corpus):
+    corpus.write(a_txt="\n\n".join(PARTS))
+    with (
+        load_engine("demo", corpus.root / "kv", system="Answer briefly.") as other,
+        load_engine("demo", corpus.root / "kv", namespace="tenant") as tenant,
+    ):
+        for engine in (corpus.engine, other, tenant):
+            ingest(corpus.docs, engine, corpus.index, **IN_PARTS)
+        assert len(list(DiskStore(corpus.root / "kv").keys())) == 3 * (3 + 3)
+        corpus.write(a_txt="\n\n".join((PARTS[0], PARTS[2])))
+        report = ingest(corpus.docs, corpus.engine, corpus.index, **IN_PARTS)
+        assert report.num_removed_kv == 2 * 4, "both versions of Kern's, and those of the others behind it"
+        headers = [entry.header for entry in DiskStore(corpus.root / "kv").entries()]
+        kern = corpus.engine.segmenter.chunk_ids(PARTS[1])
+        assert {header.namespace for header in headers if header.token_ids == kern} == {"tenant"}
+        assert len([header for header in headers if header.namespace == ""]) == 2 + 2 + 2, "again for one prefix"
+
+
+def test_killed_before_kv_is_deleted_the_next_run_deletes_it(corpus, monkeypatch):
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    corpus.ingest()
+    corpus.write(a_txt=BELL)
+    monkeypatch.setattr("ragblend.precompute.sweep", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        corpus.ingest()
+    monkeypatch.undo()
+    assert corpus.engine.is_stored(Chunk(FOX))
+    assert corpus.ingest().num_removed_kv == 1
+    assert corpus.texts() == {BELL, KERN}
+
+
+def test_what_a_remote_tier_could_not_be_told_is_told_next_time(tmp_path, monkeypatch, caplog):
+    (tmp_path / "docs").mkdir()
+    with (
+        load_engine("demo", tmp_path / "kv", remote=f"file://{tmp_path}/shared") as engine,
+        open_engine_index(tmp_path / "index", engine, "hashing", 32) as index,
+    ):
+        corpus = Corpus(tmp_path, engine, index)
+        corpus.write(a_txt=FOX, b_txt=KERN)
+        corpus.ingest()
+        engine.store.flush()
+        remote = engine.store.tiers[-1]
+        (tmp_path / "docs" / "a.txt").unlink()
+        with monkeypatch.context() as down:
+            down.setattr(remote, "delete", lambda key: (_ for _ in ()).throw(BackendUnreachableError("it is down")))
+            corpus.ingest()
+            assert "it is down" in caplog.text
+            with pytest.raises(BackendUnreachableError, match="it is down"):
+                remove_documents(corpus.index.sources(), engine, index)
+        assert remote.contains(engine.key(Chunk(FOX)))
+        assert remote.contains(engine.key(Chunk(KERN)))
+        (tmp_path / "docs" / "b.txt").unlink()
+        corpus.write(c_txt=BELL)
+        corpus.ingest()
+        assert [remote.contains(engine.key(Chunk(text))) for text in (FOX, KERN)] == [False, False]
+        assert corpus.texts() == {BELL}
+
+
+# --- what stays ---
+
+
+def test_documents_from_elsewhere_stay(corpus):
+    """Also those of a folder whose name begins the same, of a file that is gone, and those without a file."""
+    corpus.write(a_txt=FOX)
+    for name in ("docs2/b.txt", "single.txt", "lost/c.txt"):
+        (corpus.root / name).parent.mkdir(exist_ok=True)
+        (corpus.root / name).write_text(f"This is {name}.")
+    corpus.ingest(*(corpus.root / name for name in ("docs", "docs2", "single.txt", "lost")))
+    corpus.index.add_document("langchain/7", "", [Chunk(BELL, "langchain/7")])
+    shutil.rmtree(corpus.root / "lost")
+    (corpus.docs / "a.txt").write_text(KERN)
+    assert corpus.ingest().removed == []
+    assert corpus.index.num_documents == 5
+    assert not any("ragblend remove" in line for line in corpus.said), "deleted, not moved"
+    remove_documents(find_documents(f"{corpus.root}/lost", corpus.index), corpus.engine, corpus.index)
+    assert corpus.index.num_documents == 4
+
+
+def test_another_pattern_takes_nothing_out_but_what_is_gone(corpus):
+    corpus.write(a_txt=FOX, b_md=KERN, c_txt=BELL)
+    corpus.ingest()
+    (corpus.docs / "c.txt").unlink()
+    assert corpus.ingest(glob="*.md").removed == [f"{corpus.docs}/c.txt"]
+    assert corpus.documents() == {"a.txt": FOX, "b.md": KERN}
+
+
+def test_a_file_named_alone_takes_out_only_its_own_records(corpus):
+    corpus.write(a_txt=FOX, r_jsonl=[KERN, BELL])
+    corpus.ingest()
+    (corpus.docs / "a.txt").unlink()
+    corpus.write(r_jsonl=[KERN])
+    assert corpus.ingest(corpus.docs / "r.jsonl").removed == [f"{corpus.docs}/r.jsonl#1"]
+    assert corpus.documents() == {"a.txt": FOX, "r.jsonl#0": KERN}
+
+
+def test_keep_missing_drops_nothing_and_the_next_run_without_it_does(corpus):
+    corpus.write(a_txt=FOX, r_jsonl=[KERN, BELL], b_txt="Tara Kern sings.", e_txt="This will be empty.")
+    corpus.ingest()
+    (corpus.docs / "a.txt").unlink()
+    corpus.write(r_jsonl=[KERN], b_txt="Tara Kern dances.", e_txt="")
+    report = corpus.ingest(keep_missing=True)
+    assert (report.removed, report.num_updated) == ([], 1)
+    assert corpus.texts() == {FOX, KERN, BELL, "Tara Kern dances.", "This will be empty."}
+    assert len(corpus.ingest().removed) == 3
+    assert corpus.texts() == {KERN, "Tara Kern dances."}
+
+
+def test_a_file_that_cannot_be_read_this_time_keeps_what_it_had(corpus, monkeypatch):
+    corpus.write(a_txt=FOX, b_json=f'["{KERN}"]', shut__c_txt=BELL)
+    corpus.ingest()
+    (corpus.docs / "a.txt").write_bytes(b"caf\xe9")
+    (corpus.docs / "b.json").write_text("[")
+    original = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("shut"):
+            raise PermissionError(13, "Permission denied")
+        return original(path)
+
+    with monkeypatch.context() as denied:
+        denied.setattr(os, "scandir", scandir)
+        report = corpus.ingest()
+    assert sorted(Path(failure.path).name for failure in report.failures) == ["a.txt", "b.json", "shut"]
+    assert report.removed == []
+    assert corpus.texts() == {FOX, KERN, BELL}
+    corpus.write(a_txt="Bob Fox lives in Oston.", b_json=f'["{KERN}"]')
+    assert corpus.ingest().failures == []
+    assert corpus.texts() == {"Bob Fox lives in Oston.", KERN, BELL}
+
+
+def test_a_line_that_cannot_be_read_keeps_its_record_and_is_said_every_time(corpus):
+    corpus.write(r_jsonl=[FOX, KERN, BELL])
+    corpus.ingest()
+    path = corpus.docs / "r.jsonl"
+    path.write_text(f'{{"text": "{FOX}"}}\n{{"text": "broken\n{{"text": "{BELL}"}}\n')
+    for _ in range(2):
+        report = corpus.ingest()
+        assert ["line 2 is not JSON" in failure.reason for failure in report.failures] == [True]
+        assert corpus.texts() == {FOX, KERN, BELL}
+    path.write_text(f'{{"text": "{FOX}"}}\n')
+    assert corpus.ingest().failures == []
+    assert corpus.texts() == {FOX}
+
+
+def test_who_names_an_ignored_file_keeps_it(corpus):
+    corpus.write(a_txt=FOX, b_log=KERN, _gitignore="*.log\n")
+    corpus.ingest(corpus.docs / "b.log")
+    corpus.ingest()
+    assert corpus.texts() == {FOX, KERN}
+    (corpus.docs / "b.log").unlink()
+    corpus.ingest()
+    assert corpus.texts() == {FOX}
+
+
+def test_a_link_that_points_elsewhere_now_is_read_from_there(corpus):
+    kept = corpus.docs / ".kept"
+    kept.mkdir(parents=True)
+    (kept / "v1.txt").write_text(FOX)
+    (kept / "v2.txt").write_text(KERN)
+    link = corpus.docs / "current.txt"
+    link.symlink_to(kept / "v1.txt")
+    corpus.ingest()
+    assert corpus.documents() == {"current.txt": FOX}
+    link.unlink()
+    link.symlink_to(kept / "v2.txt")
+    assert corpus.ingest().num_updated == 1
+    assert corpus.texts() == {KERN}
+
+
+def test_a_link_that_leads_out_of_the_folder_is_said_and_what_it_brought_before_goes(corpus):
+    corpus.write(a_txt=FOX)
+    secret, link = corpus.root / "secret.txt", corpus.docs / "notes.txt"
+    secret.write_text(KERN)
+    link.symlink_to(secret)
+    report = corpus.ingest()
+    assert corpus.texts() == {FOX}
+    assert [(path, "leads out of the folder" in reason) for path, reason in report.skipped] == [(str(link), True)]
+    link.unlink()
+    link.write_text(KERN)
+    corpus.ingest()
+    assert corpus.texts() == {FOX, KERN}
+    link.unlink()
+    link.symlink_to(secret)
+    assert corpus.ingest().removed == [str(link)]
+    assert corpus.texts() == {FOX}
+
+
+def test_a_file_that_vanishes_while_it_is_read_is_gone_and_no_failure(corpus, monkeypatch):
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    corpus.ingest()
+    original = documents.read_bytes
+
+    def read(path: str, *limit: float) -> bytes:
+        if path.endswith("a.txt"):
+            Path(path).unlink()
+        return original(path, *limit)
+
+    monkeypatch.setattr(documents, "read_bytes", read)
+    report = corpus.ingest()
+    assert (report.failures, report.removed) == ([], [f"{corpus.docs}/a.txt"])
+    assert corpus.texts() == {KERN}
+
+
+def test_a_file_that_is_written_while_it_is_read_is_read_again_next_time(corpus, monkeypatch):
+    corpus.write(a_txt=FOX)
+    original = documents.read_bytes
+
+    def read(path: str, *limit: float) -> bytes:
+        data = original(path, *limit)
+        Path(path).write_text(KERN)
+        return data
+
+    with monkeypatch.context() as written:
+        written.setattr(documents, "read_bytes", read)
+        corpus.ingest()
+    corpus.ingest()
+    assert corpus.texts() == {KERN}
+
+
+def test_a_file_with_the_name_of_a_record_and_that_record_are_two_documents(corpus):
+    corpus.write(a_jsonl=[FOX, KERN])
+    (corpus.docs / "a.jsonl#1").write_text(BELL)
+    for _ in range(2):
+        assert corpus.ingest().failures == []
+        assert corpus.documents() == {"a.jsonl#0": FOX, "a.jsonl#1": KERN, "a.jsonl#1#": BELL}
+    (corpus.docs / "a.jsonl").unlink()
+    corpus.ingest()
+    assert corpus.documents() == {"a.jsonl#1#": BELL}
+    assert find_documents(str(corpus.docs / "a.jsonl#1"), corpus.index) == [str(corpus.docs / "a.jsonl#1#")]
+    (corpus.docs / "a.jsonl#1").unlink()
+    corpus.ingest()
+    assert corpus.documents() == {}
+
+
+def test_one_odd_file_does_not_stop_an_ingestion(corpus):
+    digits = "7" * 5000
+    odd = {
+        "keys.json": json.dumps({digits: "The owl.", "12": "The eel.", "3": "The elk."}),
+        "numbers.json": f'[{{"text": "A long number.", "size": {digits}}}, {digits}]',
+        "numbers.jsonl": f'{{"text": "Another.", "size": -{digits}}}\n',
+        "halves.json": '{"text": "Half \\ud83d of a face.", "title": "\\udc00", "\\ud800": 1}',
+        "deep.json": "[" * 100_000,
+        "a.json": '["Record zero."]',
+        "a.json#0": "A file.",
+    }
+    for name, text in odd.items():
+        (corpus.docs / name).write_text(text)
+    for name in (b"caf\xe9.txt", b"caf\xe9.json"):
+        Path(os.fsdecode(os.fsencode(corpus.docs) + b"/" + name)).write_text("Latin.")
+    folder = Path(os.fsdecode(os.fsencode(corpus.docs) + b"/caf\xe9"))
+    folder.mkdir()
+    (folder / "in.txt").write_text("In a folder.")
+    corpus.write(z_txt=FOX)
+    for _ in range(2):
+        report = corpus.ingest()
+        assert FOX in corpus.texts()
+        assert {
+            "The owl.",
+            "The eel.",
+            "The elk.",
+            "A long number.",
+            "Another.",
+            "Record zero.",
+            "A file.",
+        } < corpus.texts()
+        assert len(report.failures) == 5  # three names, what is no record, and what is too deep
+        json.dumps(report.as_dict()).encode()
+    assert "Half \ufffd of a face." in corpus.texts()
+
+
+def test_a_full_disk_is_an_error_and_not_a_bad_file(corpus, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StoreFullError("no room")
+
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    monkeypatch.setattr(following, "_EMBED_BATCH", 1)
+    monkeypatch.setattr(corpus.index, "add_document", refuse)
+    with pytest.raises(StoreFullError):
+        corpus.ingest()
+
+
+def test_a_text_that_the_model_cannot_take_is_a_failure_of_its_file(corpus, monkeypatch):
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    original = corpus.engine.segmenter.count_tokens
+
+    def count(text: str) -> int:
+        if "Fox" in text:
+            raise RagblendError("the text tokenizes to a control token")
+        return original(text)
+
+    monkeypatch.setattr(corpus.engine.segmenter, "count_tokens", count)
+    assert ["control token" in failure.reason for failure in corpus.ingest().failures] == [True]
+    assert corpus.documents() == {"b.txt": KERN}
+
+
+def test_odd_names_are_names(corpus):
+    names = [
+        "a b.txt",
+        "ä.txt",
+        "a\u0308.txt",
+        "日本.md",
+        "#1",
+        "x#1",
+        "'quoted\".txt",
+        "new\nline.txt",
+        "-rf",
+        "%20.txt",
+    ]
+    for number, name in enumerate(names):
+        (corpus.docs / name).write_text(f"This is text number {number}.")
+    for _ in range(2):
+        assert corpus.ingest().removed == []
+        # A name that is also how a record is called ends in another "#".
+        sources = [f"{name}#" if name in ("#1", "x#1") else name for name in names]
+        assert corpus.documents() == {name: f"This is text number {n}." for n, name in enumerate(sources)}
+    for name in names:
+        (corpus.docs / name).unlink()
+    corpus.ingest()
+    assert corpus.texts() == set()
+
+
+def test_a_moved_project_is_not_computed_twice_and_the_old_place_is_named(corpus, monkeypatch):
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    corpus.ingest()
+    corpus.docs.rename(corpus.root / "papers")
+    monkeypatch.setattr(HashingEmbedder, "embed", lambda self, texts: pytest.fail(f"embedded {texts}"))
+    monkeypatch.chdir(corpus.root)
+    assert corpus.ingest("papers").num_new_kv == 0
+    assert any("2 of these files were in docs" in line and "ragblend remove docs" in line for line in corpus.said)
+    remove_documents(find_documents("docs", corpus.index), corpus.engine, corpus.index)
+    assert corpus.texts() == {FOX, KERN}
+    assert corpus.index.num_documents == 2
+
+
+# --- what is removed by hand ---
+
+
+def test_removed_records_pins_and_all_come_back_with_their_folder(corpus):
+    corpus.write(a_txt=FOX, r_jsonl=[KERN, BELL])
+    corpus.ingest()
+    for source in corpus.index.sources():
+        pin_document(source, corpus.engine, corpus.index)
+    assert find_documents(f"{corpus.docs}/r.jsonl", corpus.index) == [f"{corpus.docs}/r.jsonl#{n}" for n in (0, 1)]
+    (record,) = find_documents(f"{corpus.docs}/r.jsonl#1", corpus.index)
+    assert remove_documents([record], corpus.engine, corpus.index) == (1, 1)
+    assert corpus.texts() == {FOX, KERN}
+    assert set(disk_tier(corpus.engine.store).pins()) == {f"{corpus.docs}/a.txt", f"{corpus.docs}/r.jsonl#0"}
+    corpus.ingest()
+    assert corpus.texts() == {FOX, KERN, BELL}
+    remove_documents(find_documents(str(corpus.docs), corpus.index), corpus.engine, corpus.index)
+    assert corpus.texts() == set()
+    with pytest.raises(NotFoundError, match="ragblend stats"):
+        find_documents(str(corpus.docs), corpus.index)
+
+
+def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
+    corpus.write(a_txt="\n\n".join(PARTS[:2]), b_txt=BELL)
+    corpus.ingest(chunk_size=24)
+    pin_document(f"{corpus.docs}/b.txt", corpus.engine, corpus.index)
+    before = sorted(corpus.engine.store.keys())
+    chunks = [
+        Chunk("An orphan."),
+        *(Chunk(text, context="similar", context_texts=("An orphan.",)) for text in ("Behind.", BELL)),
+    ]
+    list(corpus.engine.precompute_all(chunks))
+    with open_registry(corpus.engine.store) as registry:
+        registry.add(["An orphan."])
+    orphans = [corpus.engine.key(chunk) for chunk in chunks]
+    corpus.engine.store.pin("gone.txt", orphans[:1])
+    corpus.engine.store.pin("by hand", before[:1])
+    assert verify_store(corpus.root / "kv", corpus.root / "index").orphans == 3
+    for dry_run in (True, False):
+        garbage = collect_garbage(corpus.root / "kv", corpus.root / "index", dry_run=dry_run)
+        assert sorted(garbage.evicted) == sorted(orphans)
+        assert (garbage.texts, garbage.pins) == (("An orphan.",), ("gone.txt",))
+    assert sorted(DiskStore(corpus.root / "kv").keys()) == before
+    with open_registry(corpus.engine.store) as registry:
+        assert set(registry.texts()) == {text for _, text in corpus.index.texts()}
+    assert set(disk_tier(corpus.engine.store).pins()) == {f"{corpus.docs}/b.txt", "by hand"}
+
+
+def test_a_text_that_a_frameworks_document_has_stays_when_the_index_lets_it_go(corpus):
+    documents = pytest.importorskip("langchain_core.documents")
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    corpus.ingest()
+    precompute_documents([documents.Document(FOX, id="7")], corpus.engine)
+    (corpus.docs / "a.txt").unlink()
+    corpus.ingest()
+    assert corpus.engine.is_stored(Chunk(FOX))
+    precompute_documents([documents.Document(BELL, id="7")], corpus.engine)
+    assert [corpus.engine.is_stored(Chunk(text)) for text in (FOX, KERN, BELL)] == [False, True, True]
+
+
+# --- how documents are cut and embedded ---
+
+
+def test_the_chunk_size_is_the_indexs_own_and_a_change_is_said(corpus):
+    text = " ".join(f"{FOX} {KERN}" for _ in range(6))
+    corpus.write(a_txt=text, b_txt=text + BELL)
+    corpus.ingest()
+    num_chunks = corpus.index.num_chunks
+    assert corpus.ingest().num_unchanged == 2
+    assert corpus.said == [line for line in corpus.said if "from now on" not in line]
+    report = corpus.ingest(corpus.docs / "a.txt", chunk_size=64)
+    assert report.num_updated == 1
+    assert any("chunks of 64 tokens from now on, before 32 tokens" in line for line in corpus.said)
+    assert corpus.index.manifest.chunk_size == 64
+    assert corpus.ingest().num_updated == 1, "the other one, now that it was given"
+    assert corpus.index.num_chunks < num_chunks
+    assert corpus.ingest().num_unchanged == 2
+    corpus.texts()
+
+
+def test_another_splitter_is_said_too_and_so_is_the_way_back(corpus):
+    splitters = pytest.importorskip("langchain_text_splitters")
+    cut = adapt_splitter(splitters.CharacterTextSplitter(separator="\n\n", chunk_size=30, chunk_overlap=0))
+    corpus.write(a_txt=f"{FOX}\n\n{KERN}")
+    corpus.ingest(splitter=cut)
+    assert (corpus.index.num_chunks, "CharacterTextSplitter" in corpus.index.manifest.chunker) == (2, True)
+    assert corpus.ingest(splitter=cut).num_unchanged == 1
+    assert corpus.said == [line for line in corpus.said if "from now on" not in line], "nothing was there before"
+    corpus.ingest()
+    assert any("chunks of 32 tokens from now on, before CharacterTextSplitter" in line for line in corpus.said)
+    assert corpus.index.num_chunks == 1
+
+
+def test_a_change_is_logged_where_nobody_listens(corpus, caplog):
+    corpus.write(a_txt=FOX)
+    corpus.ingest()
+    with caplog.at_level(logging.WARNING):
+        corpus.ingest(chunk_size=16, say=None)
+    assert "16 tokens from now on" in caplog.text
+
+
+def test_the_embedder_is_the_indexs_own_and_another_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text(FOX)
+    with load_engine("demo", tmp_path / "kv") as engine:
+        ingest(tmp_path / "docs", engine, tmp_path / "index", embedder="hashing")
+        ingest(tmp_path / "docs", engine, tmp_path / "index")
+        with pytest.raises(StoreMismatchError, match=r"made with embedder 'hashing'.*--index NEW_PATH"):
+            ingest(tmp_path / "docs", engine, tmp_path / "index", embedder="minilm")
+
+
+def test_an_embedder_in_a_folder_has_one_name_from_everywhere(tmp_path, monkeypatch):
+    class Local(HashingEmbedder):
+        version = embedder_version("a folder")
+
+        def __init__(self, name: str) -> None:
+            super().__init__(16)
+            self.name = name
+
+    monkeypatch.setattr("ragblend.index.load_embedder", Local)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    open_index(tmp_path / "index", "./model", create=True).close()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for name in ("../model", str(tmp_path / "model"), None):
+        with open_index(tmp_path / "index", name) as index:
+            assert index.embedder.name == str(tmp_path / "model")
+
+
+# --- whole folders ---
+
+
+def test_a_working_folder_is_ingested_without_what_nobody_means(tmp_path, monkeypatch):
+    for name in ("a.md", "node_modules/x/readme.md", "build/out.md", "logo.png", "empty.txt", "package.json", ".env"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(FOX)
+    (tmp_path / "logo.png").write_bytes(bytes(range(256)))
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    (tmp_path / ".gitignore").write_text("build/\n")
+    monkeypatch.chdir(tmp_path)
+    with load_engine("demo", "ragblend-data/kv") as engine:
+        for _ in range(2):
+            report = ingest(".", engine, "my-index", embedder="hashing")
+            assert (report.num_documents, report.failures) == (1, [])
+            assert [Path(path).name for path, _ in report.skipped] == ["empty.txt", "logo.png", "package.json"]
+            assert report.ignored == [str(tmp_path / "build")]
+        report = ingest(["empty.txt", "logo.png", "package.json"], engine, "my-index")
+        assert len(report.failures) == 3
+        assert report.skipped == []
+        with pytest.raises(EmptyCorpusError, match=r"\.gitignore leaves out .*build: name it"):
+            ingest(".", engine, "my-index", glob="*.rst")
+    with open_index("my-index") as index:
+        assert index.sources() == [str(tmp_path / "a.md")]

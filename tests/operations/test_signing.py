@@ -1,0 +1,275 @@
+"""Keys and signatures as a user meets them: made, told, checked, changed; and files that are no files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run_command
+from forgery import remove
+
+from ragblend.corpus.embedders import SentenceTransformerEmbedder
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.chunk_file import encode_chunk
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import load_into_memory
+from ragblend.engine.store.open import open_store
+from ragblend.engine.store.signing import StoreKey, find_key, read_key, write_key
+from ragblend.engine.transformers import model as transformers_model
+from ragblend.errors import CorruptError, NotFoundError, UsageError
+
+CHUNKS = ("Nora Adler works for Paxara.", "The company is based in Oston.")
+QUESTION = "Where is Paxara based?"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in a folder of its own, by a user with a configuration of his own."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = run_command(*arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def ingest(run: Callable[..., tuple[int, str, str]]) -> list[str]:
+    """Two documents in `docs`, in `i` and `s`; keys of the entries."""
+    Path("docs").mkdir(exist_ok=True)
+    for number, text in enumerate(CHUNKS):
+        Path(f"docs/{number}.txt").write_text(text)
+    code, _, err = run("ingest", "docs", "--index", "i", "--store", "s", "--embedder", "hashing", "--json")
+    assert code == 0, err
+    return sorted(DiskStore("s", store_key=None).keys())
+
+
+def test_a_key_is_made_once_is_the_users_alone_and_is_never_shown(run: Any, tmp_path: Path) -> None:
+    code, out, _ = run("init-key", "--json")
+    path = Path(json.loads(out)["path"])
+    assert (code, path) == (0, tmp_path / "config" / "ragblend" / "store.key")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    key = find_key()
+    assert key is not None
+    secret = path.read_text().strip()
+    assert json.loads(out)["id"] == key.id
+    assert secret not in out + repr(key) + str(vars(type(key)))
+    with pytest.raises(TypeError, match="RAGBLEND_STORE_KEY"):
+        pickle.dumps(key)
+    assert run("init-key")[0] == 2
+    assert path.read_text().strip() == secret, "the first stays"
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o606])
+def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "store.key"
+    write_key(path)
+    path.chmod(mode)
+    if mode == 0o640:
+        assert read_key(path).id  # a group of services may share one
+        return
+    with pytest.raises(UsageError, match=f"chmod 600 {path}"):
+        read_key(path)
+
+
+@pytest.mark.parametrize("text", ["", "short", "0" * 15])
+def test_a_key_that_can_be_guessed_is_refused_without_being_shown(text: str, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAGBLEND_STORE_KEY", text)
+    with pytest.raises(UsageError, match="64 hex digits") as caught:
+        open_store(tmp_path)
+    assert not text or f"'{text}'" not in str(caught.value)
+
+
+def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(run: Any, monkeypatch: Any) -> None:
+    run("init-key")
+    own = find_key()
+    monkeypatch.setenv("RAGBLEND_STORE_KEY", "correct horse battery staple")
+    said = find_key()
+    assert said is not None
+    assert said != own
+    assert said == StoreKey.parse("correct horse battery staple")
+
+
+def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(run: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    made = write_key(tmp_path / "k.key")
+    Path("ragblend.toml").write_text('store_key_file = "k.key"\n')
+    assert find_key() is None
+    own = tmp_path / "config" / "ragblend" / "config.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text(f'store_key_file = "{tmp_path}/k.key"\n')
+    assert find_key() == made
+    monkeypatch.setenv("RAGBLEND_STORE_KEY_FILE", str(tmp_path / "gone.key"))
+    with pytest.raises(NotFoundError, match="init-key --out"):  # never "no key"
+        find_key()
+
+
+def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run: Any) -> None:
+    keys = ingest(run)
+    assert run("verify", "--index", "i", "--store", "s")[0] == 0
+    run("init-key")
+    code, out, _ = run("verify", "--index", "i", "--store", "s", "--json")
+    assert (code, sorted(json.loads(out)["damaged_keys"])) == (4, keys)
+    assert all("not signed" in reason for reason in json.loads(out)["damaged_keys"].values())
+    assert not DiskStore("s").contains(keys[0])
+    code, out, _ = run("sign", "--store", "s", "--json")
+    assert (code, json.loads(out)["num_signed"], json.loads(out)["num_notes"]) == (0, len(keys), 1)
+    assert run("verify", "--index", "i", "--store", "s")[0] == 0
+    code, out, _ = run("sign", "--store", "s", "--json")
+    assert (json.loads(out)["num_signed"], json.loads(out)["num_known"]) == (0, len(keys))
+    assert json.loads(run("ingest", "docs", "--index", "i", "--store", "s", "--json")[1])["num_new_kv"] == 0
+
+
+def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run: Any, tmp_path: Path) -> None:
+    run("init-key")
+    keys = ingest(run)
+    path = tmp_path / "config" / "ragblend" / "store.key"
+    old = read_key(path)
+    path.rename("old.key")
+    plain = DiskStore("s", store_key=None)
+    kv = load_into_memory(plain.get(keys[0]))  # type: ignore[arg-type]
+    (Path("s") / keys[0][:2] / f"{keys[0]}.safetensors").write_bytes(encode_chunk(kv))
+    run("init-key")
+    assert find_key() != old
+    code, out, _ = run("sign", "--store", "s", "--signed-with", "old.key", "--json")
+    report = json.loads(out)
+    assert (code, report["num_signed"], list(report["refused_keys"])) == (4, len(keys) - 1, keys[:1])
+
+
+def test_verify_repair_puts_signed_entries_in_the_place_of_planted_ones(run: Any) -> None:
+    keys = ingest(run)
+    run("init-key")
+    assert run("verify", "--repair", "--index", "i", "--store", "s")[0] == 0
+    code, out, _ = run("verify", "--index", "i", "--store", "s", "--json")
+    assert (code, json.loads(out)["checked"]) == (0, len(keys))
+
+
+def test_verify_reads_the_remote_tier_and_repair_mends_it(run: Any, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/shared"
+    run("init-key")
+    keys = ingest(run)
+    assert run("push", "--store", "s", "--remote", url)[0] == 0
+    place = tmp_path / "shared" / keys[0][:2] / f"{keys[0]}.safetensors"
+    place.write_bytes(encode_chunk(load_into_memory(DiskStore("s").get(keys[0]))))  # type: ignore[arg-type]
+    common = ("--index", "i", "--store", "s", "--remote", url)
+    code, out, _ = run("verify", *common, "--json")
+    assert (code, list(json.loads(out)["damaged_remote_keys"])) == (4, keys[:1])
+    assert run("verify", "--repair", *common)[0] == 0
+    assert run("verify", *common)[0] == 0
+
+
+def test_doctor_says_whether_what_is_stored_is_signed(run: Any) -> None:
+    def finding() -> dict[str, Any]:
+        checks = json.loads(run("doctor", "--json")[1])["checks"]
+        return next(check for check in checks if check["name"] == "store key")
+
+    assert (finding()["ok"], finding()["optional"], finding()["remedy"]) == (False, True, "ragblend init-key")
+    run("init-key")
+    assert finding()["ok"]
+    assert Path("config/ragblend/store.key").read_text().strip() not in str(finding())
+
+
+def test_notes_of_a_store_are_believed_only_when_they_are_signed(tmp_path: Path) -> None:
+    key, other = StoreKey(b"k" * 32), StoreKey(b"o" * 32)
+    signed = DiskStore(tmp_path, store_key=key)
+    signed.put_model("f" * 32, {"model": "m"})
+    assert signed.models() == {"f" * 32: {"model": "m"}}
+    assert DiskStore(tmp_path, store_key=other).models() == {}
+    note = json.loads((tmp_path / "models" / f"{'f' * 32}.json").read_text())
+    (tmp_path / "models" / f"{'e' * 32}.json").write_text(json.dumps(note))  # another model's name on it
+    assert list(signed.models()) == ["f" * 32]
+    assert [result.key for result in signed.verify_metadata()] == [f"models/{'e' * 32}.json"]
+
+
+def test_what_a_model_computes_as_nan_is_not_stored(tmp_path: Path, caplog: Any) -> None:
+    with load_engine("demo", tmp_path / "s", on_miss="inline") as engine:
+        engine.precompute(CHUNKS[0])
+        store = DiskStore(tmp_path / "s")
+        kv = load_into_memory(next(store.get(key) for key in store.keys()))  # type: ignore[arg-type]  # noqa: SIM118
+        kv.layers[2].values[0, 0, 0] = float("nan")  # type: ignore[union-attr]
+        store.delete(kv.header.key)
+        engine.store.delete(kv.header.key)
+        engine.store.put(kv)
+        assert not engine.store.contains(kv.header.key)
+    assert "holds infinity or NaN" in caplog.text
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "loop": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "place",
+    ["i/chunks.sqlite", "i/manifest.json", "i/vectors.faiss", "s/texts.sqlite", "ragblend.toml",
+     "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
+)  # fmt: skip
+def test_a_pipe_a_folder_or_a_loop_in_a_files_place_is_said_and_nothing_hangs(run: Any, kind: str, place: str) -> None:
+    ingest(run)
+    model = next(iter(DiskStore("s").models()))
+    path = Path(place.format(model))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(path)
+    KINDS[kind](path)
+    common = ("--index", "i", "--store", "s")
+    for command in (
+        ("ask", QUESTION, *common, "--max-tokens", "2"),
+        ("verify", *common),
+        ("stats", *common),
+        ("ingest", "docs", *common),
+        ("gc", "--store", "s"),
+    ):
+        code, out, err = run(*command)
+        assert "Traceback" not in out + err, (command, err)
+        assert code in (0, 1, 2, 3, 4), (command, code, err)
+        if code:
+            assert path.name in out + err, (command, err)
+
+
+def test_an_embedders_folder_runs_no_code(tmp_path: Path) -> None:
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "evil.Module"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(UsageError, match="code of its own"):
+        SentenceTransformerEmbedder(tmp_path).embed(["x"])
+
+
+def test_the_embedded_model_is_the_one_that_was_shipped(tmp_path: Path, monkeypatch: Any) -> None:
+    shipped = transformers_model.find_model("demo")
+    place = tmp_path / "demo" / "weights"
+    place.mkdir(parents=True)
+    for file in shipped.iterdir():
+        (place / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(transformers_model, "files", lambda package: tmp_path)
+    transformers_model._demo_checkpoint.cache_clear()
+    assert transformers_model.find_model("demo") == place
+    data = bytearray((place / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (place / "model.safetensors").write_bytes(data)
+    transformers_model._demo_checkpoint.cache_clear()
+    with pytest.raises(CorruptError, match=r"model\.safetensors.*--force-reinstall"):
+        transformers_model.find_model("demo")
+    transformers_model._demo_checkpoint.cache_clear()
+
+
+def test_doctor_runs_no_code_of_a_model_that_the_folder_names(run: Any, caplog: Any) -> None:
+    folder = Path("model")
+    folder.mkdir()
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto_map}))
+    (folder / "evil.py").write_text("from pathlib import Path\nPath('it-ran').touch()\n")
+    Path("ragblend.toml").write_text('model = "./model"\ntrust_remote_code = true\n')
+    assert run("doctor", "--index", "i", "--store", "s")[0] == 1
+    assert not list(Path().rglob("it-ran"))
+    assert "ragblend.toml sets trust_remote_code, which is ignored" in caplog.text

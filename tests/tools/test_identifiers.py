@@ -1,0 +1,75 @@
+"""No identifier of the package, the benchmarks or the tools holds a word that says nothing to a reader of the field.
+
+`python tests/tools/test_identifiers.py` prints each such identifier and how often it occurs.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("ragblend", "benchmarks", "tools")
+WORDS = (
+    "told", "tell", "tells", "telling", "teller", "tellers", "heed", "heeds", "heeded", "doom", "doomed", "pardon",
+    "whoever", "whom", "nobody", "somebody", "somebody else", "anybody", "everybody", "whatever", "wherever",
+    "whichever", "at hand", "of its own", "of their own", "by itself", "what of", "nothing of", "to be had", "let go",
+    "lets go", "hears", "speaks", "believe", "believed", "promise", "promised", "mend", "mends", "mended", "remedy",
+    "way out", "at birth", "came of", "came about", "became of", "becomes of", "what came", "what became", "anew",
+    "afresh", "from here on", "from now on", "from then on", "so many", "so much", "alike", "owed", "lying", "foreign",
+    "house", "wings", "floors", "is to go", "are to go", "to go", "is said", "and said", "all the same",
+    "one after the other", "for people", "as people", "meanwhile", "besides", "by then", "by now", "maybe", "wishes",
+    "once more",
+)  # fmt: skip
+OTHERS = {
+    "is_cuda_alike",  # vLLM's
+}
+
+
+def unwanted(identifier: str) -> str:
+    """The word of WORDS that `identifier` holds, or "".
+
+    >>> unwanted("num_heeded"), unwanted("DoomedRow"), unwanted("_at_hand"), unwanted("untold_bytes")
+    ('heeded', 'doomed', 'at hand', '')
+    """
+    parts = " ".join(part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", identifier))
+    return next((word for word in WORDS if f" {word} " in f" {parts} "), "")
+
+
+def identifiers(path: Path) -> Iterator[str]:
+    """Every name in a Python file that is no keyword."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
+                yield token.string
+
+
+def count(folder: str) -> Counter[str]:
+    """How often each unwanted identifier occurs in the Python files of `folder`."""
+    names = (name for path in sorted((ROOT / folder).rglob("*.py")) for name in identifiers(path))
+    return Counter(name for name in names if name not in OTHERS and unwanted(name))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_identifier_holds_an_unwanted_word(folder: str) -> None:
+    assert count(folder) == {}
+
+
+@pytest.mark.parametrize(
+    ("identifier", "word"), [("num_heeded", "heeded"), ("DoomedRow", "doomed"), ("_at_hand", "at hand"), ("untold", "")]
+)
+def test_words_are_found_inside_identifiers(identifier: str, word: str) -> None:
+    assert unwanted(identifier) == word
+
+
+if __name__ == "__main__":
+    found = sum((count(folder) for folder in FOLDERS), Counter())
+    for name, number in found.most_common():
+        print(number, name)
+    print(sum(found.values()), "occurrences")
