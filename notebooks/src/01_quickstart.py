@@ -92,9 +92,9 @@ for mode in MODES:
 # ## What blend did: the report
 # Every answer carries one. `num_reused_tokens` are prompt tokens whose stored KV was used as it is,
 # `num_recomputed_tokens` chunk tokens whose KV was replaced. `charged_budget` is the whole bill: token-layers run for
-# chunk tokens over those of full prefill. Finding out *which* tokens to recompute costs two layers here, much in a
-# model of so few layers; `charged_budget_32` is the same rule's bill at 32 layers. The chunk that opens the prompt
-# stands exactly where it was computed: it is `exact` and never recomputed.
+# chunk tokens over those of full prefill. To find out *which* tokens to recompute, the question is run over the stored
+# KV first, which is charged, too; `charged_budget_32` is the same rule's bill at 32 layers. The chunk that opens the
+# prompt stands exactly where it was computed: it is `exact` and never recomputed.
 
 # %%
 report = answers[shown]["blend"].report
@@ -109,9 +109,8 @@ for number, chunk in enumerate(report.chunks, start=1):
 
 # %% [markdown]
 # ## Which tokens?
-# The rule looks for tokens whose keys change most once they can see the chunks before them. One level below
-# `generate`, `prefill` says which ones it took. Shown are the chunks around the gold sentences; the dot that opens a
-# chunk is its opening token.
+# The rule takes the tokens that the question attends to most. One level below `generate`, `prefill` says which ones it
+# took. Shown are the chunks around the gold sentences; the dot that opens a chunk is its opening token.
 
 # %%
 request = engine.request(prompt_for(asked[shown].text), recompute_ratio=0.15)

@@ -127,13 +127,14 @@ def test_the_ratio_rises_to_what_hides_behind_loading_as_in_the_transformers_eng
 ) -> None:
     ours, reference = engines
     set_load_share(ours, reference, load_share)
-    found, theirs = (each.generate(PROMPT, max_tokens=4).report for each in engines)
+    found, theirs = (each.generate(PROMPT, rule="cacheblend", max_tokens=4).report for each in engines)
     assert found.recompute_ratio == pytest.approx(theirs.recompute_ratio, rel=1e-12)
     assert found.num_recomputed_tokens == theirs.num_recomputed_tokens
     assert found.num_chunk_hits == 3
     assert found.recompute_ratio > DEFAULT_RATIO or load_share < 0.5
     # Blending from the disk moved them up: from memory nothing hides, and the least ratio stays.
-    again = [each.generate(PROMPT, recompute_ratio="auto", max_tokens=1).report.recompute_ratio for each in engines]
+    options: dict[str, Any] = {"rule": "cacheblend", "recompute_ratio": "auto", "max_tokens": 1}
+    again = [each.generate(PROMPT, **options).report.recompute_ratio for each in engines]
     assert again == [DEFAULT_RATIO, DEFAULT_RATIO]
 
 

@@ -164,7 +164,8 @@ def test_the_server_follows_the_profile_in_its_store_and_prefetches(engine: Any,
             elsewhere.precompute(chunk)
 
     def ratio(chunk: str) -> float:
-        report = engine.generate(SegmentedPrompt([chunk], QUESTION), rule="cacheblend", max_tokens=1).report
+        prompt = SegmentedPrompt([chunk], QUESTION)
+        report = engine.generate(prompt, rule="cacheblend", max_tokens=1).report  # hides loading; `ask` does not
         assert report.num_chunk_hits == 1
         return report.recompute_ratio
 

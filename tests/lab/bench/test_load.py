@@ -121,7 +121,7 @@ def test_without_the_pipeline_everything_is_read_in_get(tmp_path: Path) -> None:
 
 def test_cases_are_on_both_sides_of_the_line_at_speeds_that_follow_from_it() -> None:
     """T_recompute is 0.15 s. At three times that for loading, 45 % hides, were it not for the wait for layer 1."""
-    cases = make_cases(LoadConfig(**SMALL), profile(), load_bytes=1000, num_tokens=100)
+    cases = make_cases(LoadConfig(**SMALL, rule="cacheblend"), profile(), load_bytes=1000, num_tokens=100)
     by_name = {
         (case.source, case.pipeline, round(case.load_over_recompute, 6), round(case.ratio, 6)): case for case in cases
     }
