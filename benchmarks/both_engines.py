@@ -93,7 +93,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that its choices can be watched
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     torch.set_num_threads(1)
-    config = QualityConfig(model=given.model, data=given.data, part=given.part, num_questions=given.questions)
+    config = QualityConfig(model=given.model, data=given.data, part=given.split, num_questions=given.questions)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         found = compare(config, given.ratios, Path(folder) / "kv")
     num_selected = sum(each["num_selected"] for each in found)

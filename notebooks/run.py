@@ -3,7 +3,7 @@
     python notebooks/run.py              all of them
     python notebooks/run.py 01 04        those whose name starts so
     python notebooks/run.py --check      what CI wants to know
-    python notebooks/run.py --split real  those on the model of `make real-model`; `embedded`: the others
+    python notebooks/run.py --part real  those on the model of `make real-model`; `embedded`: the others
 
 Saved outputs hold no times, paths or warnings, so a second run changes only what really changed.
 """
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="beginnings of notebook names; all when none is given")
     parser.add_argument("--check", action="store_true", help="execute, but save nothing")
-    parser.add_argument("--split", choices=("all", "embedded", "real"), default="all", help="those on which model")
+    parser.add_argument("--part", choices=("all", "embedded", "real"), default="all", help="those on which model")
     options = parser.parse_args(arguments)
     wanted = {"all": (False, True), "embedded": (False,), "real": (True,)}[options.part]
     named = [path for path in sorted((HERE / "src").glob("*.py")) if chosen(path, options.names)]
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not sources:
         parser.error(f"no notebook begins with {' or '.join(options.names)}; see {HERE / 'src'}")
     if any(map(is_real, sources)) and not (REAL_MODEL / "config.json").exists():
-        parser.error(f"{REAL_MODEL} is not there: make real-model, or --split embedded")
+        parser.error(f"{REAL_MODEL} is not there: make real-model, or --part embedded")
     os.environ[NAMES_REAL_MODEL] = str(REAL_MODEL)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

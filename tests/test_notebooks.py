@@ -68,6 +68,6 @@ def test_figures_of_closeness_are_shown_on_a_real_model(runner: ModuleType) -> N
 
 def test_every_notebook_on_the_embedded_model_runs_top_to_bottom() -> None:
     """tests/integration/test_real_notebooks.py runs the others."""
-    command = [sys.executable, str(NOTEBOOKS / "run.py"), "--check", "--split", "embedded"]
+    command = [sys.executable, str(NOTEBOOKS / "run.py"), "--check", "--part", "embedded"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]

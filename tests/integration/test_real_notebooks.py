@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_every_notebook_on_the_real_model_runs_top_to_bottom() -> None:
-    command = [sys.executable, str(ROOT / "notebooks" / "run.py"), "--check", "--split", "real"]
+    command = [sys.executable, str(ROOT / "notebooks" / "run.py"), "--check", "--part", "real"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
     assert len(done.stdout.splitlines()) == 3, "04, 06 and 07"
