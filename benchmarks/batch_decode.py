@@ -143,7 +143,7 @@ def opened(subject: str, dtype: str, seed: int) -> TransformersEngine:
 def main(
     subjects: str = "llama-200m,models/smollm2",
     sizes: str = "2,4,8,16",
-    chunks: int = 6,
+    num_chunks: int = 6,
     chunk_tokens: int = 256,
     question_tokens: int = 32,
     answer_tokens: int = 64,
@@ -158,7 +158,7 @@ def main(
     counts, runs = split_counts(sizes), list[BatchRun]()
     for subject in split_names(subjects):
         engine = opened(subject, "float32", seed)
-        lengths = (2 * chunks, chunks, chunk_tokens, question_tokens)
+        lengths = (2 * num_chunks, num_chunks, chunk_tokens, question_tokens)
         work = draw_prompts(*lengths, max(counts), engine.layers.config.vocab_size, seed)
         for chunk in work.chunks:
             engine.precompute(chunk)
@@ -167,7 +167,7 @@ def main(
         )
         engine.close()
     config = {
-        "dtype": "float32", "num_chunks": chunks, "chunk_tokens": chunk_tokens, "question_tokens": question_tokens,
+        "dtype": "float32", "num_chunks": num_chunks, "chunk_tokens": chunk_tokens, "question_tokens": question_tokens,
         "answer_tokens": answer_tokens, "repeats": repeats, "threads": threads, "seed": seed,
     }  # fmt: skip
     facts: dict[str, Any] = {

@@ -140,7 +140,7 @@ def _prefill(engine: VllmEngine, chunks: tuple[Chunk, ...]) -> Iterator[Any]:
 def main(
     shape: str | None = None,
     model: str | None = None,
-    chunks: int = 16,
+    num_chunks: int = 16,
     chunk_tokens: int = 512,
     dtype: str = "float32",
     threads: int = 1,
@@ -155,7 +155,7 @@ def main(
     facts = bench_ingest_vllm(
         shape=shape,
         model=model,
-        chunks=chunks,
+        chunks=num_chunks,
         chunk_tokens=chunk_tokens,
         dtype=dtype,
         threads=threads,

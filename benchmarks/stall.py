@@ -160,7 +160,7 @@ def measure(
 
 def main(
     shape: str = "llama-50m",
-    chunks: int = 3,
+    num_chunks: int = 3,
     chunk_tokens: int = 128,
     read_s: float = 0.2,
     rule: str = "cacheblend",
@@ -174,7 +174,7 @@ def main(
     set_num_threads(threads)
     quiet_libraries()
     config = ThroughputConfig(
-        shape=shape, num_chunks=chunks, pool=chunks, chunk_tokens=chunk_tokens, dtype="float32", threads=threads,
+        shape=shape, num_chunks=num_chunks, pool=num_chunks, chunk_tokens=chunk_tokens, dtype="float32", threads=threads,
         seed=seed, vllm_options={"max_num_batched_tokens": 512},
     )  # fmt: skip
     runs = measure(config, read_s, rule, repeats, alone_s, lambda line: err.print(line, markup=False))
@@ -183,7 +183,7 @@ def main(
         "command": "benchmarks.stall",
         "hardware": vllm_card(),
         "config": {
-            "shape": shape, "chunks": chunks, "chunk_tokens": chunk_tokens, "read_s": read_s, "rule": rule,
+            "shape": shape, "chunks": num_chunks, "chunk_tokens": chunk_tokens, "read_s": read_s, "rule": rule,
             "threads": threads, "repeats": repeats, "alone_s": alone_s, "seed": seed,
         },
         "runs": [asdict(run) for run in runs],
