@@ -174,7 +174,8 @@ def main(
     set_num_threads(threads)
     quiet_libraries()
     config = ThroughputConfig(
-        shape=shape, num_chunks=num_chunks, pool=num_chunks, chunk_tokens=chunk_tokens, dtype="float32", threads=threads,
+        shape=shape, num_chunks=num_chunks, pool=num_chunks, chunk_tokens=chunk_tokens, dtype="float32",
+        threads=threads,
         seed=seed, vllm_options={"max_num_batched_tokens": 512},
     )  # fmt: skip
     runs = measure(config, read_s, rule, repeats, alone_s, lambda line: err.print(line, markup=False))
