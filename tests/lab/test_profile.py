@@ -114,7 +114,7 @@ def test_a_store_that_takes_no_profile_says_so(tmp_path: Path) -> None:
 def test_the_ratio_rises_to_what_hides_behind_loading(on_disk: Callable[[float], Any]) -> None:
     """Prefill takes 1 ms per token, loading 0.8 ms per chunk token; fresh tokens are computed meanwhile in any case."""
     engine = on_disk(1536 * 1000 / 0.8)
-    found = engine.prefill(engine.request(PROMPT)).report
+    found = engine.prefill(engine.request(PROMPT, rule="cacheblend")).report
     num_chunk = sum(chunk.num_tokens for chunk in found.chunks)
     num_stored = num_chunk + found.num_prefix_tokens
     num_fresh = engine.segmenter.tokenize(PROMPT).num_tokens - num_stored
@@ -123,14 +123,14 @@ def test_the_ratio_rises_to_what_hides_behind_loading(on_disk: Callable[[float],
     assert found.recompute_ratio == pytest.approx(expected)
     assert expected > 0.2
     assert found.refused_reason == ""
-    explicit = engine.prefill(engine.request(PROMPT, recompute_ratio=0.15)).report
+    explicit = engine.prefill(engine.request(PROMPT, rule="cacheblend", recompute_ratio=0.15)).report
     assert explicit.recompute_ratio == 0.15
 
 
 def test_from_memory_the_least_ratio_stays(on_disk: Callable[[float], Any]) -> None:
     engine = on_disk(1536 * 1000 / 0.8)
-    engine.prefill(engine.request(PROMPT))  # moves the chunks into memory
-    assert engine.prefill(engine.request(PROMPT)).report.recompute_ratio == 0.15
+    engine.prefill(engine.request(PROMPT, rule="cacheblend"))  # moves the chunks into memory
+    assert engine.prefill(engine.request(PROMPT, rule="cacheblend")).report.recompute_ratio == 0.15
 
 
 def test_reuse_is_refused_where_full_prefill_is_faster_and_said_once(
