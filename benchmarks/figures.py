@@ -50,7 +50,7 @@ class FigureConfig(QualityConfig):
         Option("--baselines", help="That fuse nothing, comma-separated: map_reduce, map_rerank, reorder."),
     ] = BASELINES
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Baselines that there are, besides what `bench quality` refuses."""
         QualityConfig.validate(self)
         for baseline in self.baselines:
