@@ -288,7 +288,7 @@ def _run_full_prefill(engine: TransformersEngine, prompt: SegmentedPrompt) -> tu
 def _run_blend(
     engine: TransformersEngine, request: EngineRequest, fit: RuleFit, ratio: float, full: Tensor
 ) -> CalibrationSample:
-    """A blend as `fit_ratio` makes the engine run it, against the logits `full` [V]."""
+    """A blend as `fit` makes the engine run it, against the logits `full` [V]."""
     found = engine.prefill(replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
     report = found.report
     agrees = bool(found.logits.argmax() == full.argmax())

@@ -360,7 +360,7 @@ def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:
 def relative_deviation(
     fresh: LayerKV, stored: LayerKV, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """How far each token's `read_stored` KV is from `fresh`, both [H, T, D], keys rotated alike: [T] float32, 0 is
+    """How far each token's `stored` KV is from `fresh`, both [H, T, D], keys rotated alike: [T] float32, 0 is
     equal.
 
     The mean of |k - k'| / |k'| and |v - v'| / |v'|, with k' and v' the fresh vectors of all heads, L2 norms. So keys

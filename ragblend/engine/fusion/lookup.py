@@ -70,11 +70,11 @@ class LookupContext(NamedTuple):
     match: PrefixMatch  # of the prefix in it
     exact: bool
     policy: ContextPolicy
-    name: str = ""  # what the key calls it: `chunk_key`'s `read_context`
+    name: str = ""  # what the key calls it: `chunk_key`'s `context`
 
 
 def context_key_name(policy: ContextPolicy) -> str:
-    """`chunk_key`'s `read_context` for versions of this policy."""
+    """`chunk_key`'s `context` for versions of this policy."""
     return SIMILAR if policy == "similar" else ""
 
 

@@ -100,7 +100,7 @@ class SelectionRule:
     # most KV is loaded before any is recomputed
     ratio: float = DEFAULT_RATIO  # of the chunk tokens, recomputed where nothing else is asked for
     skips_template: bool = False  # template tokens are chosen only when nothing else is left
-    drift_gain: float = 0.0  # how much of what recomputed tokens tell (`drift_gain`) the tokens kept move by
+    drift_gain: float = 0.0  # how much of what recomputed tokens tell (`drift_correction`) the tokens kept move by
     drift_gain_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
 
     def probe_layers(self, num_layers: int, global_layers: Sequence[int] = ()) -> tuple[int, ...]:
