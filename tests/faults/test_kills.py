@@ -217,7 +217,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
     with open_index(place.work / "index") as index:
         for source in index.sources()[::2]:
             index.remove_document(source)
-        index.schedule_deletions([], index.leftovers())
+        index.schedule_deletions([], index.orphaned_texts())
     for name in ("amber", "copper", "ebony"):
         (place.work / "corpus" / f"{name}.md").unlink()
     for name in ("garnet", "hazel", "ivory"):

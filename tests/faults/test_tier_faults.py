@@ -190,7 +190,7 @@ def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
         time.sleep(0.002)
 
     rng = random.Random(0)
-    monkeypatch.setattr("ragblend.engine.store.remote.tier.LINGER_S", 0.0)
+    monkeypatch.setattr("ragblend.engine.store.remote.tier.RESULT_TTL_S", 0.0)
     with load(3, work):
         for _ in range(NUM_ROUNDS):
             proxy.cut_after = rng.randrange(1, 8000)

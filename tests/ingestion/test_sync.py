@@ -70,7 +70,7 @@ class Corpus:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
     def ingest(self, *paths: str | Path, **options: Any) -> IngestReport:
-        options = {"say": self.said.append, **options}
+        options = {"notify": self.said.append, **options}
         return ingest(paths or [self.docs], self.engine, self.index, **options)
 
     def documents(self) -> dict[str, str]:

@@ -52,8 +52,8 @@ def test_the_check_notices_what_would_be_wrong(checkpoint: Callable[[str], Path]
     with engine(checkpoint("qwen3"), tmp_path, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
         layers = connector_worker().layers
         self_check(layers, 300, 100, "it")
-        breakages = {"turn": shifted_keys, "project_kv": swapped_kv, "cut": one_request, "write": nothing}
-        asked = [("run_layer_ahead", earlier_question), ("run_layer_ahead", unscaled)]
+        breakages = {"rotate_keys": shifted_keys, "project_kv": swapped_kv, "split_calls": one_request, "write": nothing}
+        asked = [("run_probe_layer", earlier_question), ("run_probe_layer", unscaled)]
         for name, broken in [*breakages.items(), *asked]:
             with monkeypatch.context() as patch:
                 patch.setattr(layers, name, lambda *args, broken=broken: broken(layers, *args))

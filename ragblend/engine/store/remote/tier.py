@@ -70,7 +70,7 @@ class RemoteStatus(NamedTuple):
 
 
 class _InFlightFetch(NamedTuple):
-    """A fetch that is under way, or came back less than LINGER_S ago. Its result is None for a miss."""
+    """A fetch that is under way, or came back less than RESULT_TTL_S ago. Its result is None for a miss."""
 
     future: Future[MemoryKV | None]
     started_s: float
