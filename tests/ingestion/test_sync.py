@@ -244,7 +244,7 @@ def test_killed_before_kv_is_deleted_the_next_run_deletes_it(corpus, monkeypatch
     corpus.write(a_txt=FOX, b_txt=KERN)
     corpus.ingest()
     corpus.write(a_txt=BELL)
-    monkeypatch.setattr("ragblend.precompute.sweep", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("ragblend.precompute.delete_orphaned_kv", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         corpus.ingest()
     monkeypatch.undo()
@@ -652,7 +652,7 @@ def test_a_change_is_logged_where_nobody_listens(corpus, caplog):
     corpus.write(a_txt=FOX)
     corpus.ingest()
     with caplog.at_level(logging.WARNING):
-        corpus.ingest(chunk_size=16, say=None)
+        corpus.ingest(chunk_size=16, notify=None)
     assert "16 tokens from now on" in caplog.text
 
 
