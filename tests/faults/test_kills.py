@@ -72,7 +72,7 @@ def state(work: Path) -> dict[str, Any]:
         "stored": (registry, "SELECT key FROM stored_kv"),
     }
     return {
-        "files": files,
+        "contents": files,
         "vectors": sorted(faiss.vector_to_array(vectors.id_map).tolist()),
         **{name: sorted(rows(*each)) for name, each in tables.items()},
     }
@@ -247,8 +247,13 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
             succeeded(commands.run("verify", *PLACE, cwd=place.work))  # before anything could prefill it again
             succeeded(commands.run(*gc, cwd=place.work))
             found = state(place.work)
+            # Where `gc` was first, the ingestion met no chunk of the documents that left and took other chunks for
+            # similar ones, so versions may be there besides. Nothing that was there without a kill is missing.
+            for name in ("contents", "stored"):
+                assert set(wanted[name]) <= set(found[name]), difference(found, wanted, kill.after)
+                found[name] = wanted[name]
             assert found == wanted, difference(found, wanted, kill.after)
-            assert files_with(place.work, "amber", folders=("kv",)) == []
+            assert files_with(place.work, "amber", "copper", "ebony", folders=("kv",)) == []
     counted(f"{num_kills} kills of `gc --orphans` among {num_beside} beside an ingestion: no fresh entry lost")
 
 
