@@ -52,7 +52,12 @@ def test_the_check_notices_what_would_be_wrong(checkpoint: Callable[[str], Path]
     with engine(checkpoint("qwen3"), tmp_path, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
         layers = connector_worker().layers
         self_check(layers, 300, 100, "it")
-        breakages = {"rotate_keys": shifted_keys, "project_kv": swapped_kv, "split_calls": one_request, "write": nothing}
+        breakages = {
+            "rotate_keys": shifted_keys,
+            "project_kv": swapped_kv,
+            "split_calls": one_request,
+            "write": nothing,
+        }
         asked = [("run_probe_layer", earlier_question), ("run_probe_layer", unscaled)]
         for name, broken in [*breakages.items(), *asked]:
             with monkeypatch.context() as patch:
