@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random models of every supported family, a byte-level tokenizer, and engines made of them.
+"""Shared fixtures: the models of `tiny_models`, tokenizers, and engines made of them.
 
 Models are built once per session; `tiny_model` and `stock_model` hand out copies and originals, see there. Nothing
 here touches the network.
@@ -21,29 +21,9 @@ os.environ.pop("RAGBLEND_STORE_KEY_FILE", None)
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tiny_models import CHATML, FAMILIES, VOCABULARY, make_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-from transformers.models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
-from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
-from transformers.models.gemma import GemmaConfig, GemmaForCausalLM
-from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
-from transformers.models.gemma3 import (
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-)
-from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
-from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
-from transformers.models.granite import GraniteConfig, GraniteForCausalLM
-from transformers.models.llama import LlamaConfig, LlamaForCausalLM
-from transformers.models.mistral import MistralConfig, MistralForCausalLM
-from transformers.models.olmo import OlmoConfig, OlmoForCausalLM
-from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
-from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
-from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
-from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.models.siglip import SiglipVisionConfig
 from transformers.utils import logging as transformers_logging
 
 from ragblend.engine.store.tiered import MemoryStore
@@ -68,7 +48,6 @@ SLOW = (
     "engine/beside_vllm/test_vllm_remote.py",
 )  # fmt: skip
 
-VOCABULARY = 300
 COUNTED = "counted"
 
 
@@ -95,179 +74,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("faults survived")
         for line in lines:
             terminalreporter.line(str(line))
-
-
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
-_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "llama3_scaling": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": _LLAMA3}),
-    "yarn": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": _YARN}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {}),
-    "phi3_mha": (Phi3Config, Phi3ForCausalLM, {"num_key_value_heads": 4}),
-    "phi3_partial": (Phi3Config, Phi3ForCausalLM, {"rope_parameters": _PARTIAL}),
-    "gemma": (GemmaConfig, GemmaForCausalLM, {}),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
-    ),
-    "olmo": (OlmoConfig, OlmoForCausalLM, {"clip_qkv": 0.6}),
-    "granite": (
-        GraniteConfig,
-        GraniteForCausalLM,
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 0.5,
-        },
-    ),
-}
-
-_LATENT_SIZES = {  # every width another, so that none stands for one that it is not
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 20,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 48,
-}
-_DEEPSEEK_YARN = {
-    **_YARN,
-    "mscale": 0.9,
-    "mscale_all_dim": 0.6,
-}  # of real models both are equal, so tables are not scaled
-LATENT: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "deepseek_v2": (  # V2's; V2-Lite projects queries in one step, and has no groups of experts
-        DeepseekV2Config,
-        DeepseekV2ForCausalLM,
-        _LATENT_SIZES
-        | {"q_lora_rank": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
-        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
-    ),
-    "deepseek_v2_lite": (
-        DeepseekV2Config,
-        DeepseekV2ForCausalLM,
-        _LATENT_SIZES | {"q_lora_rank": None, "first_k_dense_replace": 1, "attention_bias": True},
-    ),
-    "deepseek_v3": (
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        _LATENT_SIZES
-        | {"q_lora_rank": 32, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2}
-        | {"rope_parameters": _DEEPSEEK_YARN},
-    ),
-    "deepseek_v3_halves": (  # weights whose rotary dimensions are not neighbours
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        _LATENT_SIZES | {"q_lora_rank": 32, "first_k_dense_replace": 6, "rope_interleave": False},
-    ),
-    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _LATENT_SIZES | {"q_lora_rank": 32}),
-}
-FAMILIES |= LATENT
-
-WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
-    # Windows of half the prompts that the tests fuse, and soft caps at which scores bend.
-    "gemma2": (
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        {
-            "sliding_window": 50,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        {"sliding_window": 52, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
-    ),
-    "gpt_oss": (
-        GptOssConfig,
-        GptOssForCausalLM,
-        {"sliding_window": 51, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 53}),
-    "qwen2_window": (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 54, "max_window_layers": 3},
-    ),
-    "qwen3_window": (
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 55, "max_window_layers": 0},
-    ),
-    "phi3_window": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 56}),
-}
-FAMILIES |= WINDOWED
-
-
-def make_model(config_class: type, model_class: type, seed: int = 0, **changes: Any) -> Any:
-    """A random model, 6 layers, hidden 64, 4 heads of 16: weights large enough that attention is far from uniform."""
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.06,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
-    torch.manual_seed(seed)
-    model = model_class(config_class(**{**sizes, **changes})).eval().float()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-            elif parameter.ndim == 1:  # norms: all ones would hide a norm that is skipped or doubled
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-            else:
-                parameter.mul_(2)
-    return model
-
-
-def make_gemma3_that_sees() -> Any:
-    """The family "gemma3" within the class that reads images too, with an eye of one layer."""
-    config_class, model_class, changes = FAMILIES["gemma3"]
-    text = make_model(config_class, model_class, **changes)
-    eye = SiglipVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    config = Gemma3Config(
-        text_config=text.config, vision_config=eye, image_token_index=VOCABULARY - 1, mm_tokens_per_image=4,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = Gemma3ForConditionalGeneration(config).eval()
-    model.model.language_model.load_state_dict(text.model.state_dict())
-    model.lm_head.load_state_dict(text.lm_head.state_dict())
-    return model
 
 
 @pytest.fixture(scope="session", name="make_model")
@@ -395,9 +201,6 @@ def tokenizer(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrai
 def segmenter(tokenizer: PreTrainedTokenizerFast) -> Segmenter:
     """The tiny tokenizer's segmenter, in the plain format."""
     return Segmenter(tokenizer, prompt_format(tokenizer))
-
-
-CHATML = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|im|>assistant\n"
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, make_model
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import FAMILIES, make_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,21 +12,14 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
+from tiny_models import FAMILIES, VOCABULARY, make_model
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.vllm.engine import stop_vllm
 from ragblend.engine.vllm.launch import Checkpoint
 
-# The other tests' families; both files are called conftest, so this one is loaded by its place.
-_spec = importlib.util.spec_from_file_location("family_models", Path(__file__).parents[1] / "conftest.py")
-assert _spec is not None
-assert _spec.loader is not None
-_models = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_models)
-FAMILIES, make_model = _models.FAMILIES, _models.make_model
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 160, "num_hidden_layers": 6}
-VOCABULARY = 300
 
 
 def machine(checkpoint: Checkpoint, load_share: float, hardware: dict[str, Any]) -> MachineProfile:

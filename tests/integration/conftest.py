@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from framework_calls import Call
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from ragblend.engine.api import Engine, Stream
-from ragblend.engine.report import Generation
 from ragblend.frameworks.model import BlendModel, Request, Turn, share_engine
 from ragblend.precompute import precompute_documents
 
@@ -58,18 +58,6 @@ def chat_engine(chat_model_path: Path, store_path: Path, passages: list[str]) ->
 
 
 SHARED = {"backend": "transformers", "dtype": "auto", "device": "auto", "system": None, "namespace": ""}
-
-
-class Call(NamedTuple):
-    """One call of an LLM: what the framework sent, the prompt made of it, and the answer."""
-
-    turns: list[Turn]
-    request: Request
-    stream: Stream
-
-    @property
-    def result(self) -> Generation:
-        return self.stream.result
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Call
+from framework_calls import Call
 from langchain.agents import create_agent
 from langchain_classic.chains import RetrievalQA, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain

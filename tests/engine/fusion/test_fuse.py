@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LATENT, WINDOWED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Reference, Span, as_cached, as_held, gradual_shares
+from tiny_models import LATENT, WINDOWED
 from torch import Tensor
 from transformers import DynamicCache
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import FAMILIES, make_model
 from device_looks import DeviceLooks
+from tiny_models import FAMILIES, make_model
 
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.host_positions import on_host

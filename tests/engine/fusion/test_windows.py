@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import test_fuse
 import torch
-from conftest import FAMILIES, WINDOWED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Reference
@@ -27,6 +26,7 @@ from test_fuse import (
     make_prompt,
     random_ids,
 )
+from tiny_models import FAMILIES, WINDOWED
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragblend.engine.fusion.plan import Placement

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY
+from tiny_models import VOCABULARY
 from torch import nn
 
 from ragblend.engine.fusion.attention import AttentionParams, attend_last, attend_rows

@@ -22,7 +22,6 @@ from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, UnsupportedModelError, UsageError
 from ragblend.llm import ChatBlend
 from ragblend.prompt.prompt import SegmentedPrompt
-from tests.conftest import CHATML
 from tests.gguf_files import write_gguf
 
 PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES, WINDOWED, make_gemma3_that_sees, make_model
+from tiny_models import FAMILIES, WINDOWED, make_gemma3_that_sees, make_model
 
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
@@ -33,7 +33,7 @@ ROWS = [
     for line in PAGE.read_text(encoding="utf-8").splitlines()
     if re.match(r"\| \w.*\| `\w+` \|", line)
 ]
-BUILT_AS = {  # of conftest's families, where a class is several rows
+BUILT_AS = {  # of the families in tiny_models, where a class is several rows
     "Llama 2 and 3.x": "llama3_scaling", "Mistral v0.2 and later": "mistral", "Mistral v0.1": "mistral_window",
     "Qwen2 with windows": "qwen2_window", "Qwen3 with windows": "qwen3_window", "Phi-3-mini-4k": "phi3_window",
     "DeepSeek V2-Lite": "deepseek_v2_lite",
@@ -55,7 +55,7 @@ BY_TYPE_ALONE = ("index", "recurrent", "convolutions", "blocks", "learned")  # r
 
 
 def tiny(row: Row) -> Any:
-    """A random model of the row's class: as tests/conftest.py makes the family, or with few dimensions."""
+    """A random model of the row's class: as tests/tiny_models.py makes the family, or with few dimensions."""
     if row.class_name == "Gemma3ForConditionalGeneration":
         return make_gemma3_that_sees()
     model_class = getattr(transformers, row.class_name)

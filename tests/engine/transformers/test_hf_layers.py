@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import LATENT, WINDOWED
 from reference import as_held
+from tiny_models import LATENT, WINDOWED
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import self_check

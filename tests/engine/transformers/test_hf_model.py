@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES
+from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel

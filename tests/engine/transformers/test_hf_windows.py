@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WINDOWED, make_gemma3_that_sees
+from tiny_models import WINDOWED, make_gemma3_that_sees
 from torch import Tensor
 
 from ragblend.engine.load import load_engine

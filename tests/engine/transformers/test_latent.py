@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import LATENT
 from reference import as_held
+from tiny_models import LATENT
 
 from ragblend import load_engine
 from ragblend.engine.fusion.plan import FusedKV, Placement
