@@ -14,7 +14,8 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 sys.path.append(str(Path(__file__).parents[1]))  # the independent CacheBlend lives there
 
-from harness import FAMILIES, SIZES, make_model
+from harness import SIZES
+from tiny_models import FAMILIES, make_model
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,11 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
-from tiny_models import FAMILIES, VOCABULARY, make_model
+from tiny_models import VOCABULARY
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.vllm.engine import stop_vllm
 from ragblend.engine.vllm.launch import Checkpoint
-
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 160, "num_hidden_layers": 6}
 

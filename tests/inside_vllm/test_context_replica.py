@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import FAMILIES, SIZES, make_model
+from harness import SIZES
+from tiny_models import FAMILIES, make_model
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.fusion.lookup import read_context_policy

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SIZES, ask, engine, ingest, make_model, random_ids, report, tokens
+from harness import SIZES, ask, engine, ingest, random_ids, report, tokens
+from tiny_models import make_model
 from transformers import MistralConfig, MistralForCausalLM
 
 from ragblend.engine.store.disk import DiskStore

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import CHATML
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
