@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,9 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 
 def told(store: Path, drafts: dict[str, Any]) -> dict[str, Any]:
     program = Path(__file__).with_name("drafted.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(store), json.dumps(drafts)], capture_output=True, text=True, timeout=500
-    )
+    command = [sys.executable, str(program), str(store), json.dumps(drafts)]
+    shared_modules = os.environ | {"PYTHONPATH": str(program.parents[1])}  # tests/, where `tiny_models` is
+    done = subprocess.run(command, env=shared_modules, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
