@@ -2,8 +2,8 @@
 
 Most families (Llama, Mistral, Qwen2, Qwen3, Gemma, Granite, ...) are made of the same parts under the same names and
 need nothing. One that makes its keys and values otherwise is a subclass of `AttentionFamily` in FAMILIES; the families
-that the tests run are a table in tests/tiny_models.py. Every model passes `self_check` against its own prefill when it is
-loaded.
+that the tests run are a table in tests/tiny_models.py. Every model passes `self_check` against its own prefill when
+it is loaded.
 
 Knows transformers' modules by their attributes.
 """
