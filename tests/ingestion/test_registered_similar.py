@@ -179,7 +179,7 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
     first: list[str] = []
 
     def precompute(chunk: Any, compute: Callable[..., int] = engine.precompute) -> int:
-        if chunk.context == "similar" and BELL in chunk.behind and not first:
+        if chunk.context == "similar" and BELL in chunk.context_texts and not first:
             first.append(chunk.text)
             delete_chunks_kv(
                 [Chunk(BELL)], other, lambda text: False
