@@ -2,7 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 # Test models are tiny: a second thread would only wait for the first.
-test test-fast test-vllm test-vllm-versions test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
+test test-all test-vllm test-vllm-versions test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
+# Every process that a test starts would compile the package again, and pytest rewrite every assertion.
+unexport PYTHONDONTWRITEBYTECODE
+# One worker per core; the order of the tests is random, its seed stands in the first lines. What is slow stays with the
+# worker that has its file: servers, clusters and corpora of a module are made once.
+PARALLEL := -n auto --maxprocesses=8 --dist=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # vLLM brings its own pins, so it has an environment of its own.
@@ -14,7 +19,7 @@ VLLM_VERSIONS := 0.28.0 0.30.0
 # What `make deploy-check` runs besides Python: helm and others, by package name, nothing installed.
 DEPLOY_TOOLS := build/deploy-tools
 
-.PHONY: demo check deploy-check docs release-check test test-fast test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
+.PHONY: demo check deploy-check docs release-check test pytest test-all test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-vllm-%/.installed
 
@@ -32,11 +37,14 @@ demo: $(STAMP)  ## ingest a small corpus with the embedded model and answer from
 
 check: lint  ## style, types, floors of imports, secrets in the source
 
-test: $(STAMP) lint  ## everything that must hold, small fault counts
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## five minutes: what the README says and the laws of every folder, with lint beside it
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target pytest lint
 
-test-fast: $(STAMP)  ## a minute and a half: what most changes break
-	$(BIN)/python -m pytest -m 'not slow and not real_model' --hypothesis-profile=fast
+pytest: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL)worksteal -m 'not slow and not real_model'
+
+test-all: $(STAMP)  ## the rest: full matrices, every kill, every page and program of docs/
+	$(BIN)/python -m pytest $(PARALLEL)loadfile -m 'slow and not real_model'
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -87,8 +95,8 @@ real-model: $(REAL_MODEL)/config.json  ## SmolLM2-135M-Instruct as a folder, to 
 test-real: $(STAMP) real-model  ## what must hold on a real language model
 	$(BIN)/python -m pytest -m real_model tests/integration tests/tools/test_start_page.py
 
-test-faults: $(STAMP)  ## the same with full fault counts
-	RAGBLEND_FAULTS=full $(BIN)/python -m pytest
+test-faults: $(STAMP)  ## tests/faults with full counts
+	RAGBLEND_FAULTS=full $(BIN)/python -m pytest $(PARALLEL)loadfile tests/faults
 
 notebooks: $(STAMP) real-model  ## execute the notebooks and save their outputs
 	HF_HUB_OFFLINE=1 $(BIN)/python notebooks/run.py

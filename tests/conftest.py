@@ -37,26 +37,31 @@ transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 # A deadline fails slow machines, not wrong code.
 settings.register_profile("ragblend", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fast", settings.get_profile("ragblend"), max_examples=15)  # `make test-fast`
 settings.load_profile("ragblend")
 
-# Left out by `make test-fast`: servers, killed processes, whole corpora, commands. Elsewhere a test is marked itself.
+# Files and folders of `make test-all`. Single tests are marked where they are.
 SLOW = (
-    "faults", "ingestion", "integration", "bench", "benchmarks", "tools", "cli", "ui", "upkeep", "test_notebooks.py",
-    "test_limits.py", "engine/store/test_disk.py", "engine/store/test_kv_dtypes.py", "engine/store/test_remote.py",
-    "engine/store/test_remote_bounds.py", "engine/store/test_write_queue.py", "engine/beside_vllm/test_vllm_client.py",
-    "engine/beside_vllm/test_vllm_remote.py",
+    "benchmarks", "lab", "tools",
+    "cli/test_analyze.py", "cli/test_cli_explain.py",
+    "faults/test_full_disk.py", "faults/test_mutations.py", "faults/test_request_bounds.py",
+    "ingestion/test_ray_workers.py",
+    "integration/test_chat_tools.py", "integration/test_corpus_follows_folder.py", "integration/test_drift.py",
+    "integration/test_own_databases.py", "integration/test_real_notebooks.py", "integration/test_text_read.py",
+    "test_limits.py", "test_notebooks.py",
+    "engine/store/test_kv_dtypes.py", "engine/store/test_remote_bounds.py",
 )  # fmt: skip
+FAST = ("lab/ui/test_ui_browser.py", "tools/test_identifiers.py")
+"""Files in the folders of SLOW that `make test` runs, but for tests of theirs that are marked themselves."""
 
 COUNTED = "counted"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what stands in SLOW."""
+    """Mark the tests of the files and folders in SLOW."""
     here = Path(__file__).parent
+    slow, fast = ({here / name for name in names} for names in (SLOW, FAST))
     for item in items:
-        place = item.path.relative_to(here) if item.path.is_relative_to(here) else item.path
-        if any(place == Path(name) or Path(name) in place.parents for name in SLOW):
+        if item.path not in fast and not slow.isdisjoint([item.path, *item.path.parents]):
             item.add_marker(pytest.mark.slow)
 
 

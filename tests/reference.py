@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -39,11 +40,17 @@ class Blended:
     values: list[Tensor]
 
 
+Computed = list[tuple[Tensor, Tensor]]
+COMPUTED_ALONE: WeakKeyDictionary[Any, dict[Any, Computed]] = WeakKeyDictionary()
+"""Of every model, what `Reference.alone` returned for windows and ids: many tests blend the same chunks."""
+
+
 class Reference:
-    """CacheBlend over a stock model that ragblend has not touched."""
+    """CacheBlend over a stock model that ragblend has not touched. The model's weights must not change."""
 
     def __init__(self, model: Any) -> None:
         self.decoder, self.head = model.model, model.lm_head
+        self.computed_alone = COMPUTED_ALONE.setdefault(model, {})
         self.config = config = model.config
         self.num_layers = config.num_hidden_layers
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -136,8 +143,14 @@ class Reference:
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def alone(self, behind: list[int], ids: list[int]) -> list[tuple[Tensor, Tensor]]:
+    def alone(self, behind: list[int], ids: list[int]) -> Computed:
         """Per layer, pre-RoPE k and v of `ids` computed behind `behind` and nothing else."""
+        key = (*self.windows, tuple(behind), tuple(ids))
+        if key not in self.computed_alone:
+            self.computed_alone[key] = self.compute_alone(behind, ids)
+        return self.computed_alone[key]
+
+    def compute_alone(self, behind: list[int], ids: list[int]) -> Computed:
         positions = list(range(len(behind) + len(ids)))
         hidden, kept = self.decoder.embed_tokens(torch.tensor(behind + ids)), []
         for layer in range(self.num_layers):

@@ -99,10 +99,8 @@ def test_a_model_is_made_from_its_id(kind: Any, tmp_path: Path) -> None:
         kind.from_model_id("demo", task="summarization")
 
 
-def test_a_pipeline_is_a_loaded_model_and_its_tokenizer(tmp_path: Path, stock_model: Any, make_tokenizer: Any) -> None:
-    made = pipeline(
-        "text-generation", model=stock_model("llama"), tokenizer=make_tokenizer("{{ messages[0].content }}")
-    )
+def test_a_pipeline_is_a_loaded_model_and_its_tokenizer(tmp_path: Path, tiny_model: Any, make_tokenizer: Any) -> None:
+    made = pipeline("text-generation", model=tiny_model("llama"), tokenizer=make_tokenizer("{{ messages[0].content }}"))
     llm = BlendLLM(model=made, store=tmp_path, max_tokens=2)
     assert llm.generate(["the other"]).llm_output["token_usage"]["completion_tokens"] <= 2
     assert llm.loaded == (made.model, made.tokenizer)

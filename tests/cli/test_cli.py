@@ -28,9 +28,15 @@ SHORT = ("-k", "4", "--max-tokens", "8")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    """A directory with an ingested corpus."""
-    return ingest_sample(tmp_path_factory.mktemp("home"))
+def ingested(tmp_path_factory) -> Path:
+    """A directory with an ingested corpus, to be copied."""
+    return ingest_sample(tmp_path_factory.mktemp("ingested"))
+
+
+@pytest.fixture
+def home(ingested, tmp_path) -> Path:
+    """A copy of the directory with the ingested corpus."""
+    return Path(shutil.copytree(ingested, tmp_path / "home"))
 
 
 @pytest.fixture
@@ -40,8 +46,8 @@ def run(home, monkeypatch, capsys) -> CommandRunner:
 
 
 @pytest.fixture(scope="module")
-def questions(home) -> list[dict]:
-    return [json.loads(line) for line in (home / "docs" / "questions.jsonl").read_text().splitlines()]
+def questions(ingested) -> list[dict]:
+    return [json.loads(line) for line in (ingested / "docs" / "questions.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -147,6 +147,7 @@ def test_a_killed_removal_is_finished_by_the_same_command_and_leaves_no_word(
     counted(f"{said}: no file tells a removed word")
 
 
+@pytest.mark.slow
 def test_a_removal_without_its_remote_tier_forgets_here_and_is_finished_when_that_is_back(
     commands: Commands, place: Place, tmp_path: Path, counted: Counted
 ) -> None:
@@ -175,6 +176,7 @@ def num_keys(server: RedisServer) -> int:
     return int(redis.Redis(port=server.port).dbsize())
 
 
+@pytest.mark.slow
 def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(
     commands: Commands, place: Place, counted: Counted
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(
     counted(f"{said}: 9 entries and a pin mended")
 
 
+@pytest.mark.slow
 def test_a_killed_gc_is_finished_by_the_next(commands: Commands, place: Place, counted: Counted) -> None:
     paths = sorted((place.work / "kv").glob("??/*.safetensors"))
     for number, path in enumerate(paths):
@@ -210,6 +213,7 @@ def test_a_killed_gc_is_finished_by_the_next(commands: Commands, place: Place, c
     counted(killed_and_run_again(commands, place, argv, pinned))
 
 
+@pytest.mark.slow
 def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
     commands: Commands, place: Place, counted: Counted
 ) -> None:
@@ -257,6 +261,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
     counted(f"{num_kills} kills of `gc --orphans` among {num_beside} beside an ingestion: no fresh entry lost")
 
 
+@pytest.mark.slow
 def test_a_killed_push_leaves_no_half_and_no_temp_file(commands: Commands, place: Place, counted: Counted) -> None:
     far = place.work / "far"
     argv = ("push", "--remote", f"file://{far}", "--store", "kv")
@@ -267,6 +272,7 @@ def test_a_killed_push_leaves_no_half_and_no_temp_file(commands: Commands, place
     counted(killed_and_run_again(commands, place, argv, all_there))
 
 
+@pytest.mark.slow
 def test_push_over_keys_of_another_type_sends_what_it_says(
     commands: Commands, place: Place, tmp_path: Path, counted: Counted
 ) -> None:

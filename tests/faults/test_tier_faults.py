@@ -139,6 +139,7 @@ def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_a
     counted(f"{NUM_KILLS} kill -9 of Redis under 4 threads: {sum(counts)} local hits, {asked}, every answer right")
 
 
+@pytest.mark.slow
 def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(
     redis_server: RedisServer, tmp_path: Path, counted: Counted
 ) -> None:
@@ -168,6 +169,7 @@ def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(
     counted(f"{NUM_KILLS} outages of Redis with 20 chunks written into each: every one arrived afterwards")
 
 
+@pytest.mark.slow
 def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
     s3_port: int, monkeypatch: pytest.MonkeyPatch, counted: Counted
 ) -> None:
@@ -249,6 +251,7 @@ def work_on_one_store(number: int, root: Path, url: str) -> list[int]:
     return [hits, *faults, int(drained), disk.counters.num_evicted]
 
 
+@pytest.mark.slow
 def test_eight_processes_on_one_store_lose_nothing_and_mix_nothing_up(
     redis_server: RedisServer, tmp_path: Path, counted: Counted
 ) -> None:

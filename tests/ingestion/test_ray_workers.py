@@ -104,11 +104,18 @@ def entries(home: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (home / "kv").glob("??/*.safetensors")}
 
 
-def test_what_cannot_be_shared_out_is_refused(tmp_path, capsys, monkeypatch):  # first: the others have a cluster
+def find_no_cluster(**options: Any) -> None:
+    raise ConnectionError("Could not find any running Ray instance")
+
+
+def test_what_cannot_be_shared_out_is_refused(tmp_path, capsys, monkeypatch):
     with pytest.raises(UsageError, match="choose 1 or more"):
         RayWorkers("demo", tmp_path, count=0)
     with pytest.raises(UsageError, match="prefills itself"):
         RayWorkers("demo", tmp_path, backend="http://localhost:8000")
+    # Another test of this machine may have a cluster, which "auto" would find.
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", find_no_cluster)
     with pytest.raises(BackendUnreachableError, match="ray start --head"):
         RayWorkers("demo", tmp_path, address="auto")
     monkeypatch.setitem(sys.modules, "ray", None)

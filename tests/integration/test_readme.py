@@ -15,20 +15,30 @@ from ragblend.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODEL = ROOT / "models" / "smollm2"
+SMOLLM2 = ROOT / "models" / "smollm2"
 NAMED = "Qwen/Qwen3-8B"
 
-pytestmark = [
-    pytest.mark.real_model,
-    pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="no real model here: make real-model"),
-]
+pytestmark = pytest.mark.parametrize(
+    "model",
+    [
+        "demo",
+        pytest.param(
+            str(SMOLLM2),
+            marks=[
+                pytest.mark.real_model,
+                pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="no real model: make real-model"),
+            ],
+        ),
+    ],
+    ids=["demo", "smollm2"],
+)
 
 
-def block(language: str, holding: str) -> str:
-    """The one block of that language with `holding` in it, asking the model at hand."""
+def block(language: str, holding: str, model: str) -> str:
+    """The one block of that language with `holding` in it, with `model` in the place of the model that it names."""
     (found,) = (text for text in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if holding in text)
     assert NAMED in found
-    return found.replace(NAMED, str(MODEL))
+    return found.replace(NAMED, model)
 
 
 class Reports(BaseCallbackHandler):
@@ -42,11 +52,11 @@ class Reports(BaseCallbackHandler):
 
 
 def test_the_langchain_program_answers_from_what_it_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(block("python", "create_stuff_documents_chain"), names)
+    exec(block("python", "create_stuff_documents_chain", model), names)
     assert capsys.readouterr().out.strip(), "the answer"
     reports, question = Reports(), {"context": names["documents"], "question": "What has the office?"}
     names["chain"].invoke(question, {"callbacks": [reports]})
@@ -57,11 +67,11 @@ def test_the_langchain_program_answers_from_what_it_stored(
 
 
 def test_the_llamaindex_program_answers_from_what_it_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(block("python", "BlendQueryEngine"), names)
+    exec(block("python", "BlendQueryEngine", model), names)
     names["llm"].engine.close()
     report = names["response"].metadata["ragblend"]
     assert str(names["response"]).strip()
@@ -69,14 +79,16 @@ def test_the_llamaindex_program_answers_from_what_it_stored(
     assert report["num_chunk_hits"] == report["num_chunks"] == len(names["documents"])
 
 
-def test_the_commands_ingest_a_folder_answer_and_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_ingest_a_folder_answer_and_chat(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "lease.md").write_text(
         "The lease of the Turin office was signed by Ada Ferro on 3 May 2024.\n"
     )
     monkeypatch.chdir(tmp_path)
     outputs = {}
-    for line in block("bash", "ragblend ingest").splitlines():
+    for line in block("bash", "ragblend ingest", model).splitlines():
         name, *arguments = shlex.split(line, comments=True)
         assert name == "ragblend"
         ended = CliRunner().invoke(app, arguments, input="Who signed the lease?\n" if arguments[0] == "chat" else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -303,9 +304,15 @@ def test_an_engine_without_logits_or_without_a_directory_is_refused(
 
 
 @pytest.fixture
-def run(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Run a command in `home`: exit code, stdout, stderr."""
-    monkeypatch.chdir(home)
+def changed_home(home: Path, tmp_path: Path) -> Path:
+    """A copy of `home`, for a test that calibrates anew."""
+    return Path(shutil.copytree(home, tmp_path / "home"))
+
+
+@pytest.fixture
+def run(changed_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run a command in `changed_home`: exit code, stdout, stderr."""
+    monkeypatch.chdir(changed_home)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = run_command(*arguments, "--index", "index", "--store", "kv")
@@ -318,8 +325,8 @@ def run(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 FAST = ("--num-questions", "10", "--target", "0.7", "--rules", "auto", "--check-layers", "1", "--ratios", "0.1")
 
 
-def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], home: Path) -> None:
-    for path in (home / "kv" / "calibrations").glob("*"):
+def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], changed_home: Path) -> None:
+    for path in (changed_home / "kv" / "calibrations").glob("*"):
         path.unlink()
     code, out, _ = run("ask", "Who?", "--ratio", "auto", "-k", "2", "--max-tokens", "1", "--json")
     report = json.loads(out)["report"]
@@ -331,18 +338,18 @@ def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], home: P
     assert (facts["questions"], facts["num_questions"], facts["saved"]) == ("generated", 10, True)
     assert (facts["ratio"], facts["target"]) == (0.0, 0.05)  # full reuse is that close
     assert facts["hardware"]["cpu"]
-    assert str(home) not in out
+    assert str(changed_home) not in out
     code, out, _ = run("ask", "Who?", "--ratio", "auto", "-k", "2", "--max-tokens", "1", "--json")
     report = json.loads(out)["report"]
     assert report["recompute_ratio"] == 0.0
     assert 0 < report["predicted_agreement"] <= facts["predicted_agreement"]["agreement"]
-    with load_engine("demo", home / "kv", on_miss="inline") as engine:
-        ours = load_calibration(home / "kv", engine.fingerprint, engine.default_prefix_ids)
+    with load_engine("demo", changed_home / "kv", on_miss="inline") as engine:
+        ours = load_calibration(changed_home / "kv", engine.fingerprint, engine.default_prefix_ids)
     assert ours is not None
     later = replace(
         ours, chunker="of another index", created_s=ours.created_s + 9, fits=(replace(ours.fits[0], ratio=1.0),)
     )
-    path = save_calibration(DiskStore(home / "kv"), later)
+    path = save_calibration(DiskStore(changed_home / "kv"), later)
     code, out, _ = run("ask", "Who?", "-k", "2", "--max-tokens", "1", "--json")
     assert json.loads(out)["report"]["recompute_ratio"] == 0.0  # that of the index that is asked
     path.write_bytes(path.read_bytes()[:-9])
@@ -351,14 +358,14 @@ def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], home: P
     assert not path.exists()
 
 
-def test_the_command_prints_the_curve_and_takes_a_file(run: Callable[..., Any], home: Path) -> None:
-    before = list((home / "kv").glob("calibrations/*"))
+def test_the_command_prints_the_curve_and_takes_a_file(run: Callable[..., Any], changed_home: Path) -> None:
+    before = list((changed_home / "kv").glob("calibrations/*"))
     arguments = ("--questions", "docs/questions.jsonl", "--no-save", "--plot", "curve.png", *FAST)
     code, out, _ = run("calibrate", *arguments)
     assert code == 0
     assert out.startswith("10 questions (k 6, neighbours 0, order score), target 0.7: ratio ")
-    assert (home / "curve.png").stat().st_size > 10_000
-    assert list((home / "kv").glob("calibrations/*")) == before
+    assert (changed_home / "curve.png").stat().st_size > 10_000
+    assert list((changed_home / "kv").glob("calibrations/*")) == before
     assert "saved" not in out
 
 
@@ -374,9 +381,9 @@ def test_the_command_prints_the_curve_and_takes_a_file(run: Callable[..., Any], 
     ],
 )
 def test_wrong_arguments_are_refused_by_name(
-    run: Callable[..., Any], home: Path, arguments: list[str], code: int, said: str
+    run: Callable[..., Any], changed_home: Path, arguments: list[str], code: int, said: str
 ) -> None:
-    (home / "few.txt").write_text("Who?\nWhere?\n")
+    (changed_home / "few.txt").write_text("Who?\nWhere?\n")
     found = run("calibrate", *arguments)
     assert found[0] == code
     assert said in found[2]

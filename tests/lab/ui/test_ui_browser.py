@@ -134,6 +134,7 @@ def test_an_example_is_answered_side_by_side_and_the_slider_moves_its_tokens(pag
     assert page["token-hint"].text.endswith(token.get_attribute("title") or "?")
 
 
+@pytest.mark.slow
 def test_a_dropped_file_is_ingested_and_stays_text_whatever_is_in_it(driver: webdriver.Chrome, empty: Site) -> None:
     page = Page(driver)
     page.width(1180)
@@ -161,6 +162,7 @@ def test_a_dropped_file_is_ingested_and_stays_text_whatever_is_in_it(driver: web
     driver.get_log("browser")  # this site's only
 
 
+@pytest.mark.slow
 def test_two_tabs_take_turns_and_one_that_is_closed_in_the_middle_holds_up_nobody(page: Page, site: Site) -> None:
     first = page.driver.current_window_handle
     page.driver.switch_to.new_window("tab")
@@ -183,6 +185,7 @@ def test_two_tabs_take_turns_and_one_that_is_closed_in_the_middle_holds_up_nobod
     assert page.answers()["full"] == "trainer"
 
 
+@pytest.mark.slow
 def test_an_answer_can_be_stopped(page: Page) -> None:
     page.ask(QUESTION)
     page.until(lambda: page["go"].text == "Stop")
@@ -194,6 +197,7 @@ def test_an_answer_can_be_stopped(page: Page) -> None:
     assert not page["ask-problem"].is_displayed()
 
 
+@pytest.mark.slow
 def test_it_fits_a_phone_loads_nothing_from_elsewhere_and_names_its_fields(page: Page, site: Site) -> None:
     page.ask(QUESTION)
     page.until(lambda: page.is_idle and page["prompt"].is_displayed())
@@ -229,6 +233,7 @@ return [...document.querySelectorAll("p, span, li, button, label, h1, h2, h3, su
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_keeps_its_contrast(page: Page, scheme: str) -> None:
     features = [{"name": "prefers-color-scheme", "value": scheme}]
