@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
@@ -35,8 +35,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAP_FILE = ROOT / "build" / "mutants-map.json"
 COVERING_TESTS = 40
-TEST_TIMEOUT_S = 180  # a lost lock may show as a test that never ends
 TIERS = {"test": "not slow and not real_model", "test-all": "slow and not real_model"}  # markers; each adds to the last
+# --timeout: a lost lock may show as a test that never ends.
+PYTEST_OPTIONS = ("-x", "-q", "-p", "no:randomly", "-p", "tools.mutants", "--timeout=180")
+FAILED = "MUTANTS FAILED "  # begins the lines in which the plugin names failed tests
 RECORD_VARIABLE = "RAGBLEND_MUTANTS_RECORD"  # environment variable: the arguments of `_Recorder`, as JSON
 
 Map = dict[str, dict[str, list[str]]]  # of the files with faults: {file: {line: [ids of its tests, fastest first]}}
@@ -147,8 +149,9 @@ def locate(fault: Fault, root: Path = ROOT) -> Mutation:
                 places.append((str(path.relative_to(root)), text, node, found))
     if len(places) != 1:
         where = "".join(f" {file}:{node.lineno}" for file, _, node, _ in places)
-        must = "but must match one; change its folder, function or pattern in tools/mutants.py"
-        raise ValueError(f"fault {fault.name} matches {len(places)} places{where}, {must}")
+        raise ValueError(
+            f"fault {fault.name} matches {len(places)} places{where}, not one; change its FAULT_TABLE lines"
+        )
     file, text, node, found = places[0]
     segments = {letter: f"({ast.get_source_segment(text, each)})" for letter, each in found.items()}
     changed = re.sub(r"\b[A-Z]\b", lambda letter: segments[letter[0]], fault.replacement)
@@ -206,13 +209,13 @@ class TreeCopy:
 
     def first_failure(self, arguments: Sequence[str], workers: int = 0, **environment: str) -> str:
         """Return the id of the first test that fails, "" if all pass. Raises RuntimeError if pytest cannot start."""
-        command = [sys.executable, *f"-m pytest -x -q -rfE -p no:randomly --timeout={TEST_TIMEOUT_S}".split()]
+        command = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS]
         command += ["-n", str(workers), "--dist=worksteal"] if workers else []
         command += [f"--deselect={test}" for test in self.unreliable]
         python_path = os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH"))))
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path, **environment}
         done = subprocess.run([*command, *arguments], cwd=self.folder, env=variables, capture_output=True, text=True)
-        if failed := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE):
+        if failed := re.search(f"^{FAILED}(.+)$", done.stdout, re.MULTILINE):
             return failed[1]
         # 5: no test was selected. "not found": a test of the coverage map was renamed, and the next run has it.
         if done.returncode not in (0, 5) and "ERROR: not found" not in done.stderr:
@@ -236,9 +239,8 @@ class TreeCopy:
 def judge(fault: Fault, copy: TreeCopy, covering: Map, tier: str, tests: Sequence[str]) -> dict[str, Any]:
     """Return the first test that finds a fault, and its tier, `tier` at most. `tests`: run only these instead."""
     start_s, mutation = perf_counter(), locate(fault)
-    lines = covering.get(mutation.file, {})
-    ids = list(dict.fromkeys(test for number in mutation.lines for test in lines.get(str(number), ())))
-    runs = [("test", ids[:COVERING_TESTS], 0)] if ids else []
+    ids = [test for number in mutation.lines for test in covering.get(mutation.file, {}).get(str(number), ())]
+    runs = [("test", list(dict.fromkeys(ids))[:COVERING_TESTS], 0)] if ids else []
     runs += [(each, ["-m", TIERS[each]], copy.workers) for each in list(TIERS)[: list(TIERS).index(tier) + 1]]
     runs = [(" ".join(tests), list(tests), copy.workers)] if tests else runs
     found = ((test, name) for name, arguments, workers in runs if (test := copy.find(mutation, arguments, workers)))
@@ -267,7 +269,7 @@ def make_map(copy: TreeCopy, files: Sequence[str], arguments: Sequence[str]) -> 
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         record = json.dumps({"folder": folder, "files": [str(copy.folder / file) for file in files]})
-        if test := copy.first_failure(["-p", "tools.mutants", *arguments], copy.workers, **{RECORD_VARIABLE: record}):
+        if test := copy.first_failure(arguments, copy.workers, **{RECORD_VARIABLE: record}):
             raise RuntimeError(f"{test} fails without a fault, so no fault can be judged; repair it first")
         for path in Path(folder).glob("*.json"):
             seconds |= json.loads(path.read_text())
@@ -290,12 +292,11 @@ class _Recorder:
         from coverage import Coverage
 
         self.path, self.seconds = Path(folder) / f"{os.getpid()}.json", dict[str, float]()
-        data_file = self.path.with_suffix(".coverage")
-        self.coverage = Coverage(data_file=data_file, include=list(files), config_file=False, messages=False)
+        self.coverage = Coverage(data_file=self.path.with_suffix(".coverage"), include=list(files), config_file=False)
         self.coverage.start()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         start_s = perf_counter()
         self.coverage.switch_context(item.nodeid)
         result = yield
@@ -313,6 +314,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Record coverage, where `make_map` runs pytest."""
     if RECORD_VARIABLE in os.environ:
         config.pluginmanager.register(_Recorder(**json.loads(os.environ[RECORD_VARIABLE])))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the ids of failed tests; pytest's own lines may continue with a message after " - "."""
+    for report in (*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())):
+        terminalreporter.write_line(f"{FAILED}{report.nodeid}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
