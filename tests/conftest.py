@@ -43,8 +43,8 @@ settings.load_profile("ragblend")
 SLOW = (
     "benchmarks", "lab", "tools",
     "cli/test_analyze.py", "cli/test_cli_explain.py",
-    "faults/test_full_disk.py", "faults/test_ingest_faults.py", "faults/test_mutations.py", "faults/test_planted_entries.py",
-    "faults/test_request_bounds.py",
+    "faults/test_full_disk.py", "faults/test_ingest_faults.py", "faults/test_mutations.py",
+    "faults/test_planted_entries.py", "faults/test_request_bounds.py",
     "ingestion/test_ray_workers.py",
     "integration/test_chat_tools.py", "integration/test_corpus_follows_folder.py", "integration/test_drift.py",
     "integration/test_own_databases.py", "integration/test_real_notebooks.py", "integration/test_text_read.py",
