@@ -263,23 +263,19 @@ def test_bad_input_is_refused_in_words(given_input: Any, reason: str, engine: Tr
         chain(engine).invoke(given_input)
 
 
-def test_a_way_to_combine_that_is_none_is_refused(engine: TransformersEngine) -> None:
-    with pytest.raises(UsageError, match="choose reduce, refine or rerank"):
-        chain(engine, combine="stuff")
-
-
 @pytest.mark.parametrize(
-    ("prompts", "found"),
+    ("options", "found"),
     [
+        ({"combine": "stuff"}, "choose reduce, refine or rerank"),
         ({"map_prompt": 'Answer as {"answer": ...}. {input}'}, 'map_prompt.*"answer".*{input}, {no_answer}.*twice'),
         ({"refine_prompt": "{input} {answers}"}, "refine_prompt.*{answers}.*{answer}, {input}"),
         ({"combine_prompt": "{answers} {input"}, "combine_prompt.*expected '}'"),
     ],
-    ids=["json", "misspelt", "open"],
+    ids=["way", "json", "misspelt", "open"],
 )
-def test_a_prompt_that_cannot_be_filled_in_is_refused_before_a_document_is_read(engine, prompts, found):
+def test_a_way_or_a_prompt_that_cannot_be_used_is_refused_before_a_document_is_read(engine, options, found):
     with pytest.raises(UsageError, match=found):
-        chain(engine, **prompts)
+        chain(engine, **options)
     assert chain(engine, map_prompt='{input} As {{"name": "..."}}').invoke({"input": "Who?", "document": "Nobody."})
 
 
