@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -82,7 +82,11 @@ def test_every_chunk_is_prefilled_once_though_windows_share_it(
     reports, tokens = [window["report"] for window in found["windows"]], found["tokens"]
     assert len(prefilled) == len(set(prefilled))
     assert sum(report["num_chunks"] for report in reports) >= len(prefilled) + 2 * (len(reports) - 1)  # windows overlap
-    assert tokens["num_chunk_tokens"] == tokens["num_prefilled_tokens"] == sum(map(count(engine), prefilled))
+    assert (
+        tokens["num_chunk_tokens"]
+        == tokens["num_prefilled_tokens"]
+        == sum(map(engine.segmenter.count_tokens, prefilled))
+    )
     # All that stands in a window was stored by then: reused, but for what blending recomputes.
     assert all(report["num_chunk_hits"] == report["num_chunks"] for report in reports)
     in_windows = sum(chunk["num_tokens"] for report in reports for chunk in report["chunks"])
@@ -100,10 +104,6 @@ def test_questions_in_one_batch_prefill_a_document_once(engine: TransformersEngi
     assert len(prefilled) == len(set(prefilled)) > 0
     numbers = [each["tokens"]["num_prefilled_tokens"] for each in found]
     assert sorted(numbers) == [0, 0, 0, found[0]["tokens"]["num_chunk_tokens"]]
-
-
-def count(engine: TransformersEngine) -> Callable[[str], int]:
-    return engine.segmenter.count_tokens
 
 
 async def test_it_answers_the_same_without_blocking_and_in_pieces(engine: TransformersEngine) -> None:

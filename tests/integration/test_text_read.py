@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core.llms import ChatMessage, MessageRole
+from tiny_models import CHATML
 
 import ragblend.engine.transformers.blend as blend_module
 from ragblend.engine.report import MODES
@@ -30,7 +31,6 @@ from ragblend.prompt.segmenter import Segmenter
 CASES = 2000 if os.environ.get("RAGBLEND_FAULTS") == "full" else 250
 
 MARKS = ("<|im|>", "<|end|>", "[INST]", "[/INST]")
-CHATML = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|im|>assistant\n"
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}</s>"
     "{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}"
