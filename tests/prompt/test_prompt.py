@@ -81,7 +81,8 @@ def text_of(segmenter: Segmenter, ids: object) -> str:
 
 
 def control_ids(segmenter: Segmenter, ids: object) -> list[int]:
-    return [token for token in ids if token in segmenter._tokenizer.all_special_ids]
+    control = set(segmenter._tokenizer.all_special_ids)
+    return [token for token in ids if token in control]
 
 
 wild_texts = st.one_of(
