@@ -35,10 +35,6 @@ def write_own(text: str) -> None:
     (user_folder() / USER_FILE).write_text(text)
 
 
-def test_without_any_source_the_defaults_hold(tmp_path: Path):
-    assert load_settings(directory=tmp_path) == Settings()
-
-
 def test_the_file_in_the_docs_has_the_defaults_but_for_the_model(tmp_path: Path, caplog):
     (example,) = (block.text for block in blocks("toml") if block.page == "docs/cli.md")
     assert load_settings(directory=write(tmp_path, example)) == Settings(model="Qwen/Qwen3-8B")
@@ -81,13 +77,6 @@ def test_values_of_every_type_are_read_from_the_environment(
     assert (found, type(found)) == (expected, type(expected))
 
 
-def test_a_ratio_may_be_what_was_calibrated(tmp_path: Path):
-    assert load_settings(directory=write(tmp_path, 'ratio = "auto"')).ratio == "auto"
-    assert load_settings({"ratio": "auto"}, tmp_path / "nowhere").ratio == "auto"
-    with pytest.raises(UsageError, match=r"ratio is 'all'.*or 'auto'"):
-        load_settings({"ratio": "all"}, tmp_path / "nowhere")
-
-
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("K", "six"), ("RATIO", "half"), ("TRUST_REMOTE_CODE", "maybe"), ("MEMORY_GIB", ""), ("CHUNK_SIZE", "1.5")],
@@ -119,6 +108,7 @@ def test_an_unknown_key_in_the_file_is_named_with_the_known_ones(tmp_path: Path)
         ({"ratio": 1.5}, "ratio is 1.5"),
         ({"ratio": -0.1}, "ratio is -0.1"),
         ({"ratio": float("nan")}, "ratio is nan"),
+        ({"ratio": "all"}, "ratio is 'all'.*or 'auto'"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"k": 0}, "k is 0"),
         ({"max_tokens": -1}, "max_tokens is -1"),

@@ -25,7 +25,6 @@ from ragblend.corpus.embedders import (
     is_minilm_installed,
     load_embedder,
 )
-from ragblend.corpus.schema import make_row
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.index import DATABASE, MANIFEST, VECTORS_FILE, ChunkIndex, open_index
 from ragblend.prompt.prompt import Chunk
@@ -63,39 +62,17 @@ def best(index, question: str) -> str:
 # --- keeping and finding ---
 
 
-def test_what_was_added_is_there_after_reopening(folder):
-    with reopen(folder) as index:
-        assert index.sources() == list(FACTS)
-        assert (index.num_documents, index.num_chunks) == (3, 7)
-        assert index.documents()[""]["tea.txt"] == "hash of tea.txt"
-        assert "coffee.txt" not in index.documents()[""]
-        expected = [chunk for source, texts in FACTS.items() for chunk in chunks_of(source, texts, title=source[:3])]
-        assert list(index.chunks()) == expected
-        assert list(index.chunks("sea.txt")) == expected[5:]
-        assert list(index.texts()) == [(chunk.id, chunk.text) for chunk in expected]
-        wanted = [expected[4].id, "0" * 16, expected[0].id]
-        assert list(index.get(wanted).values()) == [expected[4], expected[0]]
-        assert index.manifest.tokenizer == "demo"
-        assert index.manifest.chunk_size == 128
-
-
-def test_search_finds_the_fact_and_k_may_exceed_the_index(folder):
-    with reopen(folder) as index:
-        assert best(index, "who wrote the first program?") == "Ada Lovelace wrote the first program."
-        hits = index.search("Baltic herring", k=100)
-        assert len(hits) == 7
-        assert [hit.rank for hit in hits] == list(range(7))
-        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
-
-
 def test_search_agrees_with_a_plain_matrix_product(folder):
     embedder = HashingEmbedder(DIM)
     texts = [text for texts in FACTS.values() for text in texts]
     with reopen(folder) as index:
         for question in ("tea", "where did she die", "Baltic program"):
             scores = embedder.embed(texts) @ embedder.embed([question])[0]
-            hits = {hit.chunk.text: hit.score for hit in index.search(question, 7)}
-            np.testing.assert_allclose([hits[text] for text in texts], scores, atol=1e-6)
+            hits = index.search(question, 100)  # more than there are
+            found = {hit.chunk.text: hit.score for hit in hits}
+            np.testing.assert_allclose([found[text] for text in texts], scores, atol=1e-6)
+            assert [hit.rank for hit in hits] == list(range(7))
+            assert [hit.score for hit in hits] == sorted(found.values(), reverse=True)
 
 
 def test_neighbours_come_with_a_hit_once_and_in_place(folder):
@@ -117,13 +94,6 @@ def test_document_order_reads_each_document_from_the_front(folder):
         assert [hit.chunk.text for hit in hits] == [text for source in by_document for text in FACTS[source]]
 
 
-def test_an_empty_index_finds_nothing(tmp_path):
-    with open_index(tmp_path, HashingEmbedder(DIM), create=True) as index:
-        assert index.search("anything") == []
-    with reopen(tmp_path) as index:
-        assert (index.num_chunks, index.find_problems()) == (0, [])
-
-
 @given(
     documents=st.dictionaries(
         st.text(min_size=1, max_size=8), st.lists(st.text(min_size=1, max_size=30), max_size=5), max_size=5
@@ -134,46 +104,17 @@ def test_any_text_comes_back_as_it_went_in(tmp_path_factory, documents):
     folder = tmp_path_factory.mktemp("index")
     with open_index(folder, HashingEmbedder(DIM), create=True) as index:
         for source, texts in documents.items():
-            index.add_document(source, "h", chunks_of(source, texts))
+            index.add_document(source, f"hash of {source}", chunks_of(source, texts, title=source))
     with reopen(folder) as index:
-        assert {source: [chunk.text for chunk in index.chunks(source)] for source in index.sources()} == documents
-        assert index.find_problems() == []
+        assert index.documents().get("", {}) == {source: f"hash of {source}" for source in documents}
+        for source, texts in documents.items():
+            chunks = chunks_of(source, texts, title=source)
+            assert list(index.chunks(source)) == chunks
+            assert list(index.get([chunk.id for chunk in chunks]).values()) == chunks
+        assert index.search("anything", 100)[index.num_chunks :] == index.find_problems() == []
 
 
 # --- changing ---
-
-
-def test_update_replaces(folder):
-    with reopen(folder) as index:
-        old = chunks_of("tea.txt", FACTS["tea.txt"], title="tea")
-        new = [old[0], Chunk("Oolong lies in between.", "tea.txt", 27)]
-        index.add_document("tea.txt", "new hash", new)
-        assert list(index.chunks("tea.txt")) == new
-        assert index.documents()[""]["tea.txt"] == "new hash"
-        assert best(index, "oolong") == "Oolong lies in between."
-        assert "Black tea is fully oxidised." not in {hit.chunk.text for hit in index.search("black tea", 7)}
-    with reopen(folder) as index:
-        assert index.sources() == list(FACTS)
-        assert best(index, "oolong") == "Oolong lies in between."
-
-
-def test_remove_forgets_a_document_and_only_that(folder):
-    with reopen(folder) as index:
-        assert index.remove_document("ada.txt") == len(FACTS["ada.txt"])
-        assert len(index.search("Ada Lovelace", 7)) == 4
-        with pytest.raises(NotFoundError, match=r"no document 'ada.txt'.*ragblend stats"):
-            index.remove_document("ada.txt")
-    with reopen(folder) as index:
-        assert index.sources() == ["tea.txt", "sea.txt"]
-
-
-def test_status_is_kept_for_resuming(folder):
-    with reopen(folder) as index:
-        index.set_status(["tea.txt"], "precomputed")
-        assert "tea.txt" in index.sources("precomputed")
-        assert index.sources("indexed") == ["ada.txt", "sea.txt"]
-        with pytest.raises(NotFoundError):
-            index.set_status(["coffee.txt"], "precomputed")
 
 
 def test_equal_chunks_in_one_document_are_stored_once_and_equal_documents_twice(tmp_path):
@@ -213,6 +154,8 @@ def test_wrong_arguments_are_refused_and_change_nothing(folder):
             index.add_document("new", "h", [Chunk("x", "other")])
         with pytest.raises(UsageError, match="k is 0"):
             index.search("x", 0)
+        with pytest.raises(NotFoundError, match=r"no document 'new'.*ragblend stats"):
+            index.remove_document("new")
         assert index.sources() == list(FACTS)
 
 
@@ -327,10 +270,9 @@ def test_a_flipped_bit_anywhere_gives_the_right_answer_or_an_error(tmp_path_fact
 # --- crashes and company ---
 
 
-@pytest.mark.parametrize("crash_at", [1, 2])
-def test_a_save_killed_between_its_steps_loses_nothing(folder, monkeypatch, crash_at):
+@pytest.mark.parametrize("crash_at", [0, 1, 2])
+def test_a_save_that_never_began_or_was_killed_between_its_steps_loses_nothing(folder, monkeypatch, crash_at, caplog):
     calls = 0
-
     rename = Path.replace
 
     def dying_replace(source, target):
@@ -342,44 +284,19 @@ def test_a_save_killed_between_its_steps_loses_nothing(folder, monkeypatch, cras
 
     index = reopen(folder)
     index.add_document("new.txt", "h", [Chunk("Penguins swim.", "new.txt")])
-    monkeypatch.setattr(Path, "replace", dying_replace)
-    with pytest.raises(KeyboardInterrupt):
-        index.save()
-    monkeypatch.undo()
+    index.remove_document("tea.txt")
+    if crash_at:
+        monkeypatch.setattr(Path, "replace", dying_replace)
+        with pytest.raises(KeyboardInterrupt):
+            index.save()
+        monkeypatch.undo()
     index.close()  # the process is gone: nothing else of `index` runs
     with reopen(folder) as index:
         assert best(index, "penguins swim") == "Penguins swim."
-        assert index.num_chunks == 8
+        assert len(index.search("tea", 10)) == index.num_chunks == 6
+        assert crash_at or caplog.text == ""  # behind is not damaged
         index.save()
         assert index.find_problems() == []
-
-
-def test_an_ingestion_that_never_saved_is_whole_after_reopening(folder, caplog):
-    index = reopen(folder)
-    index.add_document("new.txt", "h", [Chunk("Penguins swim.", "new.txt")])
-    index.remove_document("tea.txt")
-    index.close()
-    with reopen(folder) as index:
-        assert best(index, "penguins swim") == "Penguins swim."
-        assert len(index.search("tea", 10)) == 6
-    assert caplog.text == ""  # behind is not damaged
-
-
-def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch):
-    index = reopen(folder)
-    monkeypatch.setattr("ragblend.corpus.database.make_row", lambda *args: (1 / 0,))
-    with pytest.raises(ZeroDivisionError):
-        index.add_document("tea.txt", "new", [Chunk("x", "tea.txt")])
-    monkeypatch.undo()
-    assert index.documents()[""]["tea.txt"] == "hash of tea.txt"
-    assert [chunk.text for chunk in index.chunks("tea.txt")] == FACTS["tea.txt"]
-    index.close()
-
-
-def test_two_chunks_with_one_row_id_are_refused(folder, monkeypatch):
-    monkeypatch.setattr("ragblend.corpus.database.make_row", lambda *args: (1, *make_row(*args)[1:]))
-    with reopen(folder) as index, pytest.raises(RagblendError, match="share one id"):
-        index.add_document("new", "h", [Chunk("x", "new"), Chunk("y", "new")])
 
 
 def test_a_reader_sees_whole_documents_while_another_connection_writes(folder):

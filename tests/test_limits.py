@@ -27,13 +27,11 @@ from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.corpus.documents import open_source, read_documents
 from ragblend.corpus.folder_scan import scan_folders
 from ragblend.corpus.pages import read_page
-from ragblend.corpus.text_index import TextIndex
 from ragblend.errors import UnreadableDocumentError
 from ragblend.frameworks.boundaries import _may_cut, recover_chunks
 from ragblend.index import open_index
 from ragblend.ingestion.sync import ChunkerConfig, sync_index
 from ragblend.prompt.formats import prompt_format
-from ragblend.prompt.prompt import SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
 ROOT = Path(__file__).parents[1]
@@ -201,28 +199,6 @@ def test_tags_with_open_quotes_read_the_rest_of_a_page_a_few_times_only(monkeypa
 # --- segments ---
 
 
-def test_sixteen_hundred_segments_are_compared_a_few_thousand_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = 0
-    known_at = TextIndex.starting_at
-
-    def starting_at(self: TextIndex, text: str, place: int) -> Iterable[str]:
-        nonlocal tried
-        for known in known_at(self, text, place):
-            tried += 1
-            yield known
-
-    monkeypatch.setattr(TextIndex, "starting_at", starting_at)
-    nested = ["x " * length for length in range(1, 1601)]
-    assert [part.text for part in recover_chunks("x " * 1600, segments=nested) if isinstance(part, Chunk)] == [
-        nested[-1][:-1]
-    ]
-    same = ["again and again"] * 1600
-    assert sum(isinstance(part, Chunk) for part in recover_chunks("\n\n".join(same), segments=same)) == 1600
-    dots = ["." * length for length in range(1, 60)]  # most of them were found where they are met again
-    assert sum(isinstance(part, Chunk) for part in recover_chunks("." * 1600, segments=dots)) >= 30
-    assert tried < 8000
-
-
 def _plain_explicit(text: str, segments: list[str]) -> list[tuple[int, int]]:
     """Places of segments the plain way: all places, in the order in which they count."""
     wanted = {segment.strip(): 0 for segment in segments if segment.strip()}
@@ -265,24 +241,6 @@ def test_segments_are_found_where_the_plain_way_finds_them(text: str, segments: 
 # --- prompts of very many parts ---
 
 
-def test_a_prompt_of_many_recognised_texts_is_put_together_once() -> None:
-    copied = 0
-
-    class Counted(str):
-        def __radd__(self, before: str) -> str:
-            nonlocal copied
-            copied += len(before)
-            return before + str(self)
-
-    texts = [Counted(f"text {number}\n") for number in range(2000)]
-    parts = [part for text in texts for part in (Chunk(text, found_in_prompt=True), text)]
-    prompt = SegmentedPrompt.from_messages([("user", parts)])
-    (sent,) = prompt.without_recognized().messages
-    assert sent.parts == ("".join(text * 2 for text in texts),)
-    assert [part for part in recover_chunks(texts) if part] == ["".join(texts)]
-    assert copied < 2 * len(sent.parts[0])
-
-
 # --- limits ---
 
 
@@ -303,37 +261,6 @@ def test_a_message_full_of_known_words_is_recognised_up_to_the_limit_and_says_it
         sum(isinstance(part, Chunk) for part in recover_chunks(text[:400], registry=registry, max_matches=100)) == 100
     )
     assert not caplog.text
-
-
-def test_a_hundred_thousand_texts_with_one_head_cost_a_place_a_few_comparisons() -> None:
-    head = "This head is shared by all of the chunks that were registered. "
-    registry = ChunkRegistry()
-    registry.add(f"{head}{number}" for number in range(100_000))
-    compared = 0
-
-    class Prompt(str):
-        def startswith(self, *args: Any) -> bool:  # type: ignore[override]
-            nonlocal compared
-            compared += 1
-            return super().startswith(*args)
-
-    text = Prompt((head + "\n") * 300)
-    with registry.searching() as known:
-        assert [found for place in range(0, len(text), len(head) + 1) for found in known.starting_at(text, place)] == []
-    assert compared <= 600
-
-
-def test_short_texts_are_added_without_looking_at_all_others() -> None:
-    looked_at = 0
-
-    class Short(str):
-        def __len__(self) -> int:
-            nonlocal looked_at
-            looked_at += 1
-            return super().__len__()
-
-    TextIndex(Short(number) for number in range(3000))
-    assert looked_at < 30_000
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.html", "a.log"])

@@ -72,6 +72,7 @@ def test_an_answer_is_as_long_as_the_call_says_by_any_name(engine: TransformersE
         ({"request_timeout": 4}, "'timeout'"),
         ({"openai_api_key": "hush"}, "'api_key'"),
         ({"recompute_rato": 0.2}, "'recompute_ratio'"),
+        ({"remot": "redis://:hush@cache"}, "'remote'"),
         ({"pipeline_kwargs": {"top_k": 5}}, "has no option 'pipeline_kwargs'"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -82,7 +82,11 @@ def test_every_chunk_is_prefilled_once_though_windows_share_it(
     reports, tokens = [window["report"] for window in found["windows"]], found["tokens"]
     assert len(prefilled) == len(set(prefilled))
     assert sum(report["num_chunks"] for report in reports) >= len(prefilled) + 2 * (len(reports) - 1)  # windows overlap
-    assert tokens["num_chunk_tokens"] == tokens["num_prefilled_tokens"] == sum(map(count(engine), prefilled))
+    assert (
+        tokens["num_chunk_tokens"]
+        == tokens["num_prefilled_tokens"]
+        == sum(map(engine.segmenter.count_tokens, prefilled))
+    )
     # All that stands in a window was stored by then: reused, but for what blending recomputes.
     assert all(report["num_chunk_hits"] == report["num_chunks"] for report in reports)
     in_windows = sum(chunk["num_tokens"] for report in reports for chunk in report["chunks"])
@@ -100,10 +104,6 @@ def test_questions_in_one_batch_prefill_a_document_once(engine: TransformersEngi
     assert len(prefilled) == len(set(prefilled)) > 0
     numbers = [each["tokens"]["num_prefilled_tokens"] for each in found]
     assert sorted(numbers) == [0, 0, 0, found[0]["tokens"]["num_chunk_tokens"]]
-
-
-def count(engine: TransformersEngine) -> Callable[[str], int]:
-    return engine.segmenter.count_tokens
 
 
 async def test_it_answers_the_same_without_blocking_and_in_pieces(engine: TransformersEngine) -> None:
@@ -263,23 +263,19 @@ def test_bad_input_is_refused_in_words(given_input: Any, reason: str, engine: Tr
         chain(engine).invoke(given_input)
 
 
-def test_a_way_to_combine_that_is_none_is_refused(engine: TransformersEngine) -> None:
-    with pytest.raises(UsageError, match="choose reduce, refine or rerank"):
-        chain(engine, combine="stuff")
-
-
 @pytest.mark.parametrize(
-    ("prompts", "found"),
+    ("options", "found"),
     [
+        ({"combine": "stuff"}, "choose reduce, refine or rerank"),
         ({"map_prompt": 'Answer as {"answer": ...}. {input}'}, 'map_prompt.*"answer".*{input}, {no_answer}.*twice'),
         ({"refine_prompt": "{input} {answers}"}, "refine_prompt.*{answers}.*{answer}, {input}"),
         ({"combine_prompt": "{answers} {input"}, "combine_prompt.*expected '}'"),
     ],
-    ids=["json", "misspelt", "open"],
+    ids=["way", "json", "misspelt", "open"],
 )
-def test_a_prompt_that_cannot_be_filled_in_is_refused_before_a_document_is_read(engine, prompts, found):
+def test_a_way_or_a_prompt_that_cannot_be_used_is_refused_before_a_document_is_read(engine, options, found):
     with pytest.raises(UsageError, match=found):
-        chain(engine, **prompts)
+        chain(engine, **options)
     assert chain(engine, map_prompt='{input} As {{"name": "..."}}').invoke({"input": "Who?", "document": "Nobody."})
 
 

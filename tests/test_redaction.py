@@ -82,13 +82,6 @@ def test_a_framework_model_shows_no_password(make: Any) -> None:
     assert model.remote == url, "only what is shown is cut"
 
 
-@pytest.mark.parametrize("make", [BlendLLM, ChatBlend, LlamaIndexLLM])
-def test_a_mistyped_setting_of_a_framework_model_is_named_without_its_value(make: Any) -> None:
-    with pytest.raises(ValueError, match="remot") as caught:
-        make(model="demo", remot=f"redis://:{SECRET}@cache")
-    assert SECRET not in str(caught.value)
-
-
 @pytest.mark.parametrize("backend", [f"htp://user:{SECRET}@host:8000", f"user:{SECRET}@host", f"http//:{SECRET}@host"])
 def test_a_mistyped_backend_is_refused_without_its_password(backend: str) -> None:
     for refuse in (lambda: Settings(backend=backend), lambda: load_engine("demo", backend=backend)):

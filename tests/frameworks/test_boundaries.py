@@ -43,48 +43,6 @@ def known(*texts: str) -> ChunkRegistry:
 # --- the registry: what stands alone is found, and nothing is moved ---
 
 
-def test_the_registry_finds_chunks_and_leaves_what_joins_them(registry: ChunkRegistry) -> None:
-    prompt = f"Context:\n\n{A}\n\n{B}\n\nQuestion: where?"
-    expected = ["Context:\n\n", f"<{A}>", "\n\n", f"<{B}>", "\n\nQuestion: where?"]
-    assert shown(recover_chunks(prompt, registry=registry, asks=True)) == expected
-
-
-@pytest.mark.parametrize("joiner", ["\n\n", "\n", " ", "\n \n", "\r\n\r\n", "\n\n\n\n", "\n---\n", "  \n", "\t"])
-def test_any_joiner_stays_what_it_is(joiner: str, registry: ChunkRegistry) -> None:
-    assert shown(recover_chunks(A + joiner + B, registry=registry)) == [f"<{A}>", joiner, f"<{B}>"]
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("Content: ", "\nSource: a.txt"),
-        ("[1] ", "\n---\n"),
-        ("[1]", "\n"),
-        ("(2) ", "\n"),
-        ("1. ", "\n"),
-        ("3) ", "\n"),
-        ("- ", "\n"),
-        ("> ", "\n"),
-        ("> [4] Text: ", "\n"),
-        ("Document 3: ", "\n"),
-        ("Kontext: ", "\n"),
-        ("<doc>", "</doc>\n"),
-        ('<document index="1">', "</document>"),
-        ("", " (page 1)\n"),
-        ("", " [source: a.md, page 3]\n"),
-        ("<p>", "</p> (page 1)\n"),
-        ("Context: ", "\nQuestion: who?"),
-        ("   ", "   \n"),
-        ("文档： ", "\n"),
-    ],
-)
-def test_a_template_around_a_chunk_on_its_line_is_seen_through(
-    before: str, after: str, registry: ChunkRegistry
-) -> None:
-    prompt = f"Use these.\n{before}{A}{after}" + ("Why?" if after.endswith("\n") else "\nWhy?")
-    assert shown(recover_chunks(prompt, registry=registry, asks=True))[1] == f"<{A}>"
-
-
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -120,68 +78,9 @@ def test_a_question_that_is_an_ingested_text_is_the_question() -> None:
     assert shown(recover_chunks(f"{A}\n\n{asked}", registry=registry)) == [f"<{A}>", "\n\n", f"<{asked}>"]
 
 
-@pytest.mark.parametrize("label", ["", "[{n}] ", "{n}. ", "- ", "Content: ", "Document {n}: "])
-def test_a_prompt_that_asks_first_loses_none_of_its_documents(label: str, registry: ChunkRegistry) -> None:
-    prompt = "Where?\n\n" + "\n\n".join(label.replace("{n}", str(n)) + text for n, text in enumerate([B, A]))
-    assert [part.text for part in recover_chunks(prompt, registry=registry, asks=True) if isinstance(part, Chunk)] == [
-        B,
-        A,
-    ]
-
-
 def test_a_text_to_work_on_may_end_a_users_turn(registry: ChunkRegistry) -> None:
     prompt = f"Write a concise summary of the following:\n\n{A}"
     assert shown(recover_chunks(prompt, registry=registry, asks=True))[1] == f"<{A}>"
-
-
-def test_a_parents_text_is_not_cut_by_the_children_that_were_stored() -> None:
-    """What ParentDocumentRetriever does: pieces are ingested, the whole is what a prompt gets."""
-    parent = (
-        "Among the guests was James Bell, and James Bell was born in Dorburg. He left early.\nNobody saw him go again."
-    )
-    children = ["Among the guests was James Bell, and James Bell was", "born in Dorburg. He left early."]
-    found = recover_chunks(f"Context: {parent}\nQ: who?", registry=known(*children), asks=True)
-    assert text_of(found) == f"Context: {parent}\nQ: who?"
-    lines = known("Nobody saw him go again.")
-    assert shown(recover_chunks(parent, registry=lines)) == [
-        parent.partition("\n")[0] + "\n",
-        "<Nobody saw him go again.>",
-    ]
-
-
-def test_where_the_model_puts_a_template_around_chunks_only_whole_lines_count(registry: ChunkRegistry) -> None:
-    for prompt in (f"[1] {A}\nx", f"{A} (page 1)\nx", f"{A} {B}\nx", f"Read this:\n\n{A}"):
-        assert recover_chunks(prompt, registry=registry, asks=True, framed=True) == (prompt,)
-    assert shown(recover_chunks(f"Read:\n{A}\nWhy?", registry=registry, asks=True, framed=True))[1] == f"<{A}>"
-
-
-def test_numbers_words_and_addresses_are_never_cut() -> None:
-    registry = known("The total cost of the project was 12", "See the page https://example.org/docs", "the")
-    for prompt in (
-        "Facts: The total cost of the project was 125,000 euro.",
-        "The total cost of the project was 12,500 euro.",
-        "The total cost of the project was 12.5 million.",
-        "See the page https://example.org/docs/more",
-        "see the page",
-        "theory",
-    ):
-        assert recover_chunks(prompt, registry=registry) == (prompt,)
-        explicit = recover_chunks(prompt, segments=list(registry.texts()))
-        assert text_of(explicit) == prompt
-        assert [part.text for part in explicit if isinstance(part, Chunk)] in ([], ["the"])
-
-
-def test_the_longest_known_text_that_fits_wins() -> None:
-    whole = f"{A}\n{B}"
-    assert shown(recover_chunks(f"{whole}\n", registry=known(A, B, whole))) == [f"<{whole}>", "\n"]
-    # The longest does not end where the line ends, so the shorter one it is.
-    assert shown(recover_chunks(f"{A}\n{B} more", registry=known(A, whole))) == [f"<{A}>", f"\n{B} more"]
-
-
-def test_short_texts_count_where_they_fill_whole_lines() -> None:
-    registry = known("Yes.", "No.\nNever.")
-    found = shown(recover_chunks("He said: Yes. Really\nYes.\t\nNo.\nNever.\n", registry=registry))
-    assert found == ["He said: Yes. Really\n", "<Yes.>", "\t\n", "<No.\nNever.>", "\n"]
 
 
 # --- separators ---
@@ -196,14 +95,6 @@ def test_a_separator_cuts_and_the_registry_decides(registry: ChunkRegistry) -> N
     wrapped = f"Context:\n{SEP}{A}{SEP}\n\n{SEP}{B}{SEP}\n\nQuestion?"
     found = shown(recover_chunks(wrapped, separator=SEP, registry=registry))
     assert found == ["Context:\n", f"<{A}>", "\n\n", f"<{B}>", "\n\nQuestion?"]
-
-
-def test_what_separators_leave_reads_the_same_whatever_was_ingested(registry: ChunkRegistry) -> None:
-    prompt = f"Context:{SEP}{A}{SEP}{B}{SEP} and {SEP}{A}{SEP}\nWhy?"
-    reads = {
-        text_of(recover_chunks(prompt, separator=SEP, registry=each)) for each in (registry, known(A), known("x"), None)
-    }
-    assert reads == {f"Context:\n\n{A}\n\n{B} and {A}\nWhy?"}
 
 
 def test_a_separator_with_a_store_recognises_what_no_registry_knows() -> None:
@@ -222,21 +113,6 @@ def test_separators_and_control_tokens_in_user_text_forge_no_boundary(registry: 
     assert shown(found) == [f"<{A}>", "\n\nWhat is <doc> The lamp is broken.  </s>?"]
 
 
-def test_the_last_piece_of_a_users_turn_is_the_question(registry: ChunkRegistry) -> None:
-    found = recover_chunks(f"{B}{SEP}{A}", separator=SEP, registry=registry, asks=True)
-    assert shown(found) == [f"<{B}>", f"\n\n{A}"] or shown(found) == [f"<{B}>", "\n\n", f"<{A}>"]
-    assert shown(recover_chunks(f"{B}{SEP}why?", separator=SEP, registry=known(B, "why?"), asks=True)) == [
-        f"<{B}>",
-        "\n\nwhy?",
-    ]
-
-
-@pytest.mark.parametrize("separator", ["", " ", " # # ", "\n"])
-def test_separators_that_frameworks_would_strip_are_refused(separator: str) -> None:
-    with pytest.raises(UsageError, match=r"\[\[RB\]\]"):
-        recover_chunks("text", separator=separator)
-
-
 # --- explicit segments and blocks ---
 
 
@@ -246,22 +122,6 @@ def test_explicit_segments_come_first_and_keep_their_source(registry: ChunkRegis
     assert shown(found) == ["Context: ", f"<{A[:21]}>", A[21:] + "\n\n", f"<{B}>"]
     assert isinstance(found[1], Chunk)
     assert found[1].source == "a.txt"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "segments", "expected"),
-    [
-        # It counts as often as it is given, and is the passage rather than the words of a question.
-        ("Paris\n\nParis\n\nNice?", ["Paris"], ["<Paris>", "\n\nParis\n\nNice?"]),
-        ("Paris\n\nParis\n\nNice?", ["Paris"] * 2, ["<Paris>", "\n\n", "<Paris>", "\n\nNice?"]),
-        ("Is Paris nice?\n\nParis", ["Paris"], ["Is Paris nice?\n\n", "<Paris>"]),
-        ("Is Paris nice?\n\nParis", ["Paris"] * 2, ["Is ", "<Paris>", " nice?\n\n", "<Paris>"]),
-        ("one two three", ["one two", "two three"], ["<one two>", " three"]),
-        ("资料：巴黎是法国的首都。问题", ["巴黎是法国的首都。"], ["资料：", "<巴黎是法国的首都。>", "问题"]),
-    ],
-)
-def test_an_explicit_segment_is_found_where_it_is_meant(prompt: str, segments: list[str], expected: list[str]) -> None:
-    assert shown(recover_chunks(prompt, segments=segments)) == expected
 
 
 def test_content_blocks_with_a_chunk_id_are_chunks() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.chains import REPHRASE_PROMPT
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.frameworks.conversation import REPHRASE, ChatSession
 
@@ -66,7 +65,3 @@ def test_the_first_question_and_one_that_the_model_cannot_rephrase_are_searched_
     ask(short, [], "Where does " + "George " * 150 + "live?")
     assert short.condense("Where " + "is " * 5000) == "Where " + "is " * 5000
     assert "too long to be rephrased" in caplog.text
-
-
-def test_langchain_chains_are_told_the_same() -> None:
-    assert REPHRASE_PROMPT.invoke({"chat_history": [], "input": "Who?"}).to_messages()[0].text == REPHRASE

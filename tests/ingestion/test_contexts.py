@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import run_command
-from transformers import LlamaConfig, LlamaForCausalLM
+from similar_texts import TEXTS, texts_behind
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
 from ragblend.engine.fusion.lookup import read_context_policy
-from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
-from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -34,14 +31,7 @@ from ragblend.precompute import (
     remove_documents,
 )
 
-TEXTS = {
-    "fox": "Bob Fox lives in Norburg and plays the flute.",
-    "kern": "Alice Kern works for Nexon and plays the flute.",
-    "bell": "James Bell lives in Norburg and plays chess.",
-    "moss": "Tara Moss has a job at Nexon, which sells drones.",
-}
 GOLDEN = Path(__file__).parents[1] / "golden"
-Make = Callable[..., TransformersEngine]
 
 
 @pytest.fixture
@@ -53,44 +43,8 @@ def docs(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Make]:
-    """`opened(**options)`: the demo model's engine over tmp_path/kv; closed at the end."""
-    made: list[TransformersEngine] = []
-
-    def open_one(store: str = "kv", **options: Any) -> TransformersEngine:
-        made.append(load_engine("demo", tmp_path / store, **options))
-        return made[-1]
-
-    yield open_one
-    for engine in made:
-        engine.close()
-
-
-@pytest.fixture(scope="module")
-def deep_model(
-    tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], make_tokenizer: Callable[..., Any]
-) -> str:
-    """A random model, of the fewest layers that count as deep."""
-    path = tmp_path_factory.mktemp("deep")
-    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return str(path)
-
-
 def bring_in(docs: Path, engine: TransformersEngine, **options: Any) -> Any:
     return ingest(docs, engine, docs.parent / "index", **{"chunk_size": 32, "embedder": "hashing", **options})
-
-
-def texts_behind(engine: TransformersEngine, header: KVHeader) -> set[str]:
-    """Which of TEXTS stands in what an entry was computed behind."""
-    ids = header.prefix_ids
-    found = set()
-    for name, text in TEXTS.items():
-        mine = engine.segmenter.chunk_ids(text)
-        if any(ids[start : start + len(mine)] == mine for start in range(len(ids))):
-            found.add(name)
-    return found
 
 
 def similar(name: str) -> Chunk:
@@ -253,14 +207,6 @@ def test_a_document_that_goes_while_others_are_computed_behind_it_leaves_nothing
     assert engine.key(similar("moss")) in left
 
 
-def test_what_is_likely_to_be_used_is_fetched_ahead(docs, opened):
-    engine = opened()
-    bring_in(docs, engine, context="similar")
-    engine.prefetch([TEXTS["fox"], TEXTS["moss"]])
-    wanted = {engine.key(Chunk(TEXTS["fox"])), engine.key(similar("fox")), engine.key(similar("moss"))}
-    assert set(engine.likely_keys([TEXTS["fox"], TEXTS["moss"]])) == wanted
-
-
 def test_upkeep_works_on_similar_versions(docs, opened, tmp_path):
     url = f"file://{tmp_path}/shared"
     with opened() as engine:
@@ -320,15 +266,3 @@ def test_a_context_that_left_is_as_if_the_store_remembered_none(left, docs, open
     assert DiskStore(tmp_path / "kv").read_context() == "similar"
     assert caplog.text.count(f"remembers the context {left!r}") == 1
     assert "ragblend precompute --context none|similar" in caplog.text
-
-
-def test_a_replica_with_an_empty_disk_finds_versions_by_its_configuration(docs, opened, tmp_path):
-    url = f"file://{tmp_path}/shared"
-    with opened(remote=url) as engine:
-        bring_in(docs, engine, context="similar")
-    prompt = SegmentedPrompt([Chunk(TEXTS[name]) for name in ("bell", "kern", "moss")], "Who plays the flute?")
-    with opened("replica", remote=url, context="similar", on_miss="inline") as engine:
-        assert read_context_policy(engine.store) is None
-        found = engine.generate(prompt, max_tokens=1).report.chunks
-        assert [chunk.context for chunk in found[1:]] == ["similar", "similar"]
-        assert [chunk.hit for chunk in found] == [True] * 3

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,28 +12,22 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
-from transformers import LlamaConfig, LlamaForCausalLM
+from similar_texts import TEXTS, texts_behind
 
 from ragblend import BlendLLM, Chunk, SegmentedPrompt, load_engine, open_index
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.store.kv import KVHeader
-from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion import registered_similar
-from ragblend.ingestion.deletion import delete_chunks_kv, delete_texts_kv
+from ragblend.ingestion.deletion import delete_chunks_kv
 from ragblend.llamaindex import BlendIngestion, delete_ref_doc
 from ragblend.precompute import precompute_documents, precompute_index
 from ragblend.vectorstores import BlendEmbeddings, PrecomputingVectorStore
 
-FOX = "Bob Fox lives in Norburg and plays the flute."
-KERN = "Alice Kern works for Nexon and plays the flute."
-BELL = "James Bell lives in Norburg and plays chess."
-MOSS = "Tara Moss has a job at Nexon, which sells drones."
-ALL = (FOX, KERN, BELL, MOSS)
 Open = Callable[..., TransformersEngine]
+FOX, KERN, BELL, MOSS = ALL = tuple(TEXTS.values())
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +37,9 @@ def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Open]:
-    """`opened(**options)`: the demo model's engine over tmp_path/kv in the context "similar"; closed at the end."""
-    made: list[TransformersEngine] = []
-
-    def open_one(store: str = "kv", **options: Any) -> TransformersEngine:
-        made.append(load_engine("demo", tmp_path / store, **{"context": "similar", **options}))
-        return made[-1]
-
-    yield open_one
-    for engine in made:
-        engine.close()
+def opened(opened: Open) -> Open:
+    """`opened`, in the context "similar"."""
+    return lambda **options: opened(**{"context": "similar", **options})
 
 
 def similar(text: str) -> Chunk:
@@ -68,13 +53,7 @@ def seen_by(engine: TransformersEngine, text: str) -> set[str] | None:
 
 
 def texts_in(engine: TransformersEngine, header: KVHeader) -> set[str]:
-    ids = header.prefix_ids
-    runs = {text: engine.segmenter.chunk_ids(text) for text in ALL}
-    return {
-        text
-        for text, run in runs.items()
-        if any(ids[start : start + len(run)] == run for start in range(len(ids)))
-    }  # fmt: skip
+    return {TEXTS[name] for name in texts_behind(engine, header)}
 
 
 def test_chunks_are_stored_alone_and_behind_those_like_them_and_prompts_use_both(opened):
@@ -87,15 +66,11 @@ def test_chunks_are_stored_alone_and_behind_those_like_them_and_prompts_use_both
     assert [chunk.context for chunk in answer.report.chunks] == ["none", "similar", "similar"]
 
 
-def test_unless_told_otherwise_a_deep_model_keeps_similar_versions_of_what_frameworks_bring(
-    tmp_path, make_model, make_tokenizer
-):
-    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(tmp_path / "deep")
-    make_tokenizer().save_pretrained(tmp_path / "deep")
-    llm = BlendLLM(model=str(tmp_path / "deep"), store=str(tmp_path / "kv"))
+def test_unless_told_otherwise_a_deep_model_keeps_similar_versions_of_what_frameworks_bring(deep_model, tmp_path):
+    llm = BlendLLM(model=deep_model, store=str(tmp_path / "kv"))
     assert precompute_documents([Document(text) for text in ALL], llm).num_new_kv == 8
     llm.engine.close()
-    with load_engine(str(tmp_path / "deep"), tmp_path / "alone", context="none") as engine:
+    with load_engine(deep_model, tmp_path / "alone", context="none") as engine:
         assert precompute_documents(ALL, engine).num_new_kv == 4
 
 
@@ -161,19 +136,6 @@ def test_whatever_was_computed_behind_a_removed_chunk_goes_with_it_and_is_comput
     assert BELL not in seen_by(engine, FOX)
 
 
-def test_versions_that_only_another_machine_still_has_go_there_too(opened, tmp_path):
-    url = f"file://{tmp_path}/shared"
-    engine = opened(remote=url)
-    precompute_documents(ALL, engine)
-    engine.store.flush()
-    lost = engine.key(similar(FOX))
-    engine.store.delete_local(lost)  # as eviction does: what it was computed behind is known over there alone
-    far = open_remote(url)
-    assert far.contains(lost)
-    delete_chunks_kv([Chunk(BELL)], engine, lambda text: False)
-    assert not far.contains(lost)
-
-
 def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_nothing(opened, monkeypatch):
     engine, other = opened(), opened()
     first: list[str] = []
@@ -192,19 +154,6 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
     assert first
     for header in disk_tier(engine.store).headers():
         assert BELL not in texts_in(engine, header)
-
-
-def test_a_version_that_comes_while_a_chunk_is_removed_goes_with_it(opened):
-    engine = opened()
-    precompute_documents([BELL, MOSS], engine)
-    with open_registry(engine.store) as registry:
-
-        def let_go() -> None:
-            engine.precompute(Chunk(FOX, context="similar", context_texts=(BELL,)))  # by who still sees BELL there
-            registry.remove([BELL])
-
-        assert delete_texts_kv([BELL], engine, registry, let_go) == (4, "")
-    assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
 
 
 def test_a_store_that_keeps_chunks_alone_from_now_on_drops_their_similar_versions(opened, tmp_path):
@@ -227,10 +176,6 @@ def test_blank_texts_are_no_chunks_even_where_nothing_else_is_there(opened, blan
     assert precompute_documents([FOX, blank, KERN], engine).num_new_kv == 4
 
 
-def test_a_similar_version_asked_for_by_itself_waits_until_others_are_there(opened):
-    assert precompute_documents([similar(FOX)], opened()).num_new_kv == 0
-
-
 def test_an_engine_that_keeps_chunks_alone_forgets_what_another_computed_behind_them(opened):
     alone = opened(context="none")
     engine = opened()
@@ -238,12 +183,6 @@ def test_an_engine_that_keeps_chunks_alone_forgets_what_another_computed_behind_
     assert BELL in (seen_by(engine, FOX) or ())
     delete_chunks_kv([Chunk(BELL)], alone, lambda text: False)
     assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
-
-
-def test_where_nobody_here_could_tell_what_to_delete_chunks_stay_alone(opened, monkeypatch, tmp_path):
-    engine = opened()
-    monkeypatch.setattr(engine, "store", open_remote(f"file://{tmp_path}/far"))
-    assert precompute_documents(ALL, engine).num_new_kv == 4
 
 
 def test_namespaces_in_one_store_never_see_each_other_chunks(opened):

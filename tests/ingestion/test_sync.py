@@ -23,12 +23,9 @@ from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import (
     BackendUnreachableError,
     EmptyCorpusError,
-    NotFoundError,
     RagblendError,
-    StoreFullError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion import sync as following
 from ragblend.operations.maintenance import collect_garbage, verify_store
 from ragblend.precompute import (
     IngestReport,
@@ -104,21 +101,6 @@ def corpus(tmp_path: Path) -> Iterator[Corpus]:
 # --- what is there is there once ---
 
 
-def test_from_another_folder_it_is_the_same_document(corpus, monkeypatch):
-    corpus.write(a_txt=FOX, sub__r_jsonl=[KERN, BELL])
-    ways = {
-        corpus.root: ("docs", "docs/a.txt", "./docs/sub"),
-        corpus.docs: (".", "a.txt"),
-        corpus.docs / "sub": ("..",),
-    }
-    for place, names in ways.items():
-        monkeypatch.chdir(place)
-        for name in names:
-            corpus.ingest(name)
-    assert corpus.documents() == {"a.txt": FOX, "sub/r.jsonl#0": KERN, "sub/r.jsonl#1": BELL}
-    assert corpus.index.sources()[0] == f"{corpus.docs}/a.txt"
-
-
 def test_a_file_that_did_not_change_is_not_even_parsed(corpus, monkeypatch):
     corpus.write(a_txt=FOX, r_jsonl=[KERN, BELL])
     corpus.ingest()
@@ -167,30 +149,6 @@ def test_a_file_that_is_gone_is_gone_from_everything(corpus, way):
     assert disk_tier(corpus.engine.store).pins() == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [
-        ("r.jsonl", f'"{FOX}"\n"{KERN}"\n', f'"{FOX}"\n'),
-        ("r.json", f'["{FOX}", "{KERN}"]', f'["{FOX}"]'),
-        ("r.json", f'["{FOX}", "{KERN}"]', f'{{"text": "{FOX}"}}'),
-        ("r.csv", f"text,n\n{FOX},1\n{KERN},2\n", f"text,n\n{FOX},1\n"),
-        ("r.json", f'{{"0": "{FOX}", "7": "{KERN}"}}', f'{{"0": "{FOX}"}}'),
-    ],
-)
-def test_a_record_that_left_its_file_is_gone(corpus, name, before, after):
-    path = corpus.docs / name
-    path.write_text(before)
-    corpus.ingest()
-    assert corpus.texts() == {FOX, KERN}
-    path.write_text(after)
-    report = corpus.ingest()
-    assert len(report.removed) >= 1
-    assert corpus.texts() == {FOX}
-    path.write_text(before)
-    corpus.ingest()
-    assert corpus.texts() == {FOX, KERN}
-
-
 def test_the_last_file_that_goes_empties_the_index(corpus):
     corpus.write(a_txt=FOX)
     corpus.ingest()
@@ -199,17 +157,6 @@ def test_the_last_file_that_goes_empties_the_index(corpus):
     assert corpus.texts() == set()
     with pytest.raises(EmptyCorpusError, match="nothing to ingest"):
         corpus.ingest()
-
-
-def test_a_text_that_another_document_has_keeps_its_kv(corpus):
-    corpus.write(a_txt=FOX, b_txt=FOX)
-    corpus.ingest()
-    (corpus.docs / "a.txt").unlink()
-    assert corpus.ingest().num_removed_kv == 0
-    assert corpus.texts() == {FOX}
-    (corpus.docs / "b.txt").unlink()
-    assert corpus.ingest().num_removed_kv == 1
-    assert corpus.texts() == set()
 
 
 def test_not_a_word_of_it_is_left_in_any_file(corpus):
@@ -376,21 +323,6 @@ def test_who_names_an_ignored_file_keeps_it(corpus):
     assert corpus.texts() == {FOX}
 
 
-def test_a_link_that_points_elsewhere_now_is_read_from_there(corpus):
-    kept = corpus.docs / ".kept"
-    kept.mkdir(parents=True)
-    (kept / "v1.txt").write_text(FOX)
-    (kept / "v2.txt").write_text(KERN)
-    link = corpus.docs / "current.txt"
-    link.symlink_to(kept / "v1.txt")
-    corpus.ingest()
-    assert corpus.documents() == {"current.txt": FOX}
-    link.unlink()
-    link.symlink_to(kept / "v2.txt")
-    assert corpus.ingest().num_updated == 1
-    assert corpus.texts() == {KERN}
-
-
 def test_a_link_that_leads_out_of_the_folder_is_said_and_what_it_brought_before_goes(corpus):
     corpus.write(a_txt=FOX)
     secret, link = corpus.root / "secret.txt", corpus.docs / "notes.txt"
@@ -441,21 +373,6 @@ def test_a_file_that_is_written_while_it_is_read_is_read_again_next_time(corpus,
     assert corpus.texts() == {KERN}
 
 
-def test_a_file_with_the_name_of_a_record_and_that_record_are_two_documents(corpus):
-    corpus.write(a_jsonl=[FOX, KERN])
-    (corpus.docs / "a.jsonl#1").write_text(BELL)
-    for _ in range(2):
-        assert corpus.ingest().failures == []
-        assert corpus.documents() == {"a.jsonl#0": FOX, "a.jsonl#1": KERN, "a.jsonl#1#": BELL}
-    (corpus.docs / "a.jsonl").unlink()
-    corpus.ingest()
-    assert corpus.documents() == {"a.jsonl#1#": BELL}
-    assert find_documents(str(corpus.docs / "a.jsonl#1"), corpus.index) == [str(corpus.docs / "a.jsonl#1#")]
-    (corpus.docs / "a.jsonl#1").unlink()
-    corpus.ingest()
-    assert corpus.documents() == {}
-
-
 def test_one_odd_file_does_not_stop_an_ingestion(corpus):
     digits = "7" * 5000
     odd = {
@@ -492,17 +409,6 @@ def test_one_odd_file_does_not_stop_an_ingestion(corpus):
     assert "Half \ufffd of a face." in corpus.texts()
 
 
-def test_a_full_disk_is_an_error_and_not_a_bad_file(corpus, monkeypatch):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise StoreFullError("no room")
-
-    corpus.write(a_txt=FOX, b_txt=KERN)
-    monkeypatch.setattr(following, "_EMBED_BATCH", 1)
-    monkeypatch.setattr(corpus.index, "add_document", refuse)
-    with pytest.raises(StoreFullError):
-        corpus.ingest()
-
-
 def test_a_text_that_the_model_cannot_take_is_a_failure_of_its_file(corpus, monkeypatch):
     corpus.write(a_txt=FOX, b_txt=KERN)
     original = corpus.engine.segmenter.count_tokens
@@ -515,32 +421,6 @@ def test_a_text_that_the_model_cannot_take_is_a_failure_of_its_file(corpus, monk
     monkeypatch.setattr(corpus.engine.segmenter, "count_tokens", count)
     assert ["control token" in failure.reason for failure in corpus.ingest().failures] == [True]
     assert corpus.documents() == {"b.txt": KERN}
-
-
-def test_odd_names_are_names(corpus):
-    names = [
-        "a b.txt",
-        "ä.txt",
-        "a\u0308.txt",
-        "日本.md",
-        "#1",
-        "x#1",
-        "'quoted\".txt",
-        "new\nline.txt",
-        "-rf",
-        "%20.txt",
-    ]
-    for number, name in enumerate(names):
-        (corpus.docs / name).write_text(f"This is text number {number}.")
-    for _ in range(2):
-        assert corpus.ingest().removed == []
-        # A name that is also how a record is called ends in another "#".
-        sources = [f"{name}#" if name in ("#1", "x#1") else name for name in names]
-        assert corpus.documents() == {name: f"This is text number {n}." for n, name in enumerate(sources)}
-    for name in names:
-        (corpus.docs / name).unlink()
-    corpus.ingest()
-    assert corpus.texts() == set()
 
 
 def test_a_moved_project_is_not_computed_twice_and_the_old_place_is_named(corpus, monkeypatch):
@@ -557,24 +437,6 @@ def test_a_moved_project_is_not_computed_twice_and_the_old_place_is_named(corpus
 
 
 # --- what is removed by hand ---
-
-
-def test_removed_records_pins_and_all_come_back_with_their_folder(corpus):
-    corpus.write(a_txt=FOX, r_jsonl=[KERN, BELL])
-    corpus.ingest()
-    for source in corpus.index.sources():
-        pin_document(source, corpus.engine, corpus.index)
-    assert find_documents(f"{corpus.docs}/r.jsonl", corpus.index) == [f"{corpus.docs}/r.jsonl#{n}" for n in (0, 1)]
-    (record,) = find_documents(f"{corpus.docs}/r.jsonl#1", corpus.index)
-    assert remove_documents([record], corpus.engine, corpus.index) == (1, 1)
-    assert corpus.texts() == {FOX, KERN}
-    assert set(disk_tier(corpus.engine.store).pins()) == {f"{corpus.docs}/a.txt", f"{corpus.docs}/r.jsonl#0"}
-    corpus.ingest()
-    assert corpus.texts() == {FOX, KERN, BELL}
-    remove_documents(find_documents(str(corpus.docs), corpus.index), corpus.engine, corpus.index)
-    assert corpus.texts() == set()
-    with pytest.raises(NotFoundError, match="ragblend stats"):
-        find_documents(str(corpus.docs), corpus.index)
 
 
 def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):

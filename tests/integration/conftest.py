@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from framework_calls import Call
+from tiny_models import CHATML
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from ragblend.engine.api import Engine, Stream
 from ragblend.frameworks.model import BlendModel, Request, Turn, share_engine
 from ragblend.precompute import precompute_documents
-
-CHAT_TEMPLATE = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|im|>assistant\n"
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +37,7 @@ def chat_model_path(
     path = tmp_path_factory.mktemp("model") / "tiny-chat"
     sizes = {"max_position_embeddings": 8192, "num_hidden_layers": 3}
     make_model(LlamaConfig, LlamaForCausalLM, **sizes).save_pretrained(path)
-    make_tokenizer(CHAT_TEMPLATE, specials=("<|im|>", "<|end|>")).save_pretrained(path)
+    make_tokenizer(CHATML, specials=("<|im|>", "<|end|>")).save_pretrained(path)
     return path
 
 

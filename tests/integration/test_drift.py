@@ -24,10 +24,8 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_classic.chains.question_answering import load_qa_chain
 from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
-from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.output_parsers import StrOutputParser
-from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
@@ -35,6 +33,7 @@ from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import TextNode
+from tool_caller import ToolCaller
 
 from ragblend import SegmentedPrompt
 from ragblend.chains import answer_with, blend_tool, create_blend_chain, create_history_aware_blend_chain
@@ -72,21 +71,6 @@ class FixedRetriever(BaseRetriever):
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         return [Document(text, id=str(n), metadata={"source": f"{n}.txt"}) for n, text in enumerate(self.texts)]
-
-
-class ToolCaller(BaseChatModel):
-    """Stands in for a model that can call tools: always searches."""
-
-    @property
-    def _llm_type(self) -> str:
-        return "tool-caller"
-
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> ToolCaller:
-        return self
-
-    def _generate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
-        call = {"name": "search_documents", "args": {"query": QUESTION}, "id": "1", "type": "tool_call"}
-        return ChatResult(generations=[ChatGeneration(message=AIMessage("", tool_calls=[call]))])
 
 
 # --- LangChain --------------------------------------------------------------------------------------------------------
@@ -128,7 +112,9 @@ def list_repr(llm: Any, retriever: FixedRetriever) -> str:
 
 
 def agent(llm: Any, retriever: FixedRetriever) -> str:
-    made = create_agent(ToolCaller(), [blend_tool(retriever)], middleware=[answer_with(llm)], system_prompt="Be brief.")
+    made = create_agent(
+        ToolCaller(query=QUESTION), [blend_tool(retriever)], middleware=[answer_with(llm)], system_prompt="Be brief."
+    )
     return str(made.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1].text)
 
 

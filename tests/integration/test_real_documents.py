@@ -1,4 +1,4 @@
-"""Real input: MuSiQue passages (CC BY 4.0) from ../shared/data, ingested and asked. Skipped where they are not present.
+"""Real input: MuSiQue passages (CC BY 4.0), ingested and asked.
 
 The embedded model cannot answer these questions; what is checked is that every chunk is a hit and that recomputing
 everything gives the text of full prefill.
@@ -16,28 +16,23 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.transformers.model import find_model
 from ragblend.precompute import ingest, open_engine_index
 
-MUSIQUE = Path(__file__).parents[2].parent / "shared" / "data" / "musique_s_100.json"
-NUM_CASES = 4  # of 100; ten passages each
-
-pytestmark = pytest.mark.skipif(not MUSIQUE.exists(), reason="the MuSiQue cases are not beside this checkout")
-
-
-QUESTIONS = [case["question"] for case in json.loads(MUSIQUE.read_text())[:NUM_CASES]] if MUSIQUE.exists() else []
+MUSIQUE = Path(__file__).parents[2] / "data" / "questions" / "musique_100.json"
+CASES = json.loads(MUSIQUE.read_text())[:4]  # of 100; ten passages each
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("musique") / "musique.json"
-    path.write_text(json.dumps(json.loads(MUSIQUE.read_text())[:NUM_CASES]))
+    path.write_text(json.dumps(CASES))
     return path
 
 
 def check(engine, cases: Path, index_path: Path, chunk_size: int) -> None:
     report = ingest(cases, engine, index_path, chunk_size=chunk_size, embedder="hashing")
-    assert report.num_documents == 10 * NUM_CASES
+    assert report.num_documents == 10 * len(CASES)
     with open_engine_index(index_path, engine, "hashing", create=False) as index:
         assert report.num_new_kv == len({text for _, text in index.texts()})
-        for question in QUESTIONS:
+        for question in (case["question"] for case in CASES):
             prompt = SegmentedPrompt([hit.chunk for hit in index.search(question, 6)], question)
             full = engine.generate(prompt, mode="full", max_tokens=12)
             assert full.token_ids

@@ -109,18 +109,8 @@ def test_auto_is_the_rule_that_asks_first(engine: TransformersEngine, prompts: S
 
 
 def test_bench_quality_judges_this_model_on_real_questions() -> None:
-    words = ["bench", "quality", "--model", str(MODEL), "--data", "nq", "--split", "selection", "--questions", "3"]
-    words += [
-        "--chunk-tokens",
-        "100",
-        "--ratio",
-        "0.15",
-        "--rules",
-        "auto,cacheblend",
-        "--embedder",
-        "hashing",
-        "--json",
-    ]
+    sizes = "--data nq --split selection --questions 3 --chunk-tokens 100 --ratio 0.15 --rules auto,cacheblend"
+    words = ["bench", "quality", "--model", str(MODEL), *sizes.split(), "--embedder", "hashing", "--json"]
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 0, ran.output
     facts = json.loads(ran.stdout.splitlines()[-1])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core.llms import ChatMessage, MessageRole
+from tiny_models import CHATML
 
 import ragblend.engine.transformers.blend as blend_module
 from ragblend.engine.report import MODES
@@ -30,7 +31,6 @@ from ragblend.prompt.segmenter import Segmenter
 CASES = 2000 if os.environ.get("RAGBLEND_FAULTS") == "full" else 250
 
 MARKS = ("<|im|>", "<|end|>", "[INST]", "[/INST]")
-CHATML = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|im|>assistant\n"
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}</s>"
     "{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}"
@@ -125,6 +125,12 @@ documents = st.sampled_from(
      "{c}, he said.", "Facts: {c}5,000 euro", "x{c}", "Title {n}\n{c}", "> {c}", "{c}\t", " {c} "]
 )  # fmt: skip
 joiners = st.sampled_from(["\n\n", "\n\n", "\n", " ", "\n---\n", "", "\r\n", ", ", "\n \n"])
+LABELLED = (
+    "{c}|Title\n{c}|[{n}] {c}|({n}) {c}|{n}. {c}|- {c}|> {c}|> [{n}] Text: {c}|Document {n}: {c}|文档： {c}|   {c}   "
+    "|Content: {c}\nSource: {n}|{c} (page {n})|{c} [source: a.md, page {n}]|<p>{c}</p> (page {n})|<doc>{c}</doc>"
+    '|<document index="{n}">{c}</document>'
+)
+"""Ways to put a text into a prompt that hide none."""
 questions = st.one_of(sentences, sentences.map(lambda said: f"Is it true that {said}?"))
 FRAMEWORKS = (
     "ChatBlend",
@@ -208,9 +214,7 @@ def test_the_text_that_the_model_reads_is_the_text_that_was_sent(
 @settings(max_examples=CASES // 2, suppress_health_check=[HealthCheck.too_slow])
 @given(
     texts=st.lists(passages.filter(lambda text: len(text) >= 24), min_size=1, max_size=5, unique=True),
-    document=st.sampled_from(
-        ["{c}", "Title\n{c}", "[{n}] {c}", "Content: {c}\nSource: {n}", "<doc>{c}</doc>", "{c} (page {n})"]
-    ),
+    document=st.sampled_from(LABELLED.split("|")),
     joiner=st.sampled_from(["\n\n", "\n", "\n---\n", "\r\n", "\n \n"]),
     kind=st.integers(0, 2),
 )

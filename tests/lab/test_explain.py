@@ -128,15 +128,6 @@ def test_a_chunk_that_the_store_lost_meanwhile_has_no_deviation(engine, monkeypa
     assert "mean deviation" not in render_html(explanation)
 
 
-def test_both_answers_are_the_engines_own(engine, explanation):
-    def answer(mode: str) -> str:
-        return engine.generate(PROMPT, mode=mode, rule="ask", recompute_ratio=0.3, max_tokens=6).text
-
-    assert (explanation.answer, explanation.full_answer) == (answer("blend"), answer("full"))
-    assert explanation.answers_identical == (explanation.answer == explanation.full_answer)
-    assert (explanation.report.mode, explanation.full_report.mode) == ("blend", "full")
-
-
 def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(engine):
     explanation = explain(engine, SegmentedPrompt.from_parts([CHUNKS[0], CHUNKS[2]]), max_tokens=2)
     assert explanation.tokens[-1].state == "computed"

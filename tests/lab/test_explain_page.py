@@ -11,7 +11,6 @@ import pytest
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.explain import Explanation, explain
 from ragblend.lab.explain_page import (
-    OPEN_TOKENS,
     deviation_scale,
     plot_explanation,
     render_html,
@@ -129,15 +128,6 @@ def test_without_attention_the_page_says_so_and_offers_no_view_of_it(tiny_engine
     assert "does not ask the question" in page
     assert 'type="radio"' not in page
     assert "Where the question looked" not in page
-
-
-def test_long_prompts_are_folded(explanation):
-    def opened(shown: Explanation) -> list[bool]:
-        return ["open" in given for tag, given in Page(render_html(shown)).elements if tag == "details"]
-
-    assert opened(explanation) == [True] * 3
-    long = replace(explanation, report=replace(explanation.report, prompt_tokens=OPEN_TOKENS + 1))
-    assert opened(long) == [False] * 3
 
 
 def test_twenty_thousand_tokens_make_a_page_of_a_few_megabytes(explanation):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_command
 
-from ragblend.cli import app as cli
 from ragblend.config import Settings
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm import launch as vllm_launch
@@ -142,9 +141,7 @@ def test_without_a_fitting_vllm_nothing_starts(tmp_path: Path, monkeypatch: Any,
 def test_the_command_line_splits_its_own_flags_from_vllms(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
     arguments = ["serve", "demo", "--store", str(tmp_path), "--max-model-len", "512", "--port", "8001", "-tp", "2"]
-    monkeypatch.setattr(sys, "argv", ["ragblend", *arguments, "--enforce-eager", "--ratio", "0.5", "--dry-run"])
-    with suppress(SystemExit):
-        cli.main()
+    assert run_command(*arguments, "--enforce-eager", "--ratio", "0.5", "--dry-run") == 0
     shown = capsys.readouterr().out
     assert shown.rstrip().endswith("--port 8001 --max-model-len 512 -tp 2 --enforce-eager")
     assert '"ratio":0.5' in shown

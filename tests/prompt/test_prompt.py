@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
-from ragblend.errors import RagblendError, UsageError
-from ragblend.prompt import segmenter as segmenter_module
+from ragblend.errors import UsageError
 from ragblend.prompt.formats import ChatTemplateFormat, DeclaredFormat, PlainFormat, TemplateText, prompt_format
 from ragblend.prompt.prompt import Chunk, Message, SegmentedPrompt, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter, TextStream
@@ -83,7 +81,8 @@ def text_of(segmenter: Segmenter, ids: object) -> str:
 
 
 def control_ids(segmenter: Segmenter, ids: object) -> list[int]:
-    return [token for token in ids if token in segmenter._tokenizer.all_special_ids]
+    control = set(segmenter._tokenizer.all_special_ids)
+    return [token for token in ids if token in control]
 
 
 wild_texts = st.one_of(
@@ -98,27 +97,6 @@ wild_texts = st.one_of(
 
 
 # --- invariant 1: every segment alone, one id sequence per chunk ---
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_prompt_is_the_concatenation_of_pieces_tokenized_alone(name, segmenters):
-    segmenter = segmenters[name]
-    prompt = SegmentedPrompt(["the chunk and ", "the other"], "what is the question?", "answer the")
-    tokenizer, expected = segmenter._tokenizer, []
-    for piece in segmenter.format.pieces(prompt):
-        pieces = [piece] if isinstance(piece, str) else segmenter.format.chunk_pieces(piece)
-        for part in pieces:
-            expected += tokenizer(part, add_special_tokens=False).input_ids
-    tokenized = segmenter.tokenize(prompt)
-    assert tokenized.token_ids == expected
-    assert tokenized.num_tokens == len(expected)
-
-
-def test_the_tokenizer_would_merge_across_a_boundary(segmenters):
-    """So that tokenizing each segment alone is a claim that can fail."""
-    segmenter = segmenters["plain"]
-    assert len(segmenter.text_ids("the")) == 1
-    assert len(segmenter.text_ids("t")) + len(segmenter.text_ids("he")) > 1
 
 
 @settings(max_examples=60)
@@ -259,25 +237,6 @@ def clock(day: datetime) -> type:
 # --- tokenizers that put a space before whatever they are given ---
 
 
-@pytest.mark.parametrize("template", [None, CHATML, MISTRAL])
-def test_a_boundary_puts_no_space_into_the_text(template, make_spaced_tokenizer):
-    tokenizer = make_spaced_tokenizer(template, SPECIALS)
-    segmenter = Segmenter(tokenizer, prompt_format(tokenizer))
-    cut = [
-        "the ",
-        Chunk("theatre", found_in_prompt=True),
-        " on",
-        Chunk("on the", found_in_prompt=True),
-        "re</s>, the end",
-    ]
-    whole = ["".join(part if isinstance(part, str) else part.text for part in cut)]
-    for prompt in (SegmentedPrompt.from_parts, lambda parts: SegmentedPrompt.from_messages([("user", parts)])):
-        texts = [text_of(segmenter, segmenter.tokenize(prompt(parts)).token_ids) for parts in (whole, cut)]
-        assert texts[0] == texts[1]
-        assert whole[0] in texts[0]
-    assert tokenizer("on").input_ids[-2:] != list(segmenter.chunk_ids("on"))[-2:]  # alone, it would get one
-
-
 def test_a_text_that_opens_a_prompt_is_tokenized_as_the_tokenizer_does_it(make_spaced_tokenizer):
     tokenizer = make_spaced_tokenizer()
     segmenter = Segmenter(tokenizer, PlainFormat(bos="<s>"))
@@ -287,64 +246,6 @@ def test_a_text_that_opens_a_prompt_is_tokenized_as_the_tokenizer_does_it(make_s
 
 
 # --- order of chunks and text ---
-
-
-def test_chunks_inside_the_system_text_and_between_texts(segmenters):
-    segmenter = segmenters["chatml"]
-    tokenized = segmenter.tokenize(
-        SegmentedPrompt.from_messages(
-            [
-                ("system", ["Use this: ", Chunk("one"), "and this: ", Chunk("two")]),
-                ("user", "hi"),
-                ("assistant", "yes?"),
-                ("user", ["See ", Chunk("three"), "what?"]),
-            ]
-        )
-    )
-    kinds = [segment.kind for segment in tokenized.segments]
-    assert kinds == ["prefix", "chunk", "text", "chunk", "text", "chunk", "suffix"]
-    texts = [text_of(segmenter, segment.token_ids) for segment in tokenized.segments]
-    assert texts[0] == "<|im_start|>system\nUse this: "
-    assert texts[2] == "\n\nand this: "
-    assert texts[4] == (
-        "<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes?<|im_end|>\n<|im_start|>user\nSee "
-    )
-    assert texts[6] == "\n\nwhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert [segment.chunk.text for segment in tokenized.chunk_segments] == ["one", "two", "three"]
-    assert_contiguous(tokenized)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_same_chunk_twice_in_a_row_is_two_segments(name, segmenters):
-    chunk = Chunk("the same text", source="a.txt")
-    tokenized = segmenters[name].tokenize(SegmentedPrompt([chunk, chunk], "q"))
-    first, second = tokenized.chunk_segments
-    assert first.token_ids == second.token_ids
-    joint = 0 if name == "declared" else len(segmenters[name].text_ids("\n\n"))
-    assert second.start == first.end + joint
-    assert first.chunk is second.chunk is chunk
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(
-    ("prompt", "kinds"),
-    [
-        (SegmentedPrompt(question="what?", system="be brief"), ["suffix"]),
-        (SegmentedPrompt.from_parts(["Read: ", Chunk("one")]), ["prefix", "chunk"]),
-    ],
-)
-def test_a_prompt_may_have_no_chunk_and_may_end_with_one(name, prompt, kinds, segmenters):
-    tokenized = segmenters[name].tokenize(prompt)
-    assert [segment.kind for segment in tokenized.segments] == kinds
-    assert bool(tokenized.prefix_ids) == (kinds[0] == "prefix")
-    assert tokenized.num_tokens == tokenized.segments[-1].end
-
-
-def test_a_prompt_may_start_with_a_chunk(make_tokenizer):
-    segmenter = Segmenter(make_tokenizer(), PlainFormat())
-    tokenized = segmenter.tokenize(SegmentedPrompt.from_parts([Chunk("one"), "what?"]))
-    assert [segment.kind for segment in tokenized.segments] == ["chunk", "suffix"]
-    assert tokenized.prefix_ids == ()
 
 
 def test_chunk_texts_and_strings_make_the_same_prompt(segmenters):
@@ -374,43 +275,7 @@ def test_count_tokens_counts_the_chunks_own_template(segmenters):
 # --- formats ---
 
 
-@pytest.mark.parametrize("name", ["plain", "declared"])
-def test_a_segment_knows_which_of_its_tokens_are_template(name, segmenters):
-    segmenter = segmenters[name]
-    prompt = segmenter.tokenize(SegmentedPrompt(["the chunk", "another"], "what?"))
-    for segment in prompt.chunk_segments:
-        inner = segment.token_ids[segment.num_lead : segment.num_tokens - segment.num_tail]
-        lead, tail = segment.token_ids[: segment.num_lead], segment.token_ids[segment.num_lead + len(inner) :]
-        assert segmenter.decode(inner).strip() == segment.chunk.text
-        template = [piece for piece in segmenter.format.chunk_pieces(segment.chunk) if isinstance(piece, TemplateText)]
-        assert [*lead, *tail] == [token for text in template for token in segmenter._ids(text)]
-    assert all(s.num_lead == s.num_tail == 0 for s in prompt.segments if s.kind != "chunk")
-
-
 # --- ids that are remembered ---
-
-
-def noting_texts(segmenter: Segmenter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that reach the tokenizer from now on."""
-    seen: list[str] = []
-    tokenizer = segmenter._tokenizer
-
-    def noting(text: str, **options: bool):
-        seen.append(text)
-        return tokenizer(text, **options)
-
-    monkeypatch.setattr(segmenter, "_tokenizer", noting)
-    return seen
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_chunk_that_came_before_is_not_tokenized_again(name, segmenters, monkeypatch: pytest.MonkeyPatch):
-    segmenter = segmenters[name]
-    first = segmenter.tokenize(SegmentedPrompt(["it came before", "and this"], "why?"))
-    seen = noting_texts(segmenter, monkeypatch)
-    again = segmenter.tokenize(SegmentedPrompt(["and this", "it came before"], "why not?"))
-    assert [text.strip() for text in seen] == ["why not?"]
-    assert [s.token_ids for s in again.chunk_segments] == [s.token_ids for s in reversed(first.chunk_segments)]
 
 
 def test_the_models_template_and_a_text_that_forges_it_are_remembered_apart(make_tokenizer):
@@ -418,27 +283,6 @@ def test_the_models_template_and_a_text_that_forges_it_are_remembered_apart(make
     trusted, forged = (segmenter._ids(kind("<|im_end|>")) for kind in (TemplateText, str))
     assert len(trusted) == 1 < len(forged)
     assert [segmenter._ids(kind("<|im_end|>")) for kind in (TemplateText, str)] == [trusted, forged]
-
-
-def test_a_refused_text_is_refused_again(make_tokenizer, monkeypatch: pytest.MonkeyPatch):
-    segmenter = Segmenter(make_tokenizer(CHATML, SPECIALS), PlainFormat())
-    control = segmenter._ids(TemplateText("<|im_end|>"))
-    monkeypatch.setattr(segmenter, "_untrusted_ids", lambda *_: list(control))
-    for _ in range(2):
-        with pytest.raises(RagblendError, match="tokenizes to the control tokens"):
-            segmenter.chunk_ids("innocent")
-
-
-@given(texts=st.lists(st.text("ab", min_size=1, max_size=30), max_size=40))
-def test_what_is_remembered_stays_within_its_bound(texts, make_tokenizer):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segmenter_module, "REMEMBERED_CHARACTERS", 64 * 20)  # texts of up to 20 characters
-        segmenter = Segmenter(make_tokenizer(), PlainFormat())
-        for text in texts:
-            segmenter.text_ids(text)
-            held = segmenter._remembered
-            assert segmenter._num_remembered == sum(len(piece) + 64 for piece, _, _ in held) <= 64 * 20
-            assert ((text, False, False) in held) == (len(text) <= 20)
 
 
 def test_the_plain_format_writes_question_and_answer(segmenters):
@@ -470,19 +314,6 @@ def test_a_declared_format_writes_what_it_declares(segmenters):
     assert text_of(segmenter, segmenter.tokenize(prompt).token_ids) == (
         "<s><q> be brief<a><doc> one</s><q> what?<a> two</s><q> and?<a>"
     )
-
-
-def test_collapse_whitespace_makes_one_space_of_every_run(make_tokenizer):
-    format = DeclaredFormat(chunk_prefix="<doc>", text_lead=" ", collapse_whitespace=True)
-    segmenter = Segmenter(make_tokenizer(), format)
-    assert text_of(segmenter, segmenter.chunk_ids("  a\n\n b\t c ")) == "<doc> a b c"
-    assert segmenter.chunk_ids("a b c") == segmenter.chunk_ids("\na  b\tc")
-
-
-def test_a_declared_format_is_read_from_ragblend_json(tmp_path: Path, make_tokenizer):
-    (tmp_path / "ragblend.json").write_text(json.dumps({"prefix": "<s>", "chunk_prefix": "<doc>", "text_lead": None}))
-    found = prompt_format(make_tokenizer(CHATML, SPECIALS), tmp_path)
-    assert found == DeclaredFormat(prefix="<s>", chunk_prefix="<doc>")
 
 
 @pytest.mark.parametrize("text", ['{"chunk_perfix": "<doc>"}', "{", "[1]", '"text"', "null"])
@@ -588,7 +419,3 @@ def test_an_answer_is_shown_without_control_tokens_and_leading_space(segmenters)
     assert segmenter.decode(ids) == "the chunk"
     stream = TextStream(segmenter)
     assert "".join(stream.push(token) for token in ids) == "the chunk"
-
-
-def test_the_tokenizers_end_token_ends_an_answer(segmenter):
-    assert segmenter.stop_ids() == {2}

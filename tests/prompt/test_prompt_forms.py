@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ragblend.errors import UsageError
-from ragblend.prompt.formats import DeclaredFormat, prompt_format
+from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
@@ -151,11 +151,6 @@ def test_a_template_that_wants_a_question_first_says_so(make_tokenizer: Callable
         read_and_written(make_tokenizer, "merges", [("assistant", "Hello."), ("user", "what?")])
 
 
-def test_a_thought_stays_where_the_template_leaves_it(make_tokenizer: Callable[..., Any]) -> None:
-    read, _ = read_and_written(make_tokenizer, "plain", FORMS["a thought about a chunk"])
-    assert "<think>so one</think>it is two <|end|>" in read
-
-
 @pytest.mark.parametrize(
     "parts", [["what?", Chunk("one")], [found("one"), Chunk("two")], ["what?", Chunk("one"), "ok?"]]
 )
@@ -166,17 +161,3 @@ def test_a_chunk_that_was_handed_over_is_set_apart_from_what_stands_before_it(
     ids = Segmenter(tokenizer, prompt_format(tokenizer)).tokenize(SegmentedPrompt.from_messages([("user", parts)]))
     texts = [part if isinstance(part, str) else part.text for part in parts]
     assert "\n\n".join(texts) in tokenizer.decode(ids.token_ids, skip_special_tokens=False)
-
-
-def test_a_declared_frame_ends_with_its_turn_though_chunks_follow_the_question(
-    make_tokenizer: Callable[..., Any],
-) -> None:
-    declared = DeclaredFormat("<s>", "{system}", "<doc>", "</s>", " ", "<q>", "<a>", "</s>")
-    own = Segmenter(tokenizer := make_tokenizer(), declared)
-    for parts, text in (
-        (["what?", Chunk("one")], "<q> what?<doc> one</s><a>"),
-        ([Chunk("one"), "what?"], "<doc> one</s><q> what?<a>"),
-        ([Chunk("one")], "<doc> one</s>"),
-    ):
-        ids = own.tokenize(SegmentedPrompt.from_messages([("user", parts)])).token_ids
-        assert tokenizer.decode(ids) == "<s>" + text

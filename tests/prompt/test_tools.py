@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.errors import UsageError
-from ragblend.prompt.formats import DeclaredFormat, prompt_format, with_calls
+from ragblend.prompt.formats import prompt_format, with_calls
 from ragblend.prompt.prompt import Chunk, Message, SegmentedPrompt, ToolCall
 from ragblend.prompt.segmenter import Segmenter
 from ragblend.prompt.tools import HERMES, CallFormat, CallReader, check_tools, read_calls, structural_tag
@@ -124,14 +124,6 @@ def test_a_tool_cannot_forge_a_turn(make_tokenizer: Callable[..., Any]) -> None:
 def test_what_is_no_tool_is_refused(tool: Any) -> None:
     with pytest.raises(UsageError, match="is no function with a name"):
         check_tools([tool])
-
-
-def test_the_demo_format_takes_tools_too(make_tokenizer: Callable[..., Any]) -> None:
-    declared = DeclaredFormat(chunk_prefix="<doc>", question_prefix="<q>", answer_prefix="<a>")
-    own = Segmenter(make_tokenizer(), declared)
-    prompt = own.tokenize(SegmentedPrompt.from_messages(CONVERSATION, TOOLS))
-    assert len(prompt.chunk_segments) == 1
-    assert "<tool_response>" in "".join(own.token_texts(prompt.token_ids))
 
 
 json_values = st.recursive(

@@ -33,11 +33,7 @@ OTHERS = {
 
 
 def unwanted(identifier: str) -> str:
-    """The word of WORDS that `identifier` holds, or "".
-
-    >>> unwanted("num_heeded"), unwanted("DoomedRow"), unwanted("_at_hand"), unwanted("untold_bytes")
-    ('heeded', 'doomed', 'at hand', '')
-    """
+    """The word of WORDS that `identifier` holds, or ""."""
     parts = " ".join(part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", identifier))
     return next((word for word in WORDS if f" {word} " in f" {parts} "), "")
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
 
-from ragblend.cli import app as cli
-from ragblend.engine.store.tiered import MemoryStore
-from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench import ingest as module
 from ragblend.lab.bench.common.configs import IngestConfig
-from ragblend.lab.bench.common.workloads import draw_prompts, engine_for
-from ragblend.lab.bench.ingest import bench_ingest, prefill_only, run_ingest, table_lines
+from ragblend.lab.bench.ingest import bench_ingest, run_ingest, table_lines
 
 SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "repeats": 2, "num_known": 30}
 RUN_KEYS = {"mode", "chunks", "tokens", "seconds", "tokens_per_s"}
@@ -54,36 +49,3 @@ def test_contexts_are_ingested_in_turns_with_none() -> None:
     assert list(result.context_over_none) == ["similar"]
     assert result.context_over_none["similar"] > 1
     assert len(table_lines(result)) == 7
-    with pytest.raises(UsageError, match="context is 'both'"):
-        IngestConfig(**{**SMALL, "contexts": ("both",)})
-
-
-def test_prefill_alone_leaves_nothing_in_the_store_and_chunks_that_were_there_are_told() -> None:
-    engine = engine_for("tiny", MemoryStore(1 << 24))
-    chunks = draw_prompts(3, 1, 24, 1, 1, 512).chunks
-    prefill_only(engine, chunks)
-    assert list(engine.store.keys()) == []
-    module._ingest_new(engine, chunks)
-    assert len(list(engine.store.keys())) == 3
-    with pytest.raises(RagblendError, match="0 of 3 chunks were new"):
-        module._ingest_new(engine, chunks)
-
-
-def test_the_command_prints_one_json_object(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = ["--num-chunks", "4", "--chunk-tokens", "24", "--repeats", "2", "--num-known-chunks", "0"]
-    monkeypatch.setattr(sys, "argv", ["ragblend", "bench", "ingest", "--shape", "tiny", *sizes, "--json"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code in (0, None)
-    assert json.loads(capsys.readouterr().out)["config"]["num_chunks"] == 4
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"shape": "x"}, {"num_chunks": 0}, {"repeats": 0}, {"num_known": -1}, {"threads": 0}],
-)
-def test_a_value_out_of_range_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        IngestConfig(**{**SMALL, **change})

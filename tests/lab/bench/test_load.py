@@ -16,7 +16,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile
-from ragblend.errors import RagblendError, UsageError
+from ragblend.errors import RagblendError
 from ragblend.lab.bench import load
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.load import (
@@ -29,7 +29,6 @@ from ragblend.lab.bench.load import (
     run_load,
     summarize,
     table_lines,
-    timeline_facts,
 )
 from tests.tier_support import assert_same, make_kv
 
@@ -158,11 +157,6 @@ def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide() ->
     assert [run.over_memory for run in runs] == pytest.approx([1.1, 1.0, 1.5, 1.2, 2.0])
 
 
-def test_a_timeline_starts_with_its_first_event() -> None:
-    facts = timeline_facts(LoadCase("disk", True, 0.15, 0.4, 1.0), [sample(1.0)])
-    assert facts["load"] == facts["fuse"] == [[layer, layer + 1] for layer in range(LAYERS)]
-
-
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines: list[str] = []
@@ -170,15 +164,3 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     assert facts["command"] == "bench load"
     assert any("T_recompute" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"shape": "llama-400b"}, {"ratio": 2}, {"rule": "best"}, {"slowdowns": (0.0,)}, {"store_factor": 1},
-        {"repeats": 0}, {"threads": 0}, {"dtype": "int3"}, {"backend": "cuda"}, {"vllm_options": {"seed": 1}},
-    ],
-)  # fmt: skip
-def test_a_value_out_of_range_is_refused_before_anything_is_built(change: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        LoadConfig(**{**SMALL, **change})

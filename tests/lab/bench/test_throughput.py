@@ -27,7 +27,6 @@ from ragblend.lab.bench.throughput import (
     ThroughputResult,
     TimedAnswer,
     arrival_times,
-    bench_throughput,
     capacities,
     check_answers,
     highest_rate,
@@ -272,40 +271,6 @@ def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
 
 
 # -- values out of range
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": "demo", "shape": "llama-50m"},  # together with a shape
-        {"shape": "llama-400b"},
-        {"num_requests": 0},
-        {"output_tokens": 0},
-        {"pool": 3},
-        {"threads": 0},
-        {"rates": ()},
-        {"rates": (1.0, 0.0)},
-        {"bound_s": 0.0},
-        {"memory_gib": -1.0},
-        {"ratio": 2.0},
-        {"modes": ()},
-        {"modes": ("fuse",)},
-        {"rules": ("best",)},
-        {"dtype": "int3"},
-    ],
-)
-def test_a_value_out_of_range_is_refused_before_anything_is_built(change: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        ThroughputConfig(**change)
-
-
-def test_a_missing_matplotlib_is_told_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    monkeypatch.setattr("ragblend.lab.bench.throughput.run_throughput", lambda *_: pytest.fail("measured first"))
-    with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
-        bench_throughput(ThroughputConfig(), plot=tmp_path / "throughput.png", echo=lambda line: None)
 
 
 @pytest.mark.parametrize(

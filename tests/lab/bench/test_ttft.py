@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from ragblend.engine.report import BlendReport
-from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.plots import plot_ttft
 from ragblend.lab.bench.common.shapes import SHAPES
-from ragblend.lab.bench.ttft import TtftSample, bench_ttft, run_ttft, summarize, table_lines
+from ragblend.lab.bench.ttft import TtftSample, bench_ttft, run_ttft, summarize
 
 NUM_CHUNKS, CHUNK_TOKENS = 4, 20
 SMALL: dict[str, Any] = {
@@ -121,47 +120,9 @@ def test_a_store_on_disk_is_used_again(tmp_path: Path) -> None:
     assert before == sorted(path.stat().st_mtime_ns for path in (tmp_path / "kv").rglob("*.safetensors"))
 
 
-def test_the_table_has_a_line_per_run() -> None:
-    result = run_ttft(TtftConfig(**{**SMALL, "repeats": 1, "num_prompts": 1}))
-    _, header, *lines = table_lines(result)
-    assert len(lines) == len(result.runs)
-    assert {len(line) for line in lines} == {len(header)}
-
-
 def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = facts(plot=tmp_path / "new" / "ttft.png")
     assert (tmp_path / "new" / "ttft.png").read_bytes().startswith(b"\x89PNG")
     plot_ttft(json.loads(json.dumps(found)), tmp_path / "again.png")
     assert (tmp_path / "again.png").stat().st_size > 0
-
-
-def test_a_missing_matplotlib_is_told_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    monkeypatch.setattr("ragblend.lab.bench.ttft.run_ttft", lambda *_: pytest.fail("measured first"))
-    with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
-        facts(plot=tmp_path / "ttft.png")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"shape": "llama-400b"},
-        {"model": "demo"},  # together with a shape
-        {"modes": ("fuse",)},
-        {"modes": ()},
-        {"rules": ()},
-        {"rules": ("best",)},
-        {"ratio": 1.5},
-        {"repeats": 0},
-        {"threads": 0},
-        {"tier": "tape"},
-        {"dtype": "int3"},
-        {"store": Path("kv")},
-    ],
-)
-def test_a_value_out_of_range_is_refused_before_anything_is_built(change: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        TtftConfig(**{**SMALL, **change})

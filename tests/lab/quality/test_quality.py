@@ -17,7 +17,7 @@ from ragblend.cli.app import app
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.errors import CorruptError, NotFoundError, UsageError
+from ragblend.errors import CorruptError, NotFoundError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.plots import QUALITY_PANELS, plot_panel
 from ragblend.lab.quality.cases import QaCase, get_dataset_split
@@ -281,15 +281,6 @@ def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result: Qual
     assert sum(line.startswith(named) for line in lines) == len(totals(result))
 
 
-def test_two_runs_differ_in_nothing_but_their_times() -> None:
-    config = QualityConfig(num_questions=3, rules=("random",), ratios=(0.15,), modes=("reuse", "blend"))
-
-    def untimed(result: QualityResult) -> list[dict[str, Any]]:
-        return [{key: value for key, value in run.items() if key != "ttft_s"} for run in result.runs]
-
-    assert untimed(run_quality(config)) == untimed(run_quality(config))
-
-
 def test_parts_of_the_stories_share_no_question() -> None:
     reported, selection = (
         {case.question for case in demo_cases(QualityConfig(num_questions=21, part=part))}
@@ -320,32 +311,9 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
         for name in ("Mara", "Ada", "Ida")
     ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    ran = CliRunner().invoke(
-        app,
-        [
-            "bench",
-            "quality",
-            "--data",
-            str(tmp_path / "mine.jsonl"),
-            "--split",
-            "all",
-            "--num-chunks",
-            "3",
-            "--chunk-tokens",
-            "20",
-            "--rules",
-            "random",
-            "--ratio",
-            "0.1",
-            "--modes",
-            "reuse,blend",
-            "--embedder",
-            "hashing",
-            "--plot",
-            str(tmp_path / "p.png"),
-            "--json",
-        ],
-    )
+    sizes = "--split all --num-chunks 3 --chunk-tokens 20 --rules random --ratio 0.1 --modes reuse,blend"
+    files = ["--data", str(tmp_path / "mine.jsonl"), "--plot", str(tmp_path / "p.png")]
+    ran = CliRunner().invoke(app, ["bench", "quality", *sizes.split(), *files, "--embedder", "hashing", "--json"])
     assert ran.exit_code == 0, ran.output
     facts = json.loads(ran.stdout.splitlines()[-1])
     assert str(tmp_path) not in json.dumps(facts)
@@ -354,18 +322,6 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
     ]  # fmt: skip
     assert {run["num_questions"] for run in facts["runs"]} == {3}
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"part": "best"}, {"ratios": (2.0,)}, {"rules": ("best",)}, {"rules": ()}, {"modes": ()},
-        {"num_questions": 0}, {"num_chunks": 0}, {"answer_tokens": 0}, {"chunk_tokens": 0}, {"dtype": "int3"},
-    ],
-)  # fmt: skip
-def test_a_value_out_of_range_is_refused_before_a_model_is_loaded(change: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        QualityConfig(**change)
 
 
 def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_paper_s_chunks() -> None:
@@ -393,7 +349,3 @@ def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_p
     again = {label_of(run): run for run in alone.runs if run["kind"] == "all"}
     assert list(again) == ["full", "reuse, similar", "cacheblend 15.0%, similar"]
     assert again["reuse, similar"]["first_token_kl"] == runs["reuse, similar"]["first_token_kl"]
-    with pytest.raises(UsageError, match="choose one of none, similar"):
-        QualityConfig(contexts=("both",))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="no context"):
-        QualityConfig(contexts=())

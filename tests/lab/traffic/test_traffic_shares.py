@@ -44,17 +44,6 @@ def test_shares_are_the_true_ones(kind: str, marked: bool, tmp_path: Path) -> No
     assert_close(analyze([write(tmp_path / "log", truth)], Estimate()), truth)
 
 
-def test_kinds_are_as_different_as_their_names() -> None:
-    shares = {}
-    for kind in KINDS:
-        truth = made(kind, Estimate())
-        assert sum(1 for _ in truth) > 200
-        shares[kind] = truth.truth.as_dict()
-    assert shares["sessions"]["prefix"] > 0.5 > shares["questions"]["prefix"]
-    assert shares["questions"]["elsewhere"] > 0.3 > 0.2 > shares["sessions"]["elsewhere"] > 0.05
-    assert shares["agents"]["elsewhere"] < 0.02 < 0.9 < shares["agents"]["prefix"]
-
-
 def test_a_models_tokens_give_the_same_shares(make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
     tokens = ModelTokens(make_tokenizer(), "tiny")
     truth = made("questions", tokens, num_sessions=100)

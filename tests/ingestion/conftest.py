@@ -1,0 +1,39 @@
+"""Engines of the demo model over one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ragblend import load_engine
+from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
+from ragblend.engine.transformers.engine import TransformersEngine
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., TransformersEngine]]:
+    """`opened(store="kv", **options)`: an engine over that folder in tmp_path; all are closed at the end."""
+    made: list[TransformersEngine] = []
+
+    def open_one(store: str = "kv", **options: Any) -> TransformersEngine:
+        made.append(load_engine("demo", tmp_path / store, **options))
+        return made[-1]
+
+    yield open_one
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def deep_model(
+    tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], make_tokenizer: Callable[..., Any]
+) -> str:
+    """The folder of a random model of the fewest layers that count as deep."""
+    path = tmp_path_factory.mktemp("deep")
+    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)

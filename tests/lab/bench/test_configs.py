@@ -1,0 +1,69 @@
+"""What no benchmark can measure is refused when its configuration is made, before a model is built."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragblend.errors import UsageError
+from ragblend.lab.bench.common.configs import IngestConfig, LoadConfig, QualityConfig, ThroughputConfig, TtftConfig
+from ragblend.lab.bench.throughput import bench_throughput
+from ragblend.lab.bench.ttft import bench_ttft
+
+UNKNOWN: list[dict[str, Any]] = [{"shape": "llama-400b"}, {"threads": 0}]
+OUTSIDE: list[dict[str, Any]] = [{"ratio": 2.0}, {"dtype": "int3"}]
+NO_MODE: list[dict[str, Any]] = [{"modes": ()}, {"modes": ("fuse",)}, {"rules": ("best",)}]
+BESIDE_A_SHAPE: dict[str, Any] = {"model": "demo", "shape": "llama-50m"}
+REFUSED: dict[type, list[dict[str, Any]]] = {
+    IngestConfig: [*UNKNOWN, {"num_chunks": 0}, {"repeats": 0}, {"num_known": -1}, {"contexts": ("both",)}],
+    LoadConfig: [
+        *(*UNKNOWN, *OUTSIDE, {"rule": "best"}, {"slowdowns": (0.0,)}, {"store_factor": 1}, {"repeats": 0}),
+        *({"backend": "cuda"}, {"vllm_options": {"seed": 1}}),
+    ],
+    QualityConfig: [
+        *({"part": "best"}, {"ratios": (2.0,)}, {"rules": ("best",)}, {"rules": ()}, {"modes": ()}, {"dtype": "int3"}),
+        *({"num_questions": 0}, {"num_chunks": 0}, {"answer_tokens": 0}, {"chunk_tokens": 0}),
+        *({"contexts": ("both",)}, {"contexts": ()}),
+    ],
+    ThroughputConfig: [
+        *(*UNKNOWN, *OUTSIDE, *NO_MODE, BESIDE_A_SHAPE, {"num_requests": 0}, {"output_tokens": 0}, {"pool": 3}),
+        *({"rates": ()}, {"rates": (1.0, 0.0)}, {"bound_s": 0.0}, {"memory_gib": -1.0}),
+    ],
+    TtftConfig: [
+        *(*UNKNOWN, *OUTSIDE, *NO_MODE, BESIDE_A_SHAPE, {"rules": ()}, {"repeats": 0}, {"tier": "tape"}),
+        {"store": Path("kv")},  # without the disk tier
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        pytest.param(config, change, id=f"{config.__name__}: {change}")
+        for config in REFUSED
+        for change in REFUSED[config]
+    ],
+)
+def test_a_value_out_of_range_is_refused_before_anything_is_built(config: type, change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        config(**change)
+
+
+@pytest.mark.parametrize(
+    ("bench", "run"),
+    [
+        (partial(bench_throughput, ThroughputConfig()), "throughput.run_throughput"),
+        (partial(bench_ttft, TtftConfig(shape="tiny")), "ttft.run_ttft"),
+    ],
+)
+def test_a_missing_matplotlib_is_named_before_anything_is_measured(
+    bench: Any, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(f"ragblend.lab.bench.{run}", lambda *_: pytest.fail("measured first"))
+    with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
+        bench(plot=tmp_path / "plot.png", echo=lambda line: None)
