@@ -55,7 +55,7 @@ _VECTORS_BYTES = 1 << 40
 
 PROBE_TEXT = "The vector of this sentence identifies the embedding model of an index."
 """Embedded when an index is created, and again before another process embeds its first text."""
-_MAX_PROBE_DISTANCE = 0.1  # between unit vectors: MiniLM in bfloat16 is .008 from float32, another model 1.4
+_MAX_PROBE_DISTANCE = 0.1  # between unit vectors: MiniLM in bfloat16 is .008 from float32, unrelated vectors 1.4
 
 
 class SearchHit(NamedTuple):
