@@ -362,7 +362,7 @@ def test_an_index_of_the_users_embedding_is_reopened_with_that_embedding(tmp_pat
 
 
 class NamedEmbedding(DeterministicFakeEmbedding):
-    """Embeds as its `seed` says, whatever its name."""
+    """An embedding whose vectors depend on `seed`, not on its name."""
 
     model_name: str = ""
     model_kwargs: dict[str, Any] | None = None
