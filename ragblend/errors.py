@@ -84,6 +84,19 @@ class NotADocumentError(UnreadableDocumentError):
     """A file with nothing to read in it: empty, or of another kind. In a folder it is passed over, and counted."""
 
 
+def is_unicode(text: str) -> bool:
+    """True if `text` holds no lone surrogate. Other text cannot be tokenized, stored or sent.
+
+    >>> is_unicode("a"), is_unicode("\\ud83d")
+    (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_unicode(text: str, what: str) -> None:
     """Raise UsageError for lone surrogates: halves of a character, which no tokenizer, file or server takes.
 

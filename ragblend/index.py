@@ -7,7 +7,9 @@ Knows vectors and chunks, nothing about prompts, KV or models. Read `search` fir
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import itertools
 import logging
 import threading
 import time
@@ -39,6 +41,7 @@ from ragblend.errors import (
     RagblendError,
     StoreMismatchError,
     UsageError,
+    check_unicode,
 )
 from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file
@@ -49,6 +52,10 @@ logger = logging.getLogger(__name__)
 
 VECTORS_FILE, MANIFEST = "vectors.faiss", "manifest.json"
 _VECTORS_BYTES = 1 << 40
+
+PROBE_TEXT = "The vector of this sentence identifies the embedding model of an index."
+"""Embedded when an index is created, and again before another process embeds its first text."""
+_MAX_PROBE_DISTANCE = 0.1  # between unit vectors: MiniLM in bfloat16 is .008 from float32, unrelated vectors 1.4
 
 
 class SearchHit(NamedTuple):
@@ -96,7 +103,8 @@ def open_index(
 
     `embedder` defaults to the one that made the index (loaded at the first text), for a new index to
     `default_embedder()`. The other arguments are recorded at creation only. Raises NotFoundError, StoreMismatchError
-    (another embedder, another schema), or CorruptError.
+    (another embedder, another schema), or CorruptError. An embedder of the recorded name that returns other vectors
+    raises StoreMismatchError at the first text.
     """
     folder = Path(path)
     begun = create and not (folder / MANIFEST).exists()  # the manifest is the last thing that creation writes
@@ -110,6 +118,7 @@ def open_index(
     facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
     facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
     facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint}
+    facts["probe"] = base64.b64encode(_embed_probe(chosen, PROBE_TEXT).astype("<f4").tobytes()).decode()
     create_database(folder, facts)
     return ChunkIndex(folder, chosen, is_new=True)
 
@@ -117,6 +126,11 @@ def open_index(
 def _embedder_id(embedder: str) -> str:
     """The name of an embedder; a folder's is the same from every working folder."""
     return str(Path(embedder).resolve()) if Path(embedder).is_dir() else embedder
+
+
+def _embed_probe(embedder: Embedder, text: str) -> FloatArray:
+    """[dim] float32, length 1."""
+    return normalize_rows(embedder.embed([text])[0])
 
 
 class ChunkIndex(ChunkDatabase):
@@ -138,6 +152,8 @@ class ChunkIndex(ChunkDatabase):
             self._made_by = self.manifest
             if embedder is not None:
                 self._check_embedder(embedder)
+            # Read here, not under the embedder's lock: a thread that holds the database's may be waiting for that one.
+            self._probe = None if is_new else self._read_probe()  # None: nothing to compare, or compared already
             self._vectors = FaissVectors(self._made_by.dim)
             if is_new:
                 self.save()
@@ -169,11 +185,17 @@ class ChunkIndex(ChunkDatabase):
 
     @property
     def embedder(self) -> Embedder:
-        """The embedder of this index; found by its recorded name when none was given."""
+        """The embedder of this index; found by its recorded name when none was given.
+
+        Raises StoreMismatchError when its vector of the probe text is not the one that the index has.
+        """
         with self._embedder_lock:
             if self._embedder is None:
                 self._check_version(self._made_by.embedder)
                 self._embedder = load_embedder(self._made_by.embedder)
+            if self._probe is not None:
+                self._check_probe(self._embedder, *self._probe)
+                self._probe = None
             return self._embedder
 
     # --- changing it ---
@@ -190,8 +212,11 @@ class ChunkIndex(ChunkDatabase):
         """Store a document whole, in place of its older version if there is one; equal chunks are stored once.
 
         vectors: [len(chunks), dim], normalised here; None to embed the texts now. Every chunk's `source` must be
-        `source`, or UsageError. `file`: what it was read from, if it was. `vectors.faiss` follows at `save`.
+        `source`, or UsageError, and all text Unicode. `file`: what it was read from, if it was. `vectors.faiss` follows
+        at `save`.
         """
+        for text in (source, *(chunk.text for chunk in chunks)):
+            check_unicode(text, f"the document {source!r}")
         other_source = next((chunk.source for chunk in chunks if chunk.source != source), None)
         if other_source is not None:
             raise UsageError(
@@ -212,8 +237,11 @@ class ChunkIndex(ChunkDatabase):
     def embed(self, texts: Sequence[str], made: Mapping[str, FloatArray] | None = None) -> FloatArray:
         """[n, dim] a vector per text. A text that some chunk has, wherever, is not embedded again.
 
-        made: [dim] vectors by text that this index's embedder has made elsewhere.
+        made: [dim] vectors by text that this index's embedder has made elsewhere. Raises UsageError for a text that is
+        not Unicode.
         """
+        for text in texts:
+            check_unicode(text, "a text to embed")
         stored = self.vectors(texts)
         missing = dict.fromkeys(text for text in texts if text_hash(text) not in stored)
         taken = [text for text in missing if made is not None and text in made]
@@ -300,9 +328,11 @@ class ChunkIndex(ChunkDatabase):
         *,
         neighbours: int = 0,
         order: Literal["score", "document"] = "score",
+        is_allowed: Callable[[Chunk], bool] | None = None,
     ) -> list[SearchHit]:
         """The `k` chunks nearest to `query`, a question or a vector [dim]; fewer when the index holds fewer.
 
+        is_allowed: returns False for chunks to leave out, as hits and as neighbours; None allows all.
         neighbours: also this many chunks before and after each hit in its document, placed around it, none twice.
         order: "document" sorts documents by their best hit and, inside each, by reading order.
         Sees every document that any process has committed, saved or not.
@@ -312,14 +342,15 @@ class ChunkIndex(ChunkDatabase):
                 f"k is {k}, neighbours {neighbours}, order {order!r}; "
                 "choose k of 1 or more, neighbours of 0 or more, and order 'score' or 'document'"
             )
-        vector = self._query_vector(query)  # [1, dim]
+        vector = self.query_vector(query)
         with self._search_snapshot():
-            score_of = self._vectors.nearest(vector, k)
-            found = self.rows(list(score_of))
-            found.sort(key=lambda row: (-score_of[row.id], row.id))  # as `nearest` takes them: 3 begin with the best 1
-            placed = self._with_neighbours(found, score_of, neighbours)
+            rows = self._rows_by_score(vector, k)
+            if is_allowed is not None:
+                rows = ((row, score) for row, score in rows if is_allowed(row.chunk()))
+            found = list(itertools.islice(rows, k))
+            placed = self._with_neighbours(found, neighbours, is_allowed)
         if order == "document":
-            turn = {document: place for place, document in enumerate(dict.fromkeys(row.document for row in found))}
+            turn = {document: place for place, document in enumerate(dict.fromkeys(row.document for row, _ in found))}
             placed.sort(key=lambda pair: (turn[pair[0].document], pair[0].ordinal))
         return [hit for _, hit in placed]
 
@@ -330,41 +361,49 @@ class ChunkIndex(ChunkDatabase):
         own = self.vectors([text]).get(text_hash(text))
         if own is None or not np.any(vector := np.frombuffer(own, "<f4")):
             return []
-        seen, found, asked = {text_hash(text)}, list[str](), 4 * (count + 1)
+        seen, found = {text_hash(text)}, list[str]()
         with self._search_snapshot():
-            done = 0
-            while True:
-                score_of = self._vectors.nearest(vector.reshape(1, -1), asked)
-                ids = list(score_of)
-                rows = {row.id: row for row in self.rows(ids[done:])}
-                for row in (rows[row_id] for row_id in ids[done:]):
-                    if row.text_hash in seen:
-                        continue
-                    seen.add(row.text_hash)
-                    if is_allowed(row.text):
-                        found.append(row.text)
-                        if len(found) == count:
-                            return found
-                if len(ids) < asked:
-                    return found
-                done, asked = len(ids), 4 * asked
+            for row, _ in self._rows_by_score(vector.reshape(1, -1), 4 * (count + 1)):
+                if row.text_hash in seen:
+                    continue
+                seen.add(row.text_hash)
+                if is_allowed(row.text):
+                    found.append(row.text)
+                    if len(found) == count:
+                        break
+        return found
+
+    def _rows_by_score(self, vector: FloatArray, num_first: int) -> Iterator[tuple[ChunkRow, float]]:
+        """Yield rows with their cosines to `vector` [1, dim], the nearest first. `num_first` are read at once, then
+        four times as many; equal cosines are in order of ids, so 3 rows begin with the best 1."""
+        done, wanted = 0, num_first
+        while True:
+            score_of = self._vectors.nearest(vector, wanted)
+            ids = list(score_of)
+            rows = {row.id: row for row in self.rows(ids[done:])}
+            yield from ((rows[row_id], score_of[row_id]) for row_id in ids[done:])
+            if len(ids) < wanted:
+                return
+            done, wanted = len(ids), 4 * wanted
 
     def _with_neighbours(
-        self, found: list[ChunkRow], score_of: dict[int, float], distance: int
+        self, found: list[tuple[ChunkRow, float]], distance: int, is_allowed: Callable[[Chunk], bool] | None
     ) -> list[tuple[ChunkRow, SearchHit]]:
-        rank_of = {row.id: rank for rank, row in enumerate(found)}
+        rank_of = {row.id: rank for rank, (row, _) in enumerate(found)}
         placed: dict[int, tuple[ChunkRow, SearchHit]] = {}
-        for hit in found:
+        for hit, _ in found:
             for row in self.rows_around(hit, distance) if distance else [hit]:
-                own = row if row.id in rank_of else hit  # a hit beside another hit keeps its own score
                 is_neighbour = row.id not in rank_of
-                placed.setdefault(
-                    row.id, (row, SearchHit(row.chunk(), score_of[own.id], rank_of[own.id], is_neighbour))
-                )
+                if is_neighbour and is_allowed is not None and not is_allowed(row.chunk()):
+                    continue
+                rank = rank_of[hit.id if is_neighbour else row.id]  # a hit beside another hit keeps its own score
+                placed.setdefault(row.id, (row, SearchHit(row.chunk(), found[rank][1], rank, is_neighbour)))
         return list(placed.values())
 
-    def _query_vector(self, query: str | ArrayLike) -> FloatArray:
+    def query_vector(self, query: str | ArrayLike) -> FloatArray:
+        """[1, dim] float32, length 1: the vector of a question, or a vector [dim]."""
         if isinstance(query, str):
+            check_unicode(query, "the question")
             with self._embedder_lock:
                 query = embed_question(self.embedder, query)
         return self._unit_rows(np.reshape(np.asarray(query, np.float32), (1, -1)), 1)
@@ -467,13 +506,33 @@ class ChunkIndex(ChunkDatabase):
         name, dim = (
             (_embedder_id(embedder), made_by.dim) if isinstance(embedder, str) else (embedder.name, embedder.dim)
         )
-        if (name, dim) != (made_by.embedder, made_by.dim):
+        # Indexes written before name the class of a LangChain embedding only; the probe then decides about its model.
+        has_name = name == made_by.embedder or name.startswith(f"{made_by.embedder} ")
+        if not has_name or dim != made_by.dim:
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
                 f"(dim {dim}); leave --embedder out to use that one, or make another index: ragblend ingest DOCS "
                 "--index NEW_PATH (stored KV is found, not recomputed)"
             )
         self._check_version(embedder)
+
+    def _read_probe(self) -> tuple[str, FloatArray] | None:
+        """A text and its vector [dim] in this index: the probe text's, or in an index without one some chunk's."""
+        if recorded := self.read_metadata().get("probe"):
+            return PROBE_TEXT, np.frombuffer(base64.b64decode(recorded), "<f4")
+        rows = self._select("ORDER BY c.id LIMIT 1", ())
+        return next(((row.text, np.frombuffer(row.vector, "<f4")) for row in rows if row.is_intact()), None)
+
+    def _check_probe(self, embedder: Embedder, text: str, recorded: FloatArray) -> None:
+        """Raise StoreMismatchError when `embedder` returns another vector for `text` than the one recorded."""
+        distance = float(np.linalg.norm(_embed_probe(embedder, text) - recorded))
+        if distance > _MAX_PROBE_DISTANCE:
+            raise StoreMismatchError(
+                f"{self.path} was made with another model or revision than this {embedder.name!r}: their vectors of "
+                f"one text are {distance:.2f} apart (at most {_MAX_PROBE_DISTANCE} is rounding), so a search would "
+                "find the wrong chunks. Pass the embedding that made the index, or make another index: ragblend "
+                "ingest DOCS --index NEW_PATH (stored KV is found, not recomputed)"
+            )
 
     def _check_version(self, embedder: Embedder | str) -> None:
         """Raise StoreMismatchError when the vectors here are not what `embedder`, of the same name, gives now."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from ragblend.chunker import Splitter, get_splitter_version, split
 from ragblend.corpus.chunk_registry import open_registry, store_folders
-from ragblend.corpus.documents import MAX_FILE_MIB
+from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
 from ragblend.engine.api import Engine
 from ragblend.engine.store.base import contains_many
@@ -40,6 +40,7 @@ from ragblend.ingestion.contexts import (
     chunk_variants,
     delete_other_variants,
     delete_stale_variants,
+    explain_unfit_text,
     resolve_context_policy,
 )
 from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_kv, find_pending_sources, registry_for
@@ -122,9 +123,9 @@ def ingest(
     workers: processes that embed and prefill instead of this one (`RayWorkers`).
 
     Files that should be text and are not, or hold more than `max_file_mib` (0: no limit), are listed in
-    `report.failures`, others that are no documents in `report.skipped`. Raises EmptyCorpusError when there is nothing
-    to ingest, StoreFullError before prefilling when the forecast does not fit the disk, StoreMismatchError for another
-    model's index or another embedder.
+    `report.failures`, as are documents with a chunk that the engine cannot prefill; other files that are no documents
+    in `report.skipped`. Raises EmptyCorpusError when there is nothing to ingest, StoreFullError before prefilling when
+    the forecast does not fit the disk, StoreMismatchError for another model's index or another embedder.
     """
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
@@ -204,7 +205,8 @@ def precompute_chunks(
     register_texts: Callable[[], object] | None = None,
     prefill: Prefill = prefill_here,
 ) -> IngestReport:
-    """Prefill every chunk whose KV the store does not hold.
+    """Prefill every chunk whose KV the store does not hold; those that the engine cannot prefill are in
+    `report.failures`.
 
     A chunk that is stored is known, in whatever dtype. With `rewrite`, known chunks take on the store's `kv_dtype`: KV
     as computed is rounded; KV in eight bits is prefilled again, because what rounding lost is lost.
@@ -215,6 +217,10 @@ def precompute_chunks(
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     on_progress = progress or (lambda stage, done, total: None)
     start_s = perf_counter()
+    problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
+    unfit = dict.fromkeys((chunk.source, chunk.text) for chunk in chunks if chunk.text in problems)
+    report.failures += [ReadFailure(source, problems[text]) for source, text in unfit]
+    chunks = [chunk for chunk in chunks if chunk.text not in problems]
     distinct = {(chunk.text, chunk.context, chunk.context_texts): chunk for chunk in chunks}
     # Texts are noted first. A text whose KV is still to come is prefilled in its prompt, KV whose text is unknown would
     # never be found. And who deletes KV of texts that are gone looks there last: what is stored stays from here on.
@@ -265,6 +271,11 @@ def precompute_chunks(
     return report
 
 
+def _find_unfit_texts(texts: Iterable[str], engine: Engine) -> dict[str, str]:
+    """Return the texts that the engine cannot prefill, each with the reason."""
+    return {text: problem for text in dict.fromkeys(texts) if (problem := explain_unfit_text(text, engine))}
+
+
 def precompute_index(
     engine: Engine,
     index: ChunkIndex,
@@ -313,6 +324,9 @@ def precompute_documents(
     was precomputed under a name before, and is not now, is dropped unless something else has it. `workers`: processes
     that prefill instead of this one (`RayWorkers`).
 
+    A document that the engine cannot prefill (longer than the model's context, or not Unicode) stops no other: it is
+    in `report.failures` with its id and source, and logged. One without visible text is in `report.skipped`.
+
     In a store whose context is "similar" (the default for models of 12 layers or more), chunks are stored a second
     time, behind the most similar ones of all that came this way; of an engine that is a client of a server they are
     not.
@@ -321,10 +335,21 @@ def precompute_documents(
     resolve_context_policy(engine, None)
     given = list(documents)
     chunks = [as_chunk(document) for document in given]
+    problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
+    failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
     texts_of: dict[str, list[str]] = {}
-    for chunk, name in zip(chunks, names or map(_document_name, given), strict=True):
-        texts_of.setdefault(name, []).append(chunk.text)
-    chunks = [chunk for chunk in chunks if chunk.text.strip()]  # in a prompt, a blank one is text
+    for document, chunk, name in zip(given, chunks, names or map(_document_name, given), strict=True):
+        texts_of.setdefault(name, [])  # a document that has nothing to prefill now loses what it had
+        if problem := problems.get(chunk.text):
+            failures.append(ReadFailure(_describe_document(document, chunk), problem))
+        elif not has_visible_text(chunk.text):  # in a prompt, a blank one is text
+            skipped.append(ReadFailure(_describe_document(document, chunk), "it holds no visible text"))
+        else:
+            texts_of[name].append(chunk.text)
+            fit.append(chunk)
+    for failure in (*failures, *skipped):
+        logger.warning("not prefilled: %s: %s", *failure)
+    chunks = fit
     registry = registry_for(llm_or_engine)
     finder, wanted = open_registered_finder(engine, registry), chunks
     main = [chunk for chunk in chunks if chunk.context is None]
@@ -339,7 +364,7 @@ def precompute_documents(
 
     prefill = workers.prefill if workers is not None else prefill_here
     report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
-    report.num_chunks = len(chunks)
+    report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
     if finder is not None:
         finder.mark_stored(wanted)
     named = {name: texts for name, texts in texts_of.items() if name}
@@ -360,6 +385,17 @@ def precompute_documents(
 def _document_name(document: Any) -> str:
     found = getattr(document, "id", None) if hasattr(document, "page_content") else None
     return f"langchain/{found}" if found else ""
+
+
+def _describe_document(document: Any, chunk: Chunk) -> str:
+    """Return the id and source of a framework's document for messages; without either the beginning of its text."""
+    metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
+    found = (metadata.get(key) for key in ("source", "file_path", "file_name"))
+    source = chunk.source or next(filter(None, found), owner)
+    name = getattr(document, "node_id", None) or getattr(document, "id", None)
+    if chunk is document:  # its id is a hash
+        name = None
+    return " of ".join(str(part) for part in (name, source) if part) or repr(chunk.text[:60])
 
 
 def as_chunk(document: Any) -> Chunk:

@@ -159,6 +159,33 @@ def test_wrong_arguments_are_refused_and_change_nothing(folder):
         assert index.sources() == list(FACTS)
 
 
+def test_a_filter_reaches_beyond_the_nearest_chunks_and_holds_for_neighbours(tmp_path):
+    chunks = chunks_of("a", [f"Fact {number}." for number in range(100)])
+    with open_index(tmp_path, HashingEmbedder(DIM), create=True) as index:
+        index.add_document("a", "h", chunks)
+        rare = {chunks[90].id, chunks[3].id}
+        found = index.search("Fact 1.", 2, is_allowed=lambda chunk: chunk.id in rare)
+        assert {hit.chunk.id for hit in found} == rare
+        assert [hit.rank for hit in found] == [0, 1]
+        around = index.search("Fact 3.", 1, neighbours=2, is_allowed=lambda chunk: chunk.id in {*rare, chunks[4].id})
+        assert [hit.chunk for hit in around] == chunks[3:5]
+        assert index.search("Fact 1.", 5, is_allowed=lambda chunk: False) == []
+
+
+def test_an_embedder_of_the_same_name_that_returns_other_vectors_is_refused_before_anything_changes(folder):
+    class Retrained(HashingEmbedder):
+        def embed(self, texts, /):
+            return np.roll(super().embed(texts), 1, axis=1)
+
+    with open_index(folder, Retrained(DIM)) as index:
+        for embeds in (lambda: index.search("Who?"), lambda: index.add_document("new", "h", [Chunk("x", "new")])):
+            with pytest.raises(StoreMismatchError, match=r"another model or revision .*'hashing'.* apart .*NEW_PATH"):
+                embeds()
+        assert index.sources() == list(FACTS)
+    with reopen(folder) as index:
+        assert best(index, "Where do herring live?") == FACTS["sea.txt"][1]
+
+
 def test_another_embedder_is_refused_by_name_and_by_dim(folder):
     class Other(HashingEmbedder):
         def __init__(self) -> None:

@@ -23,6 +23,7 @@ from ragblend.precompute import (
     open_engine_index,
     precompute_chunks,
     precompute_documents,
+    precompute_index,
 )
 from ragblend.prompt.prompt import Chunk
 
@@ -126,6 +127,58 @@ def test_precompute_documents_takes_what_frameworks_hand_over(engine):
     assert as_chunk(given[2]).source == "s"
     with pytest.raises(UsageError, match="cannot precompute a int"):
         precompute_documents([3], engine)
+
+
+def _document(text, **fields):
+    return pytest.importorskip("langchain_core.documents").Document(text, **fields)
+
+
+def _node(text, **fields):
+    return pytest.importorskip("llama_index.core.schema").TextNode(text=text, **fields)
+
+
+LONG, SURROGATE = "a lamp " * 5000, "half \ud83d emoji"
+TOO_LONG = r"it takes \d+ tokens with the system text, demo reads \d+; split it"
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "text", "reason"),
+    [
+        (_document, {"id": "7", "metadata": {"source": "b.pdf"}}, LONG, f"7 of b.pdf: {TOO_LONG}"),
+        (_node, {"id_": "7", "metadata": {"file_path": "b.pdf"}}, LONG, f"7 of b.pdf: {TOO_LONG}"),
+        (Chunk, {"source": "b.pdf"}, LONG, f"b.pdf: {TOO_LONG}"),
+        (str, {}, LONG, f"'a lamp a lamp .*': {TOO_LONG}"),
+        (_document, {"id": "7"}, SURROGATE, r"7: its text holds a lone surrogate, U\+D83D"),
+        (_document, {"id": "7"}, " \u200b\ufeff\n", "7: it holds no visible text"),
+    ],
+)
+def test_a_document_that_cannot_be_prefilled_is_named_and_stops_no_other(make, fields, text, reason, engine, caplog):
+    report = precompute_documents(["first.", make(text, **fields), "last."], engine)
+    assert (report.num_chunks, report.num_new_kv) == (2, 2)
+    assert [engine.is_stored(each) for each in ("first.", "last.")] == [True, True]
+    (problem,) = (*report.failures, *report.skipped)
+    said = f"{problem.path}: {problem.reason}"
+    assert re.fullmatch(f"(?s){reason}.*", said)
+    assert [record.getMessage() for record in caplog.records] == [f"not prefilled: {said}"]
+    assert "-k" not in said
+
+
+def test_a_document_that_became_too_long_loses_what_it_had(engine):
+    precompute_documents([_document("short.", id="7")], engine)
+    precompute_documents([_document(LONG, id="7")], engine)
+    assert not engine.is_stored("short.")
+
+
+def test_an_overlong_chunk_of_a_splitter_stops_no_other(corpus, engine, tmp_path):
+    (corpus / "long.txt").write_text(LONG)
+    report = run(corpus, engine, tmp_path, splitter=lambda document: [Chunk(document.text, document.source)])
+    assert report.num_new_kv == report.num_chunks - 1 == 4
+    ((path, reason),) = report.failures
+    assert Path(path).name == "long.txt"
+    assert re.match(TOO_LONG, reason)
+    with open_index(tmp_path / "index") as index:
+        again = precompute_index(engine, index)
+    assert (again.failures, again.num_known_kv) == (report.failures, 4)
 
 
 # --- storage dtypes ---

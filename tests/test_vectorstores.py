@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_classic.embeddings import CacheBackedEmbeddings
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.indexing import InMemoryRecordManager, index
-from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_core.stores import InMemoryByteStore
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from ragblend import Chunk, open_index
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.errors import UsageError
+from ragblend.errors import StoreMismatchError, UsageError
 from ragblend.llm import ChatBlend
 from ragblend.precompute import precompute_documents
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore, PrecomputingVectorStore
 
 A = "The lighthouse on Gull Rock was built long ago."
 B = "Its lamp is repaired by Tomas each spring."
+QUESTION = "Who repairs the lamp?"
 
 
 @pytest.fixture
@@ -99,6 +104,16 @@ def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat: ChatBlend, tmp_p
         assert opened.orphaned_texts().last_id == 0
 
 
+def test_an_overlong_document_is_indexed_and_stops_no_other(
+    store: PrecomputingVectorStore, chat: ChatBlend, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = "the chunk " * 2000
+    assert store.add_documents([Document(A, id="a"), Document(long, id="b"), Document(B, id="c")]) == ["a", "b", "c"]
+    assert known(chat, A, long, B) == [True, False, True]
+    assert len(store.get_by_ids(["a", "b", "c"])) == 3
+    assert "not prefilled: b: it takes" in caplog.text
+
+
 async def test_async_methods_precompute_too(store: PrecomputingVectorStore, chat: ChatBlend) -> None:
     await store.aadd_documents([Document(A, id="a")])
     assert known(chat, A) == [True]
@@ -154,9 +169,240 @@ def test_blend_store_scores_are_cosines(tmp_path: Path) -> None:
     store.index.close()
 
 
-def test_blend_store_survives_reopening(tmp_path: Path) -> None:
-    BlendVectorStore.from_texts([A], DeterministicFakeEmbedding(size=8), ids=["a"], path=tmp_path).index.close()
+MANY = [f"Fact {number} of {'odd' if number % 2 else 'even'} things." for number in range(40)]
+METADATA = [{"number": number, "odd": number % 2 == 1, "tags": ["a", number % 3]} for number in range(40)]
+
+
+def has_metadata(wanted: dict[str, Any], document: Document) -> bool:
+    return all(key in document.metadata and document.metadata[key] == wanted[key] for key in wanted)
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        None,
+        lambda document: document.metadata["number"] > 30,
+        lambda document: document.id == "7" and document.page_content == MANY[7],
+        lambda document: False,
+        {"odd": True},
+        {"odd": True, "tags": ["a", 1]},
+        {"odd": True, "absent": None},
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("similarity_search", {"k": 3}),
+        ("similarity_search", {"k": 100}),
+        ("similarity_search_with_score", {"k": 3}),
+        ("similarity_search_by_vector", {"k": 3}),
+        ("similarity_search_with_score_by_vector", {"k": 3}),
+        ("max_marginal_relevance_search", {"k": 3, "fetch_k": 10, "lambda_mult": 0.3}),
+        ("max_marginal_relevance_search", {"k": 30, "fetch_k": 10}),
+        ("max_marginal_relevance_search_by_vector", {"k": 3, "lambda_mult": 0}),
+    ],
+)
+def test_searches_find_what_langchains_own_store_finds(
+    method: str, arguments: dict[str, Any], filter: Any, both_stores: tuple[VectorStore, VectorStore]
+) -> None:
+    ours, langchains = both_stores
+    query: Any = QUESTION if "by_vector" not in method else langchains.embeddings.embed_query(QUESTION)
+    found = getattr(ours, method)(query, filter=filter, **arguments)
+    as_function = partial(has_metadata, filter) if isinstance(filter, dict) else filter
+    expected = getattr(langchains, method)(query, filter=as_function, **arguments)
+    if "score" in method:
+        assert [document for document, _ in found] == [document for document, _ in expected]
+        assert [score for _, score in found] == pytest.approx([score for _, score in expected])
+    else:
+        assert found == expected
+
+
+@pytest.fixture(scope="module")
+def both_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VectorStore, VectorStore]]:
+    """Our store and LangChain's InMemoryVectorStore, of the same texts."""
+    embedding, ids = DeterministicFakeEmbedding(size=16), [str(number) for number in range(len(MANY))]
+    path = tmp_path_factory.mktemp("index")
+    ours = BlendVectorStore.from_texts(MANY, embedding, METADATA, ids=ids, path=path)
+    yield ours, InMemoryVectorStore.from_texts(MANY, embedding, METADATA, ids=ids)
+    ours.index.close()
+
+
+async def test_retrievers_take_filters_and_every_search_type(both_stores: tuple[VectorStore, VectorStore]) -> None:
+    ours, langchains = both_stores
+    only_odd = {"filter": lambda document: document.metadata["odd"], "k": 5}
+    for search_type in ("similarity", "mmr"):
+        expected = langchains.as_retriever(search_type=search_type, search_kwargs=only_odd).invoke(QUESTION)
+        for filter in (only_odd["filter"], {"odd": True}):
+            retriever = ours.as_retriever(search_type=search_type, search_kwargs={**only_odd, "filter": filter})
+            assert retriever.invoke(QUESTION) == await retriever.ainvoke(QUESTION) == expected
+    near = ours.as_retriever(
+        search_type="similarity_score_threshold", search_kwargs={"score_threshold": 0.6, "filter": {"odd": True}}
+    )
+    assert {document.metadata["odd"] for document in near.invoke(QUESTION)} == {True}
+    with pytest.raises(UsageError, match=r"filter is 'odd'; pass a dictionary"):
+        ours.similarity_search(QUESTION, filter="odd")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["index", "wrapper"])
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"texts": [A, B], "ids": ["1"]}, "ids has 1 items for 2 texts"),
+        ({"texts": [A], "ids": ["1", "2"]}, "ids has 2 items for 1 texts"),
+        ({"texts": [A, B], "metadatas": [{}]}, "metadatas has 1 items for 2 texts"),
+        ({"texts": [A, B], "ids": "12"}, "ids is one string, '12'"),
+        ({"texts": A}, "texts is one string"),
+        ({"texts": [A, B], "ids": ["1", 2.5]}, "an id is 2.5, a float"),
+        ({"documents": [Document(A), Document(B)], "ids": ["1"]}, "ids has 1 items for 2 documents"),
+    ],
+)
+def test_arguments_of_another_length_or_type_are_refused_before_anything_is_stored(
+    wrapped: bool,
+    arguments: dict[str, Any],
+    reason: str,
+    store: PrecomputingVectorStore,
+    chat: ChatBlend,
+    tmp_path: Path,
+) -> None:
+    with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
+        target: VectorStore = store if wrapped else BlendVectorStore(opened)
+        add = target.add_documents if "documents" in arguments else target.add_texts
+        with pytest.raises(UsageError, match=reason):
+            add(**arguments)
+        assert (opened.num_documents, store.inner.similarity_search(A), known(chat, A)) == (0, [], [False])
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (Document(f"{B} \ud83d", id="b"), r"the text of document 'b' holds a lone surrogate, U\+D83D"),
+        (Document(B, id="\ud83d"), "an id holds a lone surrogate"),
+        (Document(B, id="b", metadata={(1, 2): 3}), "keys must be"),
+    ],
+)
+def test_a_document_that_cannot_be_stored_is_named_and_nothing_is_stored(
+    second: Document, reason: str, tmp_path: Path
+) -> None:
+    with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
+        store = BlendVectorStore(opened)
+        with pytest.raises((UsageError, TypeError), match=reason):
+            store.add_documents([Document(A, id="a"), second])
+        assert opened.num_documents == 0
+        store.add_texts([A])
+        for search in (store.similarity_search, store.max_marginal_relevance_search):
+            with pytest.raises(UsageError, match="the question holds a lone surrogate"):
+                search("half \ud83d emoji")
+
+
+def test_a_text_that_is_not_unicode_can_be_deleted_from_a_wrapped_store(chat: ChatBlend) -> None:
+    class CountingEmbedding(Embeddings):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            return [[1.0, float(len(text))] for text in texts]
+
+        def embed_query(self, text: str) -> list[float]:
+            return [1.0, float(len(text))]
+
+    store = PrecomputingVectorStore(InMemoryVectorStore(CountingEmbedding()), chat)
+    store.add_texts([f"{B} \udc80"], ids=["b"])
+    store.delete(["b"])
+    assert store.get_by_ids(["b"]) == []
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["index", "wrapper"])
+def test_ids_may_be_integers(wrapped: bool, chat: ChatBlend, tmp_path: Path) -> None:
+    with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
+        store: VectorStore = (
+            PrecomputingVectorStore(BlendVectorStore(opened), chat) if wrapped else BlendVectorStore(opened)
+        )
+        ids: Any = [0, 17]
+        assert store.add_texts([A, B], ids=ids) == ["0", "17"]
+        assert [document.id for document in store.get_by_ids(ids)] == ["0", "17"]
+        assert store.add_texts([B], ids=ids[:1]) == ["0"]
+        assert opened.num_documents == 2
+        assert store.delete(ids[1:])
+        assert [document.page_content for document in store.get_by_ids(ids)] == [B]
+
+
+def test_blank_and_zero_width_texts_are_skipped_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
+        store = BlendVectorStore(opened)
+        store.add_texts([B], ids=["blank"])
+        assert store.add_texts(["", A, " \n", "\u200b\ufeff"], ids=["blank", "a", "space", "zero"]) == ["a"]
+        assert [document.id for document in store.similarity_search("Who?", k=5)] == ["a"]
+        assert caplog.messages == ["not stored: blank, space, zero: no visible text"]
+
+
+def test_attributes_of_the_inner_store_are_reached(store: PrecomputingVectorStore, tmp_path: Path) -> None:
+    store.add_texts([A], ids=["a"])
+    store.dump(str(tmp_path / "dumped"))
+    assert InMemoryVectorStore.load(str(tmp_path / "dumped"), store.embedding).get_by_ids(["a"]) == store.get_by_ids(
+        ["a"]
+    )
+    vector = store.embedding.embed_query(B)
+    assert store.max_marginal_relevance_search_by_vector(vector, k=1) == store.get_by_ids(["a"])
+    assert copy.copy(store).inner is store.inner
+    with pytest.raises(AttributeError, match="save_local"):
+        store.save_local("folder")
+
+
+def test_an_index_of_the_users_embedding_is_reopened_with_that_embedding(tmp_path: Path) -> None:
+    embedding = DeterministicFakeEmbedding(size=8)
+    BlendVectorStore.from_texts([A], embedding, ids=["a"], path=tmp_path).index.close()
+    store = BlendVectorStore(tmp_path, embedding)
+    assert [document.id for document in store.similarity_search(A, k=1)] == ["a"]
+    with pytest.raises(UsageError, match="leave embedding out"):
+        BlendVectorStore(store.index, embedding)
+    store.index.close()
     with open_index(tmp_path) as opened:
         assert [document.id for document in BlendVectorStore(opened).get_by_ids(["a"])] == ["a"]
+        with pytest.raises(UsageError, match=r"'langchain:Deterministic.*pass the embedding.*BlendVectorStore\(FOL"):
+            BlendVectorStore(opened).similarity_search(A)
     with pytest.raises(UsageError, match="path is missing"):
-        BlendVectorStore.from_texts([A], DeterministicFakeEmbedding(size=8))
+        BlendVectorStore.from_texts([A], embedding)
+
+
+class NamedEmbedding(DeterministicFakeEmbedding):
+    """An embedding whose vectors depend on `seed`, not on its name."""
+
+    model_name: str = ""
+    model_kwargs: dict[str, Any] | None = None
+    seed: str = ""
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return super().embed_documents([self.seed + text for text in texts])
+
+    def embed_query(self, text: str) -> list[float]:
+        return super().embed_query(self.seed + text)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ({"model_name": "m1"}, {"model_name": "m2"}, "NamedEmbedding m1.*not.*NamedEmbedding m2"),
+        ({"model_kwargs": {"revision": "r1"}}, {"model_kwargs": {"revision": "r2"}}, "r1.*not.*r2"),
+        ({"model_name": "m1"}, {"model_name": "m1", "seed": "2"}, "another model or revision"),
+        ({}, {"seed": "2"}, "another model or revision"),
+        ({}, {"model_name": "m1", "seed": "2"}, "another model or revision"),
+    ],
+)
+@pytest.mark.parametrize("has_probe", [True, False], ids=["now", "index without a probe"])
+def test_another_embedding_of_equal_length_is_refused_by_its_name_or_by_its_vectors(
+    first: dict[str, Any], second: dict[str, Any], reason: str, has_probe: bool, tmp_path: Path
+) -> None:
+    with BlendVectorStore.from_texts([A], NamedEmbedding(size=8, **first), path=tmp_path).index as made:
+        if not has_probe:  # as indexes were written before
+            made.write_metadata(probe="")
+    with pytest.raises(StoreMismatchError, match=reason):
+        BlendVectorStore.from_texts([B], NamedEmbedding(size=8, **second), path=tmp_path)
+    with pytest.raises(StoreMismatchError, match=reason):
+        BlendVectorStore(tmp_path, NamedEmbedding(size=8, **second)).similarity_search(A)
+    with BlendVectorStore(tmp_path, NamedEmbedding(size=8, **first)).index as opened:
+        assert [hit.chunk.text for hit in opened.search(A)] == [A], "the embedding that made the index finds all of it"
+
+
+def test_a_cached_embedding_is_the_embedding_that_it_caches(tmp_path: Path) -> None:
+    embedding = NamedEmbedding(size=8, model_name="m1")
+    BlendVectorStore.from_texts([A], embedding, path=tmp_path).index.close()
+    cached = CacheBackedEmbeddings.from_bytes_store(embedding, InMemoryByteStore(), key_encoder="sha256")
+    with BlendVectorStore(tmp_path, cached).index as opened:
+        assert opened.search(A)[0].chunk.text == A

@@ -91,6 +91,8 @@ def precompute(
         )
         wait_for_remote(engine, progress)
     print_ingest(report, settings, json_)
+    if report.failures:
+        raise typer.Exit(EXIT_PARTIAL)
 
 
 @with_settings("model backend index store remote system namespace dtype")

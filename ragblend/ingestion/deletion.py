@@ -19,7 +19,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import PinnableStore, TieredStore, disk_tier, tiers_of
-from ragblend.errors import BackendUnreachableError
+from ragblend.errors import BackendUnreachableError, is_unicode
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import every_version
 from ragblend.prompt.prompt import Chunk
@@ -219,7 +219,8 @@ def delete_chunks_kv(chunks: Iterable[Chunk], model: Any, still_used: Callable[[
     `model`: an engine, or an object with one at `.engine`. Raises BackendUnreachableError when a remote tier cannot be
     told.
     """
-    gone = list(dict.fromkeys(chunk.text for chunk in chunks if not still_used(chunk.text)))
+    texts = dict.fromkeys(chunk.text for chunk in chunks if is_unicode(chunk.text))  # other text never had KV
+    gone = [text for text in texts if not still_used(text)]
     registry = registry_for(model)
     engine: Engine = getattr(model, "engine", model)
     num_removed, problem = delete_texts_kv(gone, engine, registry, lambda: registry.remove(gone))

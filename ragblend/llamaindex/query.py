@@ -9,6 +9,7 @@ Knows llama-index-core, the index and the adapter. Knows nothing about LangChain
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -312,20 +313,21 @@ def _node(hit: SearchHit) -> NodeWithScore:
 
 
 class BlendIngestion(TransformComponent):
-    """Last step of an IngestionPipeline: precomputes the KV of the nodes that come by, and passes them on unchanged.
+    """Last step of an IngestionPipeline: precomputes the KV of its nodes, and returns them unchanged.
 
-    Put it after the splitter. `llm` is a BlendLLM or an engine. A document that comes again under its id, changed,
-    takes the place of what it was: KV and texts that it alone had are dropped. Of deletions a pipeline says nothing;
-    for them there is `delete_ref_doc`. The pipeline's own cache skips nodes it has seen with the same model.
+    Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the older one of its id:
+    KV and texts that only the older one had are deleted. A pipeline does not report deletions; `delete_ref_doc` deletes
+    a document and its KV. Nodes that cannot be prefilled are logged with their id, and returned like the others.
+
+    The pipeline's cache never skips this step: stored KV costs one look-up. A pipeline with a docstore passes changed
+    documents only, so give a new store its documents once with `precompute_documents`.
     """
 
     llm: Any = Field(exclude=True)
-    fingerprint: str = ""  # of the model: part of the pipeline's cache key
 
-    def model_post_init(self, context: Any, /) -> None:
-        """Note which model this is."""
-        super().model_post_init(context)
-        self.fingerprint = getattr(self.llm, "engine", self.llm).fingerprint
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Return the fields with an id that never repeats: LlamaIndex derives the key of its cache from them."""
+        return {**super().to_dict(**kwargs), "call_id": uuid.uuid4().hex}
 
     def __getstate__(self) -> dict[str, Any]:
         """For the processes of `pipeline.run(num_workers=...)`: each opens a BlendLLM's engine for itself."""

@@ -443,7 +443,7 @@ def test_bad_input_gives_one_clear_line_and_its_exit_code(run, case):
         ("garbage.md", bytes(0x80 + i % 97 for i in range(9000)), 6, r"garbage\.md"),
         (
             "docs.jsonl", b'"Alice Kern works for Nexon."\n{"text": "cut\n"Bob Fox lives in Norburg."\n', 6,
-            r"(?s)2 documents \(0 unchanged\), 2 chunks.*not read: .*docs\.jsonl: .* left out: line 2 is not JSON",
+            r"(?s)2 documents \(0 unchanged\), 2 chunks.*failed: .*docs\.jsonl: .* left out: line 2 is not JSON",
         ),
         (".hidden", b"", 1, "nothing to ingest"),
     ],

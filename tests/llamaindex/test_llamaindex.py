@@ -361,9 +361,36 @@ def test_kv_of_a_text_that_another_node_has_stays(tiny_engine: Callable[..., Tra
     assert not llm.engine.is_stored(A)
 
 
-def test_pipeline_cache_knows_the_model(tiny_engine: Callable[..., TransformersEngine]) -> None:
-    one, two = tiny_engine(fingerprint="one"), tiny_engine(fingerprint="two")
-    assert BlendIngestion(llm=one).to_dict() != BlendIngestion(llm=BlendLLM(engine=two)).to_dict()
+def test_the_cache_of_a_pipeline_never_skips_the_prefill(
+    tiny_engine: Callable[..., TransformersEngine], tmp_path: Path
+) -> None:
+    def make_pipeline(llm: BlendLLM) -> IngestionPipeline:
+        splitter = SentenceSplitter(chunk_size=64, chunk_overlap=0)
+        return IngestionPipeline(transformations=[splitter, BlendIngestion(llm=llm)])
+
+    llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
+    pipeline = make_pipeline(llm)
+    for text in (A, B, A):
+        pipeline.run(documents=[Document(text=text, id_="x")])
+    assert [llm.engine.is_stored(text) for text in (A, B)] == [True, False]
+
+    pipeline.persist(str(tmp_path))
+    new = BlendLLM(engine=tiny_engine(), max_tokens=4)
+    later = make_pipeline(new)
+    later.load(str(tmp_path))
+    later.run(documents=[Document(text=A, id_="x")])
+    assert new.engine.is_stored(A), "the cache is persisted, the store is another one"
+
+
+def test_an_overlong_node_passes_a_pipeline_and_stops_no_other(
+    tiny_engine: Callable[..., TransformersEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine()
+    documents = [Document(text=text, id_=name) for name, text in {"a": A, "b": "the chunk " * 2000, "c": B}.items()]
+    nodes = IngestionPipeline(transformations=[BlendIngestion(llm=engine)]).run(documents=documents)
+    assert [node.node_id for node in nodes] == ["a", "b", "c"]
+    assert [engine.is_stored(text) for text in (A, B)] == [True, True]
+    assert "not prefilled: b: it takes" in caplog.text
 
 
 def test_sampling_and_logprobs_are_llamaindexs_own(llm: BlendLLM) -> None:
