@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 # Test models are tiny: a second thread would only wait for the first.
-test test-fast test-vllm test-vllm-versions test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
+test test-fast test-newest test-vllm test-vllm-versions test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # vLLM brings its own pins, so it has an environment of its own.
@@ -14,7 +14,7 @@ VLLM_VERSIONS := 0.28.0 0.30.0
 # What `make deploy-check` runs besides Python: helm and others, by package name, nothing installed.
 DEPLOY_TOOLS := build/deploy-tools
 
-.PHONY: demo check deploy-check docs release-check test test-fast test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
+.PHONY: demo check deploy-check docs release-check test test-fast test-newest test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-vllm-%/.installed
 
@@ -37,6 +37,19 @@ test: $(STAMP) lint  ## everything that must hold, small fault counts
 
 test-fast: $(STAMP)  ## a minute and a half: what most changes break
 	$(BIN)/python -m pytest -m 'not slow and not real_model' --hypothesis-profile=fast
+
+# The newest releases inside pyproject.toml's ranges, without constraints.txt. They are looked up at every call.
+NEWEST_VENV := .venv-newest
+test-newest:  ## the fast tests on the newest releases of the libraries, in an environment of its own
+	test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
+	@echo "installing the newest releases into $(NEWEST_VENV): minutes the first time"
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+		transformers langchain langchain-core llama-index-core torch --editable '.[dev]'
+	@$(NEWEST_VENV)/bin/python -m pip list --disable-pip-version-check | grep -E '^(transformers|langchain|llama-index|torch)'
+	@echo "newer releases, which pyproject.toml excludes:"
+	@$(NEWEST_VENV)/bin/python -m pip list --disable-pip-version-check --outdated | \
+		grep -E '^(transformers|langchain|llama-index|torch)' || echo none
+	$(NEWEST_VENV)/bin/python -m pytest -m 'not slow'
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -94,4 +107,4 @@ notebooks: $(STAMP) real-model  ## execute the notebooks and save their outputs
 	HF_HUB_OFFLINE=1 $(BIN)/python notebooks/run.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)* models ragblend-data dist build
+	rm -rf $(VENV) $(NEWEST_VENV) $(VLLM_VENV)* models ragblend-data dist build
