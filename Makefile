@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 # Test models are tiny: a second thread would only wait for the first.
-test test-all test-vllm test-vllm-versions test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
+test test-all test-newest test-vllm test-vllm-versions test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
 # Every process that a test starts would compile the package again, and pytest rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 # One worker per core; the order of the tests is random, its seed stands in the first lines. What is slow stays with the
@@ -19,7 +19,7 @@ VLLM_VERSIONS := 0.28.0 0.30.0
 # What `make deploy-check` runs besides Python: helm and others, by package name, nothing installed.
 DEPLOY_TOOLS := build/deploy-tools
 
-.PHONY: demo check deploy-check docs release-check test pytest test-all test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
+.PHONY: demo check deploy-check docs release-check test pytest test-all test-newest test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-vllm-%/.installed
 
@@ -45,6 +45,19 @@ pytest: $(STAMP)
 
 test-all: $(STAMP)  ## the rest: full matrices, every kill, every page and program of docs/
 	$(BIN)/python -m pytest $(PARALLEL)loadfile -m 'slow and not real_model'
+
+# The newest releases inside pyproject.toml's ranges, without constraints.txt. They are looked up at every call.
+NEWEST_VENV := .venv-newest
+test-newest:  ## the tests of `make test` on the newest releases of the libraries, in an environment of its own
+	test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
+	@echo "installing the newest releases into $(NEWEST_VENV): minutes the first time"
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+		transformers langchain langchain-core llama-index-core torch --editable '.[dev]'
+	@$(NEWEST_VENV)/bin/python -m pip list --disable-pip-version-check | grep -E '^(transformers|langchain|llama-index|torch)'
+	@echo "newer releases, which pyproject.toml excludes:"
+	@$(NEWEST_VENV)/bin/python -m pip list --disable-pip-version-check --outdated | \
+		grep -E '^(transformers|langchain|llama-index|torch)' || echo none
+	$(NEWEST_VENV)/bin/python -m pytest $(PARALLEL)worksteal -m 'not slow and not real_model'
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -102,4 +115,4 @@ notebooks: $(STAMP) real-model  ## execute the notebooks and save their outputs
 	HF_HUB_OFFLINE=1 $(BIN)/python notebooks/run.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)* models ragblend-data dist build
+	rm -rf $(VENV) $(NEWEST_VENV) $(VLLM_VENV)* models ragblend-data dist build

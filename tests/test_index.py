@@ -8,7 +8,9 @@ import logging
 import os
 import shutil
 import sqlite3
+import sys
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -454,6 +456,22 @@ def test_embedders_are_found_by_name_without_loading_a_model(tmp_path):
     assert load_embedder("some/model").name == "some/model"
     with pytest.raises(NotFoundError, match="no sentence-transformers model at"):
         load_embedder(tmp_path / "no-such-model").embed(["x"])
+
+
+def test_loading_an_embedder_prints_no_warning_of_a_package_that_no_embedder_needs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """sentence-transformers imports peft, and peft bitsandbytes, which warns about kernels of 4-bit weights."""
+
+    class Importing(types.ModuleType):
+        def __getattr__(self, name: str) -> object:
+            logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load CPU gemm_4bit_forward")
+            return lambda path, device: path
+
+    monkeypatch.setitem(sys.modules, "sentence_transformers", Importing("sentence_transformers"))
+    assert load_embedder("some/model")._model == "some/model"
+    assert not caplog.records
+    assert logging.getLogger("bitsandbytes").level == logging.NOTSET, "a model with such weights may warn"
 
 
 needs_minilm = pytest.mark.skipif(not is_minilm_installed(), reason="extra `demo` is not installed")

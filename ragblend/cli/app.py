@@ -25,7 +25,7 @@ from ragblend.cli.lab.plan import register as register_plan
 from ragblend.cli.lab.ui import ui
 from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import err, out, print_json, print_result, progress_bars
-from ragblend.cli.session import quiet_libraries, use_one_thread
+from ragblend.cli.session import quiet_libraries, terminal_log, use_one_thread
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
 from ragblend.config import Settings
@@ -156,7 +156,8 @@ def root(
     ] = False,
 ) -> None:
     """Set up logging."""
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", handlers=[terminal_log(verbose)])
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Importing this loads neither torch nor a framework.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -51,6 +52,18 @@ def set_num_threads(count: int | None) -> None:
     """Tell every library that computes, before it is imported, how many CPU threads to use; None leaves it alone."""
     if count is not None and count > 0:
         os.environ["OMP_NUM_THREADS"] = str(count)
+
+
+def terminal_log(verbose: bool) -> logging.Handler:
+    """Return the handler that writes the log to stderr.
+
+    Unless `verbose`, it drops what other packages log below ERROR: their warnings are for programmers, and a person who
+    types a command can act on none of them.
+    """
+    handler = logging.StreamHandler()
+    if not verbose:
+        handler.addFilter(lambda record: record.name.partition(".")[0] == "ragblend" or record.levelno >= logging.ERROR)
+    return handler
 
 
 def quiet_libraries() -> None:

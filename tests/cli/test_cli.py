@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from servers import RedisServer, running_redis
 
 from ragblend import __version__
 from ragblend.cli import app as cli
+from ragblend.cli.session import terminal_log
 from ragblend.demo import WEIGHTS
 
 MODES = ("full", "prefix", "reuse", "blend")
@@ -43,6 +45,22 @@ def home(ingested, tmp_path) -> Path:
 def run(home, monkeypatch, capsys) -> CommandRunner:
     monkeypatch.chdir(home)
     return CommandRunner(capsys)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.parametrize(
+    ("logger", "level", "quiet"),
+    [
+        ("ragblend.index", logging.WARNING, True),
+        ("bitsandbytes.backends.cpu.ops", logging.WARNING, False),
+        ("bitsandbytes.backends.cpu.ops", logging.ERROR, True),
+    ],
+)
+def test_warnings_of_other_packages_are_written_with_verbose_only(
+    logger: str, level: int, quiet: bool, verbose: bool
+) -> None:
+    record = logging.LogRecord(logger, level, "file.py", 1, "a line", None, None)
+    assert bool(terminal_log(verbose).filter(record)) == (quiet or verbose)
 
 
 @pytest.fixture(scope="module")

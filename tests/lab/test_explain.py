@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from ragblend.engine.generation import Conversation
 from ragblend.engine.report import Mode
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import cache_argument
 from ragblend.errors import UsageError
 from ragblend.lab.explain import STATES, Comparison, Explanation, explain
 from ragblend.lab.explain_page import render_html
@@ -81,10 +82,11 @@ def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_mode
     full, alone = DynamicCache(), DynamicCache()
     ids = [*prefix.token_ids, *chunk.token_ids]
     with torch.no_grad():
-        model(torch.tensor([tokenized.token_ids]), past_key_values=full)
+        model(torch.tensor([tokenized.token_ids]), **{cache_argument(model): full})
         # RoPE sees only distances, so positions shifted for prefix and chunk alike leave values and attention alone.
         shift = chunk.start - prefix.num_tokens
-        model(torch.tensor([ids]), position_ids=torch.arange(len(ids))[None] + shift, past_key_values=alone)
+        positions = torch.arange(len(ids))[None] + shift
+        model(torch.tensor([ids]), position_ids=positions, **{cache_argument(model): alone})
     for place, token in enumerate(explanation.segments[5].tokens):
         per_layer = []
         for ours, theirs in zip(alone.layers, full.layers, strict=True):

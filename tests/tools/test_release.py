@@ -171,6 +171,13 @@ def test_the_test_workflow_makes_what_ci_makes() -> None:
     assert set(made) | set(called) <= {word for line in targets for word in line.split()} | {"test"}
 
 
+def test_the_workflow_of_newest_releases_runs_every_week_and_fails_with_its_tests() -> None:
+    text = (ROOT / ".github" / "workflows" / "newest.yml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text)[True]["schedule"]  # YAML reads the key `on` as a boolean
+    assert "run: make test-newest\n" in text
+    assert "continue-on-error" not in text
+
+
 def test_the_classifiers_name_no_python_that_a_release_does_not_try() -> None:
     plan = yaml.safe_load(RELEASE)
     named = {found[1] for each in PROJECT["classifiers"] if (found := re.search(r":: (3\.\d+)$", each))}

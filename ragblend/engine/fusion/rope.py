@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragblend.errors import UnsupportedModelError
 
-FIXED_FREQUENCY = ("default", "linear", "llama3", "yarn", "longrope")
+FIXED_FREQUENCY = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 """RoPE types whose frequencies do not depend on the prompt's length (longrope: up to its original length)."""
 
 
@@ -60,6 +60,13 @@ def tables(inv_freq: Tensor, positions: Tensor, attention_scaling: float = 1.0) 
     return angles.cos() * attention_scaling, angles.sin() * attention_scaling
 
 
+def rope_type_problem(rope_type: str) -> str:
+    """Return why keys cannot be placed by a RoPE of this type; "" if they can."""
+    if rope_type in FIXED_FREQUENCY:
+        return ""
+    return "changes its frequencies with the prompt's length" if rope_type == "dynamic" else "is not known to ragblend"
+
+
 def exact_context(rope_parameters: Mapping[str, Any], max_positions: int) -> int:
     """Longest prompt (tokens) at which the model's RoPE frequencies are fixed, so that keys can be placed.
 
@@ -69,10 +76,11 @@ def exact_context(rope_parameters: Mapping[str, Any], max_positions: int) -> int
     131072
     """
     rope_type = rope_parameters.get("rope_type", "default")
-    if rope_type not in FIXED_FREQUENCY:
+    problem = rope_type_problem(rope_type)
+    if problem:
         raise UnsupportedModelError(
-            f"RoPE type {rope_type!r} changes its frequencies with the prompt's length, so stored keys cannot be "
-            f"placed. Choose a model with one of {', '.join(FIXED_FREQUENCY)}, or set a fixed type in its config.json"
+            f"RoPE type {rope_type!r} {problem}, so stored keys cannot be placed. Choose a model with one of "
+            f"{', '.join(FIXED_FREQUENCY)}, or set a fixed type in its config.json"
         )
     if rope_type == "longrope":
         return int(rope_parameters.get("original_max_position_embeddings") or max_positions)

@@ -105,8 +105,8 @@ class JointHeadNorm(AttentionFamily):
     @classmethod
     def fits(cls, attention: Any) -> bool:
         """Whether the norm is as wide as all heads."""
-        norm, projection = getattr(attention, "k_norm", None), getattr(attention, "k_proj", None)
-        width = norm.weight.numel() if norm is not None else 0
+        weight = getattr(getattr(attention, "k_norm", None), "weight", None)  # a norm may have none (NanoChat)
+        width, projection = 0 if weight is None else weight.numel(), getattr(attention, "k_proj", None)
         return bool(width) and width == getattr(projection, "out_features", 0) != getattr(attention, "head_dim", 0)
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,14 +299,32 @@ def reject_unsupported_model(model: Any) -> None:
             f"{name} has layers of type {', '.join(unsupported_types)}, whose KV cannot be moved within a "
             f"prompt. {_FIX_HINT}"
         )
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": images alone
         raise UnsupportedModelError(
             f"{name} lets tokens see later ones (use_bidirectional_attention), so no chunk's KV is its own. {_FIX_HINT}"
         )
-    for index, layer in enumerate(decoder.layers):
-        attention = getattr(layer, "self_attn", None)
+    attentions = [getattr(layer, "self_attn", None) for layer in decoder.layers]
+    undescribed = _undescribed_kv(attentions)
+    if undescribed:
+        raise UnsupportedModelError(
+            f"{name} has {' and '.join(undescribed)}, which no family here describes. {_FIX_HINT}"
+        )
+    for index, (layer, attention) in enumerate(zip(decoder.layers, attentions, strict=True)):
         fits = attention is not None and any(family.fits(attention) for family in FAMILIES)
         if not fits or not hasattr(layer, "input_layernorm"):
             kind = type(attention if attention is not None else layer).__name__
             raise UnsupportedModelError(f"layer {index} of {name} is a {kind}, which ragblend cannot fuse. {_FIX_HINT}")
     context_length(config)
+
+
+def _undescribed_kv(attentions: Sequence[Any]) -> list[str]:
+    """Return what a decoder's attention modules do with keys and values that no AttentionFamily does (Gemma 3n, 4)."""
+    found = []
+    if any(hasattr(each, "v_norm") for each in attentions):
+        found.append("values that are normed (v_norm)")
+    sizes = sorted({each.head_dim for each in attentions if hasattr(each, "head_dim")})
+    if len(sizes) > 1:
+        found.append(f"heads of {' and '.join(map(str, sizes))} dimensions in different layers")
+    if any(getattr(each, "is_kv_shared_layer", False) for each in attentions):
+        found.append("layers that use the KV of another layer")
+    return found

@@ -7,6 +7,7 @@ through transformers' attention registry; norms, projections, QK-norm, GQA and M
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -240,6 +241,8 @@ class TransformersLayers:
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)
         self._layers = list(self._decoder.layers)
+        self._model_cache_argument = cache_argument(model)
+        self._layer_cache_argument = cache_argument(self._layers[0])
         self._rotary = self._decoder.rotary_emb
         self.expand_kv = None if self._latent is None else partial(self._latent.expand_kv, self._layers)
         """The keys and values [heads, T, D] that a layer's queries meet, where what is held of it is a latent."""
@@ -342,10 +345,10 @@ class TransformersLayers:
             hidden[None],
             attention_mask=None,
             position_ids=rows[None],
-            past_key_values=cache,
             use_cache=True,
             position_embeddings=embeddings,
             blend_window=self._windows[layer],
+            **{self._layer_cache_argument: cache},
             **how,
         )
         hidden = output[0] if isinstance(output, tuple) else output
@@ -411,15 +414,15 @@ class TransformersLayers:
         """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
         if self._adapters:
             self._check_adapters()
-        # A cache that knows no config: transformers' own forgets what has left a layer's window.
-        output = self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
-        return output.logits[0, -1].float(), self._held(output.past_key_values)
+        return self.chunked_prefill(token_ids, ())
 
     def chunked_prefill(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
         """`full_prefill`, by the same forward over the pieces between `cuts`, each over the KV of those before it."""
+        # A cache made without the config: one made with it deletes the tokens that have left a layer's window.
         cache, logits = DynamicCache(), torch.empty(0)
+        with_cache = {self._model_cache_argument: cache}
         for piece in token_ids.tensor_split(list(cuts)):
-            output = self.model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self.model(input_ids=piece[None], use_cache=True, logits_to_keep=1, **with_cache)
             logits = output.logits[0, -1].float()
         return logits, self._held(cache)
 
@@ -481,6 +484,16 @@ class TransformersLayers:
                 cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
             known = self._tables[kind] = (cos, sin)
         return known
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Return the name of the argument by which the forward of `module`'s class takes its KV cache.
+
+    transformers 5.24 renames `past_key_values` to `cache` and 5.40 removes the old name; before 5.24, and in modelling
+    code that comes with a checkpoint, the old name is the only one. A module's own `forward` may be a wrapper that
+    accepts every argument, so the class's is inspected.
+    """
+    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def _num_parameters(*modules: nn.Module) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ragblend.engine.fusion.rope import FIXED_FREQUENCY
+from ragblend.engine.fusion.rope import rope_type_problem
 from ragblend.engine.store.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.families import WINDOWED, rope_parameters
 from ragblend.engine.transformers.model import find_model
@@ -127,8 +127,8 @@ def _unsupported_model_reasons(model: Any) -> list[str]:
             original = int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
             if model.max_model_len > original:
                 reasons.append(f"its RoPE changes beyond {original} tokens; start vLLM with --max-model-len {original}")
-        elif kind not in FIXED_FREQUENCY:
-            reasons.append(f"its RoPE type {kind!r} changes with the prompt's length")
+        elif problem := rope_type_problem(kind):
+            reasons.append(f"its RoPE type {kind!r} {problem}")
         if rope.get("mrope_section"):
             reasons.append("its RoPE has several position axes (M-RoPE)")
     return reasons

@@ -78,7 +78,8 @@ def test_what_is_supported_is_not_refused():
             "--disable-hybrid-kv-cache-manager",
         ),
         (config({"layer_types": ["full_attention", "chunked_attention"]}), "chunked_attention"),
-        (config({"rope_parameters": {"rope_type": "dynamic"}}), "'dynamic'"),
+        (config({"rope_parameters": {"rope_type": "dynamic"}}), "'dynamic' changes its frequencies"),
+        (config({"rope_parameters": {"rope_type": "invented"}}), "'invented' is not known"),
         (
             config({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}),
             "--max-model-len 2048",

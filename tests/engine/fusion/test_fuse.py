@@ -24,7 +24,7 @@ from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES, CheckLayer, check_schedule
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
-from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.engine.transformers.layers import TransformersLayers, cache_argument
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
@@ -177,7 +177,7 @@ def blend_from_elsewhere(layers: TransformersLayers, *args: Any, **options: Any)
 @torch.no_grad()
 def full_prefill(model: Any, ids: list[int]) -> tuple[Tensor, DynamicCache]:
     kv = DynamicCache()
-    logits = model(torch.tensor([ids]), past_key_values=kv).logits[0, -1]
+    logits = model(torch.tensor([ids]), **{cache_argument(model): kv}).logits[0, -1]
     for layer in kv.layers:
         layer.keys, layer.values = as_held(model, layer.keys, layer.values)
     return logits, kv
@@ -364,7 +364,8 @@ def attended(model: Any, prompt: Prompt, layers: Sequence[int]) -> Tensor:
         placed = (each[:end].transpose(0, 1)[None] for each in (keys, values))
         kv.update(*as_cached(model, *placed), layer)
     with torch.no_grad():
-        seen = model(torch.tensor([prompt.ids[end:]]), past_key_values=kv, output_attentions=True).attentions
+        question = torch.tensor([prompt.ids[end:]])
+        seen = model(question, output_attentions=True, **{cache_argument(model): kv}).attentions
     return torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in layers]).mean(0)
 
 

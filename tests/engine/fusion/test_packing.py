@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import DynamicCache
 
 from ragblend.engine.fusion import packing as ingestion
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
@@ -19,7 +20,7 @@ from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import prefill_chunk, prefill_chunks
 from ragblend.engine.fusion.protocols import LayerwiseModel, PromptKVBuffer
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
-from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.engine.transformers.layers import TransformersLayers, cache_argument
 from ragblend.errors import StoreFullError
 
 pytestmark = pytest.mark.timeout(60)
@@ -79,7 +80,8 @@ def test_packed_chunks_have_the_values_of_the_stock_model(
     packed = prefill_chunks(layers, prefix_of(layers, PREFIX), [header(chunk) for chunk in chunks])
     for made, chunk in zip(packed, chunks, strict=True):
         with torch.inference_mode():
-            known = stock_model("llama")(input_ids=torch.tensor([PREFIX + chunk]), use_cache=True).past_key_values
+            model, known = stock_model("llama"), DynamicCache()
+            model(input_ids=torch.tensor([PREFIX + chunk]), **{cache_argument(model): known})
         rows = torch.arange(len(PREFIX), len(PREFIX) + len(chunk))
         for index in range(6):
             stock = known.layers[index]

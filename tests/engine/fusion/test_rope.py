@@ -33,6 +33,7 @@ SCALINGS = {
         "factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+    "proportional": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 
 
@@ -116,9 +117,11 @@ def test_half_precision_is_rotated_in_float32_and_rounded_once(dtype):
     assert not torch.equal(found, coarse)  # tables in half precision would round twice
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "proportional", "invented"])
-def test_length_dependent_and_unknown_rope_is_refused_by_name(rope_type):
-    with pytest.raises(UnsupportedModelError, match=rf"'{rope_type}'.*llama3, yarn"):
+@pytest.mark.parametrize(
+    ("rope_type", "reason"), [("dynamic", "with the prompt's length"), ("invented", "is not known")]
+)
+def test_length_dependent_and_unknown_rope_is_refused_by_name(rope_type, reason):
+    with pytest.raises(UnsupportedModelError, match=rf"'{rope_type}'.*{reason}.*llama3, yarn"):
         exact_context({"rope_type": rope_type}, 4096)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 import transformers
 from reference import as_held
 from tiny_models import LATENT, WINDOWED
+from transformers import DynamicCache
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
-from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersLayers
+from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersLayers, cache_argument
 from ragblend.errors import UnsupportedModelError
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -46,6 +48,7 @@ SIZES = {
     [
         ("Llama4Text", "chunked_attention", SIZES),
         ("Olmo2", "Olmo2Attention", SIZES),
+        ("Gemma4Text", "values that are normed", SIZES),
         ("Gemma3Text", "use_bidirectional_attention", SIZES | {"use_bidirectional_attention": True}),
         ("DeepseekV32", r"multi-head latent attention \(MLA\) with an index.*keys of its own", SIZES),
         ("Mamba", "one state of everything before them", {}),
@@ -299,14 +302,41 @@ def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):
     ids = torch.randint(3, 300, (70,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         logits, kv = tiny_layers(family).full_prefill(ids)
-        expected = stock_model(family)(ids[None])
+        model, cache = stock_model(family), DynamicCache(config=stock_model(family).config)
+        expected = model(ids[None], **{cache_argument(model): cache})
     torch.testing.assert_close(logits, expected.logits[0, -1], atol=1e-4, rtol=0)
-    for layer, other in zip(kv, expected.past_key_values.layers, strict=True):
+    for layer, other in zip(kv, cache.layers, strict=True):
         assert layer.keys.shape[1] == 70
         keys, values = as_held(stock_model(family), other.keys[0], other.values[0])
         last = slice(70 - keys.shape[1], 70)  # transformers keeps a window; who decodes from ours may look back
         torch.testing.assert_close(layer.keys[:, last], keys, atol=1e-4, rtol=0)
         torch.testing.assert_close(layer.values[:, last], values, atol=1e-4, rtol=0)
+
+
+def forward_with(own: type, name: str, calls: set[tuple[str, str]]) -> Any:
+    """`own`'s forward with `name` for its KV cache. Adds (class, name used) to `calls`, but for a model's own calls."""
+    accepted = "cache" if "cache" in inspect.signature(own.forward).parameters else "past_key_values"
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        (used,) = kwargs.keys() & {"cache", "past_key_values"}
+        if "blend_window" in kwargs or hasattr(own, "generate"):
+            calls.add((own.__name__, used))
+        return own.forward(self, *args, **{accepted: kwargs.pop(used)}, **kwargs)
+
+    parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in ("hidden_states", name)]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return forward
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_model_and_its_layers_get_the_cache_under_the_name_that_their_classes_have(name, tiny_model):
+    """transformers 5.24 renamed the argument; code that comes with a checkpoint may have either name."""
+    model, calls = tiny_model("llama"), set()
+    for module in (model, *model.model.layers):
+        own = type(module)
+        module.__class__ = type(own.__name__, (own,), {"forward": forward_with(own, name, calls)})
+    load(model)
+    assert calls == {("LlamaForCausalLM", name), ("LlamaDecoderLayer", name)}
 
 
 @pytest.mark.parametrize("loaded_later", ["llama", "gpt_oss", "gemma2"])

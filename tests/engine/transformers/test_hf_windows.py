@@ -15,6 +15,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import cache_argument
 from ragblend.engine.transformers.model import inspect_model, model_fingerprint
 from ragblend.lab.explain import explain
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
@@ -52,7 +53,7 @@ def full(model: Any, ids: tuple[int, ...]) -> tuple[Tensor, list[LayerKV]]:
 
     own, model.config.sliding_window = model.config.sliding_window, 30
     kv = DynamicCache()
-    logits = model(torch.tensor([ids]), past_key_values=kv).logits[0, -1]
+    logits = model(torch.tensor([ids]), **{cache_argument(model): kv}).logits[0, -1]
     model.config.sliding_window = own
     return logits, [LayerKV(layer.keys[0], layer.values[0]) for layer in kv.layers]
 

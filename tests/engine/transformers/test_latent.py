@@ -15,6 +15,7 @@ import torch
 import transformers
 from reference import as_held
 from tiny_models import LATENT
+from transformers import DynamicCache
 
 from ragblend import load_engine
 from ragblend.engine.fusion.plan import FusedKV, Placement
@@ -22,7 +23,7 @@ from ragblend.engine.fusion.self_check import place
 from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.engine.transformers.layers import TransformersLayers, cache_argument
 from ragblend.engine.transformers.model import inspect_model
 from ragblend.errors import StoreMismatchError
 from ragblend.lab.explain import explain
@@ -76,7 +77,8 @@ def test_the_latent_and_the_shared_key_before_rope_are_what_is_stored(family, st
     kv = engine.store.get(engine.key(CHUNKS[0]))
     ids = torch.tensor([[*kv.header.prefix_ids, *kv.header.token_ids]])
     with torch.inference_mode():
-        cache = stock_model(family)(ids, use_cache=True).past_key_values
+        model, cache = stock_model(family), DynamicCache()
+        model(ids, **{cache_argument(model): cache})
     first, count = len(kv.header.prefix_ids), kv.header.num_tokens
     rows = torch.arange(first, first + count)
     for layer in range(LAYERS):
