@@ -46,6 +46,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine
+from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
 from ragblend.prompt.prompt import Part
@@ -295,7 +296,7 @@ async def test_n_answers_to_one_prompt_are_n_generations_with_seeds_of_their_own
         assert [answer.text for answer in again] == texts
         with pytest.raises(UsageError, match="n is 3; a stream has one answer"):
             next(iter(model.stream(CONTEXT)))
-    with pytest.raises(UsageError, match="n is 0; choose a whole number, 1 or more"):
+    with pytest.raises(UsageError, match="n is 0; choose a whole number, 1 to 128"):
         ChatBlend(**options).invoke(CONTEXT, n=0)
 
 
@@ -677,7 +678,7 @@ def test_a_store_of_another_model(tmp_path: Path) -> None:
     ((fingerprint, facts),) = disk.models().items()
     disk.delete_metadata(f"models/{fingerprint}.json")
     disk.put_model("0" * len(fingerprint), facts)  # as if another model had made it
-    with pytest.raises(StoreMismatchError, match="another --store"):
+    with pytest.raises(StoreMismatchError, match="another `store`"):
         ChatBlend(model="demo", store=store)
 
 
@@ -707,6 +708,49 @@ def test_bad_settings(settings: dict[str, Any], error: type[Exception], engine: 
 def test_bad_calls(call: dict[str, Any], reason: str, chat: ChatBlend) -> None:
     with pytest.raises(UsageError, match=reason):
         chat.invoke("Q", **call)
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM, LlamaBlend])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"timeout": "5"},
+        {"timeout": (1, 2)},
+        {"timeout": float("nan")},
+        {"timeout": -1},
+        {"strict": "yes"},
+        {"separator": 5},
+        {"n": 0},
+        {"n": 1000},
+        {"segments": "a chunk"},
+        {"tools": "add"},
+        {"tools": ["add"]},
+        {"tool_choice": 5},
+        {"parallel_tool_calls": "no"},
+        {"response_format": "json"},
+        {"max_tokens": 24.0},
+        {"seed": 2**70},
+        {"stop": ["a", 5]},
+        {"logprobs": 3},
+    ],
+    ids=str,
+)
+def test_an_option_of_a_wrong_type_is_named_by_a_call_and_by_a_model(
+    kind: Any, option: dict[str, Any], engine: TransformersEngine
+) -> None:
+    (name,) = option
+    with pytest.raises(UsageError, match=f"^{name} is .*; choose "):
+        kind(engine=engine)._options(option)
+    if name in kind.model_fields:
+        with pytest.raises(ValidationError, match=f"{name} is .*; choose "):
+            kind(engine=engine, **option)
+
+
+@pytest.mark.parametrize("option", [{"max_retries": -1}, {"max_retries": "2"}, {"max_matches": -1}, {"store": 5}])
+def test_a_field_of_a_wrong_type_is_named(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValidationError, match=f"{name} is .*; choose "):
+        ChatBlend(**option)
 
 
 def test_half_a_character_is_refused_in_words(chat: ChatBlend) -> None:

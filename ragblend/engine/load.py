@@ -138,6 +138,8 @@ def load_engine(
         http: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
         given = {name: value for name, value in http.items() if value is not None}
         return _load_client(model, store, backend, given, options, asked)
+    if not (store is None or isinstance(store, str | Path) or (hasattr(store, "get") and hasattr(store, "put"))):
+        raise UsageError(f"store is {store!r}; choose the path of a folder, a KVStore, or None for memory only")
     if backend == "vllm":
         if asked.device != "auto":
             raise UsageError(

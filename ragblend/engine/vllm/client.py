@@ -34,7 +34,7 @@ from ragblend.errors import (
     RagblendError,
     UsageError,
 )
-from ragblend.options import CONTEXT, ContextPolicy, is_url
+from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, is_url
 from ragblend.redaction import redact
 
 log = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ class Connection:
     ) -> None:
         if not _is_address(url):
             raise UsageError(f"backend is {redact(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
-        if max_retries < 0:
-            raise UsageError(f"max_retries is {max_retries}; choose 0 or more")
+        RETRIES.validate("max_retries", max_retries)
+        SECONDS.validate("timeout", timeout)
         base_url = url.rstrip("/").removesuffix("/v1")
         self.url = redact(base_url)  # for people
         key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
