@@ -184,7 +184,7 @@ class EngineBase(ABC):
         if num_tokens > self.context_length:
             raise PromptTooLongError(
                 f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; "
-                "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size"
+                "retrieve fewer chunks (`k`), or ingest with a smaller `chunk_size`"
             )
 
     # -- background work
