@@ -130,7 +130,7 @@ def _is_complete(result: Sequence[Generation]) -> bool:
         return False
     try:
         json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         said = f"the answer is no JSON ({error}); raise max_tokens if it was cut, and leave out stop strings"
         raise OutputParserException(said, llm_output=text) from error
     return True
@@ -144,7 +144,7 @@ def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
     for id, name, arguments in found:
         try:
             calls.append(ToolCall(name=name, args=json.loads(arguments), id=id, type="tool_call"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             why = f"the arguments are no JSON ({error}); raise max_tokens if the answer was cut"
             invalid.append(InvalidToolCall(name=name, args=arguments, id=id, error=why, type="invalid_tool_call"))
     return {"content": said, "tool_calls": calls, "invalid_tool_calls": invalid}

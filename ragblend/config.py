@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shlex
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
@@ -46,6 +48,20 @@ USER_FILE = "config.toml"
 USER_ONLY_SETTINGS = ("remote", "store_key_file", "trust_remote_code")
 """Settings that no folder's file may set, whatever to."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
+_WITHOUT_FLAG = ("memory_gib", "disk_gib", "remote_timeout_s", "store_key_file", "max_file_mib")
+"""Settings that no command has a flag for: the environment sets them."""
+_ARGUMENT_FLAGS = {  # arguments of functions that are no settings, and the flag that sets each
+    "address": "--ray",
+    "api_key": "--api-key",
+    "count": "--workers",
+    "keys": "--api-keys-file",
+    "precompute": "--precompute",
+    "recompute_ratio": "--ratio",
+    "separator": "--separator",
+    "separator_end": "--separator-end",
+    "vllm_options": "--vllm-options",
+}
+_ARGUMENT = re.compile(r"`([a-z_]+)(?:=([^`]+))?`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +215,41 @@ def read_environment(environment: Mapping[str, str], names: Collection[str] | No
         if variable in environment and (names is None or field.name in names):
             values[field.name] = _cast(field.name, environment[variable], variable)
     return values
+
+
+def flag_name(argument: str) -> str:
+    """Return the flag that sets a setting or another argument on the command line; "" where no flag does.
+
+    >>> flag_name("k"), flag_name("kv_dtype"), flag_name("recompute_ratio"), flag_name("disk_gib")
+    ('-k', '--kv-dtype', '--ratio', '')
+    """
+    field = Settings.__dataclass_fields__.get(argument)
+    if field is None or argument in _WITHOUT_FLAG:
+        return _ARGUMENT_FLAGS.get(argument, "")
+    return (field.metadata["option"].flag if "option" in field.metadata else "") or f"--{argument.replace('_', '-')}"
+
+
+def with_flags(message: str) -> str:
+    """Return a message of the library as the command line prints it: with flags in the place of argument names.
+
+    The library writes an argument in backquotes: `` `k` `` or `` `model='demo'` ``. A setting without a flag becomes
+    its environment variable. Other texts in backquotes stay as they are.
+
+    >>> with_flags("fewer chunks (`k`), or `model='demo'` and `disk_gib=2`; `precompute=False` only indexes")
+    'fewer chunks (-k), or --model demo and RAGBLEND_DISK_GIB=2; --no-precompute only indexes'
+    """
+
+    def replacement(found: re.Match[str]) -> str:
+        name, value = found[1], found[2]
+        flag = flag_name(name)
+        if not flag:
+            variable = f"RAGBLEND_{name.upper()}"
+            return (variable if value is None else f"{variable}={value}") if name in _WITHOUT_FLAG else found[0]
+        if value in ("True", "False"):
+            return flag if value == "True" else f"--no-{flag.removeprefix('--')}"
+        return flag if value is None else f"{flag} {shlex.quote(value.strip(chr(39) + chr(34)))}"
+
+    return _ARGUMENT.sub(replacement, message)
 
 
 @cache

@@ -511,7 +511,7 @@ class ChunkIndex(ChunkDatabase):
         if not has_name or dim != made_by.dim:
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
-                f"(dim {dim}); leave --embedder out to use that one, or make another index: ragblend ingest DOCS "
+                f"(dim {dim}); leave `embedder` out to use that one, or make another index: ragblend ingest DOCS "
                 "--index NEW_PATH (stored KV is found, not recomputed)"
             )
         self._check_version(embedder)

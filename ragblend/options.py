@@ -25,6 +25,9 @@ DiskBudget = float | Literal["auto"]  # GiB, 0 for no limit, or as much as it le
 ContextPolicy = Literal["none", "similar"]  # what chunks are computed behind besides the prefix
 
 
+_SHOWN_CHARS = 200  # of a value in a message
+
+
 class Validator(NamedTuple):
     """Which values an option takes, and how to say so: "choose 1 or more"."""
 
@@ -34,8 +37,9 @@ class Validator(NamedTuple):
     def validate(self, name: str, value: T) -> T:
         """`value`, which is called `name`; raises UsageError unless it may be."""
         if not self.accepts(value):
-            shown = redact(value) if isinstance(value, str) else value
-            raise UsageError(f"{name} is {shown!r}; choose {self.expected}")
+            shown = repr(redact(value) if isinstance(value, str) else value)
+            shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
+            raise UsageError(f"{name} is {shown}; choose {self.expected}")
         return value
 
 
@@ -56,15 +60,40 @@ def int_at_least(least: int, meaning: str = "") -> Validator:
     return Validator(lambda value: type(value) is int and value >= least, f"a whole number, {said} or more")
 
 
+def int_between(least: int, most: int) -> Validator:
+    """A whole number from `least` to `most`, both included."""
+    return Validator(lambda value: type(value) is int and least <= value <= most, f"a whole number, {least} to {most}")
+
+
 def between_zero_and_one(low: str, high: str) -> Validator:
     """A number from 0, which means `low`, to 1, which means `high`."""
     return Validator(lambda value: _is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
+
+
+def is_list(value: object) -> bool:
+    """True for a list, a tuple or another sequence; False for one text, which would be read character by character."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def _is_structure(value: object) -> bool:
     return isinstance(value, Mapping) and len(value) == 1 and set(value) <= set(STRUCTURES)
 
 
+TRUE_OR_FALSE = Validator(lambda value: type(value) is bool, "True or False")
+TEXT = Validator(lambda value: isinstance(value, str), "a text")
+TEXTS = Validator(
+    lambda value: isinstance(value, str) or (is_list(value) and all(isinstance(each, str) for each in value)),
+    "a text or a list of texts",
+)
+LIST = Validator(is_list, "a list")
+TOOLS = Validator(
+    lambda value: is_list(value) and all(isinstance(each, Mapping) for each in value), "a list of dictionaries"
+)
+SECONDS = Validator(
+    lambda value: _is_number(value) and 0 <= value < math.inf, "a number of seconds, 0 or more, or leave it out"
+)
+RETRIES = int_at_least(0, "none")
+SEED = int_between(-(2**63), 2**63 - 1)  # what PyTorch and vLLM take
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 STRUCTURED = Validator(_is_structure, f"one of {', '.join(STRUCTURES)}, as in {{'json': SCHEMA}}")
 BUDGET = Validator(
@@ -80,6 +109,7 @@ BIAS = Validator(
     "a dictionary of token ids to numbers from -100 (never) to 100 (always)",
 )
 CONTEXT = one_of(*get_args(ContextPolicy))
+MAX_TOP_LOGPROBS = 20  # as with OpenAI and vLLM
 
 
 class OptionSpec(NamedTuple):
@@ -108,10 +138,18 @@ class _Dataclass(Protocol):
 def check_options(options: _Dataclass) -> None:
     """Raise UsageError for the first field that `option` made and that has a value it may not have."""
     for each in fields(options):
-        known: OptionSpec | None = each.metadata.get("option")
-        value = getattr(options, each.name)
-        if known is not None and known.check is not None and not (value is None and each.default is None):
-            known.check.validate(each.name, value)
+        _check_option(each, getattr(options, each.name))
+
+
+def check_option(options: type, name: str, value: Any) -> None:
+    """Raise UsageError where the field `name` of the dataclass `options` may not have `value`."""
+    _check_option(options.__dataclass_fields__[name], value)  # type: ignore[attr-defined]
+
+
+def _check_option(each: Field[Any], value: Any) -> None:
+    known: OptionSpec | None = each.metadata.get("option")
+    if known is not None and known.check is not None and not (value is None and each.default is None):
+        known.check.validate(each.name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +162,9 @@ class TierOptions:
     )
     remote: str | None = option(None, "Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
     remote_timeout_s: float = option(
-        5.0, "Longest wait for one chunk of the remote tier.", Validator(lambda value: value > 0, "more than 0 seconds")
+        5.0,
+        "Longest wait for one chunk of the remote tier.",
+        Validator(lambda value: _is_number(value) and value > 0, "more than 0 seconds"),
     )
     kv_dtype: KvDtype = option(
         "auto", "How new KV is stored: auto (as computed), int8 or fp8.", one_of(*get_args(KvDtype))
@@ -253,17 +293,23 @@ class GenerationOptions:
     """
 
     mode: Mode = option("blend", "blend, full, prefix or reuse.", one_of("blend", "full", "prefix", "reuse"))
-    rule: str = option("auto", "Which tokens to recompute: auto, cacheblend, ...")
+    rule: str = option("auto", "Which tokens to recompute: auto, cacheblend, ...", TEXT)
     recompute_ratio: RatioChoice = option(
         None, "Share of chunk tokens to recompute, 0 to 1; auto: as calibrated.", RATIO
     )
-    max_tokens: int = option(256, "Longest answer, in tokens.", at_least(1))
-    temperature: float = option(0.0, "0 is greedy.", at_least(0, "greedy"))
-    top_p: float = option(
-        1.0, "Mass of the tokens to choose from.", Validator(lambda value: 0 < value <= 1, "more than 0, at most 1")
+    max_tokens: int = option(256, "Longest answer, in tokens.", int_at_least(1))
+    temperature: float = option(
+        0.0,
+        "0 is greedy.",
+        Validator(lambda value: _is_number(value) and 0 <= value < math.inf, "0 (greedy) or more"),
     )
-    seed: int | None = option(None, "Of the choice, where there is one.")
-    stop: Sequence[str] | None = option(None, "Texts that end the answer.")
+    top_p: float = option(
+        1.0,
+        "Mass of the tokens to choose from.",
+        Validator(lambda value: _is_number(value) and 0 < value <= 1, "more than 0, at most 1"),
+    )
+    seed: int | None = option(None, "Of the choice, where there is one.", SEED)
+    stop: Sequence[str] | None = option(None, "Texts that end the answer.", TEXTS)
     structured_outputs: Mapping[str, Any] | None = option(None, "What the answer is held to.", STRUCTURED)
     top_k: int | None = option(None, "Most tokens to choose from; 0: all.", int_at_least(0, "all"))
     min_p: float | None = option(
@@ -274,13 +320,15 @@ class GenerationOptions:
     repetition_penalty: float | None = option(
         None,
         "Above 1: tokens of prompt and answer become less likely.",
-        Validator(lambda value: _is_number(value) and value > 0, "more than 0; 1 changes nothing"),
+        Validator(lambda value: _is_number(value) and 0 < value < math.inf, "more than 0; 1 changes nothing"),
     )
     presence_penalty: float | None = option(None, "Taken from the logit of what the answer has.", PENALTY)
     frequency_penalty: float | None = option(None, "The same, as often as the answer has it.", PENALTY)
     logit_bias: Mapping[int, float] | None = option(None, "Added to the logits of token ids.", BIAS)
-    logprobs: bool = option(False, "Give the log-probability of each token of the answer.")
-    top_logprobs: int | None = option(None, "With it, that of this many likeliest tokens.", int_at_least(0))
+    logprobs: bool = option(False, "Give the log-probability of each token of the answer.", TRUE_OR_FALSE)
+    top_logprobs: int | None = option(
+        None, "With it, that of this many likeliest tokens.", int_between(0, MAX_TOP_LOGPROBS)
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -498,7 +498,7 @@ def open_engine_index(
         index.close()
         raise StoreMismatchError(
             f"the index {path} was chunked for {made_for.tokenizer}, the engine runs {engine.name}, whose tokenizer "
-            f"differs. Use --model {made_for.tokenizer}, or ingest again: ragblend ingest DOCS --index NEW_PATH "
+            f"differs. Use `model={made_for.tokenizer!r}`, or ingest again: ragblend ingest DOCS --index NEW_PATH "
             f"--model {engine.name}"
         )
     return index
@@ -518,7 +518,8 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     if nbytes > free:
         raise StoreFullError(
             f"the KV to come needs {format_bytes(nbytes)}, the disk of {disk.root} has {format_bytes(free)} free. Free "
-            "space, choose another --store, a half-precision --dtype, or fewer documents; --no-precompute indexes only"
+            "space, choose another `store`, a half-precision `dtype`, or fewer documents; `precompute=False` only "
+            "indexes"
         )
     limit, room = disk.limit_bytes(), f"{format_bytes(free)} free"
     if limit is None or nbytes <= limit - (held := disk.nbytes()):
@@ -526,12 +527,12 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     if disk.capacity_bytes == "auto" and nbytes > limit:  # a number was somebody's choice; this nobody chose
         raise StoreFullError(
             f"the KV to come needs {format_bytes(nbytes)}, {disk.root} may hold {format_bytes(limit)}: as much as it "
-            "leaves free, since nothing else is said. Say how much, in GiB: RAGBLEND_DISK_GIB=... or disk_gib in the "
-            "settings file (0: no limit); --no-precompute indexes only"
+            "leaves free, because no limit is set. Set one in GiB: `disk_gib=...` (0: no limit); `precompute=False` "
+            "only indexes"
         )
     return (
         f"{room}; the store holds {format_bytes(held)} and may hold {format_bytes(limit)}, so what was used longest "
-        "ago leaves (to keep it: RAGBLEND_DISK_GIB=...)"
+        "ago leaves (to keep it: `disk_gib=...`)"
     )
 
 
@@ -541,7 +542,7 @@ def validate_chunk_size(engine: Engine, chunk_size: int) -> int:
     if not 0 < chunk_size <= room:
         raise UsageError(
             f"chunk size is {chunk_size} tokens; {engine.name} reads {engine.context_length}, choose 1 to {room} "
-            "(--chunk-size), small enough that several chunks fit"
+            "(`chunk_size`), small enough that several chunks fit"
         )
     return chunk_size
 

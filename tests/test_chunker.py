@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 from datetime import date
@@ -266,11 +267,41 @@ def test_pdf_is_read_and_its_absence_of_text_or_extra_is_said(tmp_path, monkeypa
     assert ligatures.text.strip() == "the first floor"
     with pytest.raises(UnreadableDocumentError, match="run OCR"):
         read(tmp_path, "scan.pdf", make_pdf(""))
-    with pytest.raises(UnreadableDocumentError, match="damaged or locked PDF"):
+    with pytest.raises(UnreadableDocumentError, match="damaged PDF"):
         read(tmp_path, "cut.pdf", b"%PDF-1.4 nothing here")
     monkeypatch.setitem(sys.modules, "pypdf", None)
     with pytest.raises(UnreadableDocumentError, match=re.escape("pip install 'ragblend[pdf]'")):
         read(tmp_path, "a.pdf", make_pdf("x"))
+
+
+@pytest.mark.parametrize(
+    ("password", "reason"), [("sesame", "is a PDF that needs a password"), ("", None)], ids=["password", "none"]
+)
+def test_a_password_is_told_from_damage(tmp_path, password, reason):
+    pypdf = pytest.importorskip("pypdf")
+    writer, out = pypdf.PdfWriter(clone_from=io.BytesIO(make_pdf("Hello fused world"))), io.BytesIO()
+    writer.encrypt(password, "owner", algorithm="RC4-128")  # no other algorithm works without `cryptography`
+    writer.write(out)
+    if reason is None:
+        assert read(tmp_path, "a.pdf", out.getvalue())[0].text.strip() == "Hello fused world"
+        return
+    with pytest.raises(UnreadableDocumentError, match=reason):
+        read(tmp_path, "a.pdf", out.getvalue())
+
+
+def test_what_pypdf_reports_of_a_file_is_in_our_log_with_the_name_of_the_file(tmp_path, monkeypatch, caplog):
+    pypdf = pytest.importorskip("pypdf")
+    broken, records = b"junk" + make_pdf("Hello"), []
+    handler = logging.Handler()  # not caplog's, which pytest adds to loggers that do not propagate as well
+    handler.emit = records.append
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    caplog.set_level(logging.INFO, "ragblend.files.library_log")
+    read(tmp_path, "odd.pdf", broken)
+    assert {record.name for record in records} == {"ragblend.files.library_log"}
+    assert all("odd.pdf: pypdf" in record.getMessage() and record.levelname == "INFO" for record in records)
+    records.clear()
+    pypdf.PdfReader(io.BytesIO(broken))  # the application's own call
+    assert {record.name.partition(".")[0] for record in records} == {"pypdf"}
 
 
 def make_parquet(rows: list[dict], **options) -> bytes:

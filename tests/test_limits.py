@@ -269,7 +269,7 @@ def test_a_file_beyond_the_limit_is_named_with_the_setting_that_allows_it(name: 
     path.write_text('{"text": "The ferry leaves at nine."}\n' * 40_000)
     with pytest.raises(UnreadableDocumentError, match=r"1\.4 MiB, more than the setting max_file_mib allows \(1\)"):
         open_source(str(path), 1)
-    with pytest.raises(UnreadableDocumentError, match="RAGBLEND_MAX_FILE_MIB=2"):
+    with pytest.raises(UnreadableDocumentError, match="`max_file_mib=2`"):
         open_source(str(path), 1)
     assert open_source(str(path), 2).digest == open_source(str(path), 0).digest
 

@@ -46,6 +46,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine
+from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
 from ragblend.prompt.prompt import Part
@@ -642,6 +643,49 @@ def test_bad_settings(settings: dict[str, Any], error: type[Exception], engine: 
 def test_bad_calls(call: dict[str, Any], reason: str, chat: ChatBlend) -> None:
     with pytest.raises(UsageError, match=reason):
         chat.invoke("Q", **call)
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM, LlamaBlend])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"timeout": "5"},
+        {"timeout": (1, 2)},
+        {"timeout": float("nan")},
+        {"timeout": -1},
+        {"strict": "yes"},
+        {"separator": 5},
+        {"n": 0},
+        {"n": 1000},
+        {"segments": "a chunk"},
+        {"tools": "add"},
+        {"tools": ["add"]},
+        {"tool_choice": 5},
+        {"parallel_tool_calls": "no"},
+        {"response_format": "json"},
+        {"max_tokens": 24.0},
+        {"seed": 2**70},
+        {"stop": ["a", 5]},
+        {"logprobs": 3},
+    ],
+    ids=str,
+)
+def test_an_option_of_a_wrong_type_is_named_by_a_call_and_by_a_model(
+    kind: Any, option: dict[str, Any], engine: TransformersEngine
+) -> None:
+    (name,) = option
+    with pytest.raises(UsageError, match=f"^{name} is .*; choose "):
+        kind(engine=engine)._options(option)
+    if name in kind.model_fields:
+        with pytest.raises(ValidationError, match=f"{name} is .*; choose "):
+            kind(engine=engine, **option)
+
+
+@pytest.mark.parametrize("option", [{"max_retries": -1}, {"max_retries": "2"}, {"max_matches": -1}, {"store": 5}])
+def test_a_field_of_a_wrong_type_is_named(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValidationError, match=f"{name} is .*; choose "):
+        ChatBlend(**option)
 
 
 def test_unknown_roles_are_refused(chat: ChatBlend) -> None:

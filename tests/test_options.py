@@ -18,7 +18,21 @@ from ragblend.options import GenerationKeywords, GenerationOptions, TierKeywords
         ({"mode": "fast"}, "mode is 'fast'; choose one of blend, full, prefix, reuse"),
         ({"recompute_ratio": 1.5}, r"recompute_ratio is 1.5; choose 0 \(full reuse\) to 1 .*, or 'auto'"),
         ({"recompute_ratio": True}, "recompute_ratio is True"),
-        ({"max_tokens": 0}, "max_tokens is 0; choose 1 or more"),
+        ({"max_tokens": 0}, "max_tokens is 0; choose a whole number, 1 or more"),
+        ({"max_tokens": 24.0}, "max_tokens is 24.0; choose a whole number"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"rule": 5}, "rule is 5; choose a text"),
+        ({"seed": 1.0}, "seed is 1.0; choose a whole number"),
+        ({"seed": 2**70}, "seed is 1180591620717411303424; choose a whole number, -9223372036854775808 to 9223"),
+        ({"stop": ["a", 5]}, r"stop is \['a', 5\]; choose a text or a list of texts"),
+        ({"stop": 5}, "stop is 5"),
+        ({"stop": {"a": 1}}, "stop is {'a': 1}"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": "0"}, r"temperature is '0'; choose 0 \(greedy\) or more"),
+        ({"top_p": "1"}, "top_p is '1'"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+        ({"logprobs": 3}, "logprobs is 3; choose True or False"),
+        ({"logprobs": True, "top_logprobs": 500}, "top_logprobs is 500; choose a whole number, 0 to 20"),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0"),
@@ -41,6 +55,12 @@ def test_a_generation_option_that_cannot_be_is_named(options: dict[str, Any], me
         GenerationOptions(**options)
 
 
+def test_a_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(UsageError) as caught:
+        GenerationOptions(mode="x" * 5000)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 300
+
+
 def test_one_stop_string_stands_for_a_list_of_it() -> None:
     assert GenerationOptions(stop="end").stops == ("end",)
     assert GenerationOptions(stop=["a", "b"]).stops == ("a", "b")
@@ -49,7 +69,8 @@ def test_one_stop_string_stands_for_a_list_of_it() -> None:
 
 @pytest.mark.parametrize("made", [TierOptions, ConnectorConfig])
 @pytest.mark.parametrize(
-    "options", [{"memory_gib": -1}, {"disk_gib": -1}, {"remote_timeout_s": 0}, {"kv_dtype": "int4"}]
+    "options",
+    [{"memory_gib": -1}, {"disk_gib": -1}, {"remote_timeout_s": 0}, {"remote_timeout_s": "5"}, {"kv_dtype": "int4"}],
 )
 def test_a_tier_option_that_cannot_be_is_named(made: type, options: dict[str, Any]) -> None:
     (name,) = options

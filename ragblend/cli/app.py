@@ -24,11 +24,11 @@ from ragblend.cli.lab.explain import explain
 from ragblend.cli.lab.plan import register as register_plan
 from ragblend.cli.lab.ui import ui
 from ragblend.cli.options import JsonOption, with_settings
-from ragblend.cli.printing import err, out, print_json, print_result, progress_bars
+from ragblend.cli.printing import FlagFormatter, err, out, print_error, print_json, print_result, progress_bars
 from ragblend.cli.session import quiet_libraries, terminal_log, use_one_thread
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
-from ragblend.config import Settings
+from ragblend.config import Settings, with_flags
 from ragblend.errors import RagblendError
 
 if TYPE_CHECKING:
@@ -50,7 +50,10 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
     """Check this machine: versions, model, embedder, disk, remote tier, vLLM; say what is missing, how to mend it."""
     from ragblend.operations.doctor import run_diagnostics
 
-    checks = run_diagnostics(settings)
+    checks = [
+        check._replace(finding=with_flags(check.finding), fix=with_flags(check.fix))
+        for check in run_diagnostics(settings)
+    ]
     lines = [f"{_mark(check)} {check.name}: {check.finding}" for check in checks]
     for words, optional in (("to mend", False), ("if you need it", True)):
         missing = [check for check in checks if not check.ok and check.optional is optional and check.fix]
@@ -156,8 +159,9 @@ def root(
     ] = False,
 ) -> None:
     """Set up logging."""
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(message)s", handlers=[terminal_log(verbose)])
+    handler = terminal_log(verbose)
+    handler.setFormatter(FlagFormatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
 def main() -> None:
@@ -165,12 +169,12 @@ def main() -> None:
     try:
         app()
     except RagblendError as error:
-        err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        print_error(error)
         sys.exit(error.exit_code)
     except ImportError as error:
         if "pip install" not in str(error):  # an extra that is not installed says how to install it; the rest is a bug
             raise
-        err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        print_error(error)
         sys.exit(RagblendError.exit_code)
     except KeyboardInterrupt:
         err.print("interrupted; the same command goes on where this one stopped")
@@ -184,9 +188,7 @@ def main() -> None:
 
         if error.errno not in DISK_FULL_ERRNOS:
             raise
-        err.print(
-            f"error: {to_write_error(error, Path(error.filename or '.'))}", markup=False, style="red", soft_wrap=True
-        )
+        print_error(to_write_error(error, Path(error.filename or ".")))
         sys.exit(RagblendError.exit_code)
 
 

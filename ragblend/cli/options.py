@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ragblend.cli.session import settings_for_demo, settings_from
-from ragblend.config import Settings, setting_type
+from ragblend.config import Settings, flag_name, setting_type
 from ragblend.errors import UsageError
 from ragblend.options import RATIO, OptionSpec
 
@@ -61,7 +61,7 @@ def flag(name: str) -> Any:
     """The typer option of a setting."""
     known: OptionSpec = Settings.__dataclass_fields__[name].metadata["option"]
     more: dict[str, Any] = {"parser": parse_ratio, "metavar": "SHARE|auto"} if _type(name) is Any else {}
-    return typer.Option(known.flag or f"--{name.replace('_', '-')}", help=known.help, **more)
+    return typer.Option(flag_name(name), help=known.help, **more)
 
 
 def _type(name: str) -> Any:
@@ -120,7 +120,7 @@ def json_object(text: str | None, option: str) -> dict[str, Any]:
     """An option's JSON object; None is an empty one. Raises UsageError for anything else."""
     try:
         values = json.loads(text) if text is not None else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{option} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise UsageError(f"{option} is {text}; give an object, such as '{{\"enforce_eager\": false}}'")

@@ -6,6 +6,7 @@ Importing this loads neither torch nor a framework: `ragblend --help` answers at
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from ragblend.config import with_flags
 from ragblend.options import DiskBudget
 from ragblend.redaction import redact
 
@@ -38,6 +40,24 @@ PROGRESS_INTERVAL_S = 30.0  # between two lines of progress, where stderr is no 
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
+
+
+class FlagFormatter(logging.Formatter):
+    """Log records with flags in the place of argument names."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line."""
+        return with_flags(super().format(record))
+
+
+def print_error(message: object) -> None:
+    """Print an error of the library on stderr, with flags in the place of argument names."""
+    err.print(f"error: {with_flags(str(message))}", markup=False, style="red", soft_wrap=True)
+
+
+def print_notice(message: str) -> None:
+    """Print a line of the library on stderr, with flags in the place of argument names."""
+    err.print(with_flags(message))
 
 
 def print_result(facts: dict[str, Any], text: str, json_: bool) -> None:
@@ -62,7 +82,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
         where = f"store of {redact(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
-    skipped = [f"{display_source(path)} {reason.partition(';')[0]}" for path, reason in report.skipped]
+    skipped = [f"{display_source(path)} {with_flags(reason.partition(';')[0])}" for path, reason in report.skipped]
     lines = [
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
         f"{report.num_tokens} tokens",
@@ -73,7 +93,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
         f"{where}, {per_token}",
         *([f"{len(report.skipped)} files are no documents: {join_names(skipped)}"] if skipped else []),
         *([f"left out by .gitignore: {join_names(map(display_source, report.ignored))}"] if report.ignored else []),
-        *(f"failed: {display_source(failure.path)}: {failure.reason}" for failure in report.failures),
+        *(f"failed: {display_source(failure.path)}: {with_flags(failure.reason)}" for failure in report.failures),
     ]
     print_result(report.as_dict(), "\n".join(lines), json_)
 

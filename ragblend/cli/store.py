@@ -11,7 +11,7 @@ import typer
 from ragblend.cli.options import DocumentArgument, JsonOption, with_settings
 from ragblend.cli.printing import count_of, join_names, limit_line, print_result, progress_bars, remote_line
 from ragblend.cli.session import open_engine, open_settings_index, remote_facts
-from ragblend.config import Settings
+from ragblend.config import Settings, with_flags
 
 EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
@@ -156,13 +156,13 @@ def verify(
     if report.missing:
         lines[0] += f", {len(report.missing)} missing"
     found = (report.damaged, report.missing, report.damaged_remote)
-    lines += [f"  {key}: {reason}" for entries in found for key, reason in entries.items()]
-    lines += [f"  {settings.store}/{place}: {reason}" for place, reason in report.damaged_files.items()]
-    lines += [f"  index: {problem}" for problem in report.index_problems]
+    lines += [f"  {key}: {with_flags(reason)}" for entries in found for key, reason in entries.items()]
+    lines += [f"  {settings.store}/{place}: {with_flags(reason)}" for place, reason in report.damaged_files.items()]
+    lines += [f"  index: {with_flags(problem)}" for problem in report.index_problems]
     if report.num_without_kv:
         lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
     if repair:
-        lines += [f"{report.num_repaired} recomputed", *report.dropped, *report.unrepaired]
+        lines += [f"{report.num_repaired} recomputed", *report.dropped, *map(with_flags, report.unrepaired)]
     elif report.has_problems:
         lines.append("Damaged entries are never used for an answer. Drop and recompute them: ragblend verify --repair")
     print_result(report.as_dict(), "\n".join(lines), json_)

@@ -348,7 +348,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
         if tables and tables.keys().isdisjoint(_TABLES):
             raise StoreMismatchError(
                 f"{path} is not a registry of chunk texts (it holds the tables {', '.join(sorted(tables))}); "
-                "keep the index and the store in different folders: --index DIR --store OTHER_DIR"
+                "keep the index and the store in different folders: `index='DIR'`, `store='OTHER_DIR'`"
             )
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         has_schema = all(tables.get(name) == sql for name, sql in _TABLES.items())

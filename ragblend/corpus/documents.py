@@ -39,6 +39,7 @@ from ragblend.corpus.readers import (
     stream_parquet,
 )
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
+from ragblend.files.library_log import name_file_in_log
 
 LINK_OUTSIDE_REASON = "is a link that leads out of the folder; to have that file read, name it too"
 BROKEN_LINK_REASON = "is a link to a file that is not there; restore it, or remove the link"
@@ -130,7 +131,7 @@ def _opened(path: str, max_file_mib: float) -> Iterator[BufferedReader]:
             if max_file_mib and size_mib > max_file_mib:
                 raise UnreadableDocumentError(
                     f"holds {size_mib:.1f} MiB, more than the setting max_file_mib allows ({max_file_mib:g}); split "
-                    f"it, or raise the limit: RAGBLEND_MAX_FILE_MIB={math.ceil(size_mib)}"
+                    f"it, or raise the limit: `max_file_mib={math.ceil(size_mib)}`"
                 )
             yield file
     except FileNotFoundError:
@@ -150,7 +151,8 @@ def read_documents(path: str, data: bytes) -> FileContents:
         raise NotADocumentError("is empty (0 bytes)")
     contents = FileContents(())
     try:
-        contents.documents = list(_to_documents(path, READERS.get(_suffix(path), read_text)(data), contents))
+        with name_file_in_log(printable(path)):
+            contents.documents = list(_to_documents(path, READERS.get(_suffix(path), read_text)(data), contents))
     except NotADocumentError:
         raise
     except UnreadableDocumentError as error:

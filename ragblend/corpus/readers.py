@@ -289,13 +289,22 @@ _LIGATURES = {ord(ligature): unicodedata.normalize("NFKC", ligature) for ligatur
 def _read_pdf(data: bytes) -> ParsedRecords:
     try:
         from pypdf import PdfReader
+        from pypdf.errors import DependencyError, FileNotDecryptedError
     except ImportError as error:
         raise UnreadableDocumentError("PDF needs pypdf: pip install 'ragblend[pdf]'") from error
     try:
         pages = [page.extract_text().translate(_LIGATURES) for page in PdfReader(io.BytesIO(data)).pages]
-    except Exception as error:  # pypdf raises whatever a broken or locked file makes it stumble over
+    except FileNotDecryptedError as error:
         raise UnreadableDocumentError(
-            f"is a damaged or locked PDF ({error or type(error).__name__}); repair it or save it without a password"
+            "is a PDF that needs a password; save it without one, for example: qpdf --decrypt --password=... FILE NEW"
+        ) from error
+    except DependencyError as error:  # an encrypted file that opens without a password
+        raise UnreadableDocumentError(
+            f"is an encrypted PDF, and {error}; install it, or save the file without encryption"
+        ) from error
+    except Exception as error:  # pypdf raises errors of many types for a damaged file
+        raise UnreadableDocumentError(
+            f"is a damaged PDF ({error or type(error).__name__}); repair it, for example: qpdf FILE NEW"
         ) from error
     yield ParsedRecord("", "\n\n".join(pages), {"num_pages": len(pages)})
 
@@ -341,6 +350,8 @@ def _parse_parquet(file: BinaryIO) -> ParsedRecords:
                 yield from _parse_item(_as_json(row), number, f"row {number + 1}")
                 number += 1
     except (ArrowException, OSError) as error:
+        if "encrypt" in str(error).lower():
+            raise UnreadableDocumentError(f"is an encrypted Parquet file ({error}); save it without a key") from error
         raise UnreadableDocumentError(f"is a damaged Parquet file ({error}); write it anew") from error
 
 

@@ -183,8 +183,8 @@ class EngineBase(ABC):
     def _check_length(self, num_tokens: int, what: Literal["chunk", "prompt"]) -> None:
         if num_tokens > self.context_length:
             fix = {
-                "chunk": "split it into smaller chunks (of ragblend ingest: --chunk-size)",
-                "prompt": "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size",
+                "chunk": "split it into smaller chunks (of an ingestion: `chunk_size`)",
+                "prompt": "retrieve fewer chunks (`k`), or ingest with a smaller `chunk_size`",
             }
             raise PromptTooLongError(
                 f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; {fix[what]}"

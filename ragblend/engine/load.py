@@ -138,6 +138,8 @@ def load_engine(
         http: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
         given = {name: value for name, value in http.items() if value is not None}
         return _load_client(model, store, backend, given, options, asked)
+    if not (store is None or isinstance(store, str | Path) or (hasattr(store, "get") and hasattr(store, "put"))):
+        raise UsageError(f"store is {store!r}; choose the path of a folder, a KVStore, or None for memory only")
     if backend == "vllm":
         if asked.device != "auto":
             raise UsageError(
@@ -254,7 +256,7 @@ def _load_client(
         tokenizer, path = load_tokenizer(model, model_options)
         if model not in (facts.model, facts.root):
             raise StoreMismatchError(
-                f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
+                f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; choose it: `model={facts.model!r}`"
             )
         segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
         root = Path(store) if store is not None else None
@@ -319,6 +321,6 @@ def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_m
         held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         raise StoreMismatchError(
             f"{path} holds KV of {held}, the engine runs {facts['model']} ({facts['dtype']}), which would find nothing "
-            f"there. Add it: ragblend precompute --model {facts['model']} --store {path}; or use another --store"
+            f"there. Add it: ragblend precompute --model {facts['model']} --store {path}; or use another `store`"
         )
     disk.put_model(fingerprint, facts)

@@ -124,7 +124,7 @@ def to_write_error(error: OSError, path: Path, nbytes: int = 0, full_hint: str =
         )
     return StoreNotWritableError(
         f"{path} cannot be written: {error.strerror or error}. Check the owner and the mount of {path.parent}, "
-        f"or choose another place (--store DIR, --index DIR)"
+        "or choose another folder (`store`, `index`)"
     )
 
 

@@ -33,15 +33,25 @@ from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
 from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover_chunks
 from ragblend.options import (
+    LIST,
     MODEL_NAMES,
+    RETRIES,
+    SECONDS,
+    TEXT,
     TIER_NAMES,
+    TOOLS,
+    TRUE_OR_FALSE,
     ContextPolicy,
     GenerationOptions,
     Mode,
     ModelOptions,
     RatioChoice,
+    Validator,
+    check_option,
     int_at_least,
+    int_between,
     is_url,
+    option,
 )
 from ragblend.prompt.prompt import Chunk, Message, Part, SegmentedPrompt, ToolCall
 from ragblend.redaction import hide_secrets, redact
@@ -55,6 +65,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LONG_TEXT = 1000  # characters; a text as long holds documents more often than not
+
+
+MAX_ANSWERS = 128
+"""Most answers to one prompt, as with OpenAI."""
+TOOL_CHOICE = Validator(
+    lambda value: isinstance(value, str | bool | Mapping), "auto, any, required, none or the name of a tool"
+)
+RESPONSE_FORMAT = Validator(lambda value: isinstance(value, Mapping), "a dictionary such as {'type': 'json_object'}")
 
 
 class UnrecognisedChunkError(RagblendError):
@@ -77,20 +95,18 @@ class Turn:
 class CallOptions(GenerationOptions):
     """Everything one call may set; the model's own fields are the defaults."""
 
-    timeout: float | None = None
-    separator: str | None = None
-    strict: bool = False
-    segments: Sequence[Any] = ()
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    response_format: Any = None
-    n: int | None = None  # answers to one prompt
+    timeout: float | None = option(None, "Seconds for a whole answer.", SECONDS)
+    separator: str | None = option(None, "Text around each chunk.", TEXT)
+    strict: bool = option(False, "Raise where a chunk is not reused.", TRUE_OR_FALSE)
+    segments: Sequence[Any] = option((), "Chunks that are in the messages word for word.", LIST)
+    tools: Sequence[Mapping[str, Any]] = option((), "Tools in OpenAI's form.", TOOLS)
+    tool_choice: Any = option(None, "Whether to call a tool, or which.", TOOL_CHOICE)
+    parallel_tool_calls: bool | None = option(None, "Whether there may be several calls.", TRUE_OR_FALSE)
+    response_format: Any = option(None, "Form of the answer, as OpenAI has it.", RESPONSE_FORMAT)
+    n: int | None = option(None, "Answers to one prompt.", int_between(1, MAX_ANSWERS))
 
     def __post_init__(self) -> None:
         GenerationOptions.__post_init__(self)
-        if self.n is not None:
-            int_at_least(1).validate("n", self.n)
         if self.separator is not None:
             check_separator(self.separator)
 
@@ -110,6 +126,7 @@ _ENGINE_FIELDS = frozenset(  # what opens an engine
     {"model", "store", "remote", "backend", "system", "namespace", "on_miss", "context", "max_retries"}
     | {"vllm_options", "engine_options", *_MODEL_FIELDS}
 )
+_FIELD_CHECKS = {"max_retries": RETRIES, "max_matches": int_at_least(0)}  # fields that no call sets
 _MAY_HOLD_SECRETS = ("remote", "backend", "vllm_options", "engine_options", "model_kwargs")
 _LEGACY_TOOL_OPTIONS = ("functions", "function_call")  # what OpenAI called tools before
 
@@ -199,6 +216,16 @@ class BlendModel(BaseModel):
         unknown = [name for name in given if name not in known] if isinstance(given, Mapping) else []
         if unknown:
             raise UsageError(f"{cls.__name__} has no option {unknown[0]!r}{_nearest(unknown[0], known)}")
+        # Checked before pydantic makes a number of "5" and a truth value of "yes", so that a model and a call, which
+        # pydantic does not read, take the same values.
+        for name, value in given.items() if isinstance(given, Mapping) else ():
+            field = ALSO_CALLED.get(name, name)
+            if value is None:
+                continue
+            if field in _OPTION_NAMES:
+                check_option(CallOptions, field, value)
+            elif field in _FIELD_CHECKS:
+                _FIELD_CHECKS[field].validate(field, value)
         return given
 
     def model_post_init(self, context: Any, /) -> None:

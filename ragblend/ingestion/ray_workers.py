@@ -69,10 +69,10 @@ class RayWorkers:
         **options: Any,
     ) -> None:
         if count < 1:
-            raise UsageError(f"{count} workers cannot do anything; choose 1 or more (--workers)")
+            raise UsageError(f"{count} workers cannot do anything; choose 1 or more (`count`)")
         backend = str(options.get("backend", "transformers"))
         if is_url(backend):
-            raise UsageError(f"the server at {redact(backend)} prefills itself; leave out the workers (--workers)")
+            raise UsageError(f"the server at {redact(backend)} prefills itself; leave out the workers (`count`)")
         self._ray = _import_ray()
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
@@ -156,7 +156,7 @@ class RayWorkers:
         except RayActorError as error:
             raise RagblendError(
                 f"a worker died {RETRIES + 1} times at the same batch, perhaps for want of memory: choose fewer "
-                f"(--workers) or smaller chunks; what is stored stays, and the same command goes on. Ray says: {error}"
+                f"(`count`) or smaller chunks; what is stored stays, and the same command goes on. Ray says: {error}"
             ) from error
 
     def _start_ray(self, address: str | None, num_cpus: int, num_gpus: float) -> None:
@@ -171,7 +171,7 @@ class RayWorkers:
         except ConnectionError as error:
             raise BackendUnreachableError(
                 f"no Ray cluster at {redact(address or 'local')} ({error}); start one: ray start --head, or leave "
-                "out --ray for workers on this machine"
+                "out `address` for workers on this machine"
             ) from error
 
 
@@ -199,7 +199,7 @@ class _Worker:
         if (engine.fingerprint, engine.segmenter.fingerprint) != (fingerprint, segmenter):
             raise StoreMismatchError(
                 f"{self._opening.model} on {os.uname().nodename} is not the model that ingests: other weights, dtype "
-                "or tokenizer; copy the same folder to every machine and say --dtype"
+                "or tokenizer; copy the same folder to every machine and give `dtype`"
             )
         stored = list(prefill_here(chunks, engine))
         for tier in tiers_of(engine.store):

@@ -6,6 +6,7 @@ documents as they are read; deletes no KV (see `forgetting`) and prefills nothin
 
 from __future__ import annotations
 
+import logging
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -25,12 +26,14 @@ from ragblend.corpus.documents import (
     reader_version,
 )
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.folder_scan import FolderScan, ReadFailure, is_in
+from ragblend.corpus.folder_scan import FolderScan, ReadFailure, display_source, is_in
 from ragblend.corpus.schema import IngestedFile
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.workers import Workers
 from ragblend.prompt.prompt import Chunk
+
+log = logging.getLogger(__name__)
 
 _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
 _SAVE_EVERY_S = 20.0  # the search files are rebuilt from SQLite anyway; saving them often only costs time
@@ -172,7 +175,9 @@ class _SyncPass:
             if had.get(source) == wanted:
                 self.result.num_unchanged += 1
                 continue
-            self._waiting.append((document, wanted, self.chunker.split(document)))
+            chunks = self.chunker.split(document)
+            log.info("%s: %d characters in %d chunks", display_source(source), len(document.text), len(chunks))
+            self._waiting.append((document, wanted, chunks))
             self.result.num_updated += source in had
             self._flush_if_many()  # a file may hold more documents than memory
         gone = [source for source in had.keys() - set(sources) if not contents.may_be_unread(source)]

@@ -305,7 +305,7 @@ def _blocks(text: str, form: CallFormat) -> list[TextBlock | ToolCallBlock]:
     said, calls = read_answer(text, form)
     blocks: list[TextBlock | ToolCallBlock] = [TextBlock(text=said)] if said else []
     for id, name, arguments in calls:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             blocks.append(ToolCallBlock(tool_call_id=id, tool_name=name, tool_kwargs=json.loads(arguments)))
     return blocks
 

@@ -152,7 +152,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     if gone and disk is not None and not disk.has_evicted:
         report.unrepaired.append(
             f"{len(gone)} entries are missing: this model does not make them of what is indexed, behind this prefix "
-            "and in this namespace. Repair with the --model, --system or --namespace that made them, add the documents "
+            "and in this namespace. Repair with the `model`, `system` or `namespace` that made them, add the documents "
             "again, or forget them: ragblend gc"
         )
     return repaired.num_new_kv
@@ -236,7 +236,7 @@ def collect_garbage(
         if used is None:
             raise RagblendError(
                 f"the tokenizer that {index} was made with cannot be loaded, so orphans cannot be told; "
-                "run gc without --orphans, or make the model available"
+                "run ragblend gc without --orphans, or make the model available"
             )
         kept = {text.strip() for _, text in opened.texts()}
         if dry_run:

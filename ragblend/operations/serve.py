@@ -52,7 +52,7 @@ class ServeOptions:
         if not 0 < self.port < 65536:
             raise UsageError(f"port is {self.port}; choose 1 to 65535")
         if self.separator_end is not None and self.separator is None:
-            raise UsageError("--separator-end needs --separator, the mark that opens a chunk")
+            raise UsageError("`separator_end` needs `separator`, the mark that opens a chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,11 @@ def _check_keys(path: Path, api_key: str | None) -> None:
     read_keys(path)
     if api_key or os.environ.get(API_KEY):
         raise UsageError(
-            f"--api-keys-file and --api-key (RAGBLEND_API_KEY, {API_KEY}) are both given; write the key into "
-            f"{path}, unset those"
+            f"`keys` and `api_key` (RAGBLEND_API_KEY, {API_KEY}) are both given; write the key into {path}, unset those"
         )
     if os.environ.get(RESPONSES_STORE, "0") not in ("", "0"):
         raise UsageError(
-            f"with {RESPONSES_STORE} vLLM shows one key's responses to another; unset it, or no --api-keys-file"
+            f"with {RESPONSES_STORE} vLLM shows one key's responses to another; unset it, or leave out `keys`"
         )
 
 

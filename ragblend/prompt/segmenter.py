@@ -234,7 +234,11 @@ class Segmenter:
     def _encode(self, text: str, *, split_special_tokens: bool) -> list[int]:
         # A fast tokenizer keeps the last split_special_tokens as state: two threads would read each other's.
         with self._lock:
-            encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)
+            # Not verbose: the tokenizer warns of a text beyond the model's context, also of a document that is only
+            # counted here and then cut. A prompt that is too long raises PromptTooLongError.
+            encoded = self._tokenizer(
+                text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
+            )
         return list(encoded.input_ids)
 
     def _encode_inside(self, text: str) -> list[int]:

@@ -105,7 +105,7 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tm
         ((), {"port": 0}, "port"),
         ((), {"remote": "cache:6379"}, "cache:6379"),
         ((), {"separator": ""}, "empty"),
-        ((), {"separator_end": "x"}, "--separator"),
+        ((), {"separator_end": "x"}, "`separator`"),
         (("--kv-transfer-config", "{}"), {}, "--kv-transfer-config"),
         (("--dtype=half",), {}, "--dtype"),
     ],

@@ -129,7 +129,7 @@ def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
         num_tokens = len(kv.header.prefix_ids) + kv.header.num_tokens
         raise UsageError(
             f"a chunk and what it was computed behind, {num_tokens} tokens, are too long to be stored: their ids take "
-            f"{nbytes} bytes, {_MAX_HEADER_BYTES} are read; split documents into smaller chunks (--chunk-size)"
+            f"{nbytes} bytes, {_MAX_HEADER_BYTES} are read; split documents into smaller chunks (`chunk_size`)"
         )
     return nbytes
 

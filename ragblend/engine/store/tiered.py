@@ -302,7 +302,7 @@ class TieredStore:
         held = convert_kv_dtype(load_into_memory(kv), self.kv_dtype)
         if not kv_is_finite(held):
             log.warning(
-                "KV %s is not stored: it holds infinity or NaN as the model computed it in %s; choose another --dtype",
+                "KV %s is not stored: it holds infinity or NaN as the model computed it in %s; choose another `dtype`",
                 held.header.key, held.header.dtype,
             )  # fmt: skip
             return

@@ -322,7 +322,10 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
             raise NotFoundError(f"{model} has no config.json; {fix}")
         return path
     if is_path:
-        raise NotFoundError(f"no model directory at {model}; give a Hugging Face id, a local path or 'demo'")
+        raise NotFoundError(
+            f"no model directory at {model}; give a Hugging Face id, a local path, or use the embedded model: "
+            "`model='demo'`"
+        )
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.model", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
@@ -369,11 +372,11 @@ def _from_hub(model: str, options: ModelOptions) -> Iterator[None]:
         if options.local_files_only:
             raise NotFoundError(
                 f"model {model!r}{version} is not in {place}, and local_files_only forbids to download it; leave that "
-                "out, or use the embedded one: --model demo"
+                "out, or use the embedded model: `model='demo'`"
             ) from error
         raise NotFoundError(
             f"model {model!r}{version} is neither here nor on Hugging Face ({type(error).__name__}). "
-            "Check the name and the network, or use the embedded one: --model demo"
+            "Check the name and the network, or use the embedded model: `model='demo'`"
         ) from error
 
 
@@ -426,8 +429,8 @@ def find_device(device: str) -> torch.device:
         if place.type == "cuda" and not torch.cuda.is_available():
             why = "built without it" if torch.version.cuda is None else "it sees no GPU, or no driver for one"
             raise UsageError(
-                f"device is {device!r}, and PyTorch {torch.__version__} cannot use CUDA here ({why}). Choose --device "
-                "cpu or auto, or install PyTorch for CUDA: https://pytorch.org/get-started/locally"
+                f"device is {device!r}, and PyTorch {torch.__version__} cannot use CUDA here ({why}). Choose "
+                "`device='cpu'` or `device='auto'`, or install PyTorch for CUDA: https://pytorch.org/get-started/locally"
             )
         if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
             raise UsageError(f"device is {device!r}; PyTorch sees {torch.cuda.device_count()} GPUs here, from cuda:0")

@@ -152,7 +152,7 @@ def forget_everywhere(store: TieredStore, keys: list[str]) -> int:
 def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError("send a JSON object") from error
     if not isinstance(fields, dict):
         raise UsageError("send a JSON object")

@@ -207,7 +207,7 @@ def keys_of(body: bytes) -> list[str]:
     """The keys a request names. Raises UsageError for anything else."""
     try:
         keys = json.loads(body)["keys"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError('send {"keys": ["..."]}') from error
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(keys) > MAX_KEYS:
         raise UsageError(f"keys must be a list of at most {MAX_KEYS} strings")

@@ -34,7 +34,7 @@ from ragblend.errors import (
     RagblendError,
     UsageError,
 )
-from ragblend.options import CONTEXT, ContextPolicy, is_url
+from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, is_url
 from ragblend.redaction import redact
 
 log = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ class Connection:
     ) -> None:
         if not _is_address(url):
             raise UsageError(f"backend is {redact(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
-        if max_retries < 0:
-            raise UsageError(f"max_retries is {max_retries}; choose 0 or more")
+        RETRIES.validate("max_retries", max_retries)
+        SECONDS.validate("timeout", timeout)
         base_url = url.rstrip("/").removesuffix("/v1")
         self.url = redact(base_url)  # for people
         key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
@@ -213,7 +213,8 @@ class Connection:
                 f"{self.url} is busy or starting ({status}: {said}); try again, or add replicas behind it"
             )
         if status == 400 and "maximum context length" in said:
-            return PromptTooLongError(f"{said}; retrieve fewer chunks (-k), or serve with a larger --max-model-len")
+            fix = "retrieve fewer chunks (`k`), or start the server with a larger --max-model-len"
+            return PromptTooLongError(f"{said}; {fix}")
         if status < 500:
             return UsageError(f"{self.url} refuses the request ({status}): {said}")
         return RagblendError(f"{self.url} failed ({status}): {said}; look at the server's log")
@@ -221,7 +222,7 @@ class Connection:
     def _object(self, text: bytes | str, path: str) -> dict[str, Any]:
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise RagblendError(f"{self.url}{path} answered no JSON object; is it a vLLM server?")
@@ -436,7 +437,7 @@ def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             return
         try:
             event = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict):
             raise BackendUnreachableError(f"the server sent {value[:80]!r} instead of JSON; ask again")
@@ -463,7 +464,7 @@ def _message(text: str) -> str:
     """
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return " ".join(text.split())[:300]
     inner = body.get("error", body) if isinstance(body, dict) else body
     said = inner.get("message", inner.get("detail", inner)) if isinstance(inner, dict) else inner

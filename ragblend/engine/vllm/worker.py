@@ -484,7 +484,7 @@ def worker_of_this_process() -> BlendWorker:
     if not has_kv_transfer_group():
         raise UsageError(
             "vLLM's worker runs in another process, where its store cannot be exchanged; leave out "
-            "VLLM_ENABLE_V1_MULTIPROCESSING and --vllm-options that ask for several processes"
+            "VLLM_ENABLE_V1_MULTIPROCESSING and those of `vllm_options` that start several processes"
         )
     worker: BlendWorker = get_kv_transfer_group()._worker
     return worker

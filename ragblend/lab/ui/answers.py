@@ -138,6 +138,7 @@ class QuestionRun:
             finish_reason=result.finish_reason,
             contexts=contexts,
             agreement=self._compare_with_full(mode, result),
+            shared=shared_beginning(result.text, self._full.text) if self._full is not None else result.text.strip(),
             **facts,
         )
 
@@ -163,6 +164,23 @@ class QuestionRun:
         if self._compared is not None:
             return self._compared.agreement(mode)._asdict()
         return {"answers_identical": result.text == self._full.text}
+
+
+def shared_beginning(answer: str, reference: str) -> str:
+    """Return the words at the beginning of `answer` that `reference` begins with, too; outer whitespace is left out.
+
+    >>> shared_beginning("He is a trainer of dogs.", "He is a train driver.")
+    'He is a '
+    >>> shared_beginning("the same", "the same and more")
+    'the same'
+    """
+    text, other = answer.strip(), reference.strip()
+    pairs = zip(text, other, strict=False)
+    end = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(text), len(other)))
+    is_between_words = all(end == len(each) or each[end].isspace() for each in (text, other))
+    while end and not is_between_words and not text[end - 1].isspace():
+        end -= 1
+    return text[:end]
 
 
 def answer_question(job: UiJob, question: str, room: UiState) -> None:

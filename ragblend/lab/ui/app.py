@@ -28,7 +28,7 @@ try:
 except ImportError as error:
     raise ImportError("ragblend ui needs Starlette and uvicorn: pip install 'ragblend[ui]'") from error
 
-from ragblend.config import Settings
+from ragblend.config import Settings, with_flags
 from ragblend.engine.api import Engine
 from ragblend.errors import RagblendError, StoreFullError, UsageError
 from ragblend.index import ChunkIndex
@@ -36,7 +36,9 @@ from ragblend.lab.explain_page import tokens_style
 from ragblend.lab.ui.answers import RetrieveChunks, UiState, answer_question, blend_again
 from ragblend.lab.ui.guard import App, OriginGuard, is_loopback
 from ragblend.lab.ui.job_queue import JobQueue, UiJob
+from ragblend.lab.ui.timeouts import HeadTimeoutProtocol, SlowBodyError, limit_body_time
 from ragblend.lab.ui.uploads import TooLargeError, Upload, ingest_uploads, uploads_folder, validate_file_name
+from ragblend.options import SHARE
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def make_app(
         try:
             room.engine, room.index = open_(job)
         except Exception as error:
-            room.problem = str(error) if isinstance(error, RagblendError | ImportError) else repr(error)
+            room.problem = with_flags(str(error)) if isinstance(error, RagblendError | ImportError) else repr(error)
             log.error("%s", room.problem)
             raise
 
@@ -106,8 +108,9 @@ def make_app(
     async def again(request: Request) -> Response:
         body = await _read_json_body(request)
         name, ratio = body.get("id"), body.get("ratio")
-        if not isinstance(name, str) or not isinstance(ratio, int | float) or isinstance(ratio, bool):
-            raise UsageError("give id, a question's, and ratio, a share from 0 to 1")
+        if not isinstance(name, str):
+            raise UsageError(f"id is {name!r:.40}; send the id of a question that was answered")
+        SHARE.validate("ratio", ratio)  # before it becomes a float, which holds no number of 400 digits
         return _stream_events(desk.submit(lambda job: blend_again(job, name, float(ratio), room), "blending again"))
 
     app = Starlette(
@@ -146,9 +149,14 @@ def serve(
     app = make_app(settings, open_, find, desk, host)
     if browser:  # what is asked before the server runs waits in the socket
         webbrowser.open(url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]"))
-    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_STOP_S), desk, notify)
+    server = _Server(server_config(app), desk, notify)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again, after a tidy end
         server.run(sockets=[listening])
+
+
+def server_config(app: App) -> uvicorn.Config:
+    """The configuration of the page's server: its log, its time limits."""
+    return uvicorn.Config(app, http=HeadTimeoutProtocol, log_level="warning", timeout_graceful_shutdown=_STOP_S)
 
 
 class _Server(uvicorn.Server):
@@ -195,12 +203,12 @@ def _close_after_jobs(desk: JobQueue, room: UiState) -> None:
 async def _read_body_parts(request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
     """The request's body, part by part. What is too large is read on for a while and let go: a socket that is closed
     with bytes in it is reset, and the client, which still sends, would never see the answer that says why."""
-    parts = request.stream()
+    parts = limit_body_time(request.stream())
     try:
         yield parts
     except TooLargeError:
         num_bytes = 0
-        with suppress(TimeoutError, ClientDisconnect):
+        with suppress(TimeoutError, ClientDisconnect, SlowBodyError):
             async with asyncio.timeout(_REST_S):
                 async for part in parts:
                     num_bytes += len(part)
@@ -219,8 +227,8 @@ async def _read_json_body(request: Request) -> dict[str, Any]:
                 raise TooLargeError(f"this is longer than {_BODY_BYTES >> 10} KiB; ask a shorter question")
     try:
         found = json.loads(data)
-    except ValueError as error:
-        raise UsageError(f"this is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # RecursionError: arrays or objects nested thousands deep
+        raise UsageError(f"the request's body is not JSON that can be read: {error}; send a flat object") from error
     if not isinstance(found, dict):
         raise UsageError("this is no JSON object")
     return found
@@ -238,8 +246,9 @@ def _stream_events(job: UiJob) -> Response:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    status = 413 if isinstance(error, TooLargeError) else 507 if isinstance(error, StoreFullError) else 400
-    return JSONResponse({"error": str(error)}, status, {"connection": "close"})
+    statuses = {TooLargeError: 413, SlowBodyError: 408, StoreFullError: 507}
+    status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
+    return JSONResponse({"error": with_flags(str(error))}, status, {"connection": "close"})
 
 
 async def _disconnected_response(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ragblend.config import with_flags
 from ragblend.errors import RagblendError
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class UiJob:
         except JobCancelled:
             self.emit("error", message="This was stopped. What was finished before is kept.")
         except (RagblendError, ImportError, OSError) as error:
-            self.emit("error", message=str(error))
+            self.emit("error", message=with_flags(str(error)))
         except Exception as error:
             log.exception("%s failed", self.title)
             self.emit("error", message=f"{type(error).__name__}: {error}. This is a bug; the terminal has the details.")

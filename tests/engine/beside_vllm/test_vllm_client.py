@@ -457,7 +457,7 @@ def test_an_error_inside_a_stream_is_raised(client: VllmClient, script: Script) 
 def test_a_model_the_server_does_not_run_is_refused(url: str) -> None:
     with pytest.raises(NotFoundError):
         load_engine("some/where/else", backend=url)
-    with pytest.raises(StoreMismatchError, match="--model demo"):
+    with pytest.raises(StoreMismatchError, match="`model='demo'`"):
         load_engine(str(load_tokenizer("demo")[1]), backend=url)
 
 

@@ -179,9 +179,9 @@ def test_the_answer_ends_where_the_context_does(make_model, segmenter):
         result = engine.generate(PROMPT, max_tokens=500, temperature=1.0, seed=3)
         if result.finish_reason == "length":
             assert len(result.token_ids) == room
-        with pytest.raises(PromptTooLongError, match=r"prompt takes \d+ tokens, short reads 128.*-k"):
+        with pytest.raises(PromptTooLongError, match=r"prompt takes \d+ tokens, short reads 128.*`k`"):
             engine.generate(SegmentedPrompt(CHUNKS * 3, "what?"))
-        with pytest.raises(PromptTooLongError, match=r"chunk takes \d+ tokens, short reads 128.*--chunk-size"):
+        with pytest.raises(PromptTooLongError, match=r"chunk takes \d+ tokens, short reads 128.*`chunk_size`"):
             engine.precompute("x" * 200)
 
 

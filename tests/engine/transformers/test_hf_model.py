@@ -85,8 +85,8 @@ def test_a_directory_is_found_by_its_path(saved):
         ("a/b/c", "no model directory at {name}.*'demo'"),
         ("{saved}/config.json", "no model directory"),
         ("{saved}/..", r"has no config\.json"),
-        ("nobody/no-such-model-here", "model '{name}' is neither here nor on Hugging Face.*--model demo"),
-        ("no such model", "model '{name}' is neither here nor on Hugging Face.*--model demo"),
+        ("nobody/no-such-model-here", "model '{name}' is neither here nor on Hugging Face.*`model='demo'`"),
+        ("no such model", "model '{name}' is neither here nor on Hugging Face.*`model='demo'`"),
     ],
 )
 def test_what_is_no_model_is_named_with_a_way_out(name, said, saved):
@@ -200,7 +200,9 @@ def test_an_unknown_device_is_named(saved, device):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_cuda_where_there_is_none_is_refused_with_the_way_out(device, monkeypatch):
-    with pytest.raises(UsageError, match=rf"device is .{device}.*cannot use CUDA here.*--device cpu or auto"):
+    with pytest.raises(
+        UsageError, match=rf"device is .{device}.*cannot use CUDA here.*`device='cpu'` or `device='auto'`"
+    ):
         load_model("demo", ModelOptions(device=device))
     with pytest.raises(UsageError, match="cannot use CUDA here"):
         random_model(SHAPES["llama-50m"], device=device)

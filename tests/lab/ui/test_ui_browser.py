@@ -47,7 +47,7 @@ class Page:
 
     def open(self, url: str) -> None:
         self.driver.get(url)
-        self.until(lambda: "rule" in self["about"].text)
+        self.until(lambda: "answers from" in self["about"].text)
 
     def width(self, pixels: int) -> None:
         size = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": False}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -14,8 +16,8 @@ from ui_site import QUESTION, Site, of, open_for, parsed, running, settings_in
 
 from ragblend.cli.session import retrieve
 from ragblend.errors import UnsupportedModelError, UsageError
-from ragblend.lab.ui import app, job_queue
-from ragblend.lab.ui.answers import QuestionRun
+from ragblend.lab.ui import app, job_queue, timeouts
+from ragblend.lab.ui.answers import QuestionRun, shared_beginning
 from ragblend.lab.ui.uploads import uploads_folder, validate_file_name
 from ragblend.prompt.prompt import SegmentedPrompt
 
@@ -80,11 +82,12 @@ def test_what_cannot_be_done_is_told_with_the_way_out(site: Site, path: str, bod
     assert words in error["message"]
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.5])
-def test_a_ratio_that_is_no_share_is_refused(site: Site, ratio: float) -> None:
-    name = of(site.events("/ask", {"question": QUESTION}), "asked")[0]["id"]
-    (error,) = of(site.events("/blend", {"id": name, "ratio": ratio}), "error")
-    assert str(ratio) in error["message"]
+@pytest.mark.parametrize("ratio", ["-0.1", "1.5", "9" * 400, "NaN", "1e999"], ids=lambda ratio: ratio[:9])
+def test_a_ratio_that_is_no_share_is_refused(site: Site, ratio: str) -> None:
+    reply = site.client.post("/blend", content=f'{{"id": "x", "ratio": {ratio}}}')
+    assert reply.status_code == 400
+    assert "choose 0 (full reuse) to 1" in reply.json()["error"]
+    assert len(reply.json()["error"]) < 400
 
 
 @pytest.mark.parametrize(
@@ -97,12 +100,78 @@ def test_a_ratio_that_is_no_share_is_refused(site: Site, ratio: float) -> None:
         ("/ingest", b'{"names": ["../a.md"]}'),
         ("/blend", b'{"id": "x", "ratio": true}'),
         ("/blend", b'{"id": "x", "ratio": "0.1"}'),
+        ("/blend", b'{"id": "x", "ratio": ' + b"9" * 5000 + b"}"),  # more digits than Python makes an int of
+        ("/ask", b"[" * 100_000),
+        ("/ask", b'{"question": ' * 15_000),
+        ("/ingest", b'{"names": ["\\ud800.md"]}'),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_reason(site: Site, path: str, body: bytes) -> None:
     reply = site.client.post(path, content=body)
     assert reply.status_code == 400
     assert reply.json()["error"]
+
+
+def test_an_answer_names_the_words_that_it_shares_with_full_prefill(site: Site) -> None:
+    answers = {facts["mode"]: facts for facts in of(site.events("/ask", {"question": QUESTION}), "answer")}
+    assert {mode: facts["shared"] for mode, facts in answers.items()} == {
+        "full": "trainer", "prefix": "trainer", "reuse": "", "blend": "trainer",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "shared"),
+    [
+        ("It was Ann, in May.", "It was Ann, in June.", "It was Ann, in "),
+        ("train", "trainer", ""),
+        (" the same", "the same and more", "the same"),
+        ("the same and more", "the same", "the same"),
+        ("equal", "equal", "equal"),
+        ("", "any", ""),
+    ],
+)
+def test_answers_part_at_the_beginning_of_a_word(answer: str, reference: str, shared: str) -> None:
+    assert shared_beginning(answer, reference) == shared
+
+
+def test_the_page_says_that_the_scale_is_not_linear_and_what_it_does_in_plain_words(site: Site) -> None:
+    script = site.client.get("/page.js").text
+    assert "The scale is not linear" in script
+    assert 'id="ratio-scale"' in site.client.get("/").text
+    subtitle = script.partition('$("about").textContent = `${model} ')[2].partition("\n")[0]
+    assert subtitle.startswith("answers from")
+    assert not any(word in subtitle for word in ("rule", "context", "retrieved"))
+
+
+# -- requests that never end
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Part", b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\nGET /"],
+)
+def test_a_connection_without_a_whole_head_is_closed(site: Site, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(timeouts, "HEAD_S", 0.2)
+    address = urlsplit(site.url)
+    opened = [socket.create_connection((address.hostname, address.port), timeout=5) for _ in range(10)]
+    for each in opened:
+        each.sendall(sent)
+    for each in opened:
+        with each:
+            received = b"".join(iter(lambda each=each: each.recv(1 << 16), b""))  # to the end, which the server makes
+            assert received.startswith(b"HTTP/1.1 200" if b"state" in sent else b"")
+
+
+@pytest.mark.parametrize("path", ["/ask", "/documents?name=slow.txt"])
+def test_a_body_that_stalls_is_answered_with_408(site: Site, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(timeouts, "BODY_S", 0.1)
+    address = urlsplit(site.url)
+    head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nOrigin: {site.url}\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=5) as opened:
+        opened.sendall(head.encode() + b"{")
+        received = b"".join(iter(lambda: opened.recv(1 << 16), b""))
+    assert received.startswith(b"HTTP/1.1 408")
+    assert b"1 bytes of it have arrived" in received
 
 
 # -- documents

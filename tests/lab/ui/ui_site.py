@@ -19,7 +19,7 @@ from ragblend.config import Settings
 from ragblend.demo.show import EMBEDDER
 from ragblend.engine.api import Engine
 from ragblend.index import ChunkIndex
-from ragblend.lab.ui.app import _listen, make_app
+from ragblend.lab.ui.app import _listen, make_app, server_config
 from ragblend.lab.ui.job_queue import JobQueue, UiJob
 
 QUESTION = "Check the files: What role does James Bell have?"
@@ -88,7 +88,7 @@ def running(settings: Settings, open_: Any = None, find: Any = retrieve) -> Iter
         return open_for(settings)
 
     app = make_app(settings, open_ or open_here, find, desk)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    server = uvicorn.Server(server_config(app))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     site = Site(f"http://127.0.0.1:{listening.getsockname()[1]}", desk, settings)

@@ -187,7 +187,7 @@ class ObjectValues:
 
     def _directory(self) -> Directory:
         return Directory(
-            Path(self._root), fsync=True, full_hint=f"Make room for {self.url}, or choose another --remote"
+            Path(self._root), fsync=True, full_hint=f"Make room for {self.url}, or choose another `remote`"
         )
 
     def _path(self, name: str) -> str:

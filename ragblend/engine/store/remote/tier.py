@@ -472,7 +472,7 @@ def open_remote(
     if not scheme or timeout_s <= 0:
         problem = f"the remote's time limit is {timeout_s} s"
         problem = problem if scheme else f"{redact(url)!r} is not the URL of a remote tier"
-        raise UsageError(f"{problem}; write --remote redis://HOST:6379/0 or s3://BUCKET/PREFIX, and more than 0 s")
+        raise UsageError(f"{problem}; write `remote='redis://HOST:6379/0'` or s3://BUCKET/PREFIX, and more than 0 s")
     if HIDDEN + "@" in url:
         raise UsageError(f"the password is left out of {redact(url)!r}, as it is printed; give the whole URL")
     # A scheme has a file of its own beside this one, SCHEME_values.py, or is left to fsspec.

@@ -93,8 +93,10 @@ async function refresh() {
 
 function describe() {
   const { model, num_documents, num_chunks, rule, context, k, neighbours } = facts;
-  const around = neighbours ? ` with ${neighbours} before and after each` : "";
-  $("about").textContent = `${model}, rule ${rule}, context ${context}, ${count(k, "chunk")} retrieved per question${around}`;
+  const around = neighbours ? `, each with the ${neighbours} before and after it` : "";
+  const nearest = k === 1 ? "the part of your documents that fits a question best" : `the ${k} parts of your documents that fit a question best`;
+  $("about").textContent = `${model} answers from ${nearest}${around}.`;
+  $("about").title = `rule ${rule}, context ${context}, ${count(k, "chunk")} retrieved per question`;
   $("demo-note").hidden = !facts.is_demo;
   const list = $("documents");
   list.hidden = !num_documents;
@@ -242,7 +244,9 @@ function watch(about) {
 function finish(told, about) {
   const { mode, agreement } = told;
   const at = outcome(mode);
-  at.answer.textContent = told.text.trim() || "(empty)";
+  const text = told.text.trim() || "(empty)";
+  if (mode === "full") about.full = text;
+  write(at.answer, text, told.shared, text === about.full);
   at.time.textContent = seconds(told.ttft_s);
   if (mode === "full") about.full_s = told.ttft_s;
   at.bar.style.width = `${Math.min(100, Math.max(1, 100 * told.ttft_s / about.full_s))}%`;
@@ -254,6 +258,15 @@ function finish(told, about) {
   if (agreement && !about.gold) verdicts.push(same ? "\u2713 full prefill\u2019s answer" : "\u2260 another answer than full prefill\u2019s");
   at.verdict.textContent = verdicts.join(", ");
   at.facts.replaceChildren(...lines(told).map((line) => element("li", line)));
+}
+
+/** Write an answer; from `shared` on, where it parts from full prefill's answer, it is marked. */
+function write(place, text, shared, same) {
+  if (same || !text.startsWith(shared)) { place.textContent = text; return; }
+  const mark = element("mark", text.slice(shared.length) || " [full prefill\u2019s answer goes on]");
+  mark.title = "From here on it differs from full prefill\u2019s answer.";
+  place.replaceChildren(shared, mark);
+  place.scrollTop = mark.offsetTop - place.offsetTop - place.clientHeight / 2; // the place of the difference is in view
 }
 
 function lines(told) {
@@ -340,6 +353,7 @@ $("ask").addEventListener("submit", (event) => {
 
 const slider = $("ratio");
 slider.max = RATIOS.length - 1;
+$("ratio-scale").textContent = `The scale is not linear: its steps are ${RATIOS.slice(0, -1).map((ratio) => 100 * ratio).map(Math.round).join(", ")} and 100\u00a0%.`;
 
 function set(ratio) {
   const nearest = RATIOS.reduce((best, each, place) => (Math.abs(each - ratio) < Math.abs(RATIOS[best] - ratio) ? place : best), 0);
