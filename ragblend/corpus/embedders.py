@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.errors import CorruptError, NotFoundError, UsageError, check_unicode
+from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
 
 logger = logging.getLogger(__name__)
@@ -324,6 +325,4 @@ def load_embedder(name: str | Path) -> Embedder:
         return MiniLMEmbedder()
     if str(name) == "hashing":
         return HashingEmbedder()
-    if not str(name):
-        raise UsageError("the embedder has no name; choose 'minilm', 'hashing', a Hugging Face id or a folder")
-    return SentenceTransformerEmbedder(name)
+    return SentenceTransformerEmbedder(user_path(name, "embedder"))
