@@ -17,6 +17,7 @@ import typer
 from ragblend.cli.ask import ask, chat, search
 from ragblend.cli.documents import ingest, precompute, remove
 from ragblend.cli.groups import SectionedHelpGroup, add_epilogs, epilog
+from ragblend.cli.interrupt import EXIT_INTERRUPTED, announce_interrupt
 from ragblend.cli.lab.analyze import analyze
 from ragblend.cli.lab.bench import bench_app
 from ragblend.cli.lab.calibrate import calibrate_app
@@ -24,17 +25,24 @@ from ragblend.cli.lab.explain import explain
 from ragblend.cli.lab.plan import register as register_plan
 from ragblend.cli.lab.ui import ui
 from ragblend.cli.options import JsonOption, with_settings
-from ragblend.cli.printing import err, out, print_json, print_result, progress_bars
+from ragblend.cli.printing import (
+    escape_unprintable,
+    print_error,
+    print_json,
+    print_line,
+    print_notice,
+    print_result,
+    progress_bars,
+)
 from ragblend.cli.session import quiet_libraries, use_one_thread
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
 from ragblend.config import Settings
 from ragblend.errors import RagblendError
+from ragblend.files.places import user_path
 
 if TYPE_CHECKING:
     from ragblend.operations.doctor import DiagnosticResult
-
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     help="Prefill every RAG chunk once, keep its KV cache, and fuse the retrieved chunks' caches at query time.",
@@ -78,9 +86,10 @@ def serve(
         str | None, typer.Option("--api-key", envvar="RAGBLEND_API_KEY", help="Clients must send it.")
     ] = None,
     keys: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--api-keys-file",
+            metavar="FILE",
             envvar="RAGBLEND_API_KEYS_FILE",
             help="TOML or JSON: API keys, their namespaces and rights.",
         ),
@@ -97,11 +106,12 @@ def serve(
     from ragblend.operations.serve import ServeOptions, build_server_command
     from ragblend.operations.serve import serve as run
 
-    options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys)
+    keys_file = None if keys is None else user_path(keys, "--api-keys-file")
+    options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys_file)
     if dry_run:
         print(build_server_command(options, given.args).display_command())
         return
-    err.print(
+    print_notice(
         f"starting vLLM with {settings.model} and the store {settings.store}; clients: --backend http://{host}:{port}"
     )
     run(options, given.args)
@@ -111,9 +121,9 @@ def demo(
     question: Annotated[
         str | None, typer.Option("--question", help="Ask this instead of the prepared questions.")
     ] = None,
-    directory: Annotated[Path, typer.Option("--dir", help="Where the demo keeps its corpus, index and store.")] = Path(
-        "ragblend-data/demo"
-    ),
+    directory: Annotated[
+        str, typer.Option("--dir", metavar="DIR", help="Where the demo keeps its corpus, index and store.")
+    ] = "ragblend-data/demo",
     json_: JsonOption = False,
 ) -> None:
     """Ingest a small corpus with the embedded model, then answer questions in all four modes side by side."""
@@ -122,7 +132,7 @@ def demo(
     from ragblend.demo.show import run_demo
 
     with progress_bars() as progress:
-        facts = run_demo(directory, question, progress=progress, echo=None if json_ else lambda line: out.print(line))
+        facts = run_demo(directory, question, progress=progress, echo=None if json_ else print_line)
     if json_:
         print_json(facts)
 
@@ -161,18 +171,19 @@ def root(
 
 def main() -> None:
     """Entry point: run a command; print an error as one line and exit with its code."""
+    escape_unprintable()
     try:
-        app()
+        with announce_interrupt(sys.argv[1:]):
+            app()
     except RagblendError as error:
-        err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        print_error(error)
         sys.exit(error.exit_code)
     except ImportError as error:
         if "pip install" not in str(error):  # an extra that is not installed says how to install it; the rest is a bug
             raise
-        err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        print_error(error)
         sys.exit(RagblendError.exit_code)
     except KeyboardInterrupt:
-        err.print("interrupted; the same command goes on where this one stopped")
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing left to say, and nothing may be said on closing.
@@ -183,9 +194,7 @@ def main() -> None:
 
         if error.errno not in DISK_FULL_ERRNOS:
             raise
-        err.print(
-            f"error: {to_write_error(error, Path(error.filename or '.'))}", markup=False, style="red", soft_wrap=True
-        )
+        print_error(to_write_error(error, Path(error.filename or ".")))
         sys.exit(RagblendError.exit_code)
 
 
