@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 from ragblend.cli.options import split_counts, split_names
-from ragblend.cli.printing import err, print_json
+from ragblend.cli.printing import print_json, print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
@@ -178,7 +178,7 @@ def main(
         "runs": [asdict(run) for run in runs],
     }
     for line in (*card_lines(facts["hardware"]), "", *format_table(COLUMNS, runs)):
-        err.print(line)
+        print_notice(line)
     if out is not None:
         out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     print_json(facts)

@@ -20,7 +20,7 @@ from typer import Option
 
 from benchmarks.baselines import BASELINES, Baseline, ask_baseline
 from ragblend.cli.lab.bench import PlotOption, config_from, options_of
-from ragblend.cli.printing import out as stdout
+from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
@@ -97,7 +97,7 @@ def bench_figure(config: FigureConfig, plot: Path | None, out: Path | None, echo
 def _figure(*, plot: Path | None, out: Path | None, **given: Any) -> None:
     set_num_threads(given["threads"])
     quiet_libraries()
-    bench_figure(config_from(FigureConfig, given), plot, out, lambda line: stdout.print(line, markup=False))
+    bench_figure(config_from(FigureConfig, given), plot, out, print_line)
 
 
 OutOption = Annotated[Path | None, typer.Option("--out", help="Write the JSON object, FILE.json.")]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ragblend.cli.options import json_object
-from ragblend.cli.printing import err, print_json
+from ragblend.cli.printing import print_json, print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.vllm.base_engine import INGEST_AT_ONCE
 from ragblend.errors import UsageError
@@ -66,7 +66,7 @@ def bench_ingest_vllm(
     """
     config = ThroughputConfig(
         shape=shape, model=model, num_chunks=chunks, pool=chunks, chunk_tokens=chunk_tokens, dtype=dtype,
-        threads=threads, store=store, seed=seed, vllm_options=vllm_options or {},
+        threads=threads, store=None if store is None else str(store), seed=seed, vllm_options=vllm_options or {},
     )  # fmt: skip
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; choose 1 or more")
@@ -163,7 +163,7 @@ def main(
         store=store,
         vllm_options=json_object(vllm_options, "--vllm-options"),
         seed=seed,
-        echo=lambda line: err.print(line, markup=False),
+        echo=print_notice,
     )
     print_json(facts)
 

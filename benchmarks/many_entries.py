@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from ragblend.cli.printing import err, print_json
+from ragblend.cli.printing import print_json, print_notice
 from ragblend.engine.store.base import contains_many
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
@@ -176,7 +176,7 @@ def main(
     """Measure each place at each count."""
     torch.set_num_threads(1)
     card, runs = hardware_card(), list[dict[str, Any]]()
-    err.print("\n".join(card_lines(card)))
+    print_notice("\n".join(card_lines(card)))
     shown = "".join(f" --count {count}" for count in counts) + "".join(f" --place {place}" for place in places)
     facts = {
         "schema_version": SCHEMA_VERSION,
@@ -196,9 +196,7 @@ def main(
                 run = place.measure()
                 run.us_each["fill"] = 1e6 * filled_s
                 numbers = "  ".join(f"{what} {each:.0f}" for what, each in run.us_each.items())
-                err.print(
-                    f"{run.place} {run.num_entries:>9,}: {numbers} us each; {run.nbytes / 2**20:.0f} MiB", markup=False
-                )
+                print_notice(f"{run.place} {run.num_entries:>9,}: {numbers} us each; {run.nbytes / 2**20:.0f} MiB")
                 runs.append(asdict(run))
                 if out is not None:  # after each: the next may take half an hour
                     out.write_text(json.dumps(facts, indent=1) + "\n")

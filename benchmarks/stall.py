@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ragblend.cli.printing import err, print_json
+from ragblend.cli.printing import print_json, print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
@@ -178,7 +178,7 @@ def main(
         threads=threads,
         seed=seed, vllm_options={"max_num_batched_tokens": 512},
     )  # fmt: skip
-    runs = measure(config, read_s, rule, repeats, alone_s, lambda line: err.print(line, markup=False))
+    runs = measure(config, read_s, rule, repeats, alone_s, print_notice)
     facts = {
         "schema_version": SCHEMA_VERSION,
         "command": "benchmarks.stall",
@@ -190,9 +190,8 @@ def main(
         "runs": [asdict(run) for run in runs],
     }  # fmt: skip
     for run in runs:
-        err.print(
+        print_notice(
             f"beside {run.beside:<11} median {run.median_s:.4f} s, p99 {run.p99_s:.4f} s, longest {run.max_s:.3f} s",
-            markup=False,
         )
     if out is not None:
         out.write_text(json.dumps(facts, indent=1) + "\n")

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ragblend.errors import UsageError
-from ragblend.files.reading import read_file
+from ragblend.files.places import user_path
+from ragblend.files.reading import read_text
 from ragblend.options import (
     CONTEXT,
     SHADOW,
@@ -66,7 +67,7 @@ _ARGUMENT = re.compile(r"`([a-z_]+)(?:=([^`]+))?`")
 
 @dataclass(frozen=True, slots=True)
 class Settings(TierOptions):
-    """What every command and `load_engine` can be told. Paths are relative to the working directory."""
+    """What every command and `load_engine` can be told. Paths are relative to the working folder, `~` is the home."""
 
     model: str = option("demo", "'demo', a Hugging Face id, a local path, or a GGUF: file.gguf, repo:file.gguf.")
     backend: str = option(
@@ -107,6 +108,11 @@ class Settings(TierOptions):
         "Run full prefill beside this share of the requests, after the answer; 0 to 1.",
         SHADOW,
     )
+
+    def __post_init__(self) -> None:
+        TierOptions.__post_init__(self)
+        for name in ("index", "store"):
+            object.__setattr__(self, name, str(user_path(getattr(self, name), name)))
 
     @property
     def generation(self) -> GenerationKeywords:
@@ -186,7 +192,7 @@ def _is_path(text: str) -> bool:
 
 def _is_inside(path: str, folder: Path) -> bool:
     try:
-        return (folder / path).resolve().is_relative_to(folder.resolve())
+        return (folder / Path(path).expanduser()).resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):  # a loop of links, or no path at all
         return False
 
@@ -195,10 +201,8 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         return {}
     try:
-        values = tomllib.loads(read_file(path).decode())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        values = tomllib.loads(read_text(path, "settings", "mend the file, or move it away"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
     known = {field.name for field in fields(Settings)}
     unknown = sorted(set(values) - known)

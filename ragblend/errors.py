@@ -69,7 +69,7 @@ class StoreFullError(RagblendError):
 
 
 class StoreNotWritableError(RagblendError):
-    """The store's directory is read-only, not ours, or failing; nothing was stored."""
+    """A file or folder that is read-only, of another user, or on a failing disk; nothing was written."""
 
 
 class EmptyCorpusError(RagblendError):

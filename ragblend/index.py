@@ -44,6 +44,7 @@ from ragblend.errors import (
     check_unicode,
 )
 from ragblend.files.directory import Directory
+from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
 from ragblend.prompt.prompt import Chunk
 from ragblend.redaction import redact
@@ -99,21 +100,23 @@ def open_index(
     tokenizer_fingerprint: str = "",
     chunk_size: int = 0,
 ) -> ChunkIndex:
-    """The index in folder `path`; with `create` an empty one where there is none.
+    """The index in folder `path`; with `create` an empty one where there is none. A relative path is resolved once,
+    here, so the index stays where it is when the working folder changes.
 
     `embedder` defaults to the one that made the index (loaded at the first text), for a new index to
     `default_embedder()`. The other arguments are recorded at creation only. Raises NotFoundError, StoreMismatchError
     (another embedder, another schema), or CorruptError. An embedder of the recorded name that returns other vectors
     raises StoreMismatchError at the first text.
     """
-    folder = Path(path)
+    named = user_path(path, "index")
+    folder = named.absolute()
     begun = create and not (folder / MANIFEST).exists()  # the manifest is the last thing that creation writes
     if (folder / DATABASE).exists() and not (begun and is_blank(folder)):
         return ChunkIndex(folder, embedder)
     if (folder / MANIFEST).exists():
         raise CorruptError(f"{folder / DATABASE} is missing. {make_reingest_hint(folder)}")
     if not create:
-        raise NotFoundError(f"no index at {folder}; make one: ragblend ingest DOCS --index {folder}")
+        raise NotFoundError(f"no index at {named}; make one: ragblend ingest DOCS --index {named}")
     chosen = load_embedder(_embedder_id(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
     facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
     facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
@@ -125,7 +128,8 @@ def open_index(
 
 def _embedder_id(embedder: str) -> str:
     """The name of an embedder; a folder's is the same from every working folder."""
-    return str(Path(embedder).resolve()) if Path(embedder).is_dir() else embedder
+    folder = user_path(embedder, "embedder")
+    return str(folder.resolve()) if folder.is_dir() else embedder
 
 
 def _embed_probe(embedder: Embedder, text: str) -> FloatArray:

@@ -165,6 +165,8 @@ def test_the_floor_of_jinja2_is_what_transformers_demands_for_chat_templates():
         ('index = "/home/somebody/index"', "index"),
         ('store = "../other/kv"', "store"),
         ('store = "link/kv"', "store"),
+        ('store = "~/kv"', "store"),
+        ('index = "~root/index"', "index"),
     ],
 )
 def test_a_folders_file_does_not_run_code_or_reach_outside_and_says_so(line, name, tmp_path: Path, caplog):
@@ -217,5 +219,5 @@ def test_what_is_no_file_in_its_place_is_a_clear_error(kind: str, tmp_path: Path
         path.symlink_to(path)
     else:
         path.write_bytes({"bytes": b"\xff\xfe", "brackets": b"k = " + b"[" * 100_000, "no value": b"k = \n"}[kind])
-    with pytest.raises(UsageError, match=r"ragblend\.toml (cannot be read|is not valid TOML)"):
+    with pytest.raises(UsageError, match=r"ragblend\.toml (cannot be read|is not UTF-8 text|is not valid TOML)"):
         load_settings(directory=tmp_path)

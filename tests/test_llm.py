@@ -352,6 +352,19 @@ def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind: Any,
     assert rebuilt(model).engine is not model.engine
 
 
+def test_a_store_named_by_a_relative_path_is_the_same_from_every_working_folder(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    llm = BlendLLM(store="kv")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for other in (rebuilt(llm), copy.deepcopy(llm), llm.as_chat()):
+        assert other.engine is llm.engine
+    precompute_and_register([A], llm)
+    assert list(Path().iterdir()) == []
+
+
 @pytest.mark.slow
 def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
     chat = ChatBlend(store=str(tmp_path / "kv"), max_tokens=4, namespace="mine")

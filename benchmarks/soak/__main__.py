@@ -30,7 +30,7 @@ from benchmarks.soak.deployment import MEMORY_GIB, Redis, Replica, flags_of, wri
 from benchmarks.soak.ledger import Ledger, Stored, Sum, sums
 from benchmarks.soak.memory import Growth, Sample, Sampler, growth
 from benchmarks.soak.work import TENANTS, Text, Work, compute_references
-from ragblend.cli.printing import err, print_json
+from ragblend.cli.printing import print_json, print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
@@ -290,9 +290,9 @@ def main(
     config = SoakConfig(requests, clients, prompts, threads, seed, minutes)
     set_num_threads(1)
     quiet_libraries()
-    facts = measure(config, lambda line: err.print(line, markup=False))
+    facts = measure(config, print_notice)
     for line in table(facts):
-        err.print(line, markup=False)
+        print_notice(line)
     if out is not None:
         out.write_text(json.dumps(facts, indent=1) + "\n")
     print_json(facts)

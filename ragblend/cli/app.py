@@ -17,6 +17,7 @@ import typer
 from ragblend.cli.ask import ask, chat, search
 from ragblend.cli.documents import ingest, precompute, remove
 from ragblend.cli.groups import SectionedHelpGroup, add_epilogs, epilog
+from ragblend.cli.interrupt import EXIT_INTERRUPTED, announce_interrupt
 from ragblend.cli.lab.analyze import analyze
 from ragblend.cli.lab.bench import bench_app
 from ragblend.cli.lab.calibrate import calibrate_app
@@ -24,17 +25,25 @@ from ragblend.cli.lab.explain import explain
 from ragblend.cli.lab.plan import register as register_plan
 from ragblend.cli.lab.ui import ui
 from ragblend.cli.options import JsonOption, with_settings
-from ragblend.cli.printing import FlagFormatter, err, out, print_error, print_json, print_result, progress_bars
+from ragblend.cli.printing import (
+    FlagFormatter,
+    escape_unprintable,
+    print_error,
+    print_json,
+    print_line,
+    print_notice,
+    print_result,
+    progress_bars,
+)
 from ragblend.cli.session import quiet_libraries, terminal_log, use_one_thread
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
 from ragblend.config import Settings, with_flags
 from ragblend.errors import RagblendError
+from ragblend.files.places import user_path
 
 if TYPE_CHECKING:
     from ragblend.operations.doctor import DiagnosticResult
-
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     help="Prefill every RAG chunk once, keep its KV cache, and fuse the retrieved chunks' caches at query time.",
@@ -81,9 +90,10 @@ def serve(
         str | None, typer.Option("--api-key", envvar="RAGBLEND_API_KEY", help="Clients must send it.")
     ] = None,
     keys: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--api-keys-file",
+            metavar="FILE",
             envvar="RAGBLEND_API_KEYS_FILE",
             help="TOML or JSON: API keys, their namespaces and rights.",
         ),
@@ -100,11 +110,12 @@ def serve(
     from ragblend.operations.serve import ServeOptions, build_server_command
     from ragblend.operations.serve import serve as run
 
-    options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys)
+    keys_file = None if keys is None else user_path(keys, "--api-keys-file")
+    options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys_file)
     if dry_run:
         print(build_server_command(options, given.args).display_command())
         return
-    err.print(
+    print_notice(
         f"starting vLLM with {settings.model} and the store {settings.store}; clients: --backend http://{host}:{port}"
     )
     run(options, given.args)
@@ -114,9 +125,9 @@ def demo(
     question: Annotated[
         str | None, typer.Option("--question", help="Ask this instead of the prepared questions.")
     ] = None,
-    directory: Annotated[Path, typer.Option("--dir", help="Where the demo keeps its corpus, index and store.")] = Path(
-        "ragblend-data/demo"
-    ),
+    directory: Annotated[
+        str, typer.Option("--dir", metavar="DIR", help="Where the demo keeps its corpus, index and store.")
+    ] = "ragblend-data/demo",
     json_: JsonOption = False,
 ) -> None:
     """Ingest a small corpus with the embedded model, then answer questions in all four modes side by side."""
@@ -125,7 +136,7 @@ def demo(
     from ragblend.demo.show import run_demo
 
     with progress_bars() as progress:
-        facts = run_demo(directory, question, progress=progress, echo=None if json_ else lambda line: out.print(line))
+        facts = run_demo(directory, question, progress=progress, echo=None if json_ else print_line)
     if json_:
         print_json(facts)
 
@@ -166,8 +177,10 @@ def root(
 
 def main() -> None:
     """Entry point: run a command; print an error as one line and exit with its code."""
+    escape_unprintable()
     try:
-        app()
+        with announce_interrupt(sys.argv[1:]):
+            app()
     except RagblendError as error:
         print_error(error)
         sys.exit(error.exit_code)
@@ -177,7 +190,6 @@ def main() -> None:
         print_error(error)
         sys.exit(RagblendError.exit_code)
     except KeyboardInterrupt:
-        err.print("interrupted; the same command goes on where this one stopped")
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing left to say, and nothing may be said on closing.

@@ -6,10 +6,17 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from ragblend.cli.options import JsonOption, ShowSources, with_settings
-from ragblend.cli.printing import err, out, print_json, print_shadow, print_sources, source_facts
+from ragblend.cli.printing import (
+    print_json,
+    print_line,
+    print_notice,
+    print_shadow,
+    print_sources,
+    source_facts,
+    waiting_lines,
+)
 from ragblend.cli.session import embedder_name, open_engine, open_settings_index, retrieve
 from ragblend.config import Settings
 
@@ -23,24 +30,32 @@ _ANSWER = f"{ENGINE_SETTINGS} mode rule ratio {SEARCH_SETTINGS} max_tokens tempe
 def ask(
     settings: Settings,
     question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the answer as it is made.")] = False,
+    stream: Annotated[
+        bool | None,
+        typer.Option("--stream/--no-stream", help="Print the answer as it is made; the default in a terminal."),
+    ] = None,
     show_sources: ShowSources = False,
     json_: JsonOption = False,
 ) -> None:
     """Answer a question from the fused KV caches of the chunks it retrieves."""
     from ragblend.prompt.prompt import SegmentedPrompt
 
-    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
+    streams = not json_ and (sys.stdout.isatty() if stream is None else stream)
+    with (
+        waiting_lines("answering"),
+        open_engine(settings) as engine,
+        open_settings_index(settings, engine) as opened,
+    ):
         hits = retrieve(opened, question, settings)
         made = engine.stream(
             SegmentedPrompt([hit.chunk for hit in hits], question, settings.system), **settings.generation
         )
         for piece in made:
-            if stream and not json_:
+            if streams:
                 print(piece, end="", flush=True)
         answer = made.result
         if not json_:
-            out.print("" if stream else escape(answer.text))
+            print_line("" if streams else answer.text)
         print_shadow(engine, settings)
     if json_:
         print_json(
@@ -56,7 +71,7 @@ def ask(
         return
     if show_sources:
         print_sources(hits)
-    err.print(answer.report.summary())
+    print_notice(answer.report.summary())
 
 
 @with_settings(_ANSWER, demo="Chat about the demo's corpus; nothing else is needed.")
@@ -82,9 +97,9 @@ def chat(
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         session = ChatSession(engine, system=settings.system)
         condenses = engine.name != DEMO if condense is None else condense
-        err.print("Ask a question; an empty line or Ctrl-D ends the chat.")
+        print_notice("Ask a question; an empty line or Ctrl-D ends the chat.")
         if not condenses and condense is None:
-            err.print("The embedded model cannot rephrase: follow-ups are searched for as they are typed.")
+            print_notice("The embedded model cannot rephrase: follow-ups are searched for as they are typed.")
         while True:
             try:
                 question = input("> ").strip() if sys.stdin.isatty() else sys.stdin.readline().strip()
@@ -94,7 +109,7 @@ def chat(
                 break
             query = session.condense(question) if condenses else question
             if condenses and session.has_answers:
-                err.print(f"searching for: {query}", markup=False)
+                print_notice(f"searching for: {query}")
             hits = retrieve(opened, query, settings)
             stream = session.stream([hit.chunk for hit in hits], question, **settings.generation)
             for piece in stream:
@@ -102,7 +117,7 @@ def chat(
             print(flush=True)
             if show_sources:
                 print_sources(hits)
-            err.print(stream.result.report.summary())
+            print_notice(stream.result.report.summary())
         print_shadow(engine, settings)
 
 

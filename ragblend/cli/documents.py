@@ -29,6 +29,7 @@ def ingest(
     workers: Workers = None,
     ray: RayAddress = None,
     gpus_per_worker: GpusPerWorker = 0.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name every file that is gone or left out.")] = False,
     json_: JsonOption = False,
 ) -> None:
     """Chunk, embed, index and precompute documents. Run it again after an interruption: it goes on where it was.
@@ -38,9 +39,9 @@ def ingest(
     from ragblend.precompute import ingest as run
 
     with (
+        progress_bars() as progress,
         open_engine(settings, new_model=True) as engine,
         open_workers(settings, workers, ray, gpus_per_worker) as others,
-        progress_bars() as progress,
     ):
         report = run(
             list(paths),
@@ -58,7 +59,7 @@ def ingest(
             notify=print_notice,
         )
         wait_for_remote(engine, progress)
-    print_ingest(report, settings, json_)
+    print_ingest(report, settings, json_, verbose)
     if report.failures:
         raise typer.Exit(EXIT_PARTIAL)
 
@@ -80,10 +81,10 @@ def precompute(
     from ragblend.precompute import precompute_index
 
     with (
+        progress_bars() as progress,
         open_engine(settings, new_model=True) as engine,
         open_settings_index(settings, engine) as opened,
         open_workers(settings, workers, ray, gpus_per_worker) as others,
-        progress_bars() as progress,
     ):
         rewrite = kv_dtype is not None
         report = precompute_index(

@@ -5,12 +5,19 @@ Importing this loads neither torch nor a framework: `ragblend --help` answers at
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import logging
+import os
+import shutil
+import sys
+import threading
 from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -36,10 +43,31 @@ if TYPE_CHECKING:
     from ragblend.index import SearchHit
 
 SCHEMA_VERSION = 1
-PROGRESS_INTERVAL_S = 30.0  # between two lines of progress, where stderr is no terminal
+NUM_NAMED = 3  # files, of a list in a result
+PROGRESS_INTERVAL_S = 10.0  # between two lines of progress, where stderr is no terminal
 
-err = Console(stderr=True, highlight=False, soft_wrap=True)
-out = Console(highlight=False, soft_wrap=True)
+
+def print_line(text: str) -> None:
+    """Print a line of a command's result on stdout, whole, however wide the terminal is."""
+    print(text, flush=True)
+
+
+def print_notice(text: str) -> None:
+    """Print a line of progress or advice on stderr, with flags in the place of argument names."""
+    print(with_flags(text), file=sys.stderr, flush=True)
+
+
+def print_error(error: object) -> None:
+    """Print an error on stderr, red in a terminal that has colors."""
+    has_colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    print_notice(typer.style(f"error: {error}", fg="red") if has_colors else f"error: {error}")
+
+
+def escape_unprintable() -> None:
+    """Have stdout and stderr escape characters that their encoding lacks (an ASCII locale), instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class FlagFormatter(logging.Formatter):
@@ -50,22 +78,12 @@ class FlagFormatter(logging.Formatter):
         return with_flags(super().format(record))
 
 
-def print_error(message: object) -> None:
-    """Print an error of the library on stderr, with flags in the place of argument names."""
-    err.print(f"error: {with_flags(str(message))}", markup=False, style="red", soft_wrap=True)
-
-
-def print_notice(message: str) -> None:
-    """Print a line of the library on stderr, with flags in the place of argument names."""
-    err.print(with_flags(message))
-
-
 def print_result(facts: dict[str, Any], text: str, json_: bool) -> None:
     """The same facts as one JSON object or as text."""
     if json_:
         print_json(facts)
     else:
-        out.print(text, markup=False)
+        print_line(text)
 
 
 def print_json(facts: dict[str, Any]) -> None:
@@ -73,8 +91,8 @@ def print_json(facts: dict[str, Any]) -> None:
     print(json.dumps({"schema_version": SCHEMA_VERSION, **facts}, default=str))
 
 
-def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
-    """What an ingestion did and cost."""
+def print_ingest(report: Any, settings: Settings, json_: bool, verbose: bool = False) -> None:
+    """What an ingestion did and cost. `verbose` names every file that is gone or left out, not the first few."""
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.tiered import format_bytes
 
@@ -82,17 +100,19 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
         where = f"store of {redact(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
+    most = None if verbose or logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
+    shown = functools.partial(join_names, most=most, flag="--verbose")
     skipped = [f"{display_source(path)} {with_flags(reason.partition(';')[0])}" for path, reason in report.skipped]
     lines = [
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
         f"{report.num_tokens} tokens",
-        *([f"gone: {join_names(map(display_source, report.removed))}"] if report.removed else []),
+        *([f"gone: {shown(map(display_source, report.removed))}"] if report.removed else []),
         *([f"{report.num_removed_kv} KV caches of what is changed or gone removed"] if report.num_removed_kv else []),
         f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored"
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
-        *([f"{len(report.skipped)} files are no documents: {join_names(skipped)}"] if skipped else []),
-        *([f"left out by .gitignore: {join_names(map(display_source, report.ignored))}"] if report.ignored else []),
+        *([f"{len(report.skipped)} files are no documents: {shown(skipped)}"] if skipped else []),
+        *([f"left out by .gitignore: {shown(map(display_source, report.ignored))}"] if report.ignored else []),
         *(f"failed: {display_source(failure.path)}: {with_flags(failure.reason)}" for failure in report.failures),
     ]
     print_result(report.as_dict(), "\n".join(lines), json_)
@@ -119,14 +139,14 @@ def print_sources(hits: Sequence[SearchHit]) -> None:
         text = " ".join(chunk.text.split())
         text = text if len(text) <= 160 else text[:157] + "..."
         place = f"{display_source(chunk.source)}:{chunk.start}-{chunk.end}"
-        out.print(f"[{number}] {place} ({hit.score:.2f}) {text}", markup=False)
+        print_line(f"[{number}] {place} ({hit.score:.2f}) {text}")
 
 
 def print_shadow(engine: Engine, settings: Settings) -> None:
     """Wait for full prefill beside the requests that were chosen, and say how often it agreed. Nothing if it is off."""
     if settings.shadow:
         engine.flush_shadow()
-        err.print(engine.shadow.summary(), markup=False)
+        print_notice(engine.shadow.summary())
 
 
 def remote_line(facts: dict[str, Any]) -> str:
@@ -151,15 +171,16 @@ def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
     return f"limit: {format_bytes(limit_bytes)} ({who})"
 
 
-def join_names(names: Iterable[str], most: int = 3) -> str:
-    """The first few names, and how many there are more.
+def join_names(names: Iterable[str], most: int | None = NUM_NAMED, flag: str = "--json") -> str:
+    """The first few names, how many there are more, and the flag that lists them. One more is named; None: all are.
 
-    >>> join_names(["a", "b", "c"], most=2)
-    'a, b and 1 more (--json lists all)'
+    >>> join_names(["a", "b", "c"], most=2), join_names(["a", "b", "c", "d"], most=2)
+    ('a, b, c', 'a, b and 2 more (--json lists all)')
     """
     every = list(names)
-    more = f" and {len(every) - most} more (--json lists all)" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
+    if most is None or len(every) <= most + 1:
+        return ", ".join(every)
+    return f"{', '.join(every[:most])} and {len(every) - most} more ({flag} lists all)"
 
 
 def count_of(items: Sequence[Any], what: str) -> str:
@@ -178,37 +199,78 @@ class _RateColumn(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:.3g}/s")
 
 
-def progress_lines(
-    notify: Callable[[str], None], every_s: float = PROGRESS_INTERVAL_S
-) -> Callable[[str, int, int | None], None]:
-    """A progress callback that says, now and then, how far a stage is, how fast it goes and how long it will take."""
-    starts: dict[str, tuple[float, int]] = {}  # when a stage was seen first, and how far it was
-    said_s = monotonic()
+class ProgressLog:
+    """Progress of stages as lines: how far the latest is, how fast it goes, how long it will take."""
 
-    def on_progress(stage: str, done: int, total: int | None) -> None:
-        nonlocal said_s
+    def __init__(self, title: str = "working") -> None:
+        self._title, self._begun_s = title, monotonic()
+        self._first: dict[str, tuple[float, int]] = {}  # when a stage was seen first, and how far it was
+        self._latest: tuple[str, int, int | None] | None = None
+
+    def on_progress(self, stage: str, done: int, total: int | None) -> None:
+        """Record how far a stage is."""
+        self._first.setdefault(stage, (monotonic(), done))
+        self._latest = (stage, done, total)
+
+    def line(self) -> str:
+        """Return the line for this moment."""
         now_s = monotonic()
-        start_s, first = starts.setdefault(stage, (now_s, done))
-        if now_s - said_s < every_s or done <= first or now_s == start_s:
-            return
-        said_s = now_s
+        if self._latest is None:
+            return f"{self._title}: {now_s - self._begun_s:.0f} s"
+        stage, done, total = self._latest
+        start_s, first = self._first[stage]
+        text = f"{stage}: {done}" if total is None else f"{stage}: {done} of {total}"
+        if done <= first or now_s <= start_s:
+            return f"{text} after {now_s - start_s:.0f} s"
         rate = (done - first) / (now_s - start_s)
-        left = "" if total is None else f" of {total}, {(total - done) / rate:.0f} s left"
-        notify(f"{stage}: {done}{left}, {rate:.3g}/s")
+        left = "" if total is None else f", {(total - done) / rate:.0f} s left"
+        return f"{text}{left}, {rate:.3g}/s"
 
-    return on_progress
+
+@contextmanager
+def progress_lines(
+    notify: Callable[[str], None], every_s: float = PROGRESS_INTERVAL_S, title: str = "working"
+) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A progress callback. Every `every_s` seconds a line says how far the work is, also while one step takes long."""
+    log, ended = ProgressLog(title), threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            notify(log.line())
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield log.on_progress
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def waiting_lines(title: str) -> Iterator[None]:
+    """Lines on stderr for work that has no stages, where stderr is no terminal."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with progress_lines(print_notice, title=title):
+        yield
 
 
 @contextmanager
 def progress_bars() -> Iterator[Any]:
     """A progress callback that draws bars with rate and time left on stderr, or lines where that is no terminal."""
-    if not err.is_terminal:
-        yield progress_lines(err.print)
+    if not sys.stderr.isatty():
+        with progress_lines(print_notice) as on_progress:
+            yield on_progress
         return
     columns = (
         TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn()
     )  # fmt: skip
-    with Progress(*columns, console=err, transient=True) as bars:
+    # rich takes COLUMNS at its word, and draws nothing in 0 columns. Results on stdout do not go through the bars.
+    size = shutil.get_terminal_size()
+    terminal = Console(stderr=True, highlight=False, soft_wrap=True, width=size.columns, height=size.lines)
+    with Progress(*columns, console=terminal, transient=True, redirect_stdout=False) as bars:
         tasks: dict[str, TaskID] = {}
 
         def on_progress(stage: str, done: int, total: int | None) -> None:

@@ -130,7 +130,8 @@ def verify(
     """Read and check every stored byte, a remote tier's too. Exits 4 when anything is damaged or missing after it."""
     from ragblend.operations.maintenance import verify_store
 
-    report = verify_store(settings.store, settings.index)
+    with progress_bars() as progress:
+        report = verify_store(settings.store, settings.index, progress)
     if settings.remote is not None:
         from ragblend.engine.store.remote.tier import open_remote
         from ragblend.operations.signing import repair_remote, verify_remote

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,21 +9,24 @@ import typer
 from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import print_result, progress_bars
 from ragblend.config import Settings
+from ragblend.files.places import user_path
 
 EXIT_CORRUPT = 4
 
 
 def init_key(
     out: Annotated[
-        Path | None,
-        typer.Option("--key-file", help="File to write the key to. Default: the file that every command reads."),
+        str | None,
+        typer.Option(
+            "--key-file", metavar="FILE", help="File to write the key to. Default: the file that every command reads."
+        ),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
     """Make a key. From then on KV is signed when it is stored, and KV without its signature is not used."""
     from ragblend.engine.store.signing import KEY_VARIABLE, key_path, write_key
 
-    path = (out or key_path()).absolute()
+    path = (key_path() if out is None else user_path(out, "--key-file")).absolute()
     key = write_key(path)
     lines = [
         f"{path} holds a new key ({key.id}), readable by you alone",
@@ -39,8 +41,10 @@ def init_key(
 def sign(
     settings: Settings,
     signed_with: Annotated[
-        Path | None,
-        typer.Option("--old-key-file", help="The file of an older key: only what it signed is signed anew."),
+        str | None,
+        typer.Option(
+            "--old-key-file", metavar="FILE", help="The file of an older key: only what it signed is signed anew."
+        ),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
@@ -52,7 +56,7 @@ def sign(
     key = find_key()
     if key is None:
         raise NotFoundError("there is no store key to sign with; make one: ragblend init-key")
-    old = read_key(signed_with) if signed_with is not None else None
+    old = read_key(user_path(signed_with, "--old-key-file")) if signed_with is not None else None
     with progress_bars() as progress:
         report = sign_store(settings.store, key, signed_with=old, progress=progress)
     lines = [

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from ragblend.corpus.text_index import TextIndex
 from ragblend.errors import CorruptError, StoreMismatchError, is_unicode
 from ragblend.files.directory import remove_file, to_write_error
+from ragblend.files.places import user_path
 from ragblend.files.sqlite import connect, row_checksum, transaction, truncate_log, wrap_sqlite_errors
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class ChunkRegistry:
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self.path = Path(path) if path is not None else None
+        self.path = user_path(path, "registry").absolute() if path is not None else None
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._clear_memory()

@@ -41,8 +41,6 @@ from ragblend.corpus.readers import (
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 from ragblend.files.library_log import name_file_in_log
 
-LINK_OUTSIDE_REASON = "is a link that leads out of the folder; to have that file read, name it too"
-BROKEN_LINK_REASON = "is a link to a file that is not there; restore it, or remove the link"
 MAX_FILE_MIB = 256.0
 """Of a file that is read, where nobody said otherwise; 0: no limit."""
 

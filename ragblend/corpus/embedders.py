@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.errors import CorruptError, NotFoundError, UsageError, check_unicode
+from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
 
 logger = logging.getLogger(__name__)
@@ -354,6 +355,4 @@ def load_embedder(name: str | Path) -> Embedder:
             f"the embedder {str(name)!r} is a LangChain embedding, which cannot be loaded by its name; pass the "
             "embedding with which the index was made: ragblend.vectorstores.BlendVectorStore(FOLDER, embedding)"
         )
-    if not str(name):
-        raise UsageError("the embedder has no name; choose 'minilm', 'hashing', a Hugging Face id or a folder")
-    return SentenceTransformerEmbedder(name)
+    return SentenceTransformerEmbedder(user_path(name, "embedder"))

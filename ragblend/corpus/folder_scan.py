@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import re
+import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from urllib.parse import unquote
 from pathspec import GitIgnoreSpec
 
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.files.reading import read_file
+from ragblend.files.places import user_path
+from ragblend.files.reading import kind_of_file, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,10 @@ SKIPPED_NAMES = frozenset({"node_modules", "__pycache__", "ragblend-data", "ragb
 """Names that no folder shows, hidden ones besides. Whoever names such a folder or file itself gets it read."""
 
 _RAGBLEND_FOLDER_FILES = ({"chunks.sqlite", "manifest.json"}, {"texts.sqlite", "models"})  # an index, a store
+LINK_OUTSIDE_REASON = "is a link that leads out of the folder; to have that file read, name it too"
+LINKED_FOLDER_REASON = "is a link to a folder elsewhere, which is not followed; to have that folder read, name it too"
+BROKEN_LINK_REASON = "is a link to a file that is not there; restore it, or remove the link"
+LINK_LOOP_REASON = "is a link that leads to itself; remove it"
 _EVERYTHING = ("**", "*")
 _GITIGNORE_BYTES = 1 << 20
 _FILE_URI = "file://"
@@ -55,6 +61,7 @@ class FolderScan:
     links: set[str] = field(default_factory=set)  # further names of files to read
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
     outside: list[str] = field(default_factory=list)  # links to files that lie in none of the folders
+    not_files: list[ReadFailure] = field(default_factory=list)  # links to nowhere or to folders, pipes, devices
     unreadable: list[ReadFailure] = field(default_factory=list)
 
     def is_covered(self, path: str) -> bool:
@@ -107,21 +114,24 @@ def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str
             found.named_files.add(top)
             found.files.setdefault(top, top)
             continue
-        for path in _files_below(top, ours, found):
-            if pattern == _EVERYTHING or _matches(path[len(top.rstrip("/")) + 1 :].split("/"), pattern):
+        others = list[ReadFailure]()
+        for path in _files_below(top, ours, found, others):
+            if _is_wanted(path, top, pattern):
                 found.files[path] = min(found.files.get(path, top), top, key=len)  # the widest of several
             else:
                 found.filtered_out.add(path)
+        found.not_files += [each for each in others if _is_wanted(each.path, top, pattern)]
     found.filtered_out -= found.files.keys()
     found.unreadable = list(dict.fromkeys(found.unreadable))  # a folder in a folder that is named too is met twice
     found.ignored = [path for path in dict.fromkeys(found.ignored) if path not in found.roots]
+    found.not_files = [each for each in dict.fromkeys(found.not_files) if not _leads_to_folder_of(found, each.path)]
     _drop_outside_links(found)
     _deduplicate_links(found)
     return found
 
 
 def _local(path: str | Path) -> str | Path:
-    return source_name(path) if isinstance(path, str) and path.startswith(_FILE_URI) else path
+    return source_name(str(path)) if str(path).startswith(_FILE_URI) else user_path(path, "the path")
 
 
 def normal_path(path: str | Path) -> str:
@@ -180,7 +190,7 @@ def source_name(name: str) -> str:
     if name.startswith(_FILE_URI):
         _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # between them, a host: this one
         return normal_path(unquote(slash + path))
-    return name if _URI.match(name) else normal_path(name)
+    return name if _URI.match(name) else normal_path(user_path(name, "the document"))
 
 
 def make_source(path: str, record: str = "") -> str:
@@ -243,9 +253,9 @@ def _normalize_unicode(text: str) -> str:
 # --- folders ---
 
 
-def _files_below(top: str, own: set[str], found: FolderScan) -> Iterator[str]:
+def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFailure]) -> Iterator[str]:
     """Files in order of their names' parts. Folders that cannot be listed, names that are no text, and what is ignored
-    are noted."""
+    are noted in `found`, what is no file in `others`."""
     waiting: list[tuple[str, bool, _GitignoreRules]] = [(top, True, _GitignoreRules.from_parents(top))]
     while waiting:  # a stack, the next on top: folders may lie deeper than calls may
         path, is_folder, ignored = waiting.pop()
@@ -269,24 +279,40 @@ def _files_below(top: str, own: set[str], found: FolderScan) -> Iterator[str]:
                 continue
             if inside.is_ignored(entry.path, kind == "folder"):
                 found.ignored.append(entry.path)
+            elif kind == "other":
+                others.append(ReadFailure(entry.path, _reason_no_file(entry.path)))
             else:
                 waiting.append((entry.path, kind == "folder", inside))
 
 
 def _kind(entry: os.DirEntry[str], unreadable: list[ReadFailure]) -> str:
-    """ "file" or "folder"; "" for what a folder does not show."""
+    """ "file", "folder", or "other": a pipe, a device, a link to a folder or to nowhere; "" for what is not shown."""
     if entry.name.startswith(".") or entry.name in SKIPPED_NAMES:
         return ""
     try:
         entry.name.encode()
         if entry.is_dir(follow_symlinks=False):
             return "folder"
-        return "file" if entry.is_file() else ""  # pipes, devices, links to folders and to nowhere are none
+        return "file" if entry.is_file() else "other"
     except UnicodeEncodeError:
         unreadable.append(ReadFailure(printable(entry.path), "its name is not UTF-8; rename it"))
         return ""
     except OSError as error:  # whoever reads it says what is wrong; a link to itself is one to nowhere
-        return "" if error.errno == errno.ELOOP else "file"
+        return "other" if error.errno == errno.ELOOP else "file"
+
+
+def _reason_no_file(path: str) -> str:
+    """Why something in a folder is not read, with the fix."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return LINK_LOOP_REASON if error.errno == errno.ELOOP else BROKEN_LINK_REASON
+    return LINKED_FOLDER_REASON if stat.S_ISDIR(mode) else f"is {kind_of_file(mode)}, not a file; remove it"
+
+
+def _leads_to_folder_of(found: FolderScan, path: str) -> bool:
+    """True for a link to a folder whose files are read under their own names."""
+    return os.path.isdir(path) and any(is_in(os.path.realpath(path), top) for top in found.roots)
 
 
 def _drop_outside_links(found: FolderScan) -> None:
@@ -331,7 +357,7 @@ class _GitignoreRules(NamedTuple):
         """These, and those of the folder's own `.gitignore`."""
         path = os.path.join(folder, ".gitignore")
         try:
-            lines = read_file(path, _GITIGNORE_BYTES).decode("utf-8", "replace").splitlines()
+            lines = read_file(path, _GITIGNORE_BYTES).decode("utf-8-sig", "replace").splitlines()
         except (FileNotFoundError, IsADirectoryError):
             return self
         except OSError as error:
@@ -368,6 +394,11 @@ def _split_glob(glob: str) -> tuple[str, ...]:
     if not parts or PurePath(glob).is_absolute() or ".." in parts:
         raise UsageError(f"glob is {glob!r}; give a relative pattern such as '*.md'")
     return ("**", *parts)
+
+
+def _is_wanted(path: str, top: str, pattern: Sequence[str]) -> bool:
+    """Whether a file in the folder `top` matches the pattern."""
+    return pattern == _EVERYTHING or _matches(path[len(top.rstrip("/")) + 1 :].split("/"), pattern)
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragblend.files.output import write_output
+
 RECORDS = Path(__file__).parent / "records"
 QUESTIONS_FILE = "questions.jsonl"
 REFERENCE_KINDS = ("cross_ref", "two_hop_ref")
@@ -70,11 +72,10 @@ class Corpus:
 
     def write(self, out: Path) -> None:
         """Write every record and the questions; whatever else is in `out` stays."""
-        out.mkdir(parents=True, exist_ok=True)
         for record in self.records:
-            (out / record.filename).write_text(record.markdown, encoding="utf-8")
+            write_output(out / record.filename, record.markdown.encode(), "--dir DIR")
         lines = "".join(f"{question.line}\n" for question in self.questions)
-        (out / QUESTIONS_FILE).write_text(lines, encoding="utf-8")
+        write_output(out / QUESTIONS_FILE, lines.encode(), "--dir DIR")
 
 
 def sample_corpus() -> Corpus:

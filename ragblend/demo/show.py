@@ -17,6 +17,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.report import MODES
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.files.places import user_path
 from ragblend.index import ChunkIndex, SearchHit
 from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_documents
 from ragblend.prompt.prompt import SegmentedPrompt
@@ -46,9 +47,9 @@ class Demo:
 
 
 @contextmanager
-def open_demo(directory: Path, progress: Progress | None = None) -> Iterator[Demo]:
+def open_demo(directory: str | Path, progress: Progress | None = None) -> Iterator[Demo]:
     """The sample corpus, written to `directory` and ingested there: `corpus`, `index` and `kv`."""
-    corpus = sample_corpus()
+    directory, corpus = user_path(directory, "--dir"), sample_corpus()
     corpus.write(directory / CORPUS)
     files = [directory / CORPUS / record.filename for record in corpus.records]
     with (
@@ -68,7 +69,7 @@ def demo_settings(directory: Path = DEMO_DIRECTORY, progress: Progress | None = 
 
 
 def run_demo(
-    directory: Path, question: str | None = None, *, progress: Progress | None = None, echo: Echo | None = None
+    directory: str | Path, question: str | None = None, *, progress: Progress | None = None, echo: Echo | None = None
 ) -> dict[str, Any]:
     """Ingest the sample corpus under `directory` (or reuse it) and answer `question`, or the prepared ones."""
     say = echo or (lambda line: None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ragblend.errors import StoreMismatchError, UsageError
+from ragblend.files.places import user_path
 from ragblend.redaction import has_secret, redact
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def load_engine(
     """
     tiers: TierKeywords = {name: value for name, value in loading.items() if name in TIER_NAMES}  # type: ignore[assignment]
     asked = ModelOptions.from_keywords(**{name: value for name, value in loading.items() if name not in tiers})
+    if isinstance(store, str | Path):
+        store = user_path(store, "store")
     pair: tuple[Any, Any] | None = None
     if isinstance(model, str | Path):
         model = str(model)
@@ -259,7 +262,7 @@ def _load_client(
                 f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; choose it: `model={facts.model!r}`"
             )
         segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
-        root = Path(store) if store is not None else None
+        root = Path(store).absolute() if store is not None else None
         return VllmClient(opened, facts, segmenter, name=model, root=root, **options)
     except BaseException:
         opened.close()
@@ -292,7 +295,7 @@ def _load_vllm(
     trust = model_options.trust_remote_code
     found = str(find_model(model, options=model_options))
     checkpoint = find_checkpoint(found, model_options.dtype, trust)._replace(name=model_name(model))
-    place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store)
+    place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store).absolute()
     root = place if isinstance(place, Path) else Path(place.name)
     register_model(root, checkpoint.fingerprint, checkpoint.facts(), new_model)
     transfer = transfer_config(

@@ -115,8 +115,10 @@ def unlink(path: Path) -> bool:
     return False
 
 
-def to_write_error(error: OSError, path: Path, nbytes: int = 0, full_hint: str = "") -> RagblendError:
-    """Why `path`, which needs `nbytes`, cannot be written, as the error to raise."""
+def to_write_error(
+    error: OSError, path: Path, nbytes: int = 0, full_hint: str = "", options: str = "`store`, `index`"
+) -> RagblendError:
+    """Why `path`, which needs `nbytes`, cannot be written, as the error to raise. `options` name another place."""
     if error.errno in DISK_FULL_ERRNOS:
         needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"
         return StoreFullError(
@@ -124,7 +126,7 @@ def to_write_error(error: OSError, path: Path, nbytes: int = 0, full_hint: str =
         )
     return StoreNotWritableError(
         f"{path} cannot be written: {error.strerror or error}. Check the owner and the mount of {path.parent}, "
-        "or choose another folder (`store`, `index`)"
+        f"or choose another place ({options})"
     )
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
+
+from ragblend.errors import NotFoundError, UsageError
 
 MAX_METADATA_BYTES = 64 << 20
 """More than any JSON file of ours holds: what is larger is not read."""
@@ -37,8 +40,12 @@ def open_file(path: str | os.PathLike[str]) -> int:
 
 def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
+        raise OSError(errno.EINVAL, f"it is {kind_of_file(mode)}, not a file", os.fspath(path))
+
+
+def kind_of_file(mode: int) -> str:
+    """Return what a mode without a regular file is, for people: "a folder", "a named pipe", ..."""
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
 
 
 def read_file(path: str | os.PathLike[str], limit: int = MAX_METADATA_BYTES) -> bytes:
@@ -48,6 +55,26 @@ def read_file(path: str | os.PathLike[str], limit: int = MAX_METADATA_BYTES) -> 
         if size > limit:
             raise OSError(errno.EFBIG, f"it holds {size} bytes, more than {limit}", os.fspath(path))
         return stream.read(size)
+
+
+def read_text(path: str | os.PathLike[str], what: str, fix: str, limit: int = MAX_METADATA_BYTES) -> str:
+    """Return the text of a small file that a user wrote: UTF-8, without the byte order mark that some editors write.
+
+    what: the file's role, for errors ("the questions"); fix: what to type. Raises NotFoundError where there is no file,
+    UsageError for what is no file, cannot be read, holds more than `limit` bytes or is not UTF-8.
+    """
+    try:
+        return read_file(path, limit).decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{what}: {path} does not exist; {fix}") from error
+    except OSError as error:
+        raise UsageError(f"{what}: {path} cannot be read: {error.strerror or error}; {fix}") from error
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if error.object.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "ISO-8859-1"
+        raise UsageError(
+            f"{what}: {path} is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x}); convert it: "
+            f"iconv -f {encoding} -t UTF-8 {path} > NEW"
+        ) from error
 
 
 def dense_size(fd: int) -> int:

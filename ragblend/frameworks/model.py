@@ -31,6 +31,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_serialize
 from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
 from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
+from ragblend.files.places import user_path
 from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover_chunks
 from ragblend.options import (
     LIST,
@@ -232,6 +233,7 @@ class BlendModel(BaseModel):
         """Check the settings, then load or share the engine."""
         super().model_post_init(context)
         key, self.api_key = self.api_key, None
+        self.store = _resolve_store(self.store)  # once: copies and pickles are made in other working folders
         self._name_model()
         self._merge_options({})
         unknown = sorted(set(self.engine_options or ()) - _ENGINE_OPTIONS)
@@ -281,7 +283,7 @@ class BlendModel(BaseModel):
         own = {name: getattr(self, name) for name in _ENGINE_FIELDS - others}
         own |= {
             "model": self.loaded or self.model,
-            "store": _resolve_store(self.store),
+            "store": self.store,
         } | self._model_options().non_defaults
         return own | _backend_options(self) | (self.engine_options or {})
 
@@ -323,7 +325,6 @@ class BlendModel(BaseModel):
                 f"it is made of instead: {name}(model=..., store='DIR'). copy.deepcopy works, and shares it"
             )
         bare = copy(self)
-        bare.__dict__["store"] = _resolve_store(self.store)  # found from another working directory, too
         for name in ("engine", "registry", "opened_with"):
             del bare.__dict__[name]
         return super(BlendModel, bare).__getstate__()
@@ -639,8 +640,8 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
 
 
 def _resolve_store(store: Any) -> Any:
-    """A directory's absolute path, so that a pickled model finds it from any working directory; else `store`."""
-    return str(Path(store).resolve()) if isinstance(store, str | Path) else store
+    """A directory's absolute path, the same from every working folder; else `store`."""
+    return str(user_path(store, "store").resolve()) if isinstance(store, str | Path) else store
 
 
 @atexit.register

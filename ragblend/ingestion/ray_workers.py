@@ -23,6 +23,7 @@ from ragblend.engine.api import Engine
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import tiers_of
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
+from ragblend.files.places import user_path
 from ragblend.ingestion.workers import prefill_here
 from ragblend.options import is_url
 from ragblend.prompt.prompt import Chunk
@@ -77,10 +78,10 @@ class RayWorkers:
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
             self._start_ray(address, ceil(count * num_cpus), num_gpus * count)
-        found = Path(model).expanduser()
+        found = user_path(model, "model")
         opening = EngineConfig(
             str(found.resolve()) if found.exists() else str(model),
-            str(Path(store).expanduser().resolve()),
+            str(user_path(store, "store").resolve()),
             # What a worker holds in memory is never asked for again.
             {**options, "memory_gib": 0.0, "new_model": True},
         )

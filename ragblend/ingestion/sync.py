@@ -17,8 +17,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ragblend.corpus.documents import (
-    BROKEN_LINK_REASON,
-    LINK_OUTSIDE_REASON,
     MAX_FILE_MIB,
     Document,
     FileContents,
@@ -26,7 +24,14 @@ from ragblend.corpus.documents import (
     reader_version,
 )
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.folder_scan import FolderScan, ReadFailure, display_source, is_in
+from ragblend.corpus.folder_scan import (
+    BROKEN_LINK_REASON,
+    LINK_OUTSIDE_REASON,
+    FolderScan,
+    ReadFailure,
+    display_source,
+    is_in,
+)
 from ragblend.corpus.schema import IngestedFile
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
@@ -121,7 +126,7 @@ class _SyncPass:
             keep_missing,
         )
         self._workers, self._max_file_mib = workers, max_file_mib
-        skipped = [ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside]
+        skipped = [*(ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside), *scan.not_files]
         self.result = SyncResult(failures=list(scan.unreadable), skipped=skipped)
         self._notes, self._known = index.files(), index.documents()  # by path
         self._unread: set[str] = set()  # files that are there and could not be read: they keep what they had

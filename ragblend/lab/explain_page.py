@@ -16,6 +16,8 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend import __version__
+from ragblend.files.output import write_output
+from ragblend.lab.bench.common.plots import write_figure
 from ragblend.lab.explain import ExplainedSegment, ExplainedToken, Explanation
 
 OPEN_TOKENS = 1500  # a prompt up to this long shows all its chunks open
@@ -98,8 +100,7 @@ def _render(template: str, **facts: Any) -> str:
 
 def write_html(explanation: Explanation, path: Path) -> None:
     """Write the page to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_html(explanation), encoding="utf-8")
+    write_output(path, render_html(explanation).encode(), "--html")
 
 
 def deviation_scale(explanation: Explanation) -> float:
@@ -296,10 +297,9 @@ def plot_explanation(explanation: Explanation, path: Path) -> None:
     bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.02, extend="max")
     bar.set_label("deviation of the stored KV from full prefill's", fontsize="small")
     figure.suptitle(_headline(explanation), fontsize="medium", x=0.01, ha="left", parse_math=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a script that the font lacks shows as boxes
-        figure.savefig(path, dpi=150)
+        write_figure(figure, path, "--png")
 
 
 def _frame(segment: ExplainedSegment, row: int) -> Any:

@@ -77,12 +77,14 @@ class VerifyReport:
         return facts
 
 
-def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
+def verify_store(store: str | Path, index: str | Path, progress: Progress | None = None) -> VerifyReport:
     """Read every stored byte, and check the index. Damaged entries are moved aside, so they are never used."""
     disk = DiskStore(store, create=False)
     report = VerifyReport()
     for result in disk.verify():
         report.checked += 1
+        if progress is not None:
+            progress("check", report.checked, None)
         if not result.ok:
             report.damaged[result.key] = result.reason
     report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_error)}

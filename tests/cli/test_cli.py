@@ -97,6 +97,17 @@ def test_ask_streams_the_same_answer_and_lists_sources(run, questions):
     assert "chunks from the store" in streamed[2]
 
 
+@pytest.mark.parametrize(
+    ("is_terminal", "flags"), [(True, ()), (False, ()), (False, ("--stream",)), (True, ("--no-stream",))]
+)
+def test_ask_streams_in_a_terminal_unless_it_is_told_otherwise(run, questions, monkeypatch, is_terminal, flags):
+    pieces = []
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("builtins.print", lambda *text, end="\n", **more: pieces.append(end))
+    run("ask", questions[0]["question"], "-k", "2", "--max-tokens", "8", *flags, *PLACE)
+    assert ("" in pieces) is ((is_terminal and not flags) or flags == ("--stream",))
+
+
 def test_ingest_again_changes_nothing_and_says_what_the_store_costs(run):
     run(*INGEST, *PLACE)  # the files are copies of those that were ingested: they are read once more
     report = run.facts(*INGEST, *PLACE)
@@ -543,25 +554,6 @@ def test_import_ragblend_loads_nothing_heavy():
     script = f"import sys, ragblend, ragblend.cli.app; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_progress_without_a_terminal_is_a_line_now_and_then_with_rate_and_time_left(monkeypatch):
-    from ragblend.cli import printing
-
-    clock, said = [0.0], []
-    monkeypatch.setattr(printing, "monotonic", lambda: clock[0])
-    tell = printing.progress_lines(said.append, every_s=10.0)
-    tell("prefill", 0, 100)
-    for done in range(1, 51):
-        clock[0] += 1.0
-        tell("prefill", done, 100)
-    assert said[0] == "prefill: 10 of 100, 90 s left, 1/s"
-    assert len(said) == 5
-    clock[0] += 10
-    tell("read", 3, None)
-    clock[0] += 10
-    tell("read", 8, None)
-    assert said[5:] == ["read: 8, 0.5/s"]
 
 
 def test_lists_of_counts():

@@ -161,10 +161,26 @@ def test_a_link_is_read_once_and_never_leads_in_circles(tmp_path):
     assert seen(tmp_path, scan_folders([docs / "up" / "docs" / "self"])) == seen(tmp_path, scan_folders([docs]))
 
 
-def test_pipes_and_devices_are_no_files(tmp_path):
-    make(tmp_path, "a.txt")
-    os.mkfifo(tmp_path / "pipe")
-    assert seen(tmp_path, scan_folders([tmp_path])) == ["a.txt"]
+def test_what_is_no_file_is_named_with_the_reason(tmp_path):
+    make(tmp_path, "docs/a.txt", "docs/sub/b.txt", "outside/o.txt")
+    docs = tmp_path / "docs"
+    os.mkfifo(docs / "pipe.md")
+    for name, target in {"gone": "no", "loop": "loop", "out": "../outside", "in": "sub", "gone.md": "no"}.items():
+        (docs / name).symlink_to(target)
+    found = scan_folders([docs])
+    assert seen(docs, found) == ["a.txt", "sub/b.txt"]
+    reasons = {Path(path).name: reason.partition(";")[0] for path, reason in found.not_files}
+    assert reasons == {
+        "gone": "is a link to a file that is not there",
+        "gone.md": "is a link to a file that is not there",
+        "loop": "is a link that leads to itself",
+        "out": "is a link to a folder elsewhere, which is not followed",
+        "pipe.md": "is a named pipe, not a file",
+    }
+    assert {Path(path).name for path, _ in scan_folders([docs], "*.md").not_files} == {"gone.md", "pipe.md"}
+    (docs / ".gitignore").write_text("pipe.md\ngone*\n")
+    (docs / ".git").mkdir()
+    assert {Path(path).name for path, _ in scan_folders([docs, tmp_path / "outside"]).not_files} == {"loop"}
 
 
 def test_deeper_than_calls_may_nest(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.cli.options import JsonOption, with_settings
-from ragblend.cli.printing import err, print_result, progress_bars
+from ragblend.cli.printing import print_notice, print_result, progress_bars
 from ragblend.config import Settings
 from ragblend.errors import UsageError
 
@@ -37,8 +37,12 @@ def analyze(
         str | None, typer.Option("--separator", help="Text that stands around chunks in the prompts.")
     ] = None,
     profile: Annotated[
-        Path | None,
-        typer.Option("--profile", help="Times: a file of `ragblend profile --json`; else the model's in the store."),
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="FILE",
+            help="Times: a file of `ragblend profile --json`; else the model's in the store.",
+        ),
     ] = None,
     rule: Annotated[str, typer.Option("--rule", help="What blending recomputes by.")] = "auto",
     ratio: Annotated[
@@ -48,15 +52,14 @@ def analyze(
         bool, typer.Option("--show-texts", help="Print how the top chunks begin; else only hashes.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw shares, chunks and the store's hits, FILE.png.")
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw shares, chunks and the store's hits, FILE.png.")
     ] = None,
     json_: JsonOption = False,
 ) -> None:
     """Tell from logged requests what prefix caching and blending would save, and how large a store that takes."""
-    if plot is not None:
-        from ragblend.lab.bench.common.plots import require_matplotlib
+    from ragblend.lab.bench.common.plots import check_plot
 
-        require_matplotlib()
+    place = check_plot(plot)
     for name, value in (("--kv-bytes-per-token", kv_bytes_per_token), ("--ratio", ratio)):
         if value is not None and value < 0:
             raise UsageError(f"{name} is {value}; give 0 or more")
@@ -70,11 +73,11 @@ def analyze(
     with progress_bars() as progress:
         facts = run(trace, tokens, config._replace(show_texts=show_texts), progress)
     facts |= {"ratio": config.blend.ratio, "verdict": verdict(facts), "hint": hint(facts["first_use_share"])}
-    if plot is not None:
+    if place is not None:
         from ragblend.lab.traffic.plot import plot_analysis
 
-        plot_analysis(facts, plot)
-        err.print(f"plot in {plot}")
+        plot_analysis(facts, place)
+        print_notice(f"plot in {place}")
     print_result(facts, "\n".join([*lines_of(facts), "", *filter(None, (facts["hint"], facts["verdict"]))]), json_)
 
 
@@ -91,7 +94,7 @@ def _tokens_of(named: str | None, settings: Settings, show_texts: bool) -> Token
     return ModelTokens(tokenizer, Path(named).name)
 
 
-def _profile_of(path: Path | None, named: str | None, settings: Settings) -> MachineProfile | None:
+def _profile_of(path: str | None, named: str | None, settings: Settings) -> MachineProfile | None:
     """The machine profile in a file, or else in the store; None where there is none."""
     from ragblend.lab.traffic.models import profile_in_store, read_profile
 

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from importlib import import_module
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
 from ragblend.cli.groups import FullHelpGroup
 from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
-from ragblend.cli.printing import err, out, print_json
+from ragblend.cli.printing import print_json, print_line, print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import (
@@ -34,7 +33,7 @@ bench_app = typer.Typer(
     help="Measure, side by side in one process.", cls=FullHelpGroup, no_args_is_help=True, rich_markup_mode=None
 )
 
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a picture, FILE.png.")]
+PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Write a picture, FILE.png.")]
 
 
 def options_of(config: type[BenchConfig]) -> list[Parameter]:
@@ -79,7 +78,7 @@ def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
     """The benchmark's command: runs `bench_NAME` of `ragblend.lab.bench.NAME`, or of its module in `_MODULES`."""
     name = config.__name__.removesuffix("Config").lower()
 
-    def command(*, json_: bool, plot: Path | None = None, **values: Any) -> None:
+    def command(*, json_: bool, plot: str | None = None, **values: Any) -> None:
         if values.pop("backend_of_throughput", "vllm") != "vllm":
             raise UsageError("throughput is measured on a serving engine: --backend vllm")
         set_num_threads(values["threads"])
@@ -88,7 +87,7 @@ def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
             import_module(f"ragblend.lab.{_MODULES.get(name, f'bench.{name}')}"), f"bench_{name}"
         )
         asked = config_from(config, values)
-        facts = run(asked, plot=plot, echo=lambda line: (err if json_ else out).print(line, markup=False))
+        facts = run(asked, plot=plot, echo=print_notice if json_ else print_line)
         if json_:
             print_json(facts)
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.cli.options import JsonOption, split_names, split_numbers, with_settings
-from ragblend.cli.printing import err, print_result, progress_bars
+from ragblend.cli.printing import print_notice, print_result, progress_bars
 from ragblend.cli.session import open_engine, open_settings_index
 from ragblend.config import Settings
-from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
+from ragblend.errors import EmptyCorpusError, UsageError
+from ragblend.files.places import user_path
+from ragblend.files.reading import read_text
 from ragblend.redaction import redact
 
 if TYPE_CHECKING:
@@ -33,7 +35,10 @@ calibrate_app = typer.Typer()
 def calibrate(
     settings: Settings,
     questions: Annotated[
-        Path | None, typer.Option("--questions", help="One question per line; without it they are made of the chunks.")
+        str | None,
+        typer.Option(
+            "--questions", metavar="FILE", help="One question per line; without it they are made of the chunks."
+        ),
     ] = None,
     num_questions: Annotated[int, typer.Option("--num-questions", help="Questions to fit on.")] = 60,
     held_out: Annotated[int, typer.Option("--num-held-out", help="Others to check the prediction with.")] = 0,
@@ -46,7 +51,7 @@ def calibrate(
     ] = None,
     ratios: Annotated[str | None, typer.Option("--ratios", help="Shares to measure besides 0 and 1.")] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the calibration in the store.")] = True,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the curve, FILE.png.")] = None,
+    plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the curve, FILE.png.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Which questions, and their order.")] = 0,
     json_: JsonOption = False,
 ) -> None:
@@ -57,11 +62,10 @@ def calibrate(
             "store, with --store: the server takes the calibration from there"
         )
     settings = replace(settings, backend="transformers")  # vLLM uses the calibration, too
-    if plot is not None:
-        from ragblend.lab.bench.common.plots import require_matplotlib
-
-        require_matplotlib()  # now, not after minutes of measuring
     from ragblend.lab import calibrate as fitting
+    from ragblend.lab.bench.common.plots import check_plot
+
+    place = check_plot(plot)
 
     fitting.check_target(target, num_questions)
     grid: dict[str, Any] = {}
@@ -90,22 +94,24 @@ def calibrate(
             **grid,
         )
     facts = facts_of(found, settings.model, questions)
-    if plot is not None:
+    if place is not None:
         from ragblend.lab.bench.common.plots import plot_calibration
 
-        plot_calibration(facts, plot)
-        err.print(f"plot in {plot}")
+        plot_calibration(facts, place)
+        print_notice(f"plot in {place}")
     print_result(facts, "\n".join(lines_of(found)), json_)
 
 
-def _questions(path: Path | None, index: ChunkIndex, model: str, count: int, seed: int) -> list[str]:
+def _questions(named: str | None, index: ChunkIndex, model: str, count: int, seed: int) -> list[str]:
     """Those of the file, or some that are made of the chunks: for the embedded model in the forms that it knows."""
     from ragblend.lab.calibrate import generate_questions, read_questions
 
-    if path is not None:
-        if not path.is_file():
-            raise NotFoundError(f"no file {path}; write your questions there, one per line, or leave --questions out")
-        return read_questions(path.read_text(encoding="utf-8"))
+    if named is not None:
+        path, fix = user_path(named, "--questions"), "write one question per line there, or leave --questions out"
+        found = read_questions(read_text(path, "--questions", fix))
+        if not found:
+            raise UsageError(f"--questions: {path} holds no question; {fix}")
+        return found
     if not index.num_chunks:
         raise EmptyCorpusError("the index is empty; add documents: ragblend ingest DOCS")
     chunks = list(index.chunks())
@@ -119,7 +125,7 @@ def _questions(path: Path | None, index: ChunkIndex, model: str, count: int, see
 # -- printing
 
 
-def facts_of(run: CalibrationRun, model: str, questions: Path | None) -> dict[str, Any]:
+def facts_of(run: CalibrationRun, model: str, questions: str | None) -> dict[str, Any]:
     """The calibration as plain JSON values, with the machine that it was measured on."""
     from ragblend.lab.bench.common.hardware import hardware_card
 
@@ -130,7 +136,7 @@ def facts_of(run: CalibrationRun, model: str, questions: Path | None) -> dict[st
         "command": shlex.join(["ragblend", *sys.argv[1:]]),
         "hardware": hardware_card(),
         "model": model,
-        "questions": "generated" if questions is None else questions.name,
+        "questions": "generated" if questions is None else Path(questions).name,
         "ratio": calibration.ratio,
         "rule": calibration.rule,
         "check_layer": calibration.check_layer,

@@ -55,6 +55,7 @@ from ragblend.engine.store.signing import KeyChoice, StoreKey, resolve_key
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import CorruptError, DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files.directory import Directory, remove_file, unlink
+from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
 from ragblend.options import CONTEXT, ContextPolicy
 
@@ -99,6 +100,8 @@ class DiskStore:
     `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
     own, if it has one.
 
+    A relative `root` is resolved once, when the store is opened.
+
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries (which the
     checksums notice). `create=False` raises NotFoundError when `root` does not exist.
     """
@@ -114,7 +117,8 @@ class DiskStore:
     ) -> None:
         if isinstance(capacity_bytes, int) and capacity_bytes < 0:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
-        self.root = Path(root)
+        named = user_path(root, "store")
+        self.root = named.absolute()  # the working folder may change while the store is open
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self._demands = ReadRequirements(self.store_key)
@@ -123,7 +127,7 @@ class DiskStore:
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
         self._lock = threading.Lock()
         if not create and not self.root.is_dir():
-            raise NotFoundError(f"no store at {self.root}; fill one with: ragblend ingest DOCS --store {self.root}")
+            raise NotFoundError(f"no store at {named}; fill one with: ragblend ingest DOCS --store {named}")
         self._directory = Directory(self.root, fsync=fsync)
         self._room = DiskEvictor(
             self.root, capacity_bytes, pinned=self.pinned_keys, evicted=lambda key: self._count(num_evicted=1)

@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn
 
 from ragblend.config import trusted_setting, user_folder
 from ragblend.errors import NotFoundError, UsageError
+from ragblend.files.places import user_path
 from ragblend.files.reading import open_file
 
 KEY_VARIABLE = "RAGBLEND_STORE_KEY"
@@ -115,7 +116,7 @@ def find_key() -> StoreKey | None:
     if (text := os.environ.get(KEY_VARIABLE)) is not None:
         return StoreKey.parse(text, KEY_VARIABLE)
     if (named := trusted_setting("store_key_file")) is not None:
-        return read_key(Path(named).expanduser())
+        return read_key(user_path(named, "store_key_file"))
     path = key_path()
     return read_key(path) if os.path.lexists(path) else None
 
@@ -145,7 +146,7 @@ def read_key(path: Path) -> StoreKey:
     if facts.st_mode & (stat.S_IRWXO | stat.S_IWGRP) or facts.st_uid not in (os.getuid(), 0):
         raise UsageError(f"others may read or change the store key {path}; make it yours alone: chmod 600 {path}")
     try:
-        return StoreKey.parse(text.decode(), f"the store key {path}")
+        return StoreKey.parse(text.decode("utf-8-sig"), f"the store key {path}")
     except UnicodeDecodeError:
         raise UsageError(f"the store key {path} is no text; make one: ragblend init-key --key-file {path}") from None
 

@@ -102,7 +102,7 @@ def _is_as_saved(model: Any, own: Mapping[str, Any], path: Path) -> bool:
     from transformers import AutoConfig
 
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         if "auto_map" in config or architecture(AutoConfig.from_pretrained(path).to_diff_dict()) != own:
             return False
         state, seen = model.state_dict(), set()

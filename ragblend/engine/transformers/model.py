@@ -31,6 +31,7 @@ from ragblend.engine.transformers.gguf import (
     without_bar,
 )
 from ragblend.errors import CorruptError, NotFoundError, UnsupportedModelError, UsageError
+from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
 from ragblend.options import ModelOptions
 
@@ -237,7 +238,7 @@ def _device_of(options: ModelOptions) -> tuple[torch.device, Any]:
 def _base_and_adapter(path: Path, options: ModelOptions, weights: bool = True) -> tuple[Path, Path | None]:
     """The checkpoint of what was found in `path`, and the adapter that is to be put on it: `path` itself may be one."""
     if options.adapter is not None:
-        found = Path(options.adapter).expanduser()
+        found = user_path(options.adapter, "adapter")
         if not is_adapter(found):
             if found.exists() or options.adapter.startswith((".", "/", "~")) or options.adapter.count("/") != 1:
                 raise NotFoundError(f"no adapter at {found}; give the directory that peft's save_pretrained wrote")
@@ -307,11 +308,11 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
     """
     if model == DEMO:
         return _demo_checkpoint()
+    path = user_path(model, "model")
     inside = (options.model_kwargs or {}).get("gguf_file")  # transformers' way to say it
     gguf = parse_gguf_reference(f"{model}:{inside}" if inside else model)
     if gguf is not None:
         return _find_gguf(model, gguf, options)
-    path = Path(model).expanduser()
     is_path = path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
     if is_path and options.revision is not None:
         raise UsageError(f"revision is {options.revision!r}, and {model} is a path; it picks a version of a repo")
@@ -353,7 +354,7 @@ def _hub(options: ModelOptions) -> dict[str, Any]:
     """What a download from Hugging Face is told."""
     return {
         "revision": options.revision,
-        "cache_dir": options.cache_dir,
+        "cache_dir": options.cache_dir if options.cache_dir is None else user_path(options.cache_dir, "cache_dir"),
         "local_files_only": options.local_files_only,
         "token": (options.model_kwargs or {}).get("token"),
     }
@@ -402,7 +403,7 @@ def model_fingerprint(path: Path, dtype: str, overrides: Mapping[str, Any] | Non
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise UnsupportedModelError(f"{path} has no *.safetensors weights; convert them with save_pretrained")
-    config = {**json.loads((path / "config.json").read_text()), **(overrides or {})}
+    config = {**json.loads((path / "config.json").read_text(encoding="utf-8")), **(overrides or {})}
     code = sorted(path.glob("*.py")) if "auto_map" in config else []
     return fingerprint(digest_files([*weights, *code], default_digest_cache()), architecture(config), dtype)
 

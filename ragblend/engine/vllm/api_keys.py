@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args
 
 from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY, belongs_to, check_namespace
 from ragblend.errors import NotFoundError, UsageError
+from ragblend.files.places import user_path
 from ragblend.files.reading import open_file
 
 Right = Literal["ask", "ingest", "admin"]
@@ -152,6 +153,7 @@ def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
 
 def read_keys(path: str | Path) -> ApiKeys:
     """The keys file, TOML or JSON. Raises UsageError or NotFoundError, also where others may read it."""
+    path = user_path(path, "--api-keys-file")
     try:
         with os.fdopen(open_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())
@@ -165,7 +167,7 @@ def read_keys(path: str | Path) -> ApiKeys:
     if len(data) > _MAX_FILE_BYTES:
         raise UsageError(f"the keys file {path} holds more than {_MAX_FILE_BYTES} bytes")
     try:
-        text = data.decode()
+        text = data.decode("utf-8-sig")
         values = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
         return parse_keys(values)
     except UsageError as error:

@@ -17,6 +17,7 @@ from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
+from ragblend.files.places import user_path
 from ragblend.options import (
     TIER_NAMES,
     ContextPolicy,
@@ -55,6 +56,7 @@ class ConnectorConfig(TierOptions):
     def __post_init__(self) -> None:
         check_options(self)
         find_rule(self.rule)
+        object.__setattr__(self, "store", str(user_path(self.store, "store")))
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> ConnectorConfig:

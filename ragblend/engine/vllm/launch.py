@@ -19,6 +19,7 @@ from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
 from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_version, unsupported_reasons, vllm_version
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
+from ragblend.files.places import user_path
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, ModelOptions, RatioChoice
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.segmenter import Segmenter
@@ -175,12 +176,12 @@ def transfer_config(
     own marks has them by default. `system` is the text that chunks were ingested behind, `context` what
     besides; None: what the store remembers. `keys` is the file of API keys that `BlendMiddleware` asks for.
     """
-    extra: dict[str, Any] = {"store": str(Path(store).expanduser().resolve()), **(tiers or {})}
+    extra: dict[str, Any] = {"store": str(user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, path = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
     if keys is not None:
-        extra["keys"] = str(keys.expanduser().resolve())
+        extra["keys"] = str(user_path(keys, "--api-keys-file").resolve())
     if context is not None:
         extra["context"] = CONTEXT.validate("context", context)
     if rule is not None:

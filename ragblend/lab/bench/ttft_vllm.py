@@ -62,7 +62,7 @@ def open_vllm(
             assert model is not None
             checkpoint = find_checkpoint(model, config.dtype)
             vocab_size = int(AutoConfig.from_pretrained(checkpoint.path).get_text_config().vocab_size)
-        place = store or config.store or Path(directory) / "kv"
+        place = Path(store or config.store or Path(directory) / "kv")
         segmenter = synthetic_segmenter(vocab_size)
         transfer = transfer_config(place, {"memory_gib": memory_gib, "remote": None}, model=str(checkpoint.path))
         transfer["kv_connector_extra_config"]["prefix_ids"] = list(segmenter.default_prefix_ids())

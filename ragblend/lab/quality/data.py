@@ -26,7 +26,9 @@ from ragblend.corpus.documents import Document
 from ragblend.corpus.embedders import Embedder
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.errors import CorruptError, NotFoundError
+from ragblend.errors import CorruptError, NotFoundError, UsageError
+from ragblend.files.places import user_path
+from ragblend.files.reading import read_text
 from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.cases import QaCase, get_dataset_split
@@ -37,6 +39,7 @@ NAMED_DATASETS = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
 """Data sets of the checkout's data/questions, which the wheel does not have."""
 
 NUM_DISTRACTORS = 9
+_MAX_BYTES = 1 << 30  # of a file of questions and passages
 _PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
 
 
@@ -51,9 +54,7 @@ def load_cases(config: QualityConfig) -> list[QaCase]:
 def find_data(name: str) -> Path:
     """The file: a named data set's in this folder or beside the package, or the one given."""
     if name not in NAMED_DATASETS:
-        if not Path(name).is_file():
-            raise NotFoundError(f"no data at {name}; give a JSON or JSONL file, or {', '.join(NAMED_DATASETS)}, demo")
-        return Path(name)
+        return user_path(name, "--data")
     place = Path("data/questions") / NAMED_DATASETS[name]
     for root in (Path(), Path(ragblend.__file__).parents[1]):
         if (root / place).is_file():
@@ -66,12 +67,16 @@ def find_data(name: str) -> Path:
 
 def read_cases(path: Path) -> list[QaCase]:
     """The cases of a file, in its order."""
-    text = path.read_text()
+    text = read_text(path, "--data", f"give a JSON or JSONL file, or {', '.join(NAMED_DATASETS)}, demo", _MAX_BYTES)
     try:
         lines = [line for line in text.splitlines() if line.strip()]
         records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     except ValueError as error:
         raise CorruptError(f"{path} is neither a JSON array nor JSON lines: {error}") from error
+    if not records:
+        raise UsageError(
+            f"--data is {path}, which holds no question; write objects with question, answers and passages"
+        )
     cases = []
     for number, record in enumerate(records, start=1):
         try:

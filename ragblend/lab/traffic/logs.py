@@ -26,6 +26,7 @@ import xxhash
 
 from ragblend.engine.vllm.params import PARAMS_KEY, salted_namespace
 from ragblend.errors import EmptyCorpusError, NotFoundError
+from ragblend.files.places import user_path
 from ragblend.files.reading import open_file
 from ragblend.frameworks.boundaries import is_media, recover_chunks
 from ragblend.lab.traffic.tokens import Ids, Tokens
@@ -170,7 +171,7 @@ def files_of(paths: Iterable[str | Path]) -> list[str]:
     Raises NotFoundError for a path that does not exist and for a folder without files.
     """
     found: list[str] = []
-    for path in map(Path, paths):
+    for path in (user_path(each, "the log") for each in paths):
         if path.is_dir():
             below = sorted(each for each in path.rglob("*") if each.is_file() and each.name[0] not in ".~")
             if not below:

@@ -8,8 +8,9 @@ from pathlib import Path
 from ragblend.config import Settings
 from ragblend.engine.store.disk import MACHINES_DIR
 from ragblend.engine.tuning.loading_controller import MachineProfile, machine_profile_from
-from ragblend.errors import NotFoundError, RagblendError, UsageError
-from ragblend.files.reading import read_file
+from ragblend.errors import RagblendError, UsageError
+from ragblend.files.places import user_path
+from ragblend.files.reading import read_text
 
 
 def kv_bytes_per_token(model: str, settings: Settings) -> int:
@@ -37,14 +38,13 @@ def kv_bytes_per_token(model: str, settings: Settings) -> int:
     return int(text.num_hidden_layers * heads * head_dim * 2 * kind.itemsize)
 
 
-def read_profile(path: Path) -> MachineProfile:
+def read_profile(place: str | Path) -> MachineProfile:
     """A machine profile from a file: what `ragblend profile --json` printed. Raises NotFoundError, UsageError."""
+    path = user_path(place, "--profile")
     how = f"write it: ragblend profile --model MODEL --json > {path}"
     try:
-        facts = json.loads(read_file(path))
-    except FileNotFoundError as error:
-        raise NotFoundError(f"there is no {path}; {how}") from error
-    except (OSError, ValueError, RecursionError) as error:
+        facts = json.loads(read_text(path, "--profile", how))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is no machine profile ({error}); {how}") from error
     if not isinstance(facts, dict):
         raise UsageError(f"{path} is no machine profile but a JSON {type(facts).__name__}; {how}")

@@ -15,6 +15,7 @@ from typer import Option
 
 from ragblend.engine.report import MODES, Mode
 from ragblend.errors import UsageError
+from ragblend.files.places import user_path
 from ragblend.options import CONTEXT, ContextPolicy
 
 DEFAULT_SHAPE = "llama-200m"
@@ -32,7 +33,7 @@ Rules = Annotated[tuple[str, ...], Option("--rules", help="Comma-separated: auto
 Model = Annotated[str | None, Option("--model", help="'demo', a Hugging Face id or a local path.")]
 Shape = Annotated[str, Option("--shape", help="Random weights: llama-200m, llama-1b, ...")]
 ShapeOrModel = Annotated[str | None, Option("--shape", help="Random weights: llama-200m, llama-1b, ...")]
-Store = Annotated[Path | None, Option("--store", help="Directory of the store on disk; a temporary one.")]
+Store = Annotated[str | None, Option("--store", metavar="DIR", help="Directory of the store on disk; a temporary one.")]
 Backend = Annotated[str, Option("--backend", help="transformers, or vllm in this process.")]
 VllmOptions = Annotated[
     Mapping[str, Any],
@@ -71,6 +72,8 @@ class BenchConfig:
             raise UsageError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
         if backend != "vllm" and getattr(self, "vllm_options", {}):
             raise UsageError("options for vLLM need --backend vllm")
+        if (store := getattr(self, "store", None)) is not None:
+            object.__setattr__(self, "store", str(user_path(store, "store")))
         object.__setattr__(self, "dtype", dtype_name(find_dtype(self.dtype)))  # bf16 is bfloat16
         self.validate()
 

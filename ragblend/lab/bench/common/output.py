@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from ragblend.engine.report import BlendReport
 from ragblend.lab.bench.common.configs import BenchConfig, PromptConfig
 from ragblend.lab.bench.common.hardware import card_lines
-from ragblend.lab.bench.common.plots import require_matplotlib
+from ragblend.lab.bench.common.plots import check_plot
 
 Draw = Callable[[Mapping[str, Any], Path], None]
 Echo = Callable[[str], None]
@@ -54,13 +54,13 @@ def run_benchmark(
     run: Callable[[C, ProgressCallback | None], R],
     table: Callable[[R], list[str]],
     echo: Echo,
-    plot: Path | None = None,
+    plot: str | Path | None = None,
     draw: Draw | None = None,
 ) -> dict[str, Any]:
     """Run `config`; card and table to `echo`, a picture to `plot`; returns the JSON object."""
-    check_plot(plot)
+    place = check_plot(plot)
     result = run(config, make_terminal_progress())
-    return report_result(result.as_dict(), table(result), echo, plot, draw)
+    return report_result(result.as_dict(), table(result), echo, place, draw)
 
 
 class Column(NamedTuple):
@@ -100,12 +100,6 @@ def medians(reports: Sequence[BlendReport], *names: str) -> dict[str, Any]:
 def make_terminal_progress() -> ProgressCallback | None:
     """Where progress goes: stderr, if somebody looks at it."""
     return _print_progress if sys.stderr.isatty() else None
-
-
-def check_plot(plot: Path | None) -> None:
-    """Raise ImportError if a picture is wanted that cannot be drawn: now, not after minutes of measuring."""
-    if plot is not None:
-        require_matplotlib()
 
 
 def report_result(

@@ -8,9 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ragblend.files.output import check_output, write_output
+
+PICTURE_ENDINGS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 COLORS = {"full": "#7f7f7f", "prefix": "#9edae5", "reuse": "#c49c94", "blend": "#1f77b4"}
 
 
@@ -20,6 +24,21 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install 'ragblend[plot]'") from error
+
+
+def check_plot(place: str | Path | None, option: str = "--plot") -> Path | None:
+    """Return the path of a picture that can be drawn and written: known before minutes of measuring. None for None."""
+    if place is None:
+        return None
+    require_matplotlib()
+    return check_output(place, option, PICTURE_ENDINGS)
+
+
+def write_figure(figure: Any, path: Path, option: str = "--plot") -> None:
+    """Draw a matplotlib figure into a file, in the format that its ending names."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=150)
+    write_output(path, drawn.getvalue(), option)
 
 
 @contextmanager
@@ -32,8 +51,7 @@ def figure_file(path: Path, width: float, height: float) -> Iterator[Any]:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # draws to a file, whatever display there is
     yield figure
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def plot_ttft(facts: Mapping[str, Any], path: Path) -> None:

@@ -197,10 +197,10 @@ def _engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEng
 
 
 @contextmanager
-def open_directory(store: Path | None) -> Iterator[Path]:
+def open_directory(store: str | None) -> Iterator[Path]:
     """The directory that was named, or a temporary one."""
     if store is not None:
-        yield store
+        yield Path(store)
         return
     with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
         yield Path(directory)

@@ -1,0 +1,46 @@
+"""Files that a command writes for its user: pages and pictures. The place is checked before the work that fills it.
+
+Depends on paths and bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ragblend.errors import UsageError
+from ragblend.files.directory import to_write_error
+from ragblend.files.places import user_path
+
+
+def check_output(place: str | os.PathLike[str], option: str, endings: Sequence[str] = ()) -> Path:
+    """Return the path of a file that can be written there; nothing is written yet.
+
+    endings: those that the file's name may have, the usual one first. Raises UsageError for a folder and for another
+    ending, StoreNotWritableError where nothing can be written.
+    """
+    path = user_path(place, option)
+    if path.is_dir():
+        raise UsageError(f"{option} is {place}, a folder, but a file is written; name one in it")
+    if endings and path.suffix.lower() not in endings:
+        raise UsageError(f"{option} is {place}, but its ending has to name a format: {', '.join(endings)}")
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    code = 0
+    if nearest != path and not nearest.is_dir():
+        code = errno.ENOTDIR
+    elif not os.access(nearest, os.W_OK):
+        code = errno.EROFS if os.statvfs(nearest).f_flag & os.ST_RDONLY else errno.EACCES
+    if code:
+        raise to_write_error(OSError(code, os.strerror(code)), path, options=f"{option} FILE")
+    return path
+
+
+def write_output(path: Path, data: bytes, option: str) -> None:
+    """Write a file, and the folders above it. Raises StoreFullError or StoreNotWritableError, which name `option`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise to_write_error(error, path, len(data), options=option) from error

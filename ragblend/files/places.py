@@ -1,0 +1,45 @@
+"""Paths that a user names: one function reads those of settings, options, arguments and Python calls.
+
+Depends on names alone; it opens no file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+from ragblend.errors import UsageError
+from ragblend.redaction import redact
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # one slash, because str(Path("s3://bucket")) is "s3:/bucket"
+_URL_OPTIONS = {
+    "store": "give a shared tier as remote (--remote URL), a server as backend (--backend URL)",
+    "index": "an index is a folder of this machine; give a shared tier of its KV as remote (--remote URL)",
+    "model": "give a Hugging Face id (ORG/NAME) or a folder; a server is the backend (--backend URL)",
+}
+
+
+def user_path(place: str | os.PathLike[str], name: str) -> Path:
+    """Return the path that a user named, with `~` and `~user` expanded. A relative path stays relative.
+
+    name: the option or argument that has the path, for errors. Raises UsageError for an empty path, for a URL (the
+    error names the option that takes it), and for a path that only a shell could expand. A folder that is really
+    named like a URL or a variable is written with `./` before it.
+    """
+    text = os.fspath(place)
+    if not text.strip():
+        raise UsageError(f"{name} is {text!r}, but a path is needed; give one, or leave {name} out")
+    if "\0" in text:
+        raise UsageError(f"{name} is {text!r}, but no path has a zero byte; remove it")
+    if url := _URL.match(text):
+        fix = _URL_OPTIONS.get(name, "download it, and give the path of the copy")
+        if url[1].lower() == "file":
+            fix = f"write the path itself: /{unquote(text[url.end() :])}"
+        raise UsageError(f"{name} is {redact(text)!r}, a URL, but it has to be a path on this machine; {fix}")
+    found = os.path.expanduser(text)  # noqa: PTH111 (Path's raises where there is no such user)
+    if found == text and text[0] in "~$" and not os.path.lexists(text):
+        reason = "there is no such user" if text[0] == "~" else "only shells expand variables"
+        raise UsageError(f"{name} is {text!r}, but {reason}; write the whole path, or begin it with ~/ for your home")
+    return Path(found)
