@@ -5,6 +5,8 @@ Reads vLLM's configuration objects by their attributes. Raises UnsupportedModelE
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -13,6 +15,7 @@ from ragblend.engine.store.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.families import WINDOWED, rope_parameters
 from ragblend.engine.transformers.model import find_model
 from ragblend.engine.transformers.model import model_fingerprint as checkpoint_fingerprint
+from ragblend.engine.vllm.attention_calls import plan_state
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 
 OLDEST, BEFORE = (0, 28), (0, 33)
@@ -163,6 +166,41 @@ def reject_kv_groups(kv_cache_config: Any) -> None:
             f"ragblend blends into one cache of full attention; vLLM made {len(groups)} of {', '.join(kinds)}. "
             f"Start it with --disable-hybrid-kv-cache-manager, if it has layers with sliding windows. {_FIX_HINT}"
         )
+
+
+def reject_shared_plans(build: Callable[[Sequence[int]], Sequence[Any]], backend: str) -> None:
+    """Raise UnsupportedModelError for an attention backend whose plan of one call changes that of an earlier call.
+
+    `build` returns the backend's metadata of the calls for some rows. All calls of a layer are planned before the first
+    one runs, and their plans are kept for later layers. FlashInfer plans every call in one wrapper per builder, and
+    its TensorRT-LLM path in one index buffer: earlier calls would read the keys of the last one.
+    """
+    planned = build((0, 2, 3, 4))
+    before = plan_state(planned)
+    build((1, 3, 4, 5, 6, 7, 8))
+    if plan_state(planned) != before:
+        raise UnsupportedModelError(
+            f"vLLM's attention backend {backend} plans every call in one shared place, as FlashInfer does, but "
+            "ragblend plans several calls before it runs the first. Choose another backend: --attention-backend "
+            "FLASH_ATTN (vllm_options={'attention_backend': 'FLASH_ATTN'})"
+        )
+
+
+def kernel_blocks_per_block(cache_shape: Sequence[int], num_blocks: int, block_size: int) -> int:
+    """Return into how many blocks the attention kernel splits each block of vLLM's cache manager.
+
+    `cache_shape` is the shape of one layer's paged cache, whose first or second dimension counts the kernel's blocks.
+    Raises UnsupportedModelError for a shape that does not fit `num_blocks` blocks of `block_size` tokens.
+    """
+    for size in cache_shape[:2]:
+        ratio, rest = divmod(size, num_blocks)
+        if ratio and not rest and not block_size % ratio:
+            return ratio
+    raise UnsupportedModelError(
+        f"the paged cache of a layer has the shape {tuple(cache_shape)}, which is no multiple of vLLM's {num_blocks} "
+        f"blocks of {block_size} tokens, so the attention kernel's blocks are unknown. Choose a --block-size that the "
+        f"attention backend takes as it is, such as 16 or 32. {_FIX_HINT}"
+    )
 
 
 def reject_unsupported_attention(impl: Any) -> None:
