@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +23,7 @@ from ragblend.engine.vllm.launch import (
     find_checkpoint,
     require_vllm,
     server_command,
+    split_flag,
     transfer_config,
 )
 from ragblend.errors import UsageError
@@ -85,11 +86,13 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     if settings.remote is not None:
         open_remote(settings.remote)  # a URL that is none is refused here, not in a process of vLLM's
         del tiers["remote"]  # it travels in the environment
-    checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code)
+    # vLLM gets the revision's directory, and would ignore a revision of that.
+    revision, flags = split_flag(flags, "--revision")
+    checkpoint = find_checkpoint(settings.model, replace(settings.model_options, device="auto", revision=revision))
     transfer = transfer_config(
         settings.store,
         tiers,
-        model=settings.model,
+        model=str(checkpoint.path),
         rule=settings.rule,
         ratio=settings.ratio,
         separator=options.separator,

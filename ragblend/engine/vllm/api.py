@@ -34,7 +34,7 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.readiness import Readiness, add_readiness
-from ragblend.engine.vllm.support import model_fingerprint, model_shape
+from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
 from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
 from ragblend.options import ContextPolicy
 
@@ -153,8 +153,7 @@ class ServedChunks:
         """What a client needs to compute keys, and to tell people what is served."""
         if self._facts:
             return {**self._facts, "context": self._context or self._remembered()}
-        dtype = str(self._model.dtype).removeprefix("torch.")
-        checkpoint = find_checkpoint(self._model.model, dtype, bool(self._model.trust_remote_code))
+        checkpoint = find_checkpoint(self._model.model, served_options(self._model))
         self._facts = {
             "model": checkpoint.name,
             "fingerprint": self._fingerprint,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from ragblend.engine.fusion.rope import FIXED_FREQUENCY
@@ -17,6 +18,8 @@ from ragblend.engine.transformers.model import find_model
 from ragblend.engine.transformers.model import model_fingerprint as checkpoint_fingerprint
 from ragblend.engine.vllm.attention_calls import plan_state
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
+from ragblend.files.reading import read_file
+from ragblend.options import ModelOptions
 
 OLDEST, BEFORE = (0, 28), (0, 33)
 """Supported vLLM releases: from OLDEST on, up to but not including BEFORE. `make test-vllm` and
@@ -210,17 +213,35 @@ def reject_unsupported_attention(impl: Any) -> None:
 
 
 def model_fingerprint(model_config: Any) -> str:
-    """The transformers engine's fingerprint of the checkpoint that vLLM serves, so that both use each other's KV.
+    """Return the transformers engine's fingerprint of the checkpoint that vLLM serves, so that both share KV.
 
-    Overrides of the config are part of it. Online quantisation, which changes the KV, gives another one.
+    The checkpoint is that of the served revision. Overrides of the config are part of the fingerprint, and so is a
+    config from elsewhere (`hf_config_path`). Online quantisation, which changes the KV, gives another fingerprint.
     """
     overrides = getattr(model_config, "hf_overrides", None) or {}
     if not isinstance(overrides, dict):
         raise UsageError("hf_overrides is a function, so the model cannot be told from others; give a dictionary")
-    path, dtype = find_model(str(model_config.model)), dtype_name(model_config.dtype)
+    path = find_model(str(model_config.model), options=served_options(model_config))
+    dtype = dtype_name(model_config.dtype)
+    if config_path := getattr(model_config, "hf_config_path", None):
+        config = find_model(config_path, weights=False, options=served_options(model_config, config_path))
+        overrides = {**json.loads(read_file(config / "config.json")), **overrides}
     is_quantised = getattr(model_config.hf_config, "quantization_config", None) is not None  # in the file, too
     online = None if is_quantised else model_config.quantization
     return checkpoint_fingerprint(path, f"{dtype}+{online}" if online else dtype, overrides)
+
+
+def served_options(model_config: Any, place: str | None = None) -> ModelOptions:
+    """Return how vLLM finds the files of `place`, by default its model: the revision, dtype and trust_remote_code.
+
+    vLLM ignores the revision of a directory, where `find_model` rejects one.
+    """
+    is_directory = Path(place or str(model_config.model)).expanduser().is_dir()
+    return ModelOptions(
+        dtype=dtype_name(model_config.dtype),
+        revision=None if is_directory else getattr(model_config, "revision", None),
+        trust_remote_code=bool(getattr(model_config, "trust_remote_code", False)),
+    )
 
 
 def model_shape(model_config: Any) -> KVSpec:

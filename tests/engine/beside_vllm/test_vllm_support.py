@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ragblend.engine.vllm.api import ServedChunks
+from ragblend.engine.vllm.launch import find_checkpoint, unsupported_model_reasons
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     model_fingerprint,
@@ -19,6 +23,7 @@ from ragblend.engine.vllm.support import (
     unsupported_reasons,
 )
 from ragblend.errors import RagblendError, UnsupportedModelError
+from ragblend.options import ModelOptions
 
 
 def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **rest: Any) -> Any:
@@ -189,3 +194,56 @@ def test_more_than_one_kind_of_cache_is_refused():
     for refused in (groups(FullAttentionSpec(), MambaSpec()), groups(MambaSpec()), groups()):
         with pytest.raises(UnsupportedModelError, match="one cache of full attention"):
             reject_kv_groups(refused)
+
+
+REPO = "nobody/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of Hugging Face, without network, that holds two revisions of one repo; the folder of their snapshots."""
+    repo = tmp_path / "models--nobody--tiny"
+    (repo / "refs").mkdir(parents=True)
+    for number, (revision, architecture) in enumerate((("main", "LlamaForCausalLM"), ("v2", "MambaForCausalLM"))):
+        commit = f"{number}" * 40
+        snapshot = repo / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64}
+        config = {"model_type": "llama", "architectures": [architecture], "vocab_size": 32, **sizes}
+        (snapshot / "config.json").write_text(json.dumps(config))
+        (snapshot / "model.safetensors").write_bytes(f"weights of {revision}".encode())
+        (repo / "refs" / revision).write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return repo / "snapshots"
+
+
+def served(model: str, **facts: Any) -> Any:
+    """vLLM's ModelConfig, as far as a fingerprint depends on it."""
+    hf_config = SimpleNamespace(num_hidden_layers=2)
+    defaults = {"hf_overrides": {}, "quantization": None, "revision": None, "hf_config": hf_config}
+    return SimpleNamespace(model=model, dtype=torch.float32, **{**defaults, "trust_remote_code": False, **facts})
+
+
+def test_two_revisions_of_a_model_share_no_kv(hub: Path) -> None:
+    of_main, of_v2 = (model_fingerprint(served(REPO, revision=revision)) for revision in (None, "v2"))
+    assert of_main != of_v2
+    for revision, fingerprint in ((None, of_main), ("main", of_main), ("v2", of_v2)):
+        options = ModelOptions(dtype="float32", revision=revision)
+        assert find_checkpoint(REPO, options).fingerprint == fingerprint
+        assert any("MambaForCausalLM" in each for each in unsupported_model_reasons(REPO, options)) == (
+            revision == "v2"
+        )
+    # vLLM reads a directory as it is, whatever the revision.
+    assert model_fingerprint(served(str(hub / ("1" * 40)), revision="v2")) == of_v2
+    # A config from elsewhere may compute other KV with the same weights.
+    assert model_fingerprint(served(str(hub / ("0" * 40)), hf_config_path=str(hub / ("1" * 40)))) != of_main
+
+
+def test_a_server_reports_the_fingerprint_of_its_revision(hub: Path, tmp_path: Path) -> None:
+    model = served(REPO, revision="v2", max_model_len=64, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 32)
+    model.hf_text_config = model.hf_config
+    transfer = SimpleNamespace(kv_connector_extra_config={"store": str(tmp_path / "kv")})
+    facts = ServedChunks(SimpleNamespace(model_config=model, kv_transfer_config=transfer)).facts()
+    assert facts["fingerprint"] == model_fingerprint(model) != model_fingerprint(served(REPO))
+    assert facts["model"] == REPO
