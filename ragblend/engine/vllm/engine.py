@@ -143,6 +143,7 @@ def start_vllm(
         "dtype": checkpoint.dtype,
         "trust_remote_code": trust_remote_code,
         "disable_log_stats": True,
+        "disable_hybrid_kv_cache_manager": True,  # see launch.server_command
         "kv_transfer_config": KVTransferConfig(**transfer),
         "worker_extension_cls": EXTENSION,
         **options,

@@ -25,6 +25,8 @@ OLDEST, BEFORE = (0, 28), (0, 33)
 """Supported vLLM releases: from OLDEST on, up to but not including BEFORE. `make test-vllm` and
 `make test-vllm-versions` run both ends and one between, on a CPU."""
 
+_GLOBAL_LAYERS_FROM = (0, 32)  # before, layers without a window get that of the others of their cache
+
 ARCHITECTURES = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
@@ -70,16 +72,16 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = _unsupported_model_reasons(model)
     has_window, sees_all = _layers_seen(model.hf_config)
-    scheduler = getattr(vllm_config, "scheduler_config", None)
     if has_window and not sees_all:
         reasons.append(
             f"its layers see {model.hf_config.sliding_window} tokens only (sliding window), and vLLM frees the blocks "
             "that have left it; start vLLM with --disable-sliding-window, which serves prompts up to that length"
         )
-    elif has_window and not getattr(scheduler, "disable_hybrid_kv_cache_manager", False):
+    elif has_window and (0, 0) < vllm_version() < _GLOBAL_LAYERS_FROM:
         reasons.append(
-            "some of its layers see a sliding window, and vLLM frees the blocks that have left it; start vLLM with "
-            "--disable-hybrid-kv-cache-manager, which keeps them"
+            "some of its layers see a sliding window, which vLLM before "
+            f"{_GLOBAL_LAYERS_FROM[0]}.{_GLOBAL_LAYERS_FROM[1]} then gives its other layers, too "
+            "(vllm-project/vllm#51756); use a newer vLLM"
         )
     if parallel.pipeline_parallel_size > 1:
         reasons.append(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: every worker needs all layers")

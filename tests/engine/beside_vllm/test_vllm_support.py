@@ -46,7 +46,6 @@ MIXED = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 512,
 }
-KEEPS = {"disable_hybrid_kv_cache_manager": True}
 
 
 @pytest.mark.parametrize("found", [(0, 0), (0, 27), (0, 33), (1, 0)])
@@ -66,8 +65,7 @@ def test_what_is_supported_is_not_refused():
     assert unsupported_reasons(config(parallel={"data_parallel_size": 2})) == []
     assert unsupported_reasons(config({"rope_parameters": {"rope_type": "llama3"}})) == []
     by_type = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear"}}
-    gemma = config({**MIXED, "rope_parameters": by_type}, scheduler_config=SimpleNamespace(**KEEPS))
-    assert unsupported_reasons(gemma) == []
+    assert unsupported_reasons(config({**MIXED, "rope_parameters": by_type})) == []
     # --disable-sliding-window leaves the layers' types, and takes the window away
     assert unsupported_reasons(config({**MIXED, "sliding_window": None})) == []
 
@@ -79,12 +77,6 @@ def test_what_is_supported_is_not_refused():
         (config({"architectures": None}), "unknown"),
         (config({"sliding_window": 512}), "512 tokens only.*--disable-sliding-window"),
         (config({**MIXED, "layer_types": ["sliding_attention"] * 2}), "512 tokens only.*--disable-sliding-window"),
-        (config({"sliding_window": 512}, scheduler_config=SimpleNamespace(**KEEPS)), "--disable-sliding-window"),
-        (config(MIXED), "--disable-hybrid-kv-cache-manager"),
-        (
-            config(MIXED, scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False)),
-            "--disable-hybrid-kv-cache-manager",
-        ),
         (config({"layer_types": ["full_attention", "chunked_attention"]}), "chunked_attention"),
         (config({"rope_parameters": {"rope_type": "dynamic"}}), "'dynamic'"),
         (
@@ -110,6 +102,12 @@ def test_a_refusal_says_why_and_what_to_do(refused, reason):
     with pytest.raises(UnsupportedModelError, match=reason) as error:
         reject_unsupported_config(refused)
     assert "Serve it without" in str(error.value)
+
+
+@pytest.mark.parametrize(("found", "is_refused"), [((0, 0), False), ((0, 31), True), ((0, 32), False)])
+def test_some_layers_with_a_window_need_a_vllm_that_tells_them_apart(monkeypatch, found, is_refused):
+    monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: found)
+    assert any("vllm#51756" in reason for reason in unsupported_reasons(config(MIXED))) == is_refused
 
 
 def test_every_reason_is_named():
