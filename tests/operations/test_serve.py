@@ -80,7 +80,7 @@ def test_vllms_revision_chooses_the_checkpoint(tmp_path: Path, monkeypatch: Any)
     for flags in (("--revision", "v2"), ("--revision=v2",)):
         command = launch(*flags, "--max-model-len", "512", model="nobody/tiny", store=str(tmp_path)).command
         assert command[-2:] == ("--max-model-len", "512")
-        assert not [word for word in command if "revision" in word]  # vLLM would ignore it beside a directory
+        assert not [word for word in command if word.startswith("--revision")]  # vLLM ignores it for a path
     assert [(model, options.revision) for model, options in asked] == [("nobody/tiny", "v2")] * 2
 
 
