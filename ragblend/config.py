@@ -120,6 +120,11 @@ class Settings(TierOptions):
         return GenerationOptions(self.mode, self.rule, self.ratio, self.max_tokens, self.temperature).keywords
 
     @property
+    def model_options(self) -> ModelOptions:
+        """How the model is found and loaded."""
+        return ModelOptions(dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
+
+    @property
     def is_served(self) -> bool:
         """Whether the backend is a server: the KV store is then the server's."""
         return is_url(self.backend)

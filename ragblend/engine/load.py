@@ -281,7 +281,7 @@ def _load_vllm(
     """An engine with vLLM in this process."""
     from tempfile import TemporaryDirectory
 
-    from ragblend.engine.transformers.model import find_model, load_tokenizer, model_name
+    from ragblend.engine.transformers.model import load_tokenizer
     from ragblend.engine.vllm.engine import VllmEngine
     from ragblend.engine.vllm.launch import find_checkpoint, require_vllm, transfer_config
     from ragblend.prompt.formats import prompt_format
@@ -293,8 +293,8 @@ def _load_vllm(
         )
     require_vllm()
     trust = model_options.trust_remote_code
-    found = str(find_model(model, options=model_options))
-    checkpoint = find_checkpoint(found, model_options.dtype, trust)._replace(name=model_name(model))
+    checkpoint = find_checkpoint(model, model_options)
+    found = str(checkpoint.path)
     place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store).absolute()
     root = place if isinstance(place, Path) else Path(place.name)
     register_model(root, checkpoint.fingerprint, checkpoint.facts(), new_model)

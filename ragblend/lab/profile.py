@@ -12,7 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -241,7 +241,7 @@ def open_vllm_for_profile(
 
     `vllm_options` are vLLM's own; its context is no longer than the prompts need unless they say otherwise.
     """
-    checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code)
+    checkpoint = find_checkpoint(settings.model, replace(settings.model_options, device="auto"))
     num_tokens = effort.num_chunks * effort.chunk_tokens
     length = min(checkpoint.context_length, num_tokens + QUESTION_TOKENS + _PREFIX_TOKENS)
     directory = Path(settings.store)
@@ -315,7 +315,7 @@ def find_profile(settings: Settings, vllm_options: Mapping[str, Any] | None = No
 
     Raises NotFoundError, with the command to type, where nothing was measured.
     """
-    checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code, settings.device)
+    checkpoint = find_checkpoint(settings.model, settings.model_options)
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -102,7 +102,7 @@ def _check_architecture(settings: Settings, optional: bool) -> DiagnosticResult:
 
     name, fix = "vllm model", "use backend 'transformers', or serve it without the connector (vLLM as it is)"
     try:
-        reasons = unsupported_model_reasons(settings.model, settings.dtype, settings.trust_remote_code)
+        reasons = unsupported_model_reasons(settings.model, settings.model_options)
     except (RagblendError, OSError, ValueError) as error:
         return DiagnosticResult(
             name, False, str(error), "choose another --model, or the embedded one: --model demo", optional

@@ -19,6 +19,7 @@ from ragblend.engine.store.disk import (
     MACHINES_DIR,
     MODELS_DIR,
     PINS_DIR,
+    PREFIXES_DIR,
     DiskStore,
 )
 from ragblend.engine.store.kv import KVHeader
@@ -201,6 +202,7 @@ _LOSS_MESSAGES = {
     MODELS_DIR: "an engine of that model notes itself again",
     CALIBRATIONS_DIR: "make it again: ragblend calibrate",
     MACHINES_DIR: "make it again: ragblend profile",
+    PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
     CONTEXT_FILE: "chunks are looked for alone until it is said again: ragblend precompute --context ...",
     REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
 }

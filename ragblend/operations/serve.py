@@ -5,28 +5,34 @@ Knows which settings become which vLLM flags. The process is then vLLM's; nothin
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ragblend.config import Settings
 from ragblend.engine.load import register_model
+from ragblend.engine.store.disk import DiskStore, prefix_name
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.engine.vllm.launch import (
     LOOPBACK,
+    Checkpoint,
     environment,
     find_checkpoint,
     require_vllm,
     server_command,
+    split_flag,
     transfer_config,
 )
-from ragblend.errors import UsageError
+from ragblend.errors import StoreNotWritableError, UsageError
 from ragblend.redaction import hide_secrets, redact_command
+
+log = logging.getLogger(__name__)
 
 API_KEY = "VLLM_API_KEY"
 RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
@@ -57,11 +63,17 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server about to start: its command, and what is added to its environment: secrets, which commands show."""
+    """A server about to start: its command, and what is added to its environment: secrets, which commands show.
+
+    The store needs `prefix_ids` before the start, where the command names them; () where it contains them.
+    """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     url: str
+    store: Path
+    checkpoint: Checkpoint
+    prefix_ids: tuple[int, ...] = ()
 
     def display_command(self) -> str:
         """The command for people: without API key, passwords and tokens, also those in vLLM's own flags."""
@@ -73,8 +85,8 @@ class ServerCommand:
 def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = True) -> ServerCommand:
     """The server's command for `options`, with vLLM's own `flags` at its end.
 
-    Downloads the model where it is not here. Raises RagblendError where vLLM is missing or out of range, unless
-    `check` is off.
+    Downloads the model where it is not here, and writes nothing else. Raises RagblendError for a store that `serve`
+    could not use, and where vLLM is missing or out of range, unless `check` is off.
     """
     if check:
         require_vllm()
@@ -85,11 +97,13 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     if settings.remote is not None:
         open_remote(settings.remote)  # a URL that is none is refused here, not in a process of vLLM's
         del tiers["remote"]  # it travels in the environment
-    checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code)
+    # vLLM gets the revision's directory, and would ignore a revision of that.
+    revision, flags = split_flag(flags, "--revision")
+    checkpoint = find_checkpoint(settings.model, replace(settings.model_options, device="auto", revision=revision))
     transfer = transfer_config(
         settings.store,
         tiers,
-        model=settings.model,
+        model=str(checkpoint.path),
         rule=settings.rule,
         ratio=settings.ratio,
         separator=options.separator,
@@ -99,6 +113,11 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
         trust_remote_code=settings.trust_remote_code,
         keys=options.keys,
     )
+    extra, prefix_ids = transfer["kv_connector_extra_config"], tuple[int, ...]()
+    store = Path(extra["store"])
+    if _check_store(store, checkpoint) and extra["prefix_ids"]:
+        prefix_ids = tuple(extra.pop("prefix_ids"))  # a system text can have a thousand
+        extra["prefix"] = prefix_name(prefix_ids)
     own = ["--host", options.host, "--port", str(options.port)]
     own += ["--trust-remote-code"] if settings.trust_remote_code else []
     command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
@@ -109,7 +128,37 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     if settings.remote is not None:
         added["RAGBLEND_REMOTE"] = settings.remote  # where the connector looks for what it is not told
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
-    return ServerCommand(tuple(command), added, f"http://{f'[{host}]' if ':' in host else host}:{options.port}")
+    url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
+    return ServerCommand(tuple(command), added, url, store, checkpoint, prefix_ids)
+
+
+def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
+    """Return True if the store at `path` can be written, or made; write nothing.
+
+    Raises RagblendError for a store that cannot be served: one that cannot be written and lacks the note on this model,
+    or whose note on the ingestion context is damaged.
+    """
+    place = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    is_writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    models: Mapping[str, Mapping[str, Any]] = {}
+    if path.is_dir():
+        disk = DiskStore(path)
+        disk.read_context()
+        models = disk.models()
+    own = models.get(checkpoint.fingerprint)
+    if not is_writable and (own is None or "kv_shapes" not in own):
+        why = "this user cannot write there" if place.is_dir() else "it is no directory"
+        raise StoreNotWritableError(
+            f"the store {path} cannot be written: {place}: {why}. Check its owner and mount, or choose another --store"
+        )
+    if models and own is None:
+        held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
+        log.warning(
+            "the store %s holds KV of %s and none of %s (%s), so no request finds stored KV before its documents are "
+            "ingested again: ragblend ingest DOCS --backend http://HOST:PORT --model %s; or choose another --store",
+            path, held, checkpoint.name, checkpoint.dtype, checkpoint.name,
+        )  # fmt: skip
+    return is_writable
 
 
 def _check_keys(path: Path, api_key: str | None) -> None:
@@ -127,7 +176,8 @@ def _check_keys(path: Path, api_key: str | None) -> None:
 
 def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
     """Become the server. Returns only by raising."""
-    launch, settings = build_server_command(options, flags), options.settings
-    checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code)
-    register_model(Path(settings.store), checkpoint.fingerprint, checkpoint.facts(), new_model=True)
+    launch = build_server_command(options, flags)
+    register_model(launch.store, launch.checkpoint.fingerprint, launch.checkpoint.facts(), new_model=True)
+    if launch.prefix_ids:
+        DiskStore(launch.store).put_prefix(launch.prefix_ids)
     os.execvpe(launch.command[0], list(launch.command), {**os.environ, **launch.environment})

@@ -104,8 +104,7 @@ def store(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(kind: str, family: str, store: Path, checkpoint: Callable[[str], Path]) -> Iterator[tuple[str, Any]]:
     """Its engine with the chunks stored."""
-    options = {"disable_hybrid_kv_cache_manager": True} if family in GLOBAL else {}
-    with pytest.MonkeyPatch.context() as patch, engine_of(kind, checkpoint(family), store, patch, **options) as llm:
+    with pytest.MonkeyPatch.context() as patch, engine_of(kind, checkpoint(family), store, patch) as llm:
         for chunk in CHUNKS:
             assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
         yield family, llm

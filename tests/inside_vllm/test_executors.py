@@ -27,6 +27,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.machine import serving_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.loading import MemoryTierDelta
+from ragblend.options import ModelOptions
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
@@ -61,7 +62,7 @@ def assert_close(output: Any, reference: Continued) -> None:
 
 def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = find_checkpoint(str(checkpoint("llama")), "float32")
+    found = find_checkpoint(str(checkpoint("llama")), ModelOptions(dtype="float32"))
     write_profile(tmp_path / "two", machine(found, 2.0, serving_facts(None, 2)))
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "skip_tokenizer_init": True}
     with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:

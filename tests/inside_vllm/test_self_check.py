@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import ask, connector_worker, engine, random_ids, tokens
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.vllm.layers import VllmLayers
+from ragblend.engine.vllm.plugin import loaded_model
 from ragblend.engine.vllm.self_check import self_check
 from ragblend.errors import UnsupportedModelError
 
@@ -68,3 +72,30 @@ def test_the_check_notices_what_would_be_wrong(checkpoint: Callable[[str], Path]
             self_check(layers, 300, 3, "it")
         ids = random_ids(50, 1)
         assert tokens(ask(llm, ids)) == tokens(ask(llm, ids))
+
+
+class SharedPlans:
+    """The backend's metadata builder, but for one buffer that holds the lengths of the call that was planned last."""
+
+    def __init__(self, *args: Any) -> None:
+        self._builder, self._lengths = CPUAttentionMetadataBuilder(*args), torch.zeros(1024, dtype=torch.int32)
+
+    def build(self, *args: Any, **options: Any) -> Any:
+        plan = self._builder.build(*args, **options)
+        own = self._lengths[: len(plan.seq_lens)]
+        plan.seq_lens = own.copy_(plan.seq_lens)
+        return plan
+
+
+def test_calls_that_share_a_plan_are_refused_and_the_check_notices_them(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(checkpoint("llama"), tmp_path, skip_tokenizer_init=True) as llm:
+        connector = get_kv_transfer_group()
+        monkeypatch.setattr(CPUAttentionBackend, "get_builder_cls", staticmethod(lambda: SharedPlans))
+        built = (loaded_model(), llm.llm_engine.vllm_config, connector._kv_cache_config)
+        with pytest.raises(UnsupportedModelError, match="--attention-backend FLASH_ATTN"):
+            VllmLayers(*built)
+        monkeypatch.setattr("ragblend.engine.vllm.layers.reject_shared_plans", nothing)
+        with pytest.raises(UnsupportedModelError, match="scattered tokens in several calls"):
+            self_check(VllmLayers(*built), 300, 100, "it")

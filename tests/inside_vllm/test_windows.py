@@ -10,9 +10,13 @@ import pytest
 from harness import SIZES, ask, engine, ingest, random_ids, report, tokens
 from tiny_models import make_model
 from transformers import MistralConfig, MistralForCausalLM
+from vllm import EngineArgs
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.model import model_fingerprint
+from ragblend.engine.vllm.connector import BlendConnector
 from ragblend.errors import UnsupportedModelError
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
@@ -28,18 +32,21 @@ def mistral(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[.
     return path
 
 
-def test_windows_are_refused_at_start_with_the_flag_to_type(mistral, checkpoint, tmp_path):
+def test_windows_are_refused_at_start_with_the_flag_to_type(mistral, tmp_path):
     with (
         pytest.raises(UnsupportedModelError, match=f"{WINDOW} tokens only.*--disable-sliding-window"),
         engine(mistral, tmp_path / "kv"),
     ):
         pass
-    options = {"disable_hybrid_kv_cache_manager": False}
-    with (
-        pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"),
-        engine(checkpoint("gemma3"), tmp_path / "kv", **options),
-    ):
-        pass
+
+
+def test_vllm_turns_its_hybrid_cache_manager_off_for_the_connector(checkpoint):
+    """So that layers with windows keep their blocks without a flag, on GPUs, which have that manager, too."""
+    transfer = {"kv_connector": "BlendConnector", "kv_connector_module_path": BlendConnector.__module__}
+    config = KVTransferConfig(kv_role="kv_both", **transfer)
+    assert not KVConnectorFactory.supports_hma_config(config)
+    made = EngineArgs(str(checkpoint("gemma3")), kv_transfer_config=config, skip_tokenizer_init=True)
+    assert made.create_engine_config().scheduler_config.disable_hybrid_kv_cache_manager
 
 
 def test_a_model_that_is_all_windows_is_served_up_to_one_and_shares_its_store(mistral, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 from commands import run_command
 
 from ragblend.config import Settings
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem, separator_ids
-from ragblend.errors import RagblendError, UsageError
-from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command
+from ragblend.engine.vllm.lookup import ChunkLookup
+from ragblend.errors import NotFoundError, RagblendError, UsageError
+from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command, serve
 
 
 def launch(*flags: str, **options: Any) -> ServerCommand:
@@ -29,6 +32,12 @@ def value(command: tuple[str, ...], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
+@pytest.fixture(autouse=True)
+def vllm_command(monkeypatch: Any) -> None:
+    """The same command whether this environment has vLLM, its CPU build, or none."""
+    monkeypatch.setattr(vllm_launch, "has_vllm_command", lambda: True)
+
+
 def extra(command: tuple[str, ...]) -> dict[str, Any]:
     transfer = json.loads(value(command, "--kv-transfer-config"))
     assert transfer["kv_connector_module_path"] == CONNECTOR_MODULE
@@ -38,15 +47,103 @@ def extra(command: tuple[str, ...]) -> dict[str, Any]:
 
 def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    command = launch(store="kv").command
-    assert command[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    made = launch(store="kv")
+    command = made.command
+    assert command[:4] == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+    assert (Path(command[4]) / "config.json").is_file()
     assert value(command, "--host") == "127.0.0.1"
     assert value(command, "--served-model-name") == "demo"
     assert value(command, "--dtype") == "float32"
-    assert (Path(value(command, "--model")) / "config.json").is_file()
     config = extra(command)
     assert config["store"] == str(tmp_path / "kv")  # vLLM's processes may have another working directory
-    assert (config["separator_ids"], config["separator_end_ids"], config["prefix_ids"]) == ([3], [4], [1])
+    assert (config["separator_ids"], config["separator_end_ids"], made.prefix_ids) == ([3], [4], (1,))
+
+
+def test_the_cpu_build_without_metadata_is_started_by_its_module(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(vllm_launch, "has_vllm_command", lambda: False)
+    command = launch(store=str(tmp_path)).command
+    assert command[:4] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
+
+
+@pytest.mark.parametrize(("flags", "count"), [((), "1"), (("--api-server-count", "3"), "3"), (("--headless",), None)])
+def test_one_front_end_unless_told_otherwise(tmp_path: Path, flags: tuple[str, ...], count: str | None) -> None:
+    command = launch(*flags, store=str(tmp_path)).command
+    assert ("--api-server-count" in command) == (count is not None)
+    assert count is None or value(command, "--api-server-count") == count
+
+
+def test_vllms_revision_chooses_the_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
+    asked: list[Any] = []
+    demo = vllm_launch.find_checkpoint("demo")
+    monkeypatch.setattr("ragblend.operations.serve.find_checkpoint", lambda *call: asked.append(call) or demo)
+    for flags in (("--revision", "v2"), ("--revision=v2",)):
+        command = launch(*flags, "--max-model-len", "512", model="nobody/tiny", store=str(tmp_path)).command
+        assert command[-2:] == ("--max-model-len", "512")
+        assert not [word for word in command if word.startswith("--revision")]  # vLLM ignores it for a path
+    assert [(model, options.revision) for model, options in asked] == [("nobody/tiny", "v2")] * 2
+
+
+SYSTEM = "Be brief, and name the source of every sentence. " * 60
+
+
+def test_the_ids_of_a_long_system_text_are_in_the_store_and_not_in_the_command(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
+    monkeypatch.setattr("os.execvpe", lambda *call: started.append(call))
+    options = ServeOptions(Settings(store=str(tmp_path / "kv"), system=SYSTEM))
+    planned = build_server_command(options)
+    assert len(planned.prefix_ids) > 500
+    assert not (tmp_path / "kv").exists()  # planning writes nothing
+    with pytest.raises(NotFoundError, match="ragblend serve MODEL"):
+        DiskStore(tmp_path / "new").read_prefix(extra(planned.command)["prefix"])
+    serve(options)
+    ((_, command, _),) = started
+    assert tuple(command) == planned.command
+    assert len(" ".join(command)) < 2500
+    config = ConnectorConfig.read(extra(planned.command))
+    lookup = ChunkLookup(DiskStore(Path(config.store)), config, planned.checkpoint.fingerprint, 5)
+    lookup.close()
+    assert lookup.prefix_ids == planned.prefix_ids
+
+
+def broken_stores(root: Path) -> dict[str, Path]:
+    """Stores that no server can use."""
+    file, note, folder = root / "file", root / "note", root / "locked"
+    file.write_text("no folder")
+    (note / "models").mkdir(parents=True)
+    (note / "context.json").write_text("{}")
+    folder.mkdir()
+    return {"a file": file, "below a file": file / "kv", "a damaged note": note, "not ours to write": folder}
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file", "a damaged note", "not ours to write"])
+def test_a_dry_run_refuses_the_store_that_serve_refuses(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
+    store, access = broken_stores(tmp_path)[kind], os.access
+    # For root, who may write everywhere.
+    monkeypatch.setattr("os.access", lambda place, *mode: access(place, *mode) and place != tmp_path / "locked")
+    monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
+    monkeypatch.setattr("os.execvpe", lambda *call: pytest.fail(f"started {call}"))
+    before, errors = sorted(tmp_path.rglob("*")), []
+    for start in (serve, build_server_command):  # the second is all that --dry-run does
+        with pytest.raises(RagblendError) as error:
+            start(ServeOptions(Settings(store=str(store))))
+        errors.append(str(error.value))
+    assert str(store) in errors[0]
+    assert errors[0] == errors[1]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_of_another_model_is_named(tmp_path: Path, caplog: Any) -> None:
+    store, checkpoint = DiskStore(tmp_path), vllm_launch.find_checkpoint("demo")
+    store.put_model("another", {**checkpoint.facts(), "model": "nobody/tiny"})
+    launch(store=str(tmp_path))
+    assert f"{tmp_path} holds KV of nobody/tiny (float32) and none of demo (float32)" in caplog.text
+    caplog.clear()
+    store.put_model(checkpoint.fingerprint, checkpoint.facts())
+    launch(store=str(tmp_path))
+    assert not caplog.text
 
 
 def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path: Path) -> None:
@@ -58,7 +155,6 @@ def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path: Path) 
     config = extra(command)
     assert (config["ratio"], config["rule"], config["separator_ids"]) == (0.3, "random", [3])
     assert "separator_end_ids" not in config
-    assert len(config["prefix_ids"]) > 2
     assert (value(command, "--host"), value(command, "--port")) == ("0.0.0.0", "9001")
     assert command[-4:] == ("--max-model-len", "512", "--served-model-name", "mine")
     assert value(command, "--served-model-name") == "mine"

@@ -5,6 +5,7 @@
     ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
     ROOT/calibrations/NAME.json     what was calibrated (see `calibration`)
     ROOT/machines/NAME.json         how fast a machine prefills and reads (see `machine`)
+    ROOT/prefixes/DIGEST.json       token ids of a system text that a vLLM server was started with
     ROOT/context.json               what chunks are computed behind (see `lookup`)
 
 An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
@@ -49,6 +50,7 @@ from ragblend.engine.store.eviction import (
     DiskEvictor,
     auto_limit,
 )
+from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec, MemoryKV, load_into_memory
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.engine.store.signing import KeyChoice, StoreKey, resolve_key
@@ -62,6 +64,7 @@ from ragblend.options import CONTEXT, ContextPolicy
 log = logging.getLogger(__name__)
 
 MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
+PREFIXES_DIR = "prefixes"
 CONTEXT_FILE = "context.json"
 CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # stores of earlier versions remember them
 METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
@@ -447,6 +450,27 @@ class DiskStore:
         self._write_metadata(path, facts)
         return path
 
+    def put_prefix(self, token_ids: Sequence[int]) -> None:
+        """Keep a prefix's ids for `read_prefix(prefix_name(token_ids))`. Raises what `put` raises."""
+        self._write_metadata(self._prefix_path(prefix_name(token_ids)), {"token_ids": list(token_ids)})
+
+    def read_prefix(self, name: str) -> tuple[int, ...]:
+        """Return the ids that `put_prefix` kept under `name`.
+
+        Raises NotFoundError without them, and CorruptError for ids that are not those which the name was made of.
+        """
+        path = self._prefix_path(name)
+        fix = f"start the server once with `ragblend serve MODEL --store {self.root}`, which writes it"
+        try:
+            ids = decode_signed_json(read_file(path), _note_kind(path))["token_ids"]
+            if prefix_name(ids) != name:
+                raise ValueError("its ids are others than those which it is named after")
+        except FileNotFoundError as error:
+            raise NotFoundError(f"the store lacks {path}, the token ids of the system text; {fix}") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorruptError(f"{path} is damaged ({error}); {fix} again") from error
+        return tuple(ids)
+
     def put_context(self, policy: ContextPolicy) -> None:
         """Remember what chunks are computed behind. Raises what `put` raises."""
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
@@ -472,7 +496,7 @@ class DiskStore:
     def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[VerifyResult]:
-        """What is wrong with the store's notes on models, calibrations, machines, pins and context; `key`: the place.
+        """What is wrong with the store's notes (models, calibrations, machines, pins, prefixes, context); `key`: where.
 
         Answers depend on them: a calibration says how much is recomputed. `problem_of`: what is wrong with a note
         whose bytes are as they were written, "" for nothing.
@@ -482,7 +506,7 @@ class DiskStore:
         def complain(_: str, path: Path, error: Exception) -> None:
             found.append(VerifyResult(_place(path), False, str(error)))
 
-        for folder in (*METADATA_DIRS, PINS_DIR):
+        for folder in (*METADATA_DIRS, PINS_DIR, PREFIXES_DIR):
             for path, note in self._read_metadata(folder, complain):
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
@@ -534,6 +558,9 @@ class DiskStore:
 
     def _pin_path(self, document: str) -> Path:
         return self.root / PINS_DIR / f"{xxh3_128_hexdigest(document.encode())}.json"
+
+    def _prefix_path(self, name: str) -> Path:
+        return self.root / PREFIXES_DIR / f"{_checked_name(name)}.json"
 
     def _model_path(self, fingerprint: str) -> Path:
         return self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
@@ -596,6 +623,11 @@ class DiskStore:
         with self._lock:
             for name, step in steps.items():
                 setattr(self._counters, name, getattr(self._counters, name) + step)
+
+
+def prefix_name(token_ids: Sequence[int]) -> str:
+    """Return 32 hex digits that name a prefix's ids in a store (`DiskStore.put_prefix`)."""
+    return chunk_key("", token_ids, ())
 
 
 def _note_kind(path: Path) -> str:

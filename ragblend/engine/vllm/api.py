@@ -10,9 +10,9 @@
 
 Loaded through vLLM's own `--middleware`, which puts it before everything else, vLLM's check of its API key included.
 The routes are added to vLLM's application, so that its key guards them; with `--api-keys-file` each request is let in
-here (`AuthGate`), and once more where it reaches the engine. Where a store is, is not told. vLLM sends a completion's
-`kv_transfer_params` only when it does not stream, and never when a stop string ended it; for requests that carry ours,
-a stream here ends with one more event that has them.
+here (`AuthGate`), and once more where it reaches the engine. Where a store is, is not told. Before 0.33, vLLM sends a
+completion's `kv_transfer_params` only when it does not stream, and never when a stop string ended it; for requests that
+carry ours, a stream without them ends here with one more event that has them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.readiness import Readiness, add_readiness
-from ragblend.engine.vllm.support import model_fingerprint, model_shape
+from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
 from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
 from ragblend.options import ContextPolicy
 
@@ -153,8 +153,7 @@ class ServedChunks:
         """What a client needs to compute keys, and to tell people what is served."""
         if self._facts:
             return {**self._facts, "context": self._context or self._remembered()}
-        dtype = str(self._model.dtype).removeprefix("torch.")
-        checkpoint = find_checkpoint(self._model.model, dtype, bool(self._model.trust_remote_code))
+        checkpoint = find_checkpoint(self._model.model, served_options(self._model))
         self._facts = {
             "model": checkpoint.name,
             "fingerprint": self._fingerprint,
@@ -232,8 +231,10 @@ def report_in_streams(serving: Any) -> None:
                 yield index, result
 
         async def events() -> AsyncIterator[str]:
+            has_report = False  # from vLLM itself, as from 0.33 on
             async for event in original(request, inputs, watched(), request_id, *rest, **more):
-                done = event.startswith("data: [DONE]")
+                has_report = has_report or _has_report(event)
+                done = event.startswith("data: [DONE]") and not has_report
                 if done and not found and len(names) == 1:  # a stop string ended it, and vLLM has dropped the report
                     found.update(await workers_report(serving, names.pop()))
                 if done and found:
@@ -244,6 +245,17 @@ def report_in_streams(serving: Any) -> None:
         return events()
 
     serving.completion_stream_generator = with_report
+
+
+def _has_report(event: str) -> bool:
+    """True for an event of a stream, `data: {...}`, whose `kv_transfer_params` contain a report."""
+    if "kv_transfer_params" not in event:  # nearly all of them
+        return False
+    try:
+        params = json.loads(event.removeprefix("data: ")).get("kv_transfer_params")
+    except (ValueError, AttributeError):
+        return False
+    return isinstance(params, dict) and PARAMS_KEY in params
 
 
 async def prefetch_on_workers(engine_client: Any, keys: list[str]) -> None:

@@ -41,6 +41,7 @@ class ConnectorConfig(TierOptions):
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # for the same
     namespace: str = ""  # for requests marked by separators
     prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
+    prefix: str = ""  # names those ids in the store (`DiskStore.put_prefix`), where a command line would be long
     context: ContextPolicy | None = copy_option(Settings, "context")  # None: what the store remembers
     separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
     separator_end_ids: tuple[int, ...] = ()  # see params.spans_between

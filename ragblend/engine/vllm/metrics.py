@@ -48,6 +48,7 @@ HISTOGRAMS = {
 }
 GAUGES = {
     "store_bytes": _Labelled("tier", "Stored KV by tier; of the disk as it was when its files were last listed"),
+    "store_missing": _Labelled("", "1 while the store's folder is deleted, else 0"),
     "blend_queue": _Labelled("", "Requests whose context is still to be filled, those being filled included"),
 }
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

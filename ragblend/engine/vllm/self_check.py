@@ -5,7 +5,8 @@ As `self_check`, with vLLM's plain prefill for a reference. Read `self_check` fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,14 +21,17 @@ from ragblend.engine.vllm.layers import VllmLayers
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.errors import UnsupportedModelError
 
+_RUNS_OF_SMALL_CALLS = 6
+
 
 @torch.inference_mode()
 def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) -> None:
     """Raise UnsupportedModelError unless fusing reproduces vLLM's own prefill. Before any request: uses blocks 1...
 
     A chunk right behind its prefix changes nothing; recomputing everything over stale KV gives full prefill;
-    recomputing scattered tokens over exact KV changes nothing. Judged by what the tokens after them come out as. And
-    those tokens come out the same when they are asked ahead, without blocks.
+    recomputing scattered tokens over exact KV changes nothing, in one call and in several that are planned together.
+    Judged by what the tokens after them come out as. And those tokens come out the same when they are asked ahead,
+    without blocks.
     """
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     needed = -(-total // layers.block_size)
@@ -108,10 +112,24 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     }
     exact = prefill_chunk(layers, paged(PREFIX_TOKENS), header(PREFIX_TOKENS, context))
     whole = Placement(exact, PREFIX_TOKENS, False)
-    gates["scattered tokens over exact KV"] = blended(plan([whole], "random", CheckLayer(0, 0.5)))
+    scattered = plan([whole], "random", CheckLayer(0, 0.5))
+    gates["scattered tokens over exact KV"] = blended(scattered)
+    with _small_calls(layers, context // 2):
+        gates["scattered tokens in several calls"] = blended(scattered)
     gates["asking every layer over exact KV"] = blended(plan([whole], "ask", CheckLayer(0, 0.3)))
     gates["the question asked ahead"] = asked(whole)
     return {gate: _error(found, expected) for gate, found in gates.items()}
+
+
+@contextmanager
+def _small_calls(layers: VllmLayers, max_rows: int) -> Iterator[None]:
+    """Split rows into several calls, which are all planned before the first one runs, as those of long prompts are."""
+    limits = layers.max_rows, layers.max_runs
+    layers.max_rows, layers.max_runs = min(limits[0], max_rows), min(limits[1], _RUNS_OF_SMALL_CALLS)
+    try:
+        yield
+    finally:
+        layers.max_rows, layers.max_runs = limits
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

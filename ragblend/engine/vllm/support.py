@@ -5,7 +5,10 @@ Reads vLLM's configuration objects by their attributes. Raises UnsupportedModelE
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from ragblend.engine.fusion.rope import rope_type_problem
@@ -13,11 +16,16 @@ from ragblend.engine.store.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.families import WINDOWED, rope_parameters
 from ragblend.engine.transformers.model import find_model
 from ragblend.engine.transformers.model import model_fingerprint as checkpoint_fingerprint
+from ragblend.engine.vllm.attention_calls import plan_state
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
+from ragblend.files.reading import read_file
+from ragblend.options import ModelOptions
 
 OLDEST, BEFORE = (0, 28), (0, 33)
 """Supported vLLM releases: from OLDEST on, up to but not including BEFORE. `make test-vllm` and
 `make test-vllm-versions` run both ends and one between, on a CPU."""
+
+_GLOBAL_LAYERS_FROM = (0, 32)  # before, layers without a window get that of the others of their cache
 
 ARCHITECTURES = (
     "Gemma2ForCausalLM",
@@ -64,16 +72,16 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = _unsupported_model_reasons(model)
     has_window, sees_all = _layers_seen(model.hf_config)
-    scheduler = getattr(vllm_config, "scheduler_config", None)
     if has_window and not sees_all:
         reasons.append(
             f"its layers see {model.hf_config.sliding_window} tokens only (sliding window), and vLLM frees the blocks "
             "that have left it; start vLLM with --disable-sliding-window, which serves prompts up to that length"
         )
-    elif has_window and not getattr(scheduler, "disable_hybrid_kv_cache_manager", False):
+    elif has_window and (0, 0) < vllm_version() < _GLOBAL_LAYERS_FROM:
         reasons.append(
-            "some of its layers see a sliding window, and vLLM frees the blocks that have left it; start vLLM with "
-            "--disable-hybrid-kv-cache-manager, which keeps them"
+            "some of its layers see a sliding window, which vLLM before "
+            f"{_GLOBAL_LAYERS_FROM[0]}.{_GLOBAL_LAYERS_FROM[1]} then gives its other layers, too "
+            "(vllm-project/vllm#51756); use a newer vLLM"
         )
     if parallel.pipeline_parallel_size > 1:
         reasons.append(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: every worker needs all layers")
@@ -165,6 +173,41 @@ def reject_kv_groups(kv_cache_config: Any) -> None:
         )
 
 
+def reject_shared_plans(build: Callable[[Sequence[int]], Sequence[Any]], backend: str) -> None:
+    """Raise UnsupportedModelError for an attention backend whose plan of one call changes that of an earlier call.
+
+    `build` returns the backend's metadata of the calls for some rows. All calls of a layer are planned before the first
+    one runs, and their plans are kept for later layers. FlashInfer plans every call in one wrapper per builder, and
+    its TensorRT-LLM path in one index buffer: earlier calls would read the keys of the last one.
+    """
+    planned = build((0, 2, 3, 4))
+    before = plan_state(planned)
+    build((1, 3, 4, 5, 6, 7, 8))
+    if plan_state(planned) != before:
+        raise UnsupportedModelError(
+            f"vLLM's attention backend {backend} plans every call in one shared place, as FlashInfer does, but "
+            "ragblend plans several calls before it runs the first. Choose another backend: --attention-backend "
+            "FLASH_ATTN (vllm_options={'attention_backend': 'FLASH_ATTN'})"
+        )
+
+
+def kernel_blocks_per_block(cache_shape: Sequence[int], num_blocks: int, block_size: int) -> int:
+    """Return into how many blocks the attention kernel splits each block of vLLM's cache manager.
+
+    `cache_shape` is the shape of one layer's paged cache, whose first or second dimension counts the kernel's blocks.
+    Raises UnsupportedModelError for a shape that does not fit `num_blocks` blocks of `block_size` tokens.
+    """
+    for size in cache_shape[:2]:
+        ratio, rest = divmod(size, num_blocks)
+        if ratio and not rest and not block_size % ratio:
+            return ratio
+    raise UnsupportedModelError(
+        f"the paged cache of a layer has the shape {tuple(cache_shape)}, which is no multiple of vLLM's {num_blocks} "
+        f"blocks of {block_size} tokens, so the attention kernel's blocks are unknown. Choose a --block-size that the "
+        f"attention backend takes as it is, such as 16 or 32. {_FIX_HINT}"
+    )
+
+
 def reject_unsupported_attention(impl: Any) -> None:
     """Raise UnsupportedModelError for attention that ours cannot be: the question is asked by our own."""
     if getattr(impl, "alibi_slopes", None) is not None:
@@ -172,17 +215,35 @@ def reject_unsupported_attention(impl: Any) -> None:
 
 
 def model_fingerprint(model_config: Any) -> str:
-    """The transformers engine's fingerprint of the checkpoint that vLLM serves, so that both use each other's KV.
+    """Return the transformers engine's fingerprint of the checkpoint that vLLM serves, so that both share KV.
 
-    Overrides of the config are part of it. Online quantisation, which changes the KV, gives another one.
+    The checkpoint is that of the served revision. Overrides of the config are part of the fingerprint, and so is a
+    config from elsewhere (`hf_config_path`). Online quantisation, which changes the KV, gives another fingerprint.
     """
     overrides = getattr(model_config, "hf_overrides", None) or {}
     if not isinstance(overrides, dict):
         raise UsageError("hf_overrides is a function, so the model cannot be told from others; give a dictionary")
-    path, dtype = find_model(str(model_config.model)), dtype_name(model_config.dtype)
+    path = find_model(str(model_config.model), options=served_options(model_config))
+    dtype = dtype_name(model_config.dtype)
+    if config_path := getattr(model_config, "hf_config_path", None):
+        config = find_model(config_path, weights=False, options=served_options(model_config, config_path))
+        overrides = {**json.loads(read_file(config / "config.json")), **overrides}
     is_quantised = getattr(model_config.hf_config, "quantization_config", None) is not None  # in the file, too
     online = None if is_quantised else model_config.quantization
     return checkpoint_fingerprint(path, f"{dtype}+{online}" if online else dtype, overrides)
+
+
+def served_options(model_config: Any, place: str | None = None) -> ModelOptions:
+    """Return how vLLM finds the files of `place`, by default its model: the revision, dtype and trust_remote_code.
+
+    vLLM ignores the revision of a directory, where `find_model` rejects one.
+    """
+    is_directory = Path(place or str(model_config.model)).expanduser().is_dir()
+    return ModelOptions(
+        dtype=dtype_name(model_config.dtype),
+        revision=None if is_directory else getattr(model_config, "revision", None),
+        trust_remote_code=bool(getattr(model_config, "trust_remote_code", False)),
+    )
 
 
 def model_shape(model_config: Any) -> KVSpec:

@@ -20,6 +20,7 @@ from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, Ttft
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import save_checkpoint, synthetic_segmenter
+from ragblend.options import ModelOptions
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 if TYPE_CHECKING:
@@ -56,11 +57,11 @@ def open_vllm(
         if shape is not None:
             path = Path(directory) / shape
             save_checkpoint(shape, path, dtype, config.seed)
-            checkpoint = find_checkpoint(str(path), config.dtype)._replace(name=shape)
+            checkpoint = find_checkpoint(str(path), ModelOptions(dtype=config.dtype))._replace(name=shape)
             vocab_size = find_shape(shape).vocab_size
         else:
             assert model is not None
-            checkpoint = find_checkpoint(model, config.dtype)
+            checkpoint = find_checkpoint(model, ModelOptions(dtype=config.dtype))
             vocab_size = int(AutoConfig.from_pretrained(checkpoint.path).get_text_config().vocab_size)
         place = Path(store or config.store or Path(directory) / "kv")
         segmenter = synthetic_segmenter(vocab_size)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ragblend.engine.vllm.api import ServedChunks
+from ragblend.engine.vllm.launch import find_checkpoint, unsupported_model_reasons
 from ragblend.engine.vllm.support import (
+    kernel_blocks_per_block,
+    model_fingerprint,
     reject_kv_groups,
+    reject_shared_plans,
     reject_unsupported_attention,
     reject_unsupported_config,
     require_supported_version,
     unsupported_reasons,
 )
 from ragblend.errors import RagblendError, UnsupportedModelError
+from ragblend.options import ModelOptions
 
 
 def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **rest: Any) -> Any:
@@ -38,7 +46,6 @@ MIXED = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 512,
 }
-KEEPS = {"disable_hybrid_kv_cache_manager": True}
 
 
 @pytest.mark.parametrize("found", [(0, 0), (0, 27), (0, 33), (1, 0)])
@@ -58,8 +65,7 @@ def test_what_is_supported_is_not_refused():
     assert unsupported_reasons(config(parallel={"data_parallel_size": 2})) == []
     assert unsupported_reasons(config({"rope_parameters": {"rope_type": "llama3"}})) == []
     by_type = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear"}}
-    gemma = config({**MIXED, "rope_parameters": by_type}, scheduler_config=SimpleNamespace(**KEEPS))
-    assert unsupported_reasons(gemma) == []
+    assert unsupported_reasons(config({**MIXED, "rope_parameters": by_type})) == []
     # --disable-sliding-window leaves the layers' types, and takes the window away
     assert unsupported_reasons(config({**MIXED, "sliding_window": None})) == []
 
@@ -71,12 +77,6 @@ def test_what_is_supported_is_not_refused():
         (config({"architectures": None}), "unknown"),
         (config({"sliding_window": 512}), "512 tokens only.*--disable-sliding-window"),
         (config({**MIXED, "layer_types": ["sliding_attention"] * 2}), "512 tokens only.*--disable-sliding-window"),
-        (config({"sliding_window": 512}, scheduler_config=SimpleNamespace(**KEEPS)), "--disable-sliding-window"),
-        (config(MIXED), "--disable-hybrid-kv-cache-manager"),
-        (
-            config(MIXED, scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False)),
-            "--disable-hybrid-kv-cache-manager",
-        ),
         (config({"layer_types": ["full_attention", "chunked_attention"]}), "chunked_attention"),
         (config({"rope_parameters": {"rope_type": "dynamic"}}), "'dynamic' changes its frequencies"),
         (config({"rope_parameters": {"rope_type": "invented"}}), "'invented' is not known"),
@@ -105,6 +105,12 @@ def test_a_refusal_says_why_and_what_to_do(refused, reason):
     assert "Serve it without" in str(error.value)
 
 
+@pytest.mark.parametrize(("found", "is_refused"), [((0, 0), False), ((0, 31), True), ((0, 32), False)])
+def test_some_layers_with_a_window_need_a_vllm_that_tells_them_apart(monkeypatch, found, is_refused):
+    monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: found)
+    assert any("vllm#51756" in reason for reason in unsupported_reasons(config(MIXED))) == is_refused
+
+
 def test_every_reason_is_named():
     both = config({"sliding_window": 512}, parallel={"pipeline_parallel_size": 2})
     assert len(unsupported_reasons(both)) == 2
@@ -117,6 +123,60 @@ def test_attention_that_ours_cannot_follow_is_refused():
     reject_unsupported_attention(SimpleNamespace(**{**plain, "logits_soft_cap": 30.0, "sinks": torch.ones(4)}))
     with pytest.raises(UnsupportedModelError, match="ALiBi"):
         reject_unsupported_attention(SimpleNamespace(**{**plain, "alibi_slopes": torch.ones(4)}))
+
+
+class OwnPlans:
+    """A metadata builder whose plans are its callers': a scratch buffer is shared, and no `build` writes there."""
+
+    def __init__(self) -> None:
+        self.scratch = torch.full((64,), torch.nan)
+
+    def build(self, rows: Any) -> Any:
+        return SimpleNamespace(starts=torch.tensor(rows), scratch=self.scratch[: len(rows)], device=torch.device("cpu"))
+
+
+class OneWrapper:
+    """FlashInfer's way: one wrapper per builder, planned again by every `build`."""
+
+    def __init__(self) -> None:
+        self.wrapper = SimpleNamespace(indices=None, workspace=torch.zeros(8))
+
+    def build(self, rows: Any) -> Any:
+        self.wrapper.indices = torch.tensor(rows)
+        return SimpleNamespace(prefill=SimpleNamespace(wrapper=self.wrapper), num_rows=len(rows))
+
+
+class OneBuffer:
+    """FlashInfer's way with TensorRT-LLM: a view of one persistent index buffer; `wrap` may hide it."""
+
+    def __init__(self, wrap: Any = lambda view: view) -> None:
+        self.buffer, self.wrap = torch.zeros(64, dtype=torch.int64), wrap
+
+    def build(self, rows: Any) -> Any:
+        self.buffer[: len(rows)] = torch.tensor(rows)
+        return SimpleNamespace(indices=self.wrap(self.buffer[: len(rows)]))
+
+
+def plan_with(builder: Any) -> None:
+    reject_shared_plans(lambda rows: [builder.build(rows[:2]), builder.build(rows[2:])], type(builder).__name__)
+
+
+@pytest.mark.parametrize(
+    "builder",
+    [OneWrapper(), OneBuffer(), OneBuffer(lambda view: {"a": [view.numpy()]})],
+    ids=["wrapper", "buffer", "numpy"],
+)
+def test_a_backend_that_plans_all_calls_in_one_place_is_refused_with_the_flag(builder: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{type(builder).__name__}.*--attention-backend FLASH_ATTN"):
+        plan_with(builder)
+    plan_with(OwnPlans())
+
+
+@pytest.mark.parametrize(("shape", "ratio"), [((10, 2, 64, 32), 1), ((20, 2, 32, 32), 2), ((2, 40, 2, 16, 32), 4)])
+def test_the_shape_of_the_paged_cache_gives_the_kernels_blocks(shape: tuple[int, ...], ratio: int) -> None:
+    assert kernel_blocks_per_block(shape, num_blocks=10, block_size=64) == ratio
+    with pytest.raises(UnsupportedModelError, match=r"\(25, 2, 64\).* 10 blocks of 64 tokens.*--block-size"):
+        kernel_blocks_per_block((25, 2, 64), num_blocks=10, block_size=64)
 
 
 def test_more_than_one_kind_of_cache_is_refused():
@@ -133,3 +193,56 @@ def test_more_than_one_kind_of_cache_is_refused():
     for refused in (groups(FullAttentionSpec(), MambaSpec()), groups(MambaSpec()), groups()):
         with pytest.raises(UnsupportedModelError, match="one cache of full attention"):
             reject_kv_groups(refused)
+
+
+REPO = "nobody/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of Hugging Face, without network, that holds two revisions of one repo; the folder of their snapshots."""
+    repo = tmp_path / "models--nobody--tiny"
+    (repo / "refs").mkdir(parents=True)
+    for number, (revision, architecture) in enumerate((("main", "LlamaForCausalLM"), ("v2", "MambaForCausalLM"))):
+        commit = f"{number}" * 40
+        snapshot = repo / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64}
+        config = {"model_type": "llama", "architectures": [architecture], "vocab_size": 32, **sizes}
+        (snapshot / "config.json").write_text(json.dumps(config))
+        (snapshot / "model.safetensors").write_bytes(f"weights of {revision}".encode())
+        (repo / "refs" / revision).write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return repo / "snapshots"
+
+
+def served(model: str, **facts: Any) -> Any:
+    """vLLM's ModelConfig, as far as a fingerprint depends on it."""
+    hf_config = SimpleNamespace(num_hidden_layers=2)
+    defaults = {"hf_overrides": {}, "quantization": None, "revision": None, "hf_config": hf_config}
+    return SimpleNamespace(model=model, dtype=torch.float32, **{**defaults, "trust_remote_code": False, **facts})
+
+
+def test_two_revisions_of_a_model_share_no_kv(hub: Path) -> None:
+    of_main, of_v2 = (model_fingerprint(served(REPO, revision=revision)) for revision in (None, "v2"))
+    assert of_main != of_v2
+    for revision, fingerprint in ((None, of_main), ("main", of_main), ("v2", of_v2)):
+        options = ModelOptions(dtype="float32", revision=revision)
+        assert find_checkpoint(REPO, options).fingerprint == fingerprint
+        assert any("MambaForCausalLM" in each for each in unsupported_model_reasons(REPO, options)) == (
+            revision == "v2"
+        )
+    # vLLM reads a directory as it is, whatever the revision.
+    assert model_fingerprint(served(str(hub / ("1" * 40)), revision="v2")) == of_v2
+    # A config from elsewhere may compute other KV with the same weights.
+    assert model_fingerprint(served(str(hub / ("0" * 40)), hf_config_path=str(hub / ("1" * 40)))) != of_main
+
+
+def test_a_server_reports_the_fingerprint_of_its_revision(hub: Path, tmp_path: Path) -> None:
+    model = served(REPO, revision="v2", max_model_len=64, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 32)
+    model.hf_text_config = model.hf_config
+    transfer = SimpleNamespace(kv_connector_extra_config={"store": str(tmp_path / "kv")})
+    facts = ServedChunks(SimpleNamespace(model_config=model, kv_transfer_config=transfer)).facts()
+    assert facts["fingerprint"] == model_fingerprint(model) != model_fingerprint(served(REPO))
+    assert facts["model"] == REPO
