@@ -1,28 +1,37 @@
-"""Chunks, a ByteStore in a dict and small checks that the tests of the tiers share."""
+"""Chunks, their files, a ByteStore in a dict and small checks that the tests of the tiers share."""
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.kv import DTYPES, ChunkKV, KVHeader, LayerKV, MemoryKV
 from ragblend.errors import BackendUnreachableError
 
 
 def make_kv(
-    seed: int = 0, tokens: int = 4, num_layers: int = 2, namespace: str = "", prefix: tuple[int, ...] = (1,)
+    seed: int = 0,
+    tokens: int = 4,
+    num_layers: int = 2,
+    namespace: str = "",
+    prefix: tuple[int, ...] = (1,),
+    dim: int = 4,
+    dtype: str = "float32",
 ) -> MemoryKV:
-    """A chunk whose key, ids and bits follow from `seed` and `namespace`."""
+    """A chunk of two heads whose key, ids and bits follow from `seed` and `namespace`."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {namespace}".encode()))
     token_ids = tuple(range(10 * seed + 100, 10 * seed + 100 + tokens))
     layers = tuple(
-        LayerKV(*(torch.randn(2, tokens, 4, generator=generator) for _ in range(2))) for _ in range(num_layers)
+        LayerKV(*(torch.randn(2, tokens, dim, generator=generator).to(DTYPES[dtype]) for _ in range(2)))
+        for _ in range(num_layers)
     )
     key = chunk_key("model", prefix, token_ids, namespace)
-    return MemoryKV(KVHeader(key, "model", prefix, token_ids, num_layers, "float32", namespace), layers)
+    return MemoryKV(KVHeader(key, "model", prefix, token_ids, num_layers, dtype, namespace), layers)
 
 
 def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
@@ -31,6 +40,19 @@ def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
     for index in range(expected.header.num_layers):
         assert torch.equal(got.layer(index).keys, expected.layer(index).keys)
         assert torch.equal(got.layer(index).values, expected.layer(index).values)
+
+
+def path_of(root: Path, key: str) -> Path:
+    """The file of an entry on the disk tier at `root`."""
+    return root / key[:2] / f"{key}.safetensors"
+
+
+def flip(path: Path, position: int, by: int = 1) -> None:
+    """Change one byte of the file, under whoever holds it."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= by
+    with path.open("r+b") as stream:
+        stream.write(data)
 
 
 class DictValues:
@@ -93,3 +115,17 @@ class DictValues:
         self._ask("ping")
 
     def close(self) -> None: ...
+
+
+class SlowValues(DictValues):
+    """Takes `wait_s` for a value, and notes how many were on their way at once."""
+
+    wait_s = 0.05
+    num_now = num_most = 0
+
+    def get(self, name: str) -> bytes | None:
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        time.sleep(self.wait_s)
+        self.num_now -= 1
+        return super().get(name)

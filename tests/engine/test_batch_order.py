@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,16 +55,6 @@ def test_each_prompt_comes_once_and_the_next_is_always_the_cheapest(prompts, siz
 def test_equal_prompts_and_prompts_without_chunks_stay_in_their_order():
     assert order_by_shared_chunks([["a"], ["a"], [], ["a"]], {"a": 1}, 10) == [2, 0, 1, 3]
     assert order_by_shared_chunks([], {}, 0) == []
-
-
-def test_conversations_that_take_turns_load_their_chunks_once():
-    dice = random.Random(0)
-    topics = [[f"{topic}-{at}" for at in range(6)] for topic in range(8)]
-    prompts = [dice.sample(topics[at % 8], 4) for at in range(64)]
-    nbytes = {key: 10 for keys in topics for key in keys}
-    order = order_by_shared_chunks(prompts, nbytes, 80)
-    assert loaded([prompts[place] for place in order], nbytes, 80) == sum(nbytes.values())
-    assert loaded(prompts, nbytes, 80) > 4 * sum(nbytes.values())
 
 
 def test_a_batch_beyond_memory_reads_each_chunk_once_and_answers_as_one_by_one(tmp_path: Path):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_prompts import CHUNKS
 from torch import Tensor
 
 from ragblend.engine import batching, generation
@@ -21,16 +22,11 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import PromptTooLongError, RagblendError, UsageError
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.prompt import SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
 pytestmark = pytest.mark.timeout(120)  # a place that is not given back would hang
 
-CHUNKS = (
-    Chunk("the theory of the other chunk is in the answer", source="one.txt"),
-    Chunk("question the chunk with that theory", source="two.txt"),
-    Chunk("what the other question is and the answer to it", source="three.txt"),
-)
 PROMPTS = tuple(
     SegmentedPrompt(CHUNKS[first : first + count], question)
     for first in range(2)
@@ -322,15 +318,6 @@ def test_reports_of_a_batch_tell_each_answers_own_times(engine, monkeypatch) -> 
     monkeypatch.setattr(engine.batch, "_decode", passing(1.0, decode))
     reports = [answer.report for answer in engine.generate_batch(PROMPTS[:4], max_tokens=4)]
     assert [(report.ttft_s, report.decode_s, report.completion_tokens) for report in reports] == [(100.0, 3.0, 4)] * 4
-
-
-def test_a_stream_beside_a_batch_is_left_alone(engine) -> None:
-    expected = engine.generate(PROMPTS[2], max_tokens=8)
-    stream = engine.stream(PROMPTS[2], max_tokens=8)
-    pieces = [next(stream)]
-    engine.generate_batch(PROMPTS[:3], max_tokens=5)
-    assert "".join([*pieces, *stream]) == expected.text
-    same(stream.result, expected)
 
 
 def test_what_keeps_steps_from_being_made_together_is_said_once(engine, monkeypatch, caplog) -> None:

@@ -35,24 +35,19 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(bounds)]
 
 
+def before_the_stop(text: str, stop: list[str]) -> tuple[str, bool]:
+    """The text before the stop string that is complete first, the longest of those, and whether there is one."""
+    for end in range(1, len(text) + 1):
+        if found := [each for each in stop if text[:end].endswith(each)]:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
 @given(text=texts, stop=stops, places=st.lists(st.integers(0, 30), max_size=8))
 @example(text="abc", stop=["abc", "b"], places=[])
-def test_where_the_pieces_are_cut_does_not_matter(text, stop, places):
-    assert scan(cut(text, places), stop) == scan([text], stop) == scan(list(text), stop)
-
-
-@given(text=texts, stop=st.text(alphabet="abc", min_size=1, max_size=4), places=st.lists(st.integers(0, 30)))
-def test_the_answer_is_the_text_before_the_stop_string(text, stop, places):
-    before, found, _ = text.partition(stop)
-    assert scan(cut(text, places), [stop]) == (before, bool(found))
-
-
-@given(text=texts, stop=stops)
-def test_no_stop_string_is_ever_shown(text, stop):
-    shown, stopped = scan(list(text), stop)
-    assert not any(needle in shown for needle in stop)
-    assert text.startswith(shown)
-    assert stopped == any(needle in text for needle in stop)
+def test_the_answer_is_the_text_before_the_first_stop_string_wherever_the_pieces_are_cut(text, stop, places):
+    expected = before_the_stop(text, stop)
+    assert scan(cut(text, places), stop) == scan(list(text), stop) == expected
 
 
 @given(text=texts, stop=stops)
@@ -67,58 +62,11 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back(text, stop):
         assert not scanner._held or any(needle.startswith(scanner._held) for needle in stop)
 
 
-def test_the_stop_string_that_is_complete_first_ends_the_answer():
-    assert scan(["xabc"], ["abc", "b"]) == ("xa", True)
-    assert scan(["xabc"], ["abc", "bc"]) == ("x", True)
-
-
-LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
-
-
-def shares(options: GenerationOptions, draws: int = 3000) -> torch.Tensor:
-    sampler = Sampler(options)
-    return torch.bincount(torch.tensor([sampler.sample(LOGITS) for _ in range(draws)]), minlength=4) / draws
-
-
-def test_temperature_zero_takes_the_highest():
-    assert shares(GenerationOptions(temperature=0.0), draws=20).tolist() == [0, 1, 0, 0]
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_sampling_follows_the_softmax_at_its_temperature(temperature):
-    expected = (LOGITS / temperature).softmax(0)
-    torch.testing.assert_close(shares(GenerationOptions(temperature=temperature, seed=1)), expected, atol=0.03, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"), [(0.01, [1]), (0.6, [1]), (0.8, [1, 2]), (0.95, [0, 1, 2]), (1.0, [0, 1, 2, 3])]
-)
-def test_top_p_keeps_the_smallest_set_with_that_mass(top_p, kept):
-    # softmax of LOGITS is 0.0871, 0.6439, 0.2369, 0.0321
-    expected = torch.zeros(4)
-    expected[kept] = LOGITS.softmax(0)[kept] / LOGITS.softmax(0)[kept].sum()
-    found = shares(GenerationOptions(temperature=1.0, top_p=top_p, seed=2))
-    assert found.nonzero().flatten().tolist() == kept
-    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
-
-
-def test_a_seed_repeats_and_two_samplers_do_not_disturb_each_other():
-    def draw(seed: int | None) -> list[int]:
-        sampler, other = (Sampler(GenerationOptions(temperature=1.0, seed=each)) for each in (seed, 9))
-        tokens = []
-        for _ in range(40):
-            tokens.append(sampler.sample(LOGITS))
-            other.sample(LOGITS)
-        return tokens
-
-    assert draw(7) == draw(7)
-    assert draw(7) != draw(8)
-    assert draw(None) != draw(None)
-
-
-def test_sampling_leaves_the_global_generator_alone():
+def test_without_a_seed_answers_differ_and_the_global_generator_is_left_alone():
     before = torch.get_rng_state()
-    shares(GenerationOptions(temperature=1.0, seed=3), draws=5)
+    samplers = [Sampler(GenerationOptions(temperature=1.0)) for _ in range(2)]
+    one, other = ([sampler.sample(torch.zeros(50)) for _ in range(20)] for sampler in samplers)
+    assert one != other
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -149,19 +97,28 @@ def test_greedy_answers_are_those_of_transformers_generate(options, tiny_model):
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_k": 3}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.8}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1}]
+    "options",
+    [
+        *({"temperature": temperature} for temperature in (0.5, 1.0, 3.0)),
+        *({"top_p": top_p} for top_p in (0.01, 0.6, 0.95)),
+        {"top_k": 3},
+        {"min_p": 0.2},
+        {"top_k": 5, "top_p": 0.8},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.1},
+    ],
 )
 def test_what_may_be_chosen_is_what_transformers_leaves(options):
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3)) * 2
-    warpers = [TemperatureLogitsWarper(0.7)]
+    options = {"temperature": 0.7, **options}
+    warpers = [TemperatureLogitsWarper(options["temperature"])]
     warpers += [TopKLogitsWarper(options["top_k"])] if "top_k" in options else []
     warpers += [TopPLogitsWarper(options["top_p"])] if "top_p" in options else []
     warpers += [MinPLogitsWarper(options["min_p"])] if "min_p" in options else []
     left = LogitsProcessorList(warpers)(torch.tensor([[0]]), logits[None])[0].softmax(-1)
-    sampler = Sampler(GenerationOptions(temperature=0.7, seed=1, **options))
-    counts = torch.bincount(torch.tensor([sampler.sample(logits) for _ in range(4000)]), minlength=40) / 4000
+    sampler = Sampler(GenerationOptions(seed=1, **options))
+    counts = torch.bincount(torch.tensor([sampler.sample(logits) for _ in range(2000)]), minlength=40) / 2000
     assert set(counts.nonzero().flatten().tolist()) <= set(left.nonzero().flatten().tolist())
-    torch.testing.assert_close(counts, left, atol=0.03, rtol=0)
+    torch.testing.assert_close(counts, left, atol=0.04, rtol=0)
 
 
 def test_presence_and_frequency_count_the_answer_and_not_the_prompt():

@@ -17,7 +17,7 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.shadow import MAX_WAITING, Shadow
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.prompt import SegmentedPrompt
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -77,16 +77,6 @@ def test_the_counts_are_those_of_answers_computed_directly(shadowed, stock_model
     assert 0 < same < 6  # else this test could not tell a count that is always yes, or always no
     low, high = counters.answer_interval
     assert 0 <= low < same / 6 < high <= 1
-
-
-def test_at_ratio_one_every_answer_agrees(shadowed):
-    engine = shadowed()
-    for prompt in prompts():
-        engine.generate(prompt, recompute_ratio=1.0, max_tokens=MAX_TOKENS)
-        engine.flush_shadow()
-    counters = engine.shadow
-    assert (counters.first_token_agreement, counters.answer_agreement) == (1.0, 1.0)
-    assert counters.mean_first_token_kl < 1e-6
 
 
 def test_the_share_is_drawn_with_the_seed(shadowed):
@@ -254,22 +244,3 @@ def test_counters_without_a_request_have_no_rates():
     assert counters.first_token_agreement is counters.first_token_interval is counters.mean_first_token_kl is None
     assert counters.answer_agreement is counters.answer_interval is None
     assert counters.summary() == "full prefill ran beside 0 of 0 answers"
-
-
-def test_full_prefill_reads_the_text_as_it_was_sent_not_as_it_was_cut(shadowed, stock_model):
-    """A boundary found in a text may move a token boundary. At ratio 1.0 nothing else is left that could differ."""
-    engine, model = shadowed(), stock_model("llama")
-    sent = f"Content: {CHUNKS[0]}\nwhat is that?"
-    found = ["Content: ", Chunk(CHUNKS[0], found_in_prompt=True), "\nwhat is that?"]
-    prompt = SegmentedPrompt.from_messages([("user", found)])
-    answer = engine.generate(prompt, recompute_ratio=1.0, max_tokens=MAX_TOKENS)
-    engine.flush_shadow()
-    cut = engine.segmenter.tokenize(prompt).token_ids
-    whole = engine.segmenter.tokenize(SegmentedPrompt(question=sent)).token_ids
-    assert cut != whole
-    assert engine.segmenter.decode(cut) == engine.segmenter.decode(whole)
-    expected, log_p = by_the_stock_model(model, whole)
-    log_q = by_the_stock_model(model, cut)[1]
-    assert answer.report.shadow.first_token_kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum()), rel=1e-3)
-    assert answer.report.shadow.first_token_kl > 1e-4
-    assert answer.report.shadow.answers_identical == (answer.token_ids == expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -9,29 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+from servers import wait_until
+from tier_support import make_kv as make_chunk
 
+from ragblend.engine.fusion import loader as loader_module
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized
+from ragblend.engine.store.kv import LayerKV, MemoryKV, StoredLayer, convert_kv_dtype, dequantized
+from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import DamagedEntryError
 
 pytestmark = pytest.mark.timeout(60)  # a reader that does not stop would hang its join
 
 LAYERS, TOKENS, HEADS, DIM = 6, 5, 2, 4
-IDS = tuple(range(TOKENS))
-KEYS = (chunk_key("model", (), IDS), chunk_key("model", (), IDS, "other"))
 
 
-def make_kv(key: str = KEYS[0], seed: int = 0) -> MemoryKV:
-    generator = torch.Generator().manual_seed(seed)
-    header = KVHeader(key, "model", (), IDS, LAYERS, "float32", namespace="other" if key == KEYS[1] else "")
-    layers = tuple(
-        LayerKV(*(torch.randn(HEADS, TOKENS, DIM, generator=generator) for _ in range(2))) for _ in range(LAYERS)
-    )
-    return MemoryKV(header, layers)
+def make_kv(seed: int = 0) -> MemoryKV:
+    return make_chunk(seed, TOKENS, LAYERS)
 
 
 class SlowKV:
@@ -94,15 +91,6 @@ def loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ragblend-loader"]
 
 
-def eventually(claim: object) -> bool:
-    """Whether `claim()` becomes true within two seconds."""
-    for _ in range(200):
-        if claim():  # type: ignore[operator]
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def assert_same_kv(found: FusedKV, expected: FusedKV) -> None:
     """Bit for bit, NaN where nothing was written included."""
     for layer in range(LAYERS):
@@ -123,11 +111,12 @@ def test_each_layer_is_placed_where_its_chunk_stands():
 
 def test_the_reader_thread_gives_what_inline_loading_gives(tmp_path: Path):
     store = DiskStore(tmp_path, fsync=False)
-    kvs = [make_kv(key, seed) for seed, key in enumerate(KEYS)]
+    kvs = [make_kv(seed) for seed in range(2)]
     for kv in kvs:
         store.put(kv)
-    inline, _ = load_all([Placement(kvs[0], 2, exact=True), Placement(kvs[1], 9, exact=False)])
-    stored = [Placement(store.get(KEYS[0]), 2, exact=True), Placement(store.get(KEYS[1]), 9, exact=False)]
+    placements = [Placement(kvs[0], 2, exact=True), Placement(kvs[1], 9, exact=False)]
+    inline, _ = load_all(placements)
+    stored = [each._replace(kv=store.get(each.kv.header.key)) for each in placements]
     threaded, layers = load_all(stored)
     assert [event.layer for event in layers.events] == list(range(LAYERS))
     assert_same_kv(threaded, inline)
@@ -136,7 +125,7 @@ def test_the_reader_thread_gives_what_inline_loading_gives(tmp_path: Path):
 @pytest.mark.parametrize("starts", [(2,), (2, 7), (2, 9), (2, 7, 14), (0, 5, 10)])
 @pytest.mark.parametrize("make", [make_kv, lambda *of: SlowKV(make_kv(*of))], ids=["inline", "thread"])
 def test_chunks_placed_together_stand_where_they_would_one_by_one(starts, make):
-    placements = [Placement(make(str(seed) * 32, seed), start, exact=False) for seed, start in enumerate(starts)]
+    placements = [Placement(make(seed), start, exact=False) for seed, start in enumerate(starts)]
     alone, _ = load_all(placements)
     together, _ = load_all(placements, together=True)
     assert_same_kv(together, alone)
@@ -163,6 +152,26 @@ def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_ru
     assert written == [(layer, rows) for layer in range(LAYERS) for rows in (slice(1, 11), slice(13, 18))]
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+def test_eight_bits_in_memory_are_made_whole_by_the_reader_thread_and_placed_as_what_they_mean(
+    kv_dtype, together, monkeypatch: pytest.MonkeyPatch
+):
+    packed = convert_kv_dtype(make_chunk(0, 12, LAYERS), kv_dtype)
+    whole = MemoryKV(dataclasses.replace(packed.header, kv_dtype=None), tuple(map(packed.layer, range(LAYERS))))
+    expected, _ = load_all([Placement(whole, 3, exact=False)], together=together)
+    threads: list[str] = []
+
+    def noting(layer: StoredLayer) -> LayerKV:
+        threads.append(threading.current_thread().name)
+        return dequantized(layer)
+
+    monkeypatch.setattr(loader_module, "dequantized", noting)
+    found, _ = load_all([Placement(packed, 3, exact=False)], together=together)
+    assert_same_kv(found, expected)
+    assert threads == ["ragblend-loader"] * LAYERS
+
+
 def test_kv_in_memory_is_placed_without_a_thread():
     with loader([Placement(make_kv(), 0, exact=False)], destination()) as layers:
         assert loader_threads() == []
@@ -171,7 +180,7 @@ def test_kv_in_memory_is_placed_without_a_thread():
 
 def test_one_slow_chunk_is_enough_to_read_in_the_background():
     slow = SlowKV(make_kv())
-    load_all([Placement(make_kv(KEYS[1]), 6, exact=False), Placement(slow, 0, exact=False)])
+    load_all([Placement(make_kv(1), 6, exact=False), Placement(slow, 0, exact=False)])
     assert slow.read_layers() == list(range(LAYERS))
     assert {name for _, name in slow.reads} == {"ragblend-loader"}
 
@@ -184,7 +193,7 @@ def test_depth_bounds_how_far_the_reader_is_ahead(depth, first_read):
     with loader([Placement(slow, 0, exact=False)], destination(), depth=depth, first_layer=computed) as layers:
         for waited in range(LAYERS):
             expected = min(LAYERS, max(0, waited - first_read) + depth)
-            assert eventually(lambda: len(slow.reads) == expected), "the reader does not run ahead"  # noqa: B023
+            wait_until(lambda: len(slow.reads) == expected, 2, "the reader runs ahead")  # noqa: B023
             time.sleep(0.02)
             assert len(slow.reads) == expected, "the reader runs too far ahead"
             layers.wait(waited)
@@ -201,30 +210,6 @@ def test_a_layer_is_complete_when_wait_returns():
     assert layers.load_s >= LAYERS * 0.01
 
 
-def test_a_damaged_file_surfaces_in_wait(tmp_path: Path):
-    store = DiskStore(tmp_path, fsync=False)
-    store.put(make_kv())
-    stored = store.get(KEYS[0])
-    path = tmp_path / KEYS[0][:2] / f"{KEYS[0]}.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1  # the last layer's values
-    with path.open("r+b") as stream:
-        stream.write(data)
-    with pytest.raises(DamagedEntryError, match=KEYS[0]):
-        load_all([Placement(stored, 0, exact=False)])
-    with loader([Placement(SlowKV(make_kv(), fail_at=5), 0, exact=False)], destination(), depth=1) as layers:
-        layers.wait(0)  # intact layers are usable until the damage is met
-        layers.wait(1)
-
-
-def test_leaving_early_stops_the_reader():
-    slow = SlowKV(make_kv(), delay_s=0.005)
-    with loader([Placement(slow, 0, exact=False)], destination()) as layers:
-        layers.wait(0)
-    assert loader_threads() == []
-    assert len(slow.reads) < LAYERS
-
-
 @pytest.mark.parametrize("make", [make_kv, lambda: SlowKV(make_kv())])
 def test_a_layer_waited_for_twice_is_placed_once(make):
     """A rule that asks the question waits for its layers before the main pass does; what that wrote must stay."""
@@ -236,12 +221,6 @@ def test_a_layer_waited_for_twice_is_placed_once(make):
             layers.wait(layer)
     assert (fused.keys(0)[:, 0] == 7).all()
     assert [event.layer for event in layers.events] == list(range(LAYERS))
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_nothing_to_load_is_no_wait(together):
-    _, layers = load_all([], together=together)
-    assert layers.load_s < 0.1
 
 
 @pytest.mark.parametrize("make", [make_kv, lambda: SlowKV(make_kv(), delay_s=0.005)], ids=["inline", "thread"])
@@ -269,7 +248,7 @@ def test_a_timeline_says_when_each_layer_was_loaded_and_when_it_was_fused(make):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_layer_0_is_there_before_anything_was_read(together):
-    kvs, fused = [SlowKV(make_kv(key, seed)) for seed, key in enumerate(KEYS)], destination()
+    kvs, fused = [SlowKV(make_kv(seed)) for seed in range(2)], destination()
     for kv in kvs:
         kv.may_read.clear()
     placements = [Placement(kv, start, exact=False) for kv, start in zip(kvs, (2, 9), strict=True)]
@@ -300,8 +279,8 @@ def test_a_store_sees_every_layer_read_and_moves_the_chunk_up(tmp_path: Path):
     assert slow.read_layers() == [*range(1, LAYERS), 0]
     disk, memory = DiskStore(tmp_path, fsync=False), MemoryStore(1 << 20)
     disk.put(make_kv())
-    load_all([Placement(TieredStore(memory, disk).get(KEYS[0]), 0, exact=False)], first_layer=first_layer)
-    moved = memory.get(KEYS[0])
+    load_all([Placement(TieredStore(memory, disk).get(make_kv().header.key), 0, exact=False)], first_layer=first_layer)
+    moved = memory.get(make_kv().header.key)
     assert moved is not None
     for layer in range(LAYERS):
         assert torch.equal(moved.layer(layer).keys, make_kv().layer(layer).keys)
@@ -314,11 +293,11 @@ def test_damage_is_met_wherever_it_is(fail_at, options):
     """Also in layer 0 where it was computed: the entry is as damaged as any, and a miss from now on."""
     placements = [
         Placement(SlowKV(make_kv()), 0, exact=False),
-        Placement(SlowKV(make_kv(KEYS[1]), fail_at=fail_at), 5, exact=False),
+        Placement(SlowKV(make_kv(1), fail_at=fail_at), 5, exact=False),
     ]
     with pytest.raises(DamagedEntryError) as caught:
         load_all(placements, **options)
-    assert caught.value.key == KEYS[1]
+    assert caught.value.key == make_kv(1).header.key
     assert loader_threads() == []
 
 
@@ -340,20 +319,10 @@ def test_an_error_in_the_fusor_stops_the_reader_and_passes_through(num_waited, o
     assert num_waited == LAYERS or len(slow.reads) < LAYERS
 
 
-def test_what_is_in_memory_is_not_computed():
-    def refuse(token_ids: torch.Tensor) -> LayerKV:
-        raise AssertionError(f"computed for {token_ids}")
-
-    kv = make_kv()
-    fused, layers = load_all([Placement(kv, 0, exact=False)], first_layer=refuse)
-    assert torch.equal(fused.values(0)[:, :TOKENS], kv.layer(0).values)
-    assert layers.num_computed == 0
-
-
 @pytest.mark.parametrize("together", [False, True])
 def test_beside_what_is_in_memory_only_the_rest_is_computed_all_at_once(together):
     held, asked = make_kv(), []
-    far = [SlowKV(make_kv(key, seed)) for key, seed in (("2" * 32, 2), ("3" * 32, 3))]
+    far = [SlowKV(make_kv(seed)) for seed in (2, 3)]
 
     def noting(token_ids: torch.Tensor) -> LayerKV:
         asked.append(token_ids.tolist())
@@ -363,12 +332,12 @@ def test_beside_what_is_in_memory_only_the_rest_is_computed_all_at_once(together
         Placement(kv, start, exact=False) for kv, start in zip((far[0], held, far[1]), (0, 5, 12), strict=True)
     ]
     fused, layers = load_all(placements, together=together, first_layer=noting)
-    assert asked == [[*range(TOKENS), *range(TOKENS)]]
+    assert asked == [[*far[0].header.token_ids, *far[1].header.token_ids]]
     assert layers.num_computed == 2 * TOKENS
-    values = first_layer(torch.arange(TOKENS)).values
     for placement in placements:
-        rows = slice(placement.start, placement.end)
-        assert torch.equal(fused.values(0)[:, rows], held.layer(0).values if placement.kv is held else values)
+        computed = first_layer(torch.tensor(placement.kv.header.token_ids)).values
+        expected = held.layer(0).values if placement.kv is held else computed
+        assert torch.equal(fused.values(0)[:, placement.start : placement.end], expected)
 
 
 def test_waiting_for_the_layer_that_was_computed_is_a_stall():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -89,21 +87,6 @@ def test_rotations_compose(first, second, scaling):
 
     torch.testing.assert_close(turn(turn(keys, first), second), turn(keys, first + second), atol=5e-3, rtol=0)
     torch.testing.assert_close(turn(turn(keys, first), -first), keys, atol=5e-3, rtol=0)
-
-
-@given(position=st.integers(0, 100_000))
-def test_rotation_keeps_the_length_of_every_vector(position):
-    keys = states(1, seed=position % 7)
-    turned = rotate(keys, *tables(llama_rotary(SCALINGS["default"]).inv_freq, torch.tensor([position])))
-    torch.testing.assert_close(turned.norm(dim=-1), keys.norm(dim=-1))
-
-
-def test_attention_scaling_multiplies_both_tables():
-    inv_freq, positions = torch.tensor([1.0, 0.1]), torch.arange(5)
-    (cos, sin), (cos2, sin2) = tables(inv_freq, positions), tables(inv_freq, positions, 2.0)
-    assert torch.equal(cos2, 2 * cos)
-    assert torch.equal(sin2, 2 * sin)
-    assert cos[3].tolist() == pytest.approx([math.cos(3), math.cos(0.3)] * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

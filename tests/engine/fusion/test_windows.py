@@ -63,33 +63,24 @@ def prompt_of(length: int, seed: int = 0, prefix: int = 2, question: int = 3, ch
 # --- against full prefill ---
 
 
-@pytest.mark.parametrize("family", WINDOWED)
-@pytest.mark.parametrize("windows", [0.5, 0.9, 1.0, 1.1, 1.5, 2.0, 3.0, 4.0])
-def test_ratio_one_is_full_prefill_from_half_a_window_to_four(family, windows, stock_model, tiny_layers):
-    layers, stock = tiny_layers(family), stock_model(family)
-    prompt = prompt_of(round(40 * windows))
-    with window_of(layers, stock, 40):
-        for rule in ("ask", "cacheblend"):
-            assert_full_prefill(blend(layers, prompt, 1.0, rule), stock, prompt)
-
-
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     family=st.sampled_from(list(WINDOWED)),
     window=st.integers(1, 120),
     chunks=shapes,
     missing=st.integers(0, 5),
+    rule=st.sampled_from(["ask", "cacheblend", "random"]),
     seed=st.integers(0, 5),
 )
-def test_ratio_one_is_full_prefill_at_any_window(family, window, chunks, missing, seed, stock_model, tiny_layers):
+def test_ratio_one_is_full_prefill_at_any_window(family, window, chunks, missing, rule, seed, stock_model, tiny_layers):
     layers, stock, prompt = tiny_layers(family), stock_model(family), make_prompt(seed, chunks)
     if missing < len(chunks):
         prompt.spans[1 + missing] = ("missing", prompt.spans[1 + missing][1])
     with window_of(layers, stock, window):
-        assert_full_prefill(blend(layers, prompt, 1.0, "random"), stock, prompt)
+        assert_full_prefill(blend(layers, prompt, 1.0, rule), stock, prompt)
 
 
 @pytest.mark.parametrize("family", WINDOWED)

@@ -18,8 +18,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from places import small_disk
 from safetensors.torch import save
-from test_chunk_file import as_bytes, assert_same, flip, make_kv, note_reads, run_threads, write
+from test_chunk_file import as_bytes, assert_same, make_kv, note_reads, run_threads
+from tier_support import flip, path_of
 
 from ragblend.engine.store import chunk_file, disk
 from ragblend.engine.store.chunk_file import DiskKV
@@ -36,10 +38,6 @@ from ragblend.errors import (
 from ragblend.files.directory import _HOST
 
 real_utime = os.utime
-
-
-def path_of(store: DiskStore, key: str) -> Path:
-    return store.root / key[:2] / f"{key}.safetensors"
 
 
 def answer(store: DiskStore, kv: MemoryKV) -> str:
@@ -61,35 +59,13 @@ def store(tmp_path: Path) -> DiskStore:
 
 
 @pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts real, small file systems; skips where that is not permitted."""
-    mounted: list[Path] = []
-
-    def mount(size: str) -> Path:
-        target = tmp_path / f"tmpfs-{len(mounted)}"
-        target.mkdir()
-        command = shutil.which("mount")
-        options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(target)]
-        done = subprocess.run([command, *options], capture_output=True, text=True) if command else None
-        if done is None or done.returncode:
-            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip() if done else 'no mount'}")
-        mounted.append(target)
-        return target
-
-    yield mount
-    for target in mounted:
-        subprocess.run(["umount", "--lazy", str(target)], check=True)
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 300 KiB."""
+    with small_disk(tmp_path / "small", "300k") as folder:
+        yield folder
 
 
 # --- round trips ---
-
-
-def test_a_put_writes_one_chunk_file_named_after_its_key(store: DiskStore, tmp_path: Path) -> None:
-    kv = make_kv()
-    store.put(kv)
-    written = [path for path in store.root.rglob("*") if path.is_file()]
-    assert written == [path_of(store, kv.header.key)]
-    assert written[0].read_bytes() == write(tmp_path / "alone", kv).read_bytes()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -109,23 +85,13 @@ def test_get_returns_bit_for_bit_what_put_took(
     assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
 
 
-def test_an_entry_read_from_one_store_can_be_put_into_another(store: DiskStore, tmp_path: Path) -> None:
-    kv = make_kv()
-    store.put(kv)
-    found = store.get(kv.header.key)
-    assert found is not None
-    other = DiskStore(tmp_path / "other", fsync=False)
-    other.put(found)
-    assert path_of(other, kv.header.key).read_bytes() == path_of(store, kv.header.key).read_bytes()
-
-
 # --- damage ---
 
 
 def test_damage_in_one_layer_leaves_the_others_readable(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
     kv = make_kv(num_layers=3)
     store.put(kv)
-    flip(path_of(store, kv.header.key), -kv.layer(2).nbytes - 1)  # the last byte of layer 1
+    flip(path_of(store.root, kv.header.key), -kv.layer(2).nbytes - 1)  # the last byte of layer 1
     found = store.get(kv.header.key)
     assert found is not None
     with pytest.raises(DamagedEntryError, match="layer 1 does not match its checksum") as caught:
@@ -141,7 +107,7 @@ def test_every_flipped_byte_is_noticed(store: DiskStore, caplog: pytest.LogCaptu
     caplog.set_level(logging.CRITICAL)
     kv = make_kv()
     store.put(kv)
-    path = path_of(store, kv.header.key)
+    path = path_of(store.root, kv.header.key)
     good = path.read_bytes()
     for position in range(len(good)):
         for change in (1 << position % 8, 0x20, 0xFF):  # 0x20 turns hexadecimal letters into capitals
@@ -160,7 +126,7 @@ def test_every_truncation_and_trailing_bytes_are_a_miss(store: DiskStore, caplog
     caplog.set_level(logging.CRITICAL)
     kv = make_kv()
     store.put(kv)
-    path = path_of(store, kv.header.key)
+    path = path_of(store.root, kv.header.key)
     good = path.read_bytes()
     for length in range(len(good)):
         path.write_bytes(good[:length])
@@ -175,7 +141,7 @@ def test_another_keys_file_under_this_name_is_a_miss(store: DiskStore, caplog: p
     mine, other = make_kv(1), make_kv(2)
     store.put(mine)
     store.put(other)
-    shutil.copy(path_of(store, other.header.key), path_of(store, mine.header.key))
+    shutil.copy(path_of(store.root, other.header.key), path_of(store.root, mine.header.key))
     assert not store.contains(mine.header.key)
     assert store.get(mine.header.key) is None
     assert other.header.key in caplog.text
@@ -205,7 +171,7 @@ def test_other_token_ids_are_a_miss_and_the_entry_stays(store: DiskStore, caplog
 )
 def test_a_foreign_file_is_a_miss(store: DiskStore, content: bytes) -> None:
     kv = make_kv()
-    path = path_of(store, kv.header.key)
+    path = path_of(store.root, kv.header.key)
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     assert not store.contains(kv.header.key)
@@ -228,17 +194,10 @@ def test_another_version_is_a_miss_and_stays(store: DiskStore, monkeypatch: pyte
     assert_same(store.get(kv.header.key), kv)
 
 
-def test_a_directory_in_place_of_the_file_is_a_miss(store: DiskStore) -> None:
-    kv = make_kv()
-    path_of(store, kv.header.key).mkdir(parents=True)
-    assert store.get(kv.header.key) is None
-    assert not store.contains(kv.header.key)
-
-
 def test_put_heals_a_damaged_entry(store: DiskStore) -> None:
     kv = make_kv()
     store.put(kv)
-    flip(path_of(store, kv.header.key), 0, 0xFF)
+    flip(path_of(store.root, kv.header.key), 0, 0xFF)
     assert store.get(kv.header.key) is None
     assert [(result.key, result.ok) for result in store.verify()] == [(kv.header.key, False)]
     assert list(store.keys()) == []
@@ -250,7 +209,7 @@ def test_put_heals_a_damaged_entry(store: DiskStore) -> None:
 def test_quarantine_spares_a_file_that_another_writer_has_just_repaired(store: DiskStore) -> None:
     kv = make_kv()
     store.put(kv)
-    flip(path_of(store, kv.header.key), -1)
+    flip(path_of(store.root, kv.header.key), -1)
     found = store.get(kv.header.key)
     assert found is not None
     store.put(kv)
@@ -324,28 +283,17 @@ def test_threads_writing_and_reading_one_key_never_meet_half_an_entry(store: Dis
 
     run_threads(6, work)
     assert store.counters.num_damaged == 0
-    assert [path.name for path in path_of(store, kv.header.key).parent.iterdir()] == [f"{kv.header.key}.safetensors"]
+    path = path_of(store.root, kv.header.key)
+    assert list(path.parent.iterdir()) == [path]
 
 
-PROLOGUE = """
+KILL_WRITERS = """
 import json, os, random, signal, sys, time
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:3]
 import torch
 torch.set_num_threads(1)
 from test_disk import DiskStore, assert_same, make_kv
-root, amount = sys.argv[2], int(sys.argv[3])
-"""
-
-WRITE_AND_READ = """
-kv = make_kv(tokens=50)
-store = DiskStore(root)
-for _ in range(amount):
-    store.put(kv)
-    assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
-assert store.counters.num_damaged == 0
-"""
-
-KILL_WRITERS = """
+root, amount = sys.argv[3], int(sys.argv[4])
 kvs = [make_kv(seed, num_layers=4, heads=4, tokens=200, dim=64) for seed in range(3)]
 store, rng = DiskStore(root), random.Random(0)
 num_leftovers = num_visible = 0
@@ -373,30 +321,17 @@ print(json.dumps({"num_leftovers": num_leftovers, "num_visible": num_visible}))
 """
 
 
-def start_script(body: str, root: Path, amount: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROLOGUE + body, str(Path(__file__).parent), str(root), str(amount)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def test_processes_writing_one_key_never_meet_half_an_entry(tmp_path: Path) -> None:
-    scripts = [start_script(WRITE_AND_READ, tmp_path, 40) for _ in range(2)]
-    for script in scripts:
-        _, log = script.communicate(timeout=120)
-        assert script.returncode == 0, log
-    assert [result.ok for result in DiskStore(tmp_path).verify()] == [True]
-    assert not list(tmp_path.glob("*/.*"))
-
-
 @pytest.mark.timeout(600)
 def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(
     tmp_path: Path, counted: Callable[[str], None]
 ) -> None:
     num_kills = 100 if os.environ.get("RAGBLEND_FAULTS") == "full" else 20
-    script = start_script(KILL_WRITERS, tmp_path, num_kills)
-    printed, log = script.communicate(timeout=590)
-    assert script.returncode == 0, log
-    outcome = json.loads(printed)
+    here = Path(__file__)
+    command = [sys.executable, "-c", KILL_WRITERS, here.parent, here.parents[2], tmp_path, str(num_kills)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
     assert outcome["num_leftovers"] > 0, "no kill met a writer at work: the test shows nothing"
     assert outcome["num_visible"] > 0
     found = f"{outcome['num_visible']} entries whole, {outcome['num_leftovers']} temp files cleaned"
@@ -406,7 +341,7 @@ def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(
 def test_clean_spares_writers_that_may_be_alive(store: DiskStore) -> None:
     kv = make_kv()
     store.put(kv)
-    directory = path_of(store, kv.header.key).parent
+    directory = path_of(store.root, kv.header.key).parent
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     names = {
@@ -427,31 +362,20 @@ def test_clean_spares_writers_that_may_be_alive(store: DiskStore) -> None:
 # --- disks that refuse ---
 
 
-def test_a_full_disk_is_reported_and_leaves_no_trace(tmpfs: Callable[[str], Path]) -> None:
-    store = DiskStore(tmpfs("1m"))
-    small, large = make_kv(1), make_kv(2, num_layers=4, heads=8, tokens=200, dim=64)
-    store.put(small)
-    with pytest.raises(StoreFullError, match=rf"needs \d+ bytes, \d+ are free.*ragblend gc --store {store.root}"):
-        store.put(large)
-    assert sorted(path.name for path in store.root.rglob("*") if path.is_file()) == [f"{small.header.key}.safetensors"]
-    assert_same(store.get(small.header.key), small)
-    assert not store.contains(large.header.key)
-
-
-def test_a_disk_that_fills_up_keeps_every_entry_it_took(
-    tmpfs: Callable[[str], Path], counted: Callable[[str], None]
+def test_a_disk_that_fills_up_says_so_without_a_trace_and_keeps_every_entry_it_took(
+    small: Path, counted: Callable[[str], None]
 ) -> None:
-    store, taken = DiskStore(tmpfs("300k")), []
-    refused = None
-    for seed in range(100):
-        try:
+    store, taken = DiskStore(small), []
+
+    def fill() -> None:
+        for seed in range(100):
             store.put(kv := make_kv(seed, tokens=100))
             taken.append(kv)
-        except StoreFullError as error:
-            refused = error
-            break
+
+    with pytest.raises(StoreFullError, match=rf"needs \d+ bytes, \d+ are free.*ragblend gc --store {store.root}"):
+        fill()
+    assert {path for path in small.rglob("*") if path.is_file()} == {path_of(store.root, kv.header.key) for kv in taken}
     assert taken
-    assert refused
     for kv in taken:
         assert_same(store.get(kv.header.key), kv)
     store.gc(max_bytes=store.nbytes() // 2)
@@ -459,10 +383,10 @@ def test_a_disk_that_fills_up_keeps_every_entry_it_took(
     counted(f"a disk that fills up: {len(taken)} entries taken, all whole, the next refused")
 
 
-def test_a_read_only_disk_still_answers_and_says_what_to_do(tmpfs: Callable[[str], Path]) -> None:
-    store, kv = DiskStore(tmpfs("1m")), make_kv()
+def test_a_read_only_disk_still_answers_and_says_what_to_do(small: Path) -> None:
+    store, kv = DiskStore(small), make_kv()
     store.put(kv)
-    os.utime(path_of(store, kv.header.key), (0, 0))
+    os.utime(path_of(store.root, kv.header.key), (0, 0))
     subprocess.run(["mount", "-o", "remount,ro", str(store.root)], check=True)
     assert_same(DiskStore(store.root, create=False).get(kv.header.key), kv)
     with pytest.raises(StoreNotWritableError, match=r"cannot be written.*--store DIR"):
@@ -506,7 +430,7 @@ def test_a_put_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pyte
         return replace(source, target)
 
     kv = make_kv()
-    directory = path_of(store, kv.header.key).parent
+    directory = path_of(store.root, kv.header.key).parent
     directory.mkdir()
     monkeypatch.setattr(os, "fsync", noting_fsync)
     monkeypatch.setattr(Path, "replace", noting_replace)
@@ -540,7 +464,7 @@ def test_listing_counts_entries_and_ignores_what_is_not_one(store: DiskStore) ->
     kvs = [make_kv(seed) for seed in range(3)]
     for kv in kvs:
         store.put(kv)
-    directory = path_of(store, kvs[0].header.key).parent
+    directory = path_of(store.root, kvs[0].header.key).parent
     (directory / "notes.txt").write_text("mine")
     (directory / "elsewhere.safetensors").write_text("its name belongs into another directory")
     (directory / f".{kvs[0].header.key}.h.1.r.tmp").write_text("half")
@@ -556,7 +480,7 @@ def test_last_use_is_noted_once_a_minute_and_never_off_by_more(
 ) -> None:
     kv = make_kv()
     store.put(kv)
-    path = path_of(store, kv.header.key)
+    path = path_of(store.root, kv.header.key)
     written_s = path.stat().st_mtime
     noted: list[float] = []
     now_s = written_s
@@ -572,19 +496,8 @@ def test_last_use_is_noted_once_a_minute_and_never_off_by_more(
     store.touch(kv.header.key)
     assert path.stat().st_mtime == pytest.approx(now_s)
     store.touch("f" * 32)  # gone meanwhile
-
-
-def test_a_use_that_a_faster_tier_reports_does_not_ask_the_disk_every_time_and_few_are_remembered(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk, "TOUCHES_KEPT", 4)
-    for seed in range(10):
-        store.put(kv := make_kv(seed))
-        store.touch(kv.header.key)
-        assert len(store._touch_due_s) <= 4
-    monkeypatch.setattr(Path, "stat", lambda *_args, **_options: pytest.fail("the disk was asked"))
-    for _ in range(3):
-        store.touch(kv.header.key)
+    monkeypatch.setattr(Path, "stat", lambda *_args, **_options: pytest.fail("the disk was asked within the minute"))
+    store.touch(kv.header.key)
 
 
 def test_verify_reads_every_byte_and_sets_damage_aside(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,7 +507,7 @@ def test_verify_reads_every_byte_and_sets_damage_aside(store: DiskStore, monkeyp
     reads = note_reads(monkeypatch)
     assert all(result.ok for result in store.verify())
     assert sum(count for _, count in reads) == store.nbytes()
-    flip(path_of(store, kvs[0].header.key), -1)
+    flip(path_of(store.root, kvs[0].header.key), -1)
     for prefix in ("", "quarantined: "):  # found, and found again
         bad = [tuple(result) for result in store.verify() if not result.ok]
         assert bad == [(kvs[0].header.key, False, f"{prefix}layer 2 does not match its checksum")]
@@ -633,7 +546,7 @@ def test_gc_keeps_the_most_recently_used_within_the_budget(
         ages = list(range(len(kvs)))
         order.shuffle(ages)  # type: ignore[attr-defined]
         for kv, age in zip(kvs, ages, strict=True):
-            os.utime(path_of(store, kv.header.key), (0, 1_000_000 - age))
+            os.utime(path_of(store.root, kv.header.key), (0, 1_000_000 - age))
         sizes = {entry.key: entry.nbytes for entry in store.entries()}
         budget = int(share * sum(sizes.values()))
         dropped = {kvs[number].header.key for number in unwanted if number < len(kvs)}
@@ -660,7 +573,7 @@ def test_gc_keeps_the_most_recently_used_within_the_budget(
 def test_gc_removes_damaged_files_and_leftovers(store: DiskStore) -> None:
     kv = make_kv()
     store.put(kv)
-    path = path_of(store, kv.header.key)
+    path = path_of(store.root, kv.header.key)
     path.with_suffix(".damaged").write_bytes(b"x" * 10)
     leftover = path.with_name(f".{kv.header.key}.h.1.r.tmp")
     leftover.write_bytes(b"y" * 5)

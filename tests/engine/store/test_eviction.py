@@ -1,9 +1,11 @@
-"""What leaves first: by last use; pinned entries stay."""
+"""What leaves the disk first, by last use, pinned entries staying; and the limit of a store of which nobody set one."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +14,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import small_disk
 from test_chunk_file import run_threads
-from tier_support import assert_same, make_kv
+from tier_support import assert_same, make_kv, path_of
 
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.eviction import auto_limit
 from ragblend.engine.store.kv import MemoryKV
-from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.open import open_store
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import StoreFullError
 
 
@@ -25,44 +30,6 @@ def file_bytes(kv: MemoryKV, tmp_path: Path) -> int:
     store = DiskStore(tmp_path / "measure", fsync=False)
     store.put(kv)
     return store.nbytes()
-
-
-# --- memory ---
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    steps=st.lists(st.tuples(st.sampled_from(["put", "get", "pin", "unpin"]), st.integers(0, 7)), max_size=60),
-)
-def test_memory_keeps_budget_and_pins_and_drops_what_was_used_longest_ago(steps: list[tuple[str, int]]) -> None:
-    kvs = [make_kv(seed, tokens=1 + seed % 3, namespace="ab"[seed % 2]) for seed in range(8)]
-    unit = make_kv(tokens=1).nbytes
-    store = MemoryStore(8 * unit)
-    pinned: set[int] = set()
-    held: list[str] = []  # least recently used first
-    for step, number in steps:
-        kv = kvs[number]
-        if step == "put":
-            try:
-                store.put(kv)
-            except StoreFullError as error:
-                assert pinned, error  # noqa: PT017
-        elif step == "get":
-            store.get(kv.header.key)
-        elif step == "pin":
-            store.pin(str(number), [kv.header.key])
-            pinned.add(number)
-        else:
-            assert store.unpin(str(number)) == (number in pinned)
-            pinned.discard(number)
-        now = list(store.keys())
-        kept = {kvs[other].header.key for other in pinned} | {kv.header.key}
-        left = [key for key in held if key not in kept]
-        gone = [key for key in left if key not in now]
-        assert gone == left[: len(gone)]
-        assert set(held) & kept - {kv.header.key} <= set(now)
-        held = now
-        assert store.nbytes() == sum(other.nbytes for other in kvs if other.header.key in now) <= 8 * unit
 
 
 # --- disk ---
@@ -88,7 +55,7 @@ def test_damaged_files_leave_before_any_entry_does(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=3 * size + size // 2)
     for kv in kvs[:3]:
         store.put(kv)
-    path = store.root / kvs[0].header.key[:2] / f"{kvs[0].header.key}.safetensors"
+    path = path_of(store.root, kvs[0].header.key)
     path.rename(path.with_suffix(".damaged"))
     store.put(kvs[3])
     assert [store.contains(kv.header.key) for kv in kvs] == [False, True, True, True]
@@ -103,10 +70,10 @@ def test_disk_evicts_the_least_recently_used(tmp_path: Path, again: bool, gone: 
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room)
     for seed, kv in enumerate(kvs[:4]):
         store.put(kv)
-        os.utime(store.root / kv.header.key[:2] / f"{kv.header.key}.safetensors", (0, 1_000_000 + seed))
+        os.utime(path_of(store.root, kv.header.key), (0, 1_000_000 + seed))
     for _ in range(3):
         store.touch(kvs[0].header.key)  # asked for most often, but not noted on disk: a memory tier answered
-        os.utime(store.root / kvs[0].header.key[:2] / f"{kvs[0].header.key}.safetensors", (0, 1_000_000))
+        os.utime(path_of(store.root, kvs[0].header.key), (0, 1_000_000))
     if again:
         store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room)
     store.put(kvs[4])
@@ -119,7 +86,7 @@ def test_what_another_process_uses_is_not_evicted_by_one_that_did_not_see_it(tmp
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room)
     for kv in kvs[:4]:
         store.put(kv)
-    first = store.root / kvs[0].header.key[:2] / f"{kvs[0].header.key}.safetensors"
+    first = path_of(store.root, kvs[0].header.key)
     os.utime(first, (0, time.time() + 5))  # as the other's `get` leaves it
     store.put(kvs[4])
     assert [store.contains(kv.header.key) for kv in kvs] == [True, False, True, True, True]
@@ -165,14 +132,10 @@ def test_a_put_under_a_budget_looks_at_no_other_entry(tmp_path: Path, looks: Loo
         store.put(make_kv(seed, namespace=str(seed % 5)))
     assert (looks.headers, looks.listed) == ([], [])
     assert len(looks.opened) == 199  # each its own file
-
-
-def test_a_put_that_evicts_reads_no_other_entry(tmp_path: Path, looks: Looks) -> None:
-    size = file_bytes(make_kv(namespace="0"), tmp_path) + 64
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=35 * size)
-    for seed in range(200):
-        store.put(make_kv(seed, namespace=str(seed % 2)))
-    assert store.counters.num_evicted == 200 - len(list(store.keys())) >= 160
+    for seed in range(200, 400):  # most of these push others out, and read none of them
+        store.put(make_kv(seed, namespace=str(seed % 5)))
+    assert store.counters.num_evicted == 400 - len(list(store.keys())) >= 360
     assert looks.headers == []
 
 
@@ -238,7 +201,7 @@ def test_a_clock_that_went_back_costs_no_entry_and_no_answer(tmp_path: Path, cou
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=4 * size + size // 2)
     for kv in kvs[:4]:
         store.put(kv)
-        os.utime(store.root / kv.header.key[:2] / f"{kv.header.key}.safetensors", (0, time.time() + 86_400))
+        os.utime(path_of(store.root, kv.header.key), (0, time.time() + 86_400))
     for kv in kvs[:4]:
         assert_same(store.get(kv.header.key), kv)
     for kv in kvs[4:]:
@@ -277,3 +240,178 @@ def test_threads_that_write_at_once_stay_within_the_budget(tmp_path: Path) -> No
 
     run_threads(4, work)
     assert store.nbytes() <= store.capacity_bytes  # type: ignore[operator]
+
+
+# --- no limit set: a store holds as much as it leaves free. On real, small file systems ---
+
+
+MIB = 1 << 20
+
+
+def kv_of(seed: int, tokens: int = 512) -> MemoryKV:
+    return make_kv(seed, tokens=tokens)
+
+
+def free(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    with small_disk(tmp_path / "small", "8m") as folder:
+        yield folder
+
+
+@pytest.fixture
+def fill(small: Path) -> Callable[[int], Path]:
+    """What others write: a file that leaves so many bytes free."""
+
+    def write(free_bytes: int) -> Path:
+        path = small / "theirs"
+        with path.open("wb", buffering=0) as file:
+            file.write(bytes(max(0, free(small) - free_bytes)))
+        return path
+
+    return write
+
+
+def auto(root: Path) -> DiskStore:
+    return DiskStore(root / "kv", fsync=False, capacity_bytes="auto")
+
+
+def put_until(store: DiskStore, is_enough: Callable[[], bool], first: int = 0) -> int:
+    """Put entries until that is so; the number of the next one."""
+    for seed in range(first, first + 10_000):
+        if is_enough():
+            return seed
+        store.put(kv_of(seed))
+    raise AssertionError("it grows without end")
+
+
+def test_a_store_grows_until_it_holds_as_much_as_it_leaves_free(small: Path) -> None:
+    store, size = auto(small), kv_of(0).nbytes + 2 * 4096
+    put_until(store, lambda: store.counters.num_evicted >= 20)
+    assert free(small) - 2 * size < store.nbytes() <= free(small) + size
+    assert store.limit_bytes() == pytest.approx(store.nbytes(), abs=2 * size)
+
+
+def test_a_store_that_is_larger_than_its_limit_would_be_loses_only_the_room_of_what_comes(small: Path) -> None:
+    """A store from before there was a limit: three quarters of the disk."""
+    before = DiskStore(small / "kv", fsync=False)
+    number = put_until(before, lambda: before.nbytes() >= 6 * MIB)
+    keys = set(before.keys())
+    store = auto(small)
+    assert store.limit_bytes() == before.nbytes() > free(small)
+    assert all(store.get(key) is not None for key in keys)
+    assert set(store.keys()) == keys
+    for count in range(1, 31):
+        store.put(kv_of(number + count))
+        assert store.counters.num_evicted <= count + 1  # headers differ by a few bytes
+        assert len(list(store.keys())) >= len(keys) - 1
+        store._room._looked_s = -10.0  # as after a second: it is looked before each eviction
+    assert store.nbytes() <= before.nbytes() <= 6 * MIB + kv_of(0).nbytes + 4096
+
+
+def test_others_who_fill_the_disk_end_its_growth_and_take_nothing_of_it(
+    small: Path, fill: Callable[[int], Path]
+) -> None:
+    store = auto(small)
+    number = put_until(store, lambda: store.nbytes() >= 2 * MIB)
+    held = len(list(store.keys()))
+    theirs = fill(64 * 1024)  # less than one entry
+    for count in range(1, 21):
+        store.put(kv_of(number + count))
+        store._room._looked_s = -10.0
+        assert held - 1 <= len(list(store.keys())) <= held
+        assert count <= store.counters.num_evicted + 1 <= count + 2
+    evicted = store.counters.num_evicted
+    theirs.unlink()
+    put_until(store, lambda: store.nbytes() >= 3 * MIB, number + 100)  # and it grows again
+    assert store.counters.num_evicted == evicted
+
+
+def test_two_stores_on_one_disk_leave_each_other_room(small: Path) -> None:
+    one, two = (DiskStore(small / name, fsync=False, capacity_bytes="auto") for name in "ab")
+    put_until(one, lambda: one.counters.num_evicted > 0)
+    put_until(two, lambda: two.counters.num_evicted > 0)
+    assert two.nbytes() >= MIB
+    assert free(small) >= MIB
+
+
+def test_a_number_wins_and_zero_is_no_limit(small: Path) -> None:
+    chosen = open_store(small / "kv", memory_gib=0, disk_gib=1 / 1024, fsync=False)
+    disk = disk_tier(chosen)
+    assert disk is not None
+    put_until(disk, lambda: disk.counters.num_evicted > 0)
+    assert disk.limit_bytes() == MIB >= disk.nbytes()
+    unlimited = disk_tier(open_store(small / "kv", memory_gib=0, disk_gib=0, fsync=False))
+    assert unlimited is not None
+    with pytest.raises(StoreFullError, match="no space is left"):
+        put_until(unlimited, lambda: False, 1000)
+    assert (unlimited.limit_bytes(), unlimited.counters.num_evicted) == (None, 0)
+    default = disk_tier(open_store(small / "kv"))
+    assert default is not None
+    assert default.capacity_bytes == "auto"
+
+
+def test_an_entry_larger_than_the_limit_is_refused_with_the_way_out(small: Path, fill: Callable[[int], Path]) -> None:
+    fill(kv_of(0).nbytes)
+    with pytest.raises(StoreFullError, match=r"as much as it leaves free.*raise disk_gib"):
+        auto(small).put(kv_of(0))
+
+
+def test_a_file_system_that_tells_no_size_sets_no_limit(tmp_path: Path) -> None:
+    assert shutil.disk_usage("/proc").total == 0, "another example is needed"
+    assert auto_limit(Path("/proc"), 5) == math.inf == auto_limit(tmp_path / "nowhere", 5)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 1500)),  # tokens
+        st.tuples(st.just("fill"), st.integers(0, 8 * MIB)),  # bytes that others leave free
+        st.tuples(st.just("delete"), st.integers(0, 99)),
+        st.tuples(st.just("open"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+def test_a_put_takes_no_more_than_its_own_room_and_grows_only_into_the_free_half(
+    small: Path, fill: Callable[[int], Path]
+) -> None:
+    @settings(deadline=None, max_examples=40)
+    @given(steps=STEPS)
+    def hold(steps: list[tuple[str, int]]) -> None:
+        for path in small.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        store = auto(small)
+        for number, (step, amount) in enumerate(steps):
+            before, sizes = store.nbytes(), [stat.st_size for _, stat in store._stats(".safetensors")]
+            if step == "fill":
+                fill(amount)
+            elif step == "open":
+                store = auto(small)
+            elif step == "delete":
+                keys = sorted(store.keys())
+                store.delete(keys[amount % len(keys)] if keys else "none")
+            else:
+                kv = kv_of(number, tokens=amount)
+                try:
+                    store.put(kv)
+                except StoreFullError:
+                    assert store.nbytes() == before
+                    continue
+                came = kv.nbytes + 8192
+                assert store.nbytes() > before + kv.nbytes - came - max(sizes, default=0)
+                assert store.nbytes() <= max(before, free(small)) + came
+
+    hold()
+
+
+def test_a_root_that_is_removed_under_a_store_is_made_again(tmp_path: Path) -> None:
+    store, kv = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes="auto"), make_kv(1)
+    store.put(kv)
+    shutil.rmtree(tmp_path / "kv")
+    store.put(kv)
+    assert store.get(kv.header.key) is not None

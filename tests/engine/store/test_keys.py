@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,29 +38,14 @@ def test_moving_tokens_between_prefix_and_chunk_changes_the_key(ids: list[int], 
     assert (one == other) == same_split
 
 
-@given(st.text(max_size=8), st.text(max_size=8))
-def test_namespace_and_fingerprint_do_not_run_into_each_other(left: str, right: str) -> None:
-    assert (chunk_key(left, [], [], right) == chunk_key(left + right, [], [], "")) == (right == "")
-
-
-def test_a_key_is_32_hex_digits_and_takes_any_sequence() -> None:
-    key = chunk_key("model", (1,), range(5))
-    assert len(key) == 32
-    assert set(key) <= set("0123456789abcdef")
-    assert key == chunk_key("model", [1], [0, 1, 2, 3, 4])
-
-
-def test_numpy_ids_give_the_key_of_equal_ints_and_fractions_are_refused() -> None:
+def test_any_sequence_of_ids_gives_the_key_of_equal_ints_and_fractions_are_refused() -> None:
+    assert re.fullmatch("[0-9a-f]{32}", chunk_key("model", (1,), range(5)))
+    assert chunk_key("model", (1,), range(5)) == chunk_key("model", [1], [0, 1, 2, 3, 4])
     for dtype in (np.int32, np.uint32, np.int64):
         ids = np.array([3, 128_000], dtype=dtype)
         assert chunk_key("model", tuple(ids[:1]), list(ids)) == chunk_key("model", [3], [3, 128_000])
     with pytest.raises(TypeError):
         chunk_key("model", [], list(np.array([3.0])))
-
-
-@given(IDS)
-def test_ids_are_packed_in_four_bytes_each_lowest_first(ids: list[int]) -> None:
-    assert keys._ids(ids) == b"".join(token.to_bytes(4, "little") for token in ids)
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])

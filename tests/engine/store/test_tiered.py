@@ -1,31 +1,33 @@
-"""Tiers: the byte budget holds, the least recently used goes first, and entries move up without losing a bit."""
+"""Memory, disk and remote as one store: budgets hold, no bit is lost, nothing crosses namespaces, nothing waits."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_chunk_file import flip, note_reads, run_threads
-from tier_support import assert_same, make_kv
+from servers import free_port, wait_until
+from test_chunk_file import run_threads
+from tier_support import DictValues, assert_same, flip, make_kv, path_of
 
+from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskKV, DiskStore
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV
-from ragblend.engine.store.tiered import MemoryStore, TieredStore, disk_tier, format_bytes, parse_bytes
-from ragblend.errors import DamagedEntryError, StoreFullError, UsageError
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized
+from ragblend.engine.store.open import open_store
+from ragblend.engine.store.remote import tier as remote
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import MemoryStore, TieredStore, format_bytes, parse_bytes
+from ragblend.errors import BackendUnreachableError, DamagedEntryError, StoreFullError, UsageError
+from ragblend.prompt.prompt import SegmentedPrompt
 
-
-def read_all(kv: ChunkKV | None) -> None:
-    assert kv is not None
-    for index in range(kv.header.num_layers):
-        kv.layer(index)
-
-
-def damage_last_byte(store: DiskStore, key: str) -> None:
-    flip(store.root / key[:2] / f"{key}.safetensors", -1)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -39,25 +41,40 @@ def disk(tmp_path: Path) -> DiskStore:
 @settings(deadline=None)
 @given(
     capacity=st.integers(0, 6),
-    steps=st.lists(st.tuples(st.sampled_from(["put", "get", "delete", "contains"]), st.integers(0, 5)), max_size=40),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["put", "put", "get", "delete", "contains", "pin", "unpin"]), st.integers(0, 5)),
+        max_size=40,
+    ),
 )
-def test_memory_behaves_like_a_list_ordered_by_use(capacity: int, steps: list[tuple[str, int]]) -> None:
+def test_memory_behaves_like_a_list_ordered_by_use_in_which_pins_stay(
+    capacity: int, steps: list[tuple[str, int]]
+) -> None:
     kvs = [make_kv(seed, tokens=1 + seed % 3) for seed in range(6)]
     unit = make_kv(tokens=1).nbytes
     store, num_evicted = MemoryStore(capacity * unit), 0
     model: list[int] = []  # least recently used first
+    pinned: set[int] = set()
     for step, number in steps:
         kv = kvs[number]
         held = number in model
-        if step == "put" and kv.nbytes > store.capacity_bytes:
-            with pytest.raises(StoreFullError, match="memory tier holds"):
+        if step == "put":
+            left = [other for other in model if other != number]
+            leaving = [other for other in left if other not in pinned]
+            while sum(kvs[other].nbytes for other in [*left, number]) > store.capacity_bytes and leaving:
+                left.remove(leaving.pop(0))
+            if sum(kvs[other].nbytes for other in [*left, number]) <= store.capacity_bytes:
                 store.put(kv)
-        elif step == "put":
-            store.put(kv)
-            model = [*(other for other in model if other != number), number]
-            while sum(kvs[other].nbytes for other in model) > store.capacity_bytes:
-                model.pop(0)
-                num_evicted += 1
+                num_evicted += len(set(model) - {*left, number})
+                model = [*left, number]
+            else:
+                with pytest.raises(StoreFullError, match=r"memory tier holds|unpin"):
+                    store.put(kv)
+        elif step == "pin":
+            store.pin(str(number), [kv.header.key])
+            pinned.add(number)
+        elif step == "unpin":
+            assert store.unpin(str(number)) == (number in pinned)
+            pinned.discard(number)
         elif step == "get":
             assert (store.get(kv.header.key) is not None) == held
             if held:
@@ -139,18 +156,6 @@ def test_memory_is_safe_to_share_between_threads() -> None:
 # --- tiers ---
 
 
-def test_put_writes_through_to_every_tier(disk: DiskStore) -> None:
-    memory, kv = MemoryStore(10_000), make_kv()
-    tiers = TieredStore(memory, disk)
-    tiers.put(kv)
-    assert_same(memory.get(kv.header.key), kv)
-    assert_same(disk.get(kv.header.key), kv)
-    disk.put(below := make_kv(2))
-    assert sorted(tiers.keys()) == sorted([kv.header.key, below.header.key]), "each once"
-    assert tiers.nbytes() == memory.nbytes() + disk.nbytes()
-    assert tiers.counters.num_puts == 1
-
-
 def test_a_chunk_too_large_for_memory_is_stored_below_and_stays_there(disk: DiskStore) -> None:
     memory, kv = MemoryStore(10), make_kv()
     tiers = TieredStore(memory, disk)
@@ -177,16 +182,6 @@ def test_an_entry_moves_up_once_all_its_layers_were_read(disk: DiskStore) -> Non
     assert (tiers.counters.num_hits, tiers.counters.num_misses) == (2, 0)
 
 
-def test_streaming_through_tiers_reads_one_layer_at_a_time(disk: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = make_kv(num_layers=4)
-    disk.put(kv)
-    found = TieredStore(MemoryStore(10_000), disk).get(kv.header.key)
-    assert found is not None
-    reads = note_reads(monkeypatch)
-    found.layer(3)
-    assert [count for _, count in reads] == [kv.layer(3).nbytes]
-
-
 def test_an_entry_written_into_while_it_was_streamed_does_not_move_up(disk: DiskStore) -> None:
     memory, kv = MemoryStore(10_000), make_kv()
     disk.put(kv)
@@ -208,29 +203,25 @@ def test_an_entry_deleted_while_it_is_read_does_not_come_back(disk: DiskStore) -
     assert not tiers.delete(kv.header.key)
 
 
-def test_damage_below_is_an_error_then_a_miss_and_never_moves_up(disk: DiskStore) -> None:
-    memory, kv = MemoryStore(10_000), make_kv()
-    tiers = TieredStore(memory, disk)
-    disk.put(kv)
-    damage_last_byte(disk, kv.header.key)
+@pytest.mark.parametrize("is_archived", [False, True])
+def test_damage_is_an_error_then_a_miss_or_healed_from_the_tier_below_and_never_moves_up(
+    disk: DiskStore, tmp_path: Path, is_archived: bool
+) -> None:
+    memory, archive, kv = MemoryStore(10_000), DiskStore(tmp_path / "archive", fsync=False), make_kv()
+    tiers = TieredStore(memory, disk, archive) if is_archived else TieredStore(memory, disk)
+    for tier in tiers.tiers[1:]:
+        tier.put(kv)
+    flip(path_of(disk.root, kv.header.key), -1)
     found = tiers.get(kv.header.key)
     assert found is not None
     found.layer(0)
     with pytest.raises(DamagedEntryError):
         found.layer(1)
     assert not memory.contains(kv.header.key)
-    assert tiers.get(kv.header.key) is None
-    assert (tiers.counters.num_hits, tiers.counters.num_misses, tiers.counters.num_damaged) == (1, 1, 1)
-
-
-def test_a_damaged_tier_is_healed_from_the_one_below(disk: DiskStore, tmp_path: Path) -> None:
-    memory, archive, kv = MemoryStore(10_000), DiskStore(tmp_path / "archive", fsync=False), make_kv()
-    archive.put(kv)
-    disk.put(kv)
-    damage_last_byte(disk, kv.header.key)
-    tiers = TieredStore(memory, disk, archive)
-    with pytest.raises(DamagedEntryError):
-        read_all(tiers.get(kv.header.key))
+    if not is_archived:
+        assert tiers.get(kv.header.key) is None
+        assert (tiers.counters.num_hits, tiers.counters.num_misses, tiers.counters.num_damaged) == (1, 1, 1)
+        return
     assert_same(tiers.get(kv.header.key), kv)
     assert tiers.flush(10)
     for tier in tiers.tiers:
@@ -266,7 +257,7 @@ def test_a_hit_in_memory_counts_as_a_use_on_disk(disk: DiskStore) -> None:
     tiers = TieredStore(memory, disk)
     for kv in (hot, cold):
         tiers.put(kv)
-        os.utime(disk.root / kv.header.key[:2] / f"{kv.header.key}.safetensors", (0, 1000))
+        os.utime(path_of(disk.root, kv.header.key), (0, 1000))
     assert isinstance(tiers.get(hot.header.key), MemoryKV)
     assert disk.gc(max_bytes=disk.nbytes() - 1).evicted == (cold.header.key,)
 
@@ -276,6 +267,279 @@ def test_no_tier_and_a_negative_capacity_are_usage_errors() -> None:
         TieredStore()
     with pytest.raises(UsageError, match="capacity_bytes is -1"):
         MemoryStore(-1)
+
+
+# --- with a remote tier ---
+
+
+class Tiers:
+    """A TieredStore over a directory and a dict, with its parts at hand."""
+
+    def __init__(self, root: Path, memory_bytes: int = 1 << 20, values: DictValues | None = None) -> None:
+        self.memory = MemoryStore(memory_bytes)
+        self.disk = DiskStore(root, fsync=False)
+        self.values = values or DictValues()
+        self.remote = RemoteStore(self.values, timeout_s=60)
+        self.store = TieredStore(self.memory, self.disk, self.remote)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Tiers:
+    return Tiers(tmp_path / "kv")
+
+
+# --- namespaces ---
+
+OPERATIONS = ["put", "get", "get", "drop memory", "drop disk", "delete", "swap on the remote", "swap on disk", "flush"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 3), st.sampled_from(["red", "blue"])), max_size=40
+    )
+)
+def test_no_request_in_one_namespace_ever_reads_anothers_entry(steps: list[tuple[str, int, str]]) -> None:
+    """Random traffic of two tenants over the same texts, on tiers that lose entries and get them swapped."""
+    remote.RESULT_TTL_S, linger_s = 0.0, remote.RESULT_TTL_S
+    with tempfile.TemporaryDirectory() as root:
+        tiers = Tiers(Path(root), memory_bytes=3 * make_kv().nbytes)
+        kvs = {(seed, name): make_kv(seed, namespace=name) for seed in range(4) for name in ("red", "blue")}
+        put: set[tuple[int, str]] = set()
+        for step, seed, namespace in steps:
+            kv = kvs[seed, namespace]
+            other = kvs[seed, "blue" if namespace == "red" else "red"]
+            key = chunk_key("model", kv.header.prefix_ids, kv.header.token_ids, namespace)
+            if step == "put":
+                tiers.store.put(kv)
+                put.add((seed, namespace))
+            elif step == "get":
+                found = tiers.store.get(key, kv.header.token_ids)
+                if found is not None:
+                    assert (seed, namespace) in put
+                    assert_same(found, kv)
+            elif step == "drop memory":
+                tiers.memory.delete(key)
+            elif step == "drop disk":
+                tiers.store.flush(10)
+                tiers.disk.delete(key)
+            elif step == "delete":
+                tiers.store.delete(key)
+                put.discard((seed, namespace))
+                assert tiers.store.get(key) is None
+            elif step == "flush":
+                assert tiers.store.flush(10)
+            elif step == "swap on the remote" and (value := tiers.values.data.get(other.header.key)) is not None:
+                tiers.store.flush(10)
+                tiers.values.data[key] = value
+            elif step == "swap on disk":
+                tiers.store.flush(10)
+                source = tiers.disk._path(other.header.key)
+                if source.exists() and tiers.disk._path(key).parent.exists():
+                    tiers.disk._path(key).write_bytes(source.read_bytes())
+        tiers.store.close()
+    remote.RESULT_TTL_S = linger_s
+
+
+# --- reading ---
+
+
+def test_an_entry_of_the_remote_moves_into_memory_at_once_and_onto_disk_behind_the_readers_back(tiers: Tiers) -> None:
+    kv = make_kv(num_layers=3)
+    writer = RemoteStore(tiers.values)
+    writer.put(kv)
+    assert writer.flush(10)
+    slow = threading.Event()
+    put = tiers.disk.put
+
+    def slow_put(chunk: ChunkKV) -> None:
+        slow.wait(10)
+        put(chunk)
+
+    tiers.disk.put = slow_put  # type: ignore[method-assign]
+    store = TieredStore(tiers.memory, tiers.disk, tiers.remote)
+    start_s = time.perf_counter()
+    assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
+    assert time.perf_counter() - start_s < 5
+    assert tiers.memory.contains(kv.header.key)
+    assert not tiers.disk.contains(kv.header.key)
+    tiers.memory.delete(kv.header.key)
+    tiers.values.data.clear()
+    assert_same(store.get(kv.header.key, kv.header.token_ids), kv)  # on its way to the disk
+    slow.set()
+    assert store.close()
+    assert_same(tiers.disk.get(kv.header.key), kv)
+
+
+def test_put_writes_through_and_a_second_machine_finds_it(tiers: Tiers, tmp_path: Path) -> None:
+    kvs = [make_kv(seed) for seed in range(5)]
+    for kv in kvs:
+        tiers.store.put(kv)
+    assert tiers.store.flush(10)
+    assert sorted(tiers.store.keys()) == sorted(kv.header.key for kv in kvs), "each once"
+    assert tiers.store.nbytes() == sum(tier.nbytes() for tier in tiers.store.tiers)
+    other = Tiers(tmp_path / "other", values=tiers.values)
+    for kv in kvs:
+        assert other.store.contains(kv.header.key)
+        assert_same(other.store.get(kv.header.key, kv.header.token_ids), kv)
+    assert other.store.counters.num_hits == 5
+    assert other.store.close()
+    assert sorted(other.disk.keys()) == sorted(kv.header.key for kv in kvs)
+
+
+class CountingKV:
+    """A ChunkKV of a slower tier that notes each layer read and takes its time."""
+
+    def __init__(self, kv: MemoryKV) -> None:
+        self.header, self.nbytes, self._kv = kv.header, kv.nbytes, kv
+        self.reads: list[int] = []
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        self.reads.append(index)
+        time.sleep(0.01)
+        layer = self._kv.stored_layer(index)
+        return type(layer)(*(tensor.clone() for tensor in layer))
+
+    def layer(self, index: int) -> LayerKV:
+        return dequantized(self.stored_layer(index))
+
+
+def test_requests_that_share_a_chunk_read_each_layer_once(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 readers at once, 5 layers on disk."""
+    kv = make_kv(num_layers=5)
+    counting = CountingKV(kv)
+    tiers.disk.put(kv)
+    monkeypatch.setattr(tiers.disk, "get", lambda key, token_ids=None: counting)
+    held = tiers.store.get(kv.header.key)  # the first request has begun
+    run_threads(6, lambda _: assert_same(tiers.store.get(kv.header.key, kv.header.token_ids), kv))
+    assert_same(held, kv)
+    assert sorted(counting.reads) == [0, 1, 2, 3, 4]
+    assert tiers.memory.contains(kv.header.key)
+
+
+def test_a_layer_one_reader_wrote_into_is_read_again_for_the_next(tiers: Tiers) -> None:
+    kv = make_kv(num_layers=2)
+    tiers.disk.put(kv)
+    first, second = (tiers.store.get(kv.header.key) for _ in range(2))
+    assert first is not None
+    assert second is first
+    first.layer(0).keys.zero_()
+    assert_same(second, kv)
+
+
+def test_prefetch_brings_entries_into_memory_from_every_tier(tiers: Tiers) -> None:
+    on_disk, far = make_kv(1), make_kv(2)
+    tiers.disk.put(on_disk)
+    tiers.remote.put(far)
+    assert tiers.remote.flush(10)
+    tiers.store.prefetch([on_disk.header.key, far.header.key, "f" * 32])
+    wait_until(lambda: all(tiers.memory.contains(kv.header.key) for kv in (on_disk, far)), 10, "both in memory")
+    tiers.store.close()
+    assert tiers.store.counters.num_hits == tiers.store.counters.num_misses == 0, "nobody has asked yet"
+    assert_same(tiers.store.get(far.header.key), far)
+
+
+def test_fetch_ahead_asks_the_remote_only_for_what_is_not_here(tiers: Tiers) -> None:
+    here, near, far = make_kv(1), make_kv(2), make_kv(3)
+    for store, kv in ((tiers.memory, here), (tiers.disk, near), (tiers.remote, far)):
+        store.put(kv)
+    assert tiers.remote.flush(10)
+    tiers.values.calls.clear()
+    tiers.store.fetch_many([kv.header.key for kv in (here, near, far)])
+    for kv in (here, near, far):
+        assert_same(tiers.store.get(kv.header.key), kv)
+    assert tiers.values.calls.count("get") == 1
+
+
+# --- a remote that is down ---
+
+
+def test_without_the_remote_the_local_tiers_go_on(tiers: Tiers) -> None:
+    """200 requests while it is down: every stored chunk is found, nothing raises, the breaker keeps it out."""
+    kvs = [make_kv(seed) for seed in range(10)]
+    tiers.values.is_down = True
+    for kv in kvs:
+        tiers.store.put(kv)
+    for number in range(200):
+        kv = kvs[number % 10]
+        assert_same(tiers.store.get(kv.header.key, kv.header.token_ids), kv)
+        assert tiers.store.get(f"{number:032x}") is None
+    counters = tiers.store.counters
+    assert (counters.num_hits, counters.num_misses, counters.num_damaged) == (200, 200, 0)
+    assert tiers.values.calls.count("get") <= 6
+    assert counters.num_failures <= 12
+    assert not tiers.store.close(0.2)
+    assert tiers.store.counters.num_dropped == 10
+
+
+def test_a_delete_reaches_the_local_tiers_and_says_that_the_remote_keeps_it(tiers: Tiers) -> None:
+    kv = make_kv()
+    tiers.store.put(kv)
+    assert tiers.store.flush(10)
+    tiers.values.is_down = True
+    with pytest.raises(BackendUnreachableError):
+        tiers.store.delete(kv.header.key)
+    assert not tiers.memory.contains(kv.header.key)
+    assert not tiers.disk.contains(kv.header.key)
+
+
+def test_a_chunk_pinned_out_of_memory_still_goes_below(tiers: Tiers) -> None:
+    first, second = make_kv(1), make_kv(2)
+    tiers.memory.capacity_bytes = first.nbytes
+    tiers.store.put(first)
+    tiers.store.pin("doc", [first.header.key])
+    tiers.store.put(second)
+    assert not tiers.memory.contains(second.header.key)
+    assert_same(tiers.store.get(second.header.key), second)
+    assert tiers.store.unpin("doc")
+    assert not tiers.store.unpin("doc")
+
+
+# --- composition ---
+
+
+def test_open_store_makes_the_tiers_that_are_asked_for(tmp_path: Path) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    store = open_store(tmp_path, memory_gib=1, disk_gib=2, remote=url)
+    assert [type(tier) for tier in store.tiers] == [MemoryStore, DiskStore, RemoteStore]
+    assert store.tiers[1].capacity_bytes == 2 << 30  # type: ignore[attr-defined]
+    assert [type(tier) for tier in open_store(None, remote=url).tiers] == [MemoryStore, RemoteStore]
+    with pytest.raises(UsageError, match="open_remote"):
+        load_engine("demo", MemoryStore(10), remote=url)
+
+
+def test_pins_of_an_earlier_run_hold_in_memory_too(tmp_path: Path) -> None:
+    kv = make_kv()
+    DiskStore(tmp_path).pin("doc", [kv.header.key])
+    memory = open_store(tmp_path).tiers[0]
+    assert isinstance(memory, MemoryStore)
+    memory.capacity_bytes = kv.nbytes
+    memory.put(kv)
+    TieredStore(memory, MemoryStore(10_000)).put(make_kv(2))
+    assert memory.contains(kv.header.key)
+
+
+def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """One machine ingests, another that has only the remote tier answers at ratio 1.0."""
+    values = DictValues()
+    first = tiny_engine(store=TieredStore(MemoryStore(1 << 26), RemoteStore(values)))
+    chunks = ["the first chunk of the theory", "another chunk: that is the question"]
+    list(first.precompute_all(chunks))
+    first.close()
+    assert len(values.data) == 2
+    second = tiny_engine(store=Tiers(tmp_path / "kv", 1 << 26, values).store)
+    prompt = SegmentedPrompt(chunks, "what is that?")
+    request = second.request(prompt, recompute_ratio=1.0)
+    full = second.prefill(second.request(prompt, mode="full"))
+    values.calls.clear()
+    blend = second.prefill(request)
+    torch.testing.assert_close(blend.logits, full.logits, atol=1e-4, rtol=0)
+    assert sum(chunk.hit for chunk in blend.report.chunks) == 2
+    assert values.calls.count("get") == 2
+    values.is_down = True
+    again = second.prefill(request)
+    torch.testing.assert_close(again.logits, full.logits, atol=1e-4, rtol=0)
+    second.close()
 
 
 # --- sizes ---
@@ -311,9 +575,3 @@ def test_a_formatted_size_reads_back_within_its_precision(nbytes: int) -> None:
     text = format_bytes(nbytes)
     assert abs(parse_bytes(text) - nbytes) <= 0.051 * max(nbytes, 1)
     assert not text.startswith("1024")
-
-
-def test_the_disk_tier_of_a_store_is_found_alone_and_under_others(tmp_path: Path) -> None:
-    disk = DiskStore(tmp_path, fsync=False)
-    assert disk_tier(disk) is disk_tier(TieredStore(MemoryStore(1), disk)) is disk
-    assert disk_tier(MemoryStore(1)) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +35,13 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_digest_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], make_tokenizer: Any) -> Path:
-    path = tmp_path_factory.mktemp("models") / "base"
-    tiny_model("llama").save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return path
-
-
 def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def trained(base: Path, config: Any, seed: int = 0) -> Any:
+def trained(saved: Path, config: Any, seed: int = 0) -> Any:
     """A PeftModel whose adapter changes what the model says."""
-    model = peft.get_peft_model(load(base), config)
+    model = peft.get_peft_model(load(saved), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -66,9 +52,9 @@ def trained(base: Path, config: Any, seed: int = 0) -> Any:
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+def adapter(tmp_path_factory: pytest.TempPathFactory, saved: Path) -> Path:
     path = tmp_path_factory.mktemp("adapters") / "lora"
-    trained(base, KINDS["lora"]).save_pretrained(path)
+    trained(saved, KINDS["lora"]).save_pretrained(path)
     return path
 
 
@@ -77,10 +63,10 @@ def stored(engine: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, base: Path, tmp_path: Path) -> None:
-    model = trained(base, KINDS[kind])
+def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, saved: Path, tmp_path: Path) -> None:
+    model = trained(saved, KINDS[kind])
     model.save_pretrained(tmp_path)
-    with load_engine(str(base), adapter=tmp_path, on_miss="inline") as engine:
+    with load_engine(str(saved), adapter=tmp_path, on_miss="inline") as engine:
         ids = torch.tensor([engine.segmenter.tokenize(PROMPT).token_ids])
         list(engine.precompute_all(PROMPT.chunks))
         full = engine.generate(PROMPT, mode="full", max_tokens=12).token_ids
@@ -88,25 +74,25 @@ def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, base: Path, 
         found = engine.layers.full_prefill(ids[0])[0]
     with torch.inference_mode():
         torch.testing.assert_close(found, model(input_ids=ids).logits[0, -1], atol=1e-4, rtol=1e-4)
-        plain = load(base)(input_ids=ids).logits[0, -1]
+        plain = load(saved)(input_ids=ids).logits[0, -1]
     assert (found - plain).abs().max() > 0.1
     assert blended.token_ids == full
     assert blended.report.num_chunk_hits == 2
 
 
-def test_kv_of_base_and_adapter_never_mix(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_kv_of_base_and_adapter_never_mix(saved: Path, adapter: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    trained(base, KINDS["lora"], seed=1).save_pretrained(other)
+    trained(saved, KINDS["lora"], seed=1).save_pretrained(other)
     store = tmp_path / "kv"
-    with load_engine(str(base), store, on_miss="inline") as engine:
+    with load_engine(str(saved), store, on_miss="inline") as engine:
         list(engine.precompute_all(PROMPT.chunks))
         assert stored(engine) == [True, True]
     with pytest.raises(StoreMismatchError, match="holds KV of"):
-        load_engine(str(base), store, adapter=adapter)
+        load_engine(str(saved), store, adapter=adapter)
     with (
-        load_engine(str(base), store, adapter=adapter, new_model=True, on_miss="inline") as first,
-        load_engine(str(base), store, adapter=other, new_model=True, on_miss="inline") as second,
-        load_engine(str(base), store, on_miss="inline") as plain,
+        load_engine(str(saved), store, adapter=adapter, new_model=True, on_miss="inline") as first,
+        load_engine(str(saved), store, adapter=other, new_model=True, on_miss="inline") as second,
+        load_engine(str(saved), store, on_miss="inline") as plain,
     ):
         assert stored(first) == stored(second) == [False, False]
         first.precompute(PROMPT.chunks[0])
@@ -115,7 +101,7 @@ def test_kv_of_base_and_adapter_never_mix(base: Path, adapter: Path, tmp_path: P
         assert second.generate(PROMPT, max_tokens=2).report.num_chunk_hits == 0
 
 
-def test_strength_counts_though_no_weight_changes(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_strength_counts_though_no_weight_changes(saved: Path, adapter: Path, tmp_path: Path) -> None:
     stronger = Path(shutil.copytree(adapter, tmp_path / "stronger"))
     file = stronger / "adapter_config.json"
     config = json.loads(file.read_text())
@@ -124,16 +110,16 @@ def test_strength_counts_though_no_weight_changes(base: Path, adapter: Path, tmp
     (moved / "adapter_config.json").write_text(json.dumps(config | {"inference_mode": False, "peft_version": "9"}))
     marks = {}
     for path in (adapter, stronger, moved):
-        with load_engine(str(base), adapter=path) as engine:
+        with load_engine(str(saved), adapter=path) as engine:
             marks[path] = engine.fingerprint
     assert marks[adapter] == marks[moved] != marks[stronger]
 
 
-def test_an_adapter_by_its_own_name_brings_its_base(base: Path, adapter: Path, tmp_path: Path) -> None:
-    with load_engine(str(adapter)) as own, load_engine(str(base), adapter=str(adapter)) as named:
+def test_an_adapter_by_its_own_name_brings_its_base(saved: Path, adapter: Path, tmp_path: Path) -> None:
+    with load_engine(str(adapter)) as own, load_engine(str(saved), adapter=str(adapter)) as named:
         assert own.fingerprint == named.fingerprint
-        assert (own.name, named.name) == (str(adapter), f"{base}+{adapter}")
-    chat = ChatBlend(model=str(base), adapter=adapter, max_tokens=2)
+        assert (own.name, named.name) == (str(adapter), f"{saved}+{adapter}")
+    chat = ChatBlend(model=str(saved), adapter=adapter, max_tokens=2)
     assert chat.engine.fingerprint == named.fingerprint
     chat.engine.close()
     (tmp_path / "doc.txt").write_text("the theory of the chunk and the other question with that answer")
@@ -143,11 +129,11 @@ def test_an_adapter_by_its_own_name_brings_its_base(base: Path, adapter: Path, t
     assert "LlamaForCausalLM" in CliRunner().invoke(app, ["doctor", "--model", str(adapter)]).output
 
 
-def test_a_loaded_peft_model_is_told_by_its_adapter_and_stops_when_that_is_switched(base: Path, adapter: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    model = peft.PeftModel.from_pretrained(load(base), str(adapter)).eval()
-    again = peft.PeftModel.from_pretrained(load(base), adapter)
-    marks = [pair_fingerprint(each) for each in (load(base), model, again)]
+def test_a_loaded_peft_model_is_told_by_its_adapter_and_stops_when_that_is_switched(saved: Path, adapter: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    model = peft.PeftModel.from_pretrained(load(saved), str(adapter)).eval()
+    again = peft.PeftModel.from_pretrained(load(saved), adapter)
+    marks = [pair_fingerprint(each) for each in (load(saved), model, again)]
     assert marks[0] != marks[1] == marks[2]
     with load_engine((model, tokenizer), on_miss="inline") as engine:
         assert engine.fingerprint == marks[1]
@@ -158,15 +144,15 @@ def test_a_loaded_peft_model_is_told_by_its_adapter_and_stops_when_that_is_switc
                 with pytest.raises(RagblendError, match="adapters are not those any more"):
                     engine.generate(PROMPT, mode=mode, max_tokens=4)
         assert engine.generate(PROMPT, max_tokens=4).token_ids == answer.token_ids
-    merged = peft.PeftModel.from_pretrained(load(base), str(adapter)).merge_and_unload()
+    merged = peft.PeftModel.from_pretrained(load(saved), str(adapter)).merge_and_unload()
     with load_engine((merged, tokenizer)) as engine:
         assert engine.fingerprint not in marks
 
 
-def test_an_adapter_that_transformers_itself_loaded_counts(base: Path, adapter: Path) -> None:
-    model = load(base)
+def test_an_adapter_that_transformers_itself_loaded_counts(saved: Path, adapter: Path) -> None:
+    model = load(saved)
     model.load_adapter(str(adapter))
-    with load_engine((model, AutoTokenizer.from_pretrained(base))) as engine, load_engine(str(base)) as plain:
+    with load_engine((model, AutoTokenizer.from_pretrained(saved))) as engine, load_engine(str(saved)) as plain:
         assert engine.fingerprint != plain.fingerprint
         full, other = (each.generate(PROMPT, mode="full", max_tokens=8).token_ids for each in (engine, plain))
         assert full != other
@@ -183,31 +169,31 @@ def test_an_adapter_that_transformers_itself_loaded_counts(base: Path, adapter: 
         ),
     ],
 )
-def test_adapters_that_work_on_the_prompt_are_refused(config: Any, reason: str, base: Path, tmp_path: Path) -> None:
-    model = peft.get_peft_model(load(base), config)
+def test_adapters_that_work_on_the_prompt_are_refused(config: Any, reason: str, saved: Path, tmp_path: Path) -> None:
+    model = peft.get_peft_model(load(saved), config)
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
-        load_engine(str(base), adapter=tmp_path)
+        load_engine(str(saved), adapter=tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
-        load_engine((model, AutoTokenizer.from_pretrained(base)))
+        load_engine((model, AutoTokenizer.from_pretrained(saved)))
 
 
-def test_what_is_no_adapter_is_said(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_what_is_no_adapter_is_said(saved: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no adapter at .*gone; give the directory that peft's save_pretrained"):
-        load_engine(str(base), adapter=tmp_path / "gone")
+        load_engine(str(saved), adapter=tmp_path / "gone")
     with pytest.raises(NotFoundError, match="no adapter at"):
-        load_engine(str(base), adapter=base)
+        load_engine(str(saved), adapter=saved)
     broken = Path(shutil.copytree(adapter, tmp_path / "broken"))
     (broken / "adapter_model.safetensors").rename(broken / "adapter_model.bin")
     with pytest.raises(NotFoundError, match="pickled adapters can run code"):
-        load_engine(str(base), adapter=broken)
+        load_engine(str(saved), adapter=broken)
     homeless = Path(shutil.copytree(adapter, tmp_path / "homeless"))
     config = json.loads((homeless / "adapter_config.json").read_text())
     (homeless / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
     with pytest.raises(NotFoundError, match="names no base model; say it: model=BASE, adapter="):
         load_engine(str(homeless))
     with pytest.raises(UsageError, match="adapter_kwargs"):
-        load_engine(str(base), model_kwargs={"adapter_kwargs": {}})
+        load_engine(str(saved), model_kwargs={"adapter_kwargs": {}})
 
 
 def test_vllm_is_told_to_take_a_merged_model(adapter: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 from tiny_models import VOCABULARY
 from torch import nn
 
-from ragblend.engine.fusion.attention import AttentionParams, attend_last, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.transformers.batched_decode import FEW_ROWS, SmallBatchMatmul
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -99,26 +98,3 @@ def test_few_rows_times_a_matrix_are_what_they_were(num_rows: int, bias: bool) -
             found = linear(rows)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("window", [None, 5, 40])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_the_last_row_attends_as_the_formula_says(
-    window: int | None, softcap: float | None, with_sinks: bool, num_kv_heads: int
-) -> None:
-    query, (keys, values) = torch.randn(1, 4, 1, 8), torch.randn(2, 1, num_kv_heads, 33, 8)
-    sinks = torch.randn(4) if with_sinks else None
-    scores = (query @ keys.repeat_interleave(4 // num_kv_heads, 1).transpose(2, 3))[0, :, 0] * 0.3
-    if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
-    if window is not None:
-        scores[:, : max(0, 33 - window)] = -torch.inf
-    if sinks is not None:
-        scores = torch.cat((scores, sinks[:, None]), dim=1)
-    weights = scores.softmax(-1)[:, :33]
-    expected = (weights[:, None] @ values[0].repeat_interleave(4 // num_kv_heads, 0))[None]
-    sight = AttentionParams(window, softcap, sinks)
-    torch.testing.assert_close(attend_last(query, keys, values, 0.3, sight), expected)
-    torch.testing.assert_close(attend_rows(query, keys, values, torch.tensor([32]), 0.3, sight), expected)

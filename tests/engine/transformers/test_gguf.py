@@ -28,11 +28,6 @@ from tests.gguf_files import write_gguf
 PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 
 
-@pytest.fixture(autouse=True)
-def own_digest_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
 @pytest.fixture(scope="module")
 def parts(tiny_model: Callable[[str], Any], make_tokenizer: Any) -> tuple[Any, Any]:
     return tiny_model("llama"), make_tokenizer(CHATML, specials=("<|im|>", "<|end|>"))

@@ -84,21 +84,6 @@ def test_a_window_that_no_prompt_outgrows_is_none(window, make_model):
     assert layers.global_layers == ()
 
 
-def test_windows_are_those_that_the_model_masks_by(tiny_layers):
-    assert {family: layer_windows(tiny_layers(family).config) for family in WINDOWED} == {
-        "gemma2": (50, None) * 3,
-        "gemma3": (52, 52, None) * 2,
-        "gpt_oss": (51, None) * 3,
-        "mistral_window": (53,) * 6,
-        "qwen2_window": (None, None, None, 54, 54, 54),
-        "qwen3_window": (55,) * 6,
-        "phi3_window": (56,) * 6,
-    }
-    assert tiny_layers("gemma2").global_layers == (1, 3, 5)
-    assert tiny_layers("mistral_window").global_layers == ()  # all are alike
-    assert tiny_layers("llama").global_layers == ()
-
-
 def test_the_check_is_made_with_windows_that_its_prompt_outgrows(tiny_model, monkeypatch: pytest.MonkeyPatch):
     """Windows are thousands of tokens, and the prompt of the check is short. It leaves them as they were."""
     model = tiny_model("mistral_window")
@@ -144,11 +129,6 @@ RELATIVES = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
     "olmoe": ("Olmoe", {}),  # QK-norm over all heads at once
     "arcee": ("Arcee", {}),
-    "cohere": ("Cohere", {}),  # interleaved RoPE
-    "glm": ("Glm", {}),  # interleaved, partial
-    "hunyuan": ("HunYuanDenseV1", {}),  # QK-norm after RoPE
-    "smollm3": ("SmolLM3", {}),  # some layers without RoPE
-    "nemotron": ("Nemotron", {}),
     "llama4": ("Llama4Text", {"layer_types": ["full_attention"] * 6}),  # layers of another signature
     "mixtral_window": ("Mixtral", SMALL_WINDOW | {"num_local_experts": 4}),
     "ministral": ("Ministral", SMALL_WINDOW),
@@ -157,20 +137,8 @@ RELATIVES = {
         "Qwen3Moe",
         SMALL_WINDOW | {"use_sliding_window": True, "num_experts": 4, "num_experts_per_tok": 2},
     ),
-    "cohere2": ("Cohere2", SMALL_WINDOW),  # interleaved, and layers without RoPE
-    "olmo3": ("Olmo3", SMALL_WINDOW),  # norms after the blocks alone
-    "exaone4": ("Exaone4", SMALL_WINDOW),  # the same
 }
-REFUSED = ("cohere", "glm", "hunyuan", "smollm3", "nemotron", "llama4", "cohere2", "olmo3", "exaone4")
-
-
-@pytest.mark.parametrize("name", ["cohere", "glm", "hunyuan", "smollm3", "llama4"])
-def test_architectures_that_only_look_standard_fail_the_check(name, make_model):
-    kind, changes = RELATIVES[name]
-    tiny = make_model(*classes(kind), **changes)
-    reject_unsupported_model(tiny)  # nothing about their attributes gives them away
-    with pytest.raises(UnsupportedModelError, match=r"^tiny (fails the exactness check of|has layers that cannot)"):
-        load(tiny)
+REFUSED = ("llama4",)
 
 
 @pytest.mark.parametrize("name", RELATIVES)
@@ -263,20 +231,10 @@ def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch: pytest.
 # --- the facts a LayerwiseModel tells ---
 
 
-def test_shapes_and_depth_are_the_models(family, tiny_layers):
-    layers = tiny_layers(family)
-    heads = 4 if family == "phi3_mha" else 2
-    assert layers.kv_shapes == [(1, 8, 24) if family in LATENT else (heads, 16, 16)] * 6
-    assert layers.num_layers == 6
-    assert layers.context_length == 2048
-    assert layers.like.dtype == torch.float32
-    assert 0 < layers.kv_share < 1
-
-
-def test_kv_share_is_the_share_of_parameters_that_makes_keys_and_values(tiny_layers):
-    layer = tiny_layers("llama").model.model.layers[0]
-    made = 2 * 64 * 32
-    assert tiny_layers("llama").kv_share == pytest.approx(made / sum(p.numel() for p in layer.parameters()))
+@pytest.mark.parametrize(("family", "made"), [("llama", 2 * 64 * 32), ("deepseek_v3", 64 * (24 + 8))])
+def test_kv_share_is_the_share_of_parameters_that_makes_keys_and_values_or_the_latent(family, made, tiny_layers):
+    layer = tiny_layers(family).model.model.layers[0]
+    assert tiny_layers(family).kv_share == pytest.approx(made / sum(p.numel() for p in layer.parameters()))
 
 
 def test_rows_are_rotated_the_same_whether_their_rotation_is_at_hand_or_not(tiny_layers):
@@ -287,15 +245,6 @@ def test_rows_are_rotated_the_same_whether_their_rotation_is_at_hand_or_not(tiny
     for rows in (*many, *many, many[0], many[0]):
         assert torch.equal(layers.place_keys(1, keys, rows), fresh.place_keys(1, keys, rows.clone()))
         assert len(layers._turns) <= MAX_CACHED_TABLES
-
-
-def test_a_rotation_is_gathered_once_for_all_layers(tiny_layers, monkeypatch: pytest.MonkeyPatch):
-    layers, rows = tiny_layers("llama"), torch.arange(5, 9)
-    keys = torch.randn(2, 4, 16)
-    layers.place_keys(0, keys, rows)
-    monkeypatch.setattr(layers, "_rope", lambda _: pytest.fail("gathered again"))
-    for layer in range(1, layers.num_layers):
-        layers.place_keys(layer, keys, rows)
 
 
 def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import WINDOWED, make_gemma3_that_sees
+from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 
 from ragblend.engine.load import load_engine
@@ -19,31 +18,6 @@ from ragblend.engine.transformers.layers import cache_argument
 from ragblend.engine.transformers.model import inspect_model, model_fingerprint
 from ragblend.lab.explain import explain
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
-
-CHUNKS = (
-    "the theory of the other chunk is in the answer",
-    "question the chunk with that theory",
-    "what the other question is and the answer to it",
-)
-PROMPT = SegmentedPrompt(CHUNKS, "what is that?")
-
-
-@pytest.fixture(scope="module")
-def saved(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], make_tokenizer: Callable[..., Any]
-) -> Callable[[str], Path]:
-    """`saved(family)`: its directory, as `save_pretrained` writes it, with windows that the prompts outgrow."""
-    root = tmp_path_factory.mktemp("windowed")
-
-    def save(family: str) -> Path:
-        if not (root / family).is_dir():
-            model = tiny_model(family)
-            model.config.sliding_window = 30
-            model.save_pretrained(root / family)
-            make_tokenizer().save_pretrained(root / family)
-        return root / family
-
-    return save
 
 
 @torch.no_grad()
@@ -70,10 +44,11 @@ def greedy(model: Any, ids: tuple[int, ...], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(family, saved, stock_model, tmp_path):
-    with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline") as engine:
+def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(family, saved_model, stock_model, tmp_path):
+    path = str(saved_model(family, sliding_window=30))
+    with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
         assert all(engine.precompute(chunk) > 0 for chunk in CHUNKS)
-    with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline") as engine:
+    with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
         ids = engine.segmenter.tokenize(PROMPT).token_ids
         assert len(ids) > 2 * 30
         expected = greedy(stock_model(family), ids, 8)
@@ -99,8 +74,8 @@ def test_gemma_3_that_reads_images_too_answers_text_as_its_decoder_alone(stock_m
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_an_explanation_compares_all_of_a_windowed_models_kv(family, saved, tmp_path):
-    with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline") as engine:
+def test_an_explanation_compares_all_of_a_windowed_models_kv(family, saved_model, tmp_path):
+    with load_engine(str(saved_model(family, sliding_window=30)), tmp_path / "kv", on_miss="inline") as engine:
         list(engine.precompute_all(CHUNKS))
         explained = explain(engine, PROMPT, rule="ask", recompute_ratio=0.1, max_tokens=2)
         assert explained.count("recomputed") == explained.report.num_recomputed_tokens > 0
@@ -118,10 +93,11 @@ def stored_values(engine: TransformersEngine, chunk: Chunk, layer: int) -> Tenso
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_ingestion_contexts_are_seen_through_the_windows(family, saved, stock_model, tmp_path):
+def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, stock_model, tmp_path):
     """A chunk's KV is the slice that the stock model has of it behind prefix and context, and blending it is exact."""
-    chunk = Chunk(CHUNKS[1], context="similar", context_texts=(f"{CHUNKS[2]}. {CHUNKS[0]}",))
-    with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline", context="similar") as engine:
+    chunk = Chunk(CHUNKS[1].text, context="similar", context_texts=(f"{CHUNKS[2].text}. {CHUNKS[0].text}",))
+    path = str(saved_model(family, sliding_window=30))
+    with load_engine(path, tmp_path / "kv", on_miss="inline", context="similar") as engine:
         engine.precompute(chunk)
         ids = engine.segmenter.chunk_ids(CHUNKS[1])
         header = disk_tier(engine.store).header(engine.key(chunk))
@@ -152,8 +128,8 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved, stock_mo
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}),
     ],
 )
-def test_what_a_layer_sees_is_part_of_the_fingerprint(family, change, saved, tmp_path):
-    path = saved(family)
+def test_what_a_layer_sees_is_part_of_the_fingerprint(family, change, saved_model):
+    path = saved_model(family, sliding_window=30)
     before = model_fingerprint(path, "float32")
     assert model_fingerprint(path, "float32", {"use_cache": False}) == before
     assert model_fingerprint(path, "float32", change) != before

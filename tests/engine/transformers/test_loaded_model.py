@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,9 @@ from ragblend.prompt.prompt import SegmentedPrompt
 PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], make_tokenizer: Any) -> Path:
-    """A tiny model as `save_pretrained` writes it, its head tied to its embedding."""
-    path = tmp_path_factory.mktemp("models") / "llama"
-    tiny_model("llama").save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return path
-
-
-def load(folder: Path, **options: Any) -> tuple[Any, Any]:
-    model = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
-    return model, AutoTokenizer.from_pretrained(folder)
+def load(saved: Path, **options: Any) -> tuple[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(saved, **{"dtype": torch.float32, **options})
+    return model, AutoTokenizer.from_pretrained(saved)
 
 
 def change(model: Any, by: float = 1e-3) -> None:
@@ -42,23 +32,23 @@ def change(model: Any, by: float = 1e-3) -> None:
         model.model.layers[3].self_attn.k_proj.weight[0, 0] += by
 
 
-def test_a_loaded_pair_answers_as_its_folder_and_finds_the_folders_kv(folder: Path, tmp_path: Path) -> None:
-    with load_engine(str(folder), tmp_path, on_miss="inline") as engine:
+def test_a_loaded_pair_answers_as_its_folder_and_finds_the_folders_kv(saved: Path, tmp_path: Path) -> None:
+    with load_engine(str(saved), tmp_path, on_miss="inline") as engine:
         list(engine.precompute_all(PROMPT.chunks))
         expected = engine.generate(PROMPT, max_tokens=12)
-    with load_engine(load(folder), tmp_path, on_miss="inline") as engine:
+    with load_engine(load(saved), tmp_path, on_miss="inline") as engine:
         found = engine.generate(PROMPT, max_tokens=12)
-        assert engine.name == str(folder)
+        assert engine.name == str(saved)
     assert found.report.num_chunk_hits == 2
     assert found.token_ids == expected.token_ids
 
 
-def test_two_loadings_share_kv_and_one_changed_weight_does_not(folder: Path) -> None:
-    (first, _), (second, _), (other, _) = load(folder), load(folder), load(folder)
+def test_two_loadings_share_kv_and_one_changed_weight_does_not(saved: Path) -> None:
+    (first, _), (second, _), (other, _) = load(saved), load(saved), load(saved)
     assert pair_fingerprint(first) == pair_fingerprint(second)
     change(other)
     assert pair_fingerprint(other) != pair_fingerprint(first)
-    again = load(folder)[0]
+    again = load(saved)[0]
     change(again)
     assert pair_fingerprint(again) == pair_fingerprint(other)
 
@@ -74,16 +64,16 @@ def test_a_model_of_no_folder_is_told_by_its_weights_its_config_and_its_dtype(ti
     assert pair_fingerprint(tiny_model("llama").to(torch.bfloat16)) != pair_fingerprint(first)
 
 
-def test_the_config_that_a_model_was_loaded_with_counts_and_not_the_files(folder: Path) -> None:
-    plain, scaled = load(folder)[0], load(folder, rms_norm_eps=0.1)[0]
+def test_the_config_that_a_model_was_loaded_with_counts_and_not_the_files(saved: Path) -> None:
+    plain, scaled = load(saved)[0], load(saved, rms_norm_eps=0.1)[0]
     assert pair_fingerprint(plain) != pair_fingerprint(scaled)
 
 
-def test_what_cannot_be_set_any_more_is_refused(folder: Path) -> None:
+def test_what_cannot_be_set_any_more_is_refused(saved: Path) -> None:
     with pytest.raises(UsageError, match=r"dtype, attn_implementation cannot be set for a model that is loaded"):
-        load_engine(load(folder), dtype="bfloat16", attn_implementation="eager")
+        load_engine(load(saved), dtype="bfloat16", attn_implementation="eager")
     with pytest.raises(UsageError, match="a loaded model is run here; with backend='vllm' give its name"):
-        load_engine(load(folder), backend="vllm")
+        load_engine(load(saved), backend="vllm")
 
 
 @pytest.mark.parametrize("given", [(1, 2), ("a", "b"), 3, ["model", "tokenizer"]])
@@ -94,13 +84,13 @@ def test_what_is_no_pair_is_refused_with_how_to_make_one(given: Any) -> None:
         ChatBlend(model=given)
 
 
-def test_a_model_that_is_not_in_memory_is_refused(folder: Path) -> None:
-    model, tokenizer = load(folder)
+def test_a_model_that_is_not_in_memory_is_refused(saved: Path) -> None:
+    model, tokenizer = load(saved)
     with pytest.raises(UsageError, match=r"is spread over meta.*one device.*tensor_parallel_size"):
         load_engine((model.to("meta"), tokenizer))
 
 
-def test_a_models_own_attention_stays_that_of_its_own_forward(folder: Path) -> None:
+def test_a_models_own_attention_stays_that_of_its_own_forward(saved: Path) -> None:
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +98,7 @@ def test_a_models_own_attention_stays_that_of_its_own_forward(folder: Path) -> N
         return sdpa_attention_forward(*args, **kwargs)
 
     AttentionInterface.register("counted", counted)
-    model, tokenizer = load(folder, attn_implementation="counted")
+    model, tokenizer = load(saved, attn_implementation="counted")
     with load_engine((model, tokenizer), on_miss="inline") as engine:
         calls.clear()
         engine.generate(PROMPT, recompute_ratio=0.5, max_tokens=2)
@@ -117,15 +107,15 @@ def test_a_models_own_attention_stays_that_of_its_own_forward(folder: Path) -> N
         assert len(calls) == model.config.num_hidden_layers
         model(torch.tensor([[1, 2, 3]]))
         assert len(calls) == 2 * model.config.num_hidden_layers
-    with load_engine(load(folder, attn_implementation="eager")) as engine:
+    with load_engine(load(saved, attn_implementation="eager")) as engine:
         assert engine.generate(PROMPT, mode="full", max_tokens=1).token_ids == full.token_ids
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM, LlamaIndexLLM])
-def test_the_frameworks_models_take_a_pair_and_share_its_engine(kind: Any, folder: Path, tmp_path: Path) -> None:
-    pair = load(folder)
+def test_the_frameworks_models_take_a_pair_and_share_its_engine(kind: Any, saved: Path, tmp_path: Path) -> None:
+    pair = load(saved)
     model = kind(model=pair, store=str(tmp_path), max_tokens=4)
-    assert (model.model, model.model_dump()["model"]) == (str(folder), str(folder))
+    assert (model.model, model.model_dump()["model"]) == (str(saved), str(saved))
     assert kind(model=pair, store=str(tmp_path)).engine is model.engine
     assert copy.deepcopy(model).engine is model.engine
     assert model.engine.layers.model is pair[0]
@@ -136,6 +126,6 @@ def test_the_frameworks_models_take_a_pair_and_share_its_engine(kind: Any, folde
     model.engine.close()
 
 
-def test_a_chat_model_made_of_a_string_model_runs_the_same_pair(folder: Path) -> None:
-    model = BlendLLM(model=load(folder))
+def test_a_chat_model_made_of_a_string_model_runs_the_same_pair(saved: Path) -> None:
+    model = BlendLLM(model=load(saved))
     assert model.as_chat().engine is model.engine

@@ -34,18 +34,13 @@ BITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_digest_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 8 bit says at every product that it casts its input
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], make_tokenizer: Any) -> Path:
     path = tmp_path_factory.mktemp("models") / "wide"
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
     make_model(LlamaConfig, LlamaForCausalLM, **sizes).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 8 bit says at every product that it casts its input
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -254,6 +253,8 @@ def test_calibrations_are_found_when_they_appear_and_missed_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     calibrations = CalibrationCache(tmp_path, "f00d", 5)
+    assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None).fit is None
+    assert not caplog.records, "it was not asked for"
     for _ in range(3):
         assert calibrations.resolve_request_tuning((1, 2, 3), "auto", "auto").ratio == DEFAULT_RATIO
         assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None).ratio == DEFAULT_RATIO
@@ -264,14 +265,6 @@ def test_calibrations_are_found_when_they_appear_and_missed_once(
     assert calibrations.resolve_request_tuning((1, 2, 3), "auto", "auto").ratio == 0.5
     (tmp_path / CALIBRATIONS_DIR / CALIBRATION.filename).unlink()
     assert calibrations.find((1, 2, 3)) is None
-
-
-def test_without_a_word_nothing_is_said_about_a_missing_calibration(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert CalibrationCache(tmp_path, "f00d", 5).resolve_request_tuning((), "auto", None).fit is None
-    assert not caplog.records
 
 
 # -- the engine

@@ -1,0 +1,41 @@
+"""Saved models that the tests of this folder share, and a cache of digests that is each test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_digest_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of weights come from no other test, and from nobody's home."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def saved_model(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], make_tokenizer: Callable[..., Any]
+) -> Callable[..., Path]:
+    """`saved_model(family, **config)`: its folder as `save_pretrained` writes it. Shared: a test changes a copy."""
+    root = tmp_path_factory.mktemp("models")
+
+    def save(family: str, **config: Any) -> Path:
+        path = root / "-".join([family, *(f"{name}-{value}" for name, value in config.items())])
+        if not path.is_dir():
+            model = tiny_model(family)
+            for name, value in config.items():
+                setattr(model.config, name, value)
+            model.save_pretrained(path)
+            make_tokenizer().save_pretrained(path)
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def saved(saved_model: Callable[..., Path]) -> Path:
+    """A tiny Llama's folder."""
+    return saved_model("llama")
