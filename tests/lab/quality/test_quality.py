@@ -123,7 +123,7 @@ def test_named_sets_are_found_in_the_checkout_and_the_error_says_what_to_do_with
     with pytest.raises(NotFoundError, match=r"checkout.*--data PATH/musique_100\.json"):
         find_data("musique")
     with pytest.raises(NotFoundError, match="musique, nq, demo"):
-        find_data("nowhere.json")
+        read_cases(find_data("nowhere.json"))
 
 
 def test_distractors_hold_none_of_the_answers_and_are_the_same_at_every_call() -> None:
