@@ -38,7 +38,7 @@ demo: $(STAMP)  ## ingest a small corpus with the embedded model and answer from
 check: lint  ## style, types, floors of imports, secrets in the source
 
 test: $(STAMP)  ## five minutes: what the README says and the laws of every folder, with lint beside it
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target pytest lint
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL)worksteal -m 'not slow and not real_model'

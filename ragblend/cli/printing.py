@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,8 @@ def escape_unprintable() -> None:
     """Have stdout and stderr escape characters that their encoding lacks (an ASCII locale), instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # a stream that was a file and became a pipe (dup2) cannot be set up again
+                stream.reconfigure(errors="backslashreplace")
 
 
 class FlagFormatter(logging.Formatter):

@@ -15,9 +15,9 @@ from ragblend.redaction import redact
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # one slash, because str(Path("s3://bucket")) is "s3:/bucket"
 _URL_OPTIONS = {
-    "store": "give a shared tier as remote (--remote URL), a server as backend (--backend URL)",
-    "index": "an index is a folder of this machine; give a shared tier of its KV as remote (--remote URL)",
-    "model": "give a Hugging Face id (ORG/NAME) or a folder; a server is the backend (--backend URL)",
+    "store": "give a shared tier as `remote`, a server as `backend`",
+    "index": "an index is a folder of this machine; give a shared tier of its KV as `remote`",
+    "model": "give a Hugging Face id (ORG/NAME) or a folder; a server is the `backend`",
 }
 
 

@@ -149,13 +149,13 @@ def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
     if not is_writable and (own is None or "kv_shapes" not in own):
         why = "this user cannot write there" if place.is_dir() else "it is no directory"
         raise StoreNotWritableError(
-            f"the store {path} cannot be written: {place}: {why}. Check its owner and mount, or choose another --store"
+            f"the store {path} cannot be written: {place}: {why}. Check its owner and mount, or choose another `store`"
         )
     if models and own is None:
         held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         log.warning(
             "the store %s holds KV of %s and none of %s (%s), so no request finds stored KV before its documents are "
-            "ingested again: ragblend ingest DOCS --backend http://HOST:PORT --model %s; or choose another --store",
+            "ingested again: ragblend ingest DOCS --backend http://HOST:PORT --model %s; or choose another `store`",
             path, held, checkpoint.name, checkpoint.dtype, checkpoint.name,
         )  # fmt: skip
     return is_writable

@@ -88,9 +88,9 @@ def test_what_is_no_path_is_an_error_and_makes_no_folder(home, opened, place):
 @pytest.mark.parametrize(
     ("name", "url", "fix"),
     [
-        ("store", "redis://host:6379/0", "--remote URL"),
-        ("store", Path("s3://bucket/kv"), "--remote URL"),
-        ("store", "http://host:8000", "--backend URL"),
+        ("store", "redis://host:6379/0", "`remote`"),
+        ("store", Path("s3://bucket/kv"), "`remote`"),
+        ("store", "http://host:8000", "`backend`"),
         ("store", "file:///mnt/my%20kv", "write the path itself: /mnt/my kv"),
         ("index", "s3://bucket/index", "an index is a folder"),
         ("model", "https://huggingface.co/Qwen/Qwen3-8B", "a Hugging Face id"),

@@ -110,6 +110,8 @@ def make_app(
         name, ratio = body.get("id"), body.get("ratio")
         if not isinstance(name, str):
             raise UsageError(f"id is {name!r:.40}; send the id of a question that was answered")
+        if not isinstance(ratio, int | float):
+            raise UsageError(f"ratio is {ratio!r:.40}; send a number from 0 to 1")
         SHARE.validate("ratio", ratio)  # before it becomes a float, which holds no number of 400 digits
         return _stream_events(desk.submit(lambda job: blend_again(job, name, float(ratio), room), "blending again"))
 

@@ -389,7 +389,7 @@ def test_a_read_only_disk_still_answers_and_says_what_to_do(small: Path) -> None
     os.utime(path_of(store.root, kv.header.key), (0, 0))
     subprocess.run(["mount", "-o", "remount,ro", str(store.root)], check=True)
     assert_same(DiskStore(store.root, create=False).get(kv.header.key), kv)
-    with pytest.raises(StoreNotWritableError, match=r"cannot be written.*--store DIR"):
+    with pytest.raises(StoreNotWritableError, match=r"cannot be written.*`store`"):
         store.put(make_kv(1))
 
 
