@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120)  # a place that is not given back would ha
 
 A = "The lighthouse on Gull Rock was built long ago, in 1872."
 B = "Maren keeps the logbook of all the storms since 1901."
-QUESTIONS = [f"Context:\n\n{A}\n\n{B}\n\nQuestion: who is number {number}?" for number in range(7)]
+QUESTIONS = [f"Context:\n\n{A}\n\n{B}\n\nQuestion: who is number {number}?" for number in range(4)]
 MOST = 3  # on their way together, at some moment; more where nothing else runs: threads start when they can
 TOO_LONG = "word " * 3000
 

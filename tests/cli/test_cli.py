@@ -256,6 +256,7 @@ def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers
     assert run.facts("ask", question, "-k", "4", "--max-tokens", "8", *place, *remote)["report"]["num_chunk_hits"] == 4
 
 
+@pytest.mark.slow
 def test_ask_behind_another_system_text_says_on_stderr_what_to_type_and_that_mends_it(run, home, questions, caplog):
     system = ["--system", "Answer in one word; don't explain."]
     ask = ["ask", questions[0]["question"], "-k", "3", "--max-tokens", "8", *PLACE, *system]
@@ -295,6 +296,7 @@ def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_pa
     assert run("push", "--store", "s", "--remote", "redis://127.0.0.1:1/0")[0] == 5
 
 
+@pytest.mark.slow
 def test_what_an_ingestion_could_not_send_is_said_counted_and_pushed_later(run, tmp_path, caplog):
     server = RedisServer(tmp_path)
     place, remote = ["--index", str(tmp_path / "i"), "--store", str(tmp_path / "s")], ["--remote", server.url]

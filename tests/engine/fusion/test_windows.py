@@ -111,6 +111,7 @@ def test_decoding_goes_on_past_the_window_as_the_stock_model_does(family, stock_
 # --- against the independent CacheBlend ---
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     family=st.sampled_from(list(WINDOWED)),

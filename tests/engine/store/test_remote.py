@@ -204,6 +204,7 @@ def test_many_are_asked_for_in_few_round_trips_and_no_more_once_it_is_down() -> 
     assert store.counters.num_failures == 1
 
 
+@pytest.mark.slow
 def test_a_cluster_whose_node_dies_answers_from_its_replica(tmp_path: Path) -> None:
     nodes = RedisNodes(tmp_path)
     nodes.start()
