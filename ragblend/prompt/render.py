@@ -86,7 +86,8 @@ class Renderer:
             return list(self._tokenizer(text).input_ids)
         whole, inner = self._tokenizer("a").input_ids, self._backend.encode("a", add_special_tokens=False).ids
         start = next(place for place in range(len(whole)) if whole[place : place + len(inner)] == inner)
-        word, found = _unused_word(text), []
+        word = _unused_word(text)
+        found: list[str] = []
         ids = self._encode_protected(self._protect(text, word, found), word, found).ids
         return [*whole[:start], *ids, *whole[start + len(inner) :]]
 
@@ -119,7 +120,8 @@ class Renderer:
             text = self._apply_template(messages, tools)
             encoding = self._backend.encode(text, add_special_tokens=False)
             return Rendered(text, encoding.ids, encoding.offsets)
-        word, found = _unused_word(written), []
+        word = _unused_word(written)
+        found: list[str] = []
         text = self._apply_template(self._protect(messages, word, found), self._protect(tools, word, found))
         return self._encode_protected(text, word, found)
 
