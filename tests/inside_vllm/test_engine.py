@@ -196,7 +196,7 @@ def test_a_chat_model_over_it(engine: Any) -> None:
         ({"vllm_options": {"model": "x"}}, "model"),
         ({"vllm_options": {"no_such_option": 1}}, "no_such_option"),
         ({"device": "cuda:1"}, "cuda:1"),
-        ({"store": object()}, "directory"),
+        ({"store": object()}, "a folder"),
     ],
 )
 def test_what_cannot_be_set_is_refused_by_name(arguments: dict[str, Any], named: str) -> None:
