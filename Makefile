@@ -44,7 +44,7 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL)worksteal -m 'not slow and not real_model'
 
 test-all: $(STAMP)  ## the rest: full matrices, every kill, every page and program of docs/
-	$(BIN)/python -m pytest $(PARALLEL)loadfile -m 'slow and not real_model'
+	$(BIN)/python -m pytest $(PARALLEL)loadfile --no-loadscope-reorder -m 'slow and not real_model'
 
 # The newest releases inside pyproject.toml's ranges, without constraints.txt. They are looked up at every call.
 NEWEST_VENV := .venv-newest

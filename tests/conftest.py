@@ -55,16 +55,28 @@ SLOW = (
 FAST = ("lab/ui/test_ui_browser.py", "tools/test_identifiers.py")
 """Files in the folders of SLOW that `make test` runs, but for tests of theirs that are marked themselves."""
 
+FIRST = (
+    "ingestion/test_ray_workers.py",
+    "tools/test_code_blocks.py",
+    "faults/test_kills.py",
+    "faults/test_full_disk.py",
+)
+"""Files that take minutes: `make test-all` gives a file to a worker, and these last would leave the others idle."""
+
 COUNTED = "counted"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the files and folders in SLOW."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the tests of the files and folders in SLOW; put those of FIRST first, after pytest-randomly's work."""
     here = Path(__file__).parent
     slow, fast = ({here / name for name in names} for names in (SLOW, FAST))
     for item in items:
         if item.path not in fast and not slow.isdisjoint([item.path, *item.path.parents]):
             item.add_marker(pytest.mark.slow)
+    yield
+    first = {here / name for name in FIRST}
+    items.sort(key=lambda item: item.path not in first)
 
 
 @pytest.fixture

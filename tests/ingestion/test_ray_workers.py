@@ -24,6 +24,7 @@ from ragblend.errors import BackendUnreachableError, StoreMismatchError, StoreNo
 from ragblend.precompute import precompute_documents, precompute_index
 
 ray = pytest.importorskip("ray")
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (the name is Ray's): by default other tests of the machine run before Ray's workers do
 
 from ragblend.ingestion.ray_workers import RayWorkers  # noqa: E402
 

@@ -107,7 +107,7 @@ def test_an_unreadable_profile_is_a_warning_not_an_error(
 
 def test_a_store_that_takes_no_profile_says_so(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
-    with pytest.raises(StoreNotWritableError, match="--store"):
+    with pytest.raises(StoreNotWritableError, match="`store`"):
         write_profile(tmp_path / "kv", profile())
 
 
