@@ -139,6 +139,7 @@ def difference(found: dict[str, Any], wanted: dict[str, Any], moment: int) -> st
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_a_killed_removal_is_finished_by_the_same_command_and_leaves_no_word(
     commands: Commands, place: Place, counted: Counted
 ) -> None:

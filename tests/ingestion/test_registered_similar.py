@@ -206,6 +206,7 @@ def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
     assert precompute_documents([*ALL, "Ida Holm lives in Norburg and plays the flute."], engine).num_new_kv == 2
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     texts=st.lists(st.sampled_from(["a b", "b c", "c d", "a", "b", "d e f", "f"]), unique=True, min_size=1),

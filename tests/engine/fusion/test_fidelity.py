@@ -55,6 +55,7 @@ def test_attention_shares_are_those_of_eager_attention(family, ratio, stock_mode
     assert report.attention_exact + report.attention_recomputed + report.attention_stale == pytest.approx(1, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["cacheblend", "cacheblend_k"])
 @pytest.mark.parametrize("family", INDEPENDENT)
 def test_mean_deviation_is_that_of_stored_kv_from_full_prefills_at_the_check_layer(

@@ -213,6 +213,7 @@ def test_ratio_one_equals_the_stock_models_full_prefill(family, rule, fused_by, 
     assert_full_prefill(fused_by(tiny_layers(family), prompt, 1.0, rule), stock_model(family), prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["ask", "cacheblend", "random"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15])
 def test_layer_0_computed_is_layer_0_stored(rule, ratio, family, tiny_layers):
@@ -233,6 +234,7 @@ def test_a_stale_chunk_is_far_from_full_prefill(family, stock_model, tiny_layers
     assert outcome.recomputed == []
 
 
+@pytest.mark.slow
 def test_intermediate_ratios_lie_between_full_reuse_and_full_prefill(family, stock_model, tiny_layers):
     layers, model = tiny_layers(family), stock_model(family)
     errors = dict.fromkeys((0.0, *RATIOS, 1.0), 0.0)
@@ -305,7 +307,9 @@ def assert_same_blend(outcome: Outcome, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("family", INDEPENDENT)
-@pytest.mark.parametrize(("rule", "deviation"), [("cacheblend", "v"), ("cacheblend_k", "k")])
+@pytest.mark.parametrize(
+    ("rule", "deviation"), [("cacheblend", "v"), pytest.param("cacheblend_k", "k", marks=pytest.mark.slow)]
+)
 def test_blending_agrees_with_the_independent_cacheblend(family, rule, deviation, stock_model, tiny_layers):
     prompt, reference = make_prompt(7), Reference(stock_model(family))
     for ratio in RATIOS:
@@ -405,6 +409,7 @@ def test_the_question_runs_ahead_only_where_there_is_something_to_choose(tiny_la
         assert result.rows_per_layer == [candidates * ratio] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", INDEPENDENT)
 def test_chosen_tokens_without_deviation_are_blended_as_in_the_reference(family, stock_model, tiny_layers):
     prompt = make_prompt(17)
@@ -415,6 +420,7 @@ def test_chosen_tokens_without_deviation_are_blended_as_in_the_reference(family,
     assert_same_blend(outcome, judge.blend(prompt.reference_spans(), {}, recomputed=outcome.recomputed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", INDEPENDENT)
 def test_gradual_filtering_agrees_with_the_independent_one(family, stock_model, tiny_layers):
     prompt, reference = make_prompt(8), Reference(stock_model(family))

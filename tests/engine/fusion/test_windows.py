@@ -134,6 +134,7 @@ def test_ratios_between_agree_with_the_reference_at_any_window(
     assert_same_blend(outcome, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize(("window", "ratio"), [(20, 0.1), (30, 0.05), (30, 0.15)])
 @pytest.mark.parametrize(("rule", "deviation"), [("cacheblend", "v"), ("cacheblend_k", "k")])

@@ -325,7 +325,7 @@ print(json.dumps({"num_leftovers": num_leftovers, "num_visible": num_visible}))
 def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(
     tmp_path: Path, counted: Callable[[str], None]
 ) -> None:
-    num_kills = 100 if os.environ.get("RAGBLEND_FAULTS") == "full" else 20
+    num_kills = 100 if os.environ.get("RAGBLEND_FAULTS") == "full" else 8
     here = Path(__file__)
     command = [sys.executable, "-c", KILL_WRITERS, here.parent, here.parents[2], tmp_path, str(num_kills)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

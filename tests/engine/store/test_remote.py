@@ -88,7 +88,7 @@ def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
     proxy.close()
 
 
-@pytest.fixture(params=["redis", "cluster", "s3", "file", "dict"])
+@pytest.fixture(params=["redis", pytest.param("cluster", marks=pytest.mark.slow), "s3", "file", "dict"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], RemoteStore]]:
     """Opens a RemoteStore over the same place again and again: what one process after the other would do."""
     values = DictValues()
@@ -308,6 +308,7 @@ def test_a_redis_that_misbehaves_takes_its_time_limit_once_and_never_breaks_a_ge
     proxy.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["error", "cut", "hang", "refuse"])
 def test_an_s3_that_misbehaves_is_a_miss_and_a_count(s3: TcpProxy, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """500 to everything, bodies cut short, silence, closed connections: 6 gets each, then the line is mended."""

@@ -37,6 +37,7 @@ def alone(layers: TransformersLayers, ids: Sequence[int], fused: FusedKV) -> tor
     return layers.logits(hidden[-1:])[0]
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_prompts_of_any_lengths_get_the_logits_and_the_kv_that_each_gets_alone(
     family: str, tiny_layers: Callable[[str], TransformersLayers]

@@ -118,6 +118,7 @@ def test_every_supported_family_passes_the_check(family, tiny_model):
     load(tiny_model(family))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma", "yarn", "qwen3_moe", *LATENT, *WINDOWED])
 def test_half_precision_passes_the_check(family, dtype, tiny_model):
