@@ -5,7 +5,7 @@ VENV := .venv
 test test-all test-newest test-vllm test-vllm-versions test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
 # Every process that a test starts would compile the package again, and pytest rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
-# One worker per core; the order of the tests is random, its seed stands in the first lines. What is slow stays with the
+# One worker per core; the order of the tests is random, its seed stands in the last lines. What is slow stays with the
 # worker that has its file: servers, clusters and corpora of a module are made once.
 PARALLEL := -n auto --maxprocesses=8 --dist=
 BIN := $(VENV)/bin

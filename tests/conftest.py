@@ -86,7 +86,10 @@ def counted(record_property: Callable[[str, object], None]) -> Callable[[str], N
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The faults that were survived. A test that fails has a report of its own."""
+    """The seed of the random order, and the faults that were survived. A test that fails has a report of its own."""
+    seed = terminalreporter.config.getoption("randomly_seed", None)
+    if seed is not None:
+        terminalreporter.line(f"the order was random; to repeat it: --randomly-seed={seed}")
     passed = terminalreporter.stats.get("passed", [])
     lines = [text for report in passed for name, text in report.user_properties if name == COUNTED]
     if lines:
