@@ -67,7 +67,7 @@ _ARGUMENT = re.compile(r"`([a-z_]+)(?:=([^`]+))?`")
 
 @dataclass(frozen=True, slots=True)
 class Settings(TierOptions):
-    """What every command and `load_engine` can be told. Paths are relative to the working folder, `~` is the home."""
+    """The settings of every command and of `load_engine`. Paths are relative to the working folder, `~` is the home."""
 
     model: str = option("demo", "'demo', a Hugging Face id, a local path, or a GGUF: file.gguf, repo:file.gguf.")
     backend: str = option(
@@ -206,7 +206,7 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         return {}
     try:
-        values = tomllib.loads(read_text(path, "settings", "mend the file, or move it away"))
+        values = tomllib.loads(read_text(path, "settings", "repair the file, or move it away"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
     known = {field.name for field in fields(Settings)}

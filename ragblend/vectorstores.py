@@ -372,7 +372,7 @@ class PrecomputingVectorStore(VectorStore):
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Index and precompute documents. Return their ids. Raises UsageError for another number of ids.
 
-        A document that the model cannot prefill is indexed all the same and logged, see `precompute_documents`.
+        A document that the model cannot prefill is indexed nevertheless, and logged, see `precompute_documents`.
         """
         names = _resolve_ids(documents, kwargs.get("ids"))
         given = zip(kwargs.get("ids") or names, names, strict=True)  # the inner store's ids may be integers

@@ -70,12 +70,13 @@ COUNTED = "counted"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Mark the tests of the files and folders in SLOW; put those of FIRST first, after pytest-randomly's work."""
     here = Path(__file__).parent
-    slow, fast = ({here / name for name in names} for names in (SLOW, FAST))
+    slow, fast, first = ({here / name for name in names} for names in (SLOW, FAST, FIRST))
+    gone = [str(path) for path in slow | fast | first if not path.exists()]
+    assert not gone, f"SLOW, FAST or FIRST in {__file__} names files that are gone: {gone}"
     for item in items:
         if item.path not in fast and not slow.isdisjoint([item.path, *item.path.parents]):
             item.add_marker(pytest.mark.slow)
     yield
-    first = {here / name for name in FIRST}
     items.sort(key=lambda item: item.path not in first)
 
 

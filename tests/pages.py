@@ -6,9 +6,21 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
+SMOLLM2 = ROOT / "models" / "smollm2"
+REAL_MODEL = pytest.param(
+    str(SMOLLM2),
+    marks=[
+        pytest.mark.real_model,
+        pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="no real model: make real-model"),
+    ],
+    id="smollm2",
+)
+MODELS = [pytest.param("demo", id="demo"), REAL_MODEL]
+"""Models for the programs of pages, which name others: the embedded one, and the real one for `make test-real`."""
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*/README.md")])

@@ -13,7 +13,7 @@ from typer.main import get_command
 import ragblend
 from ragblend.cli.app import app
 from ragblend.cli.options import json_object
-from ragblend.cli.printing import FlagFormatter
+from ragblend.cli.printing import FlagFormatter, print_message, print_notice
 from ragblend.config import Settings, flag_name, with_flags
 from ragblend.engine.load import load_engine
 from ragblend.engine.vllm.admin import _fields
@@ -129,3 +129,9 @@ def test_json_that_is_nested_too_deep_is_an_error_with_words(read):
 def test_log_lines_of_commands_have_flags():
     record = logging.LogRecord("ragblend", logging.WARNING, "", 0, "choose another `dtype`", (), None)
     assert FlagFormatter("%(message)s").format(record) == "choose another --dtype"
+
+
+def test_flags_stand_in_messages_of_the_library_and_not_in_a_question_that_is_quoted(capsys):
+    print_message("choose another `store`")
+    print_notice("searching for: what is a `store`?")
+    assert capsys.readouterr().err.splitlines() == ["choose another --store", "searching for: what is a `store`?"]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ragblend.cli.options import DocumentArgument, GpusPerWorker, JsonOption, RayAddress, Workers, with_settings
-from ragblend.cli.printing import count_of, print_ingest, print_notice, print_result, progress_bars
+from ragblend.cli.printing import count_of, print_ingest, print_message, print_result, progress_bars
 from ragblend.cli.session import embedder_name, open_engine, open_settings_index, open_workers, wait_for_remote
 from ragblend.config import Settings
 
@@ -56,7 +56,7 @@ def ingest(
             embedder=embedder_name(settings),
             workers=others,
             progress=progress,
-            notify=print_notice,
+            notify=print_message,
         )
         wait_for_remote(engine, progress)
     print_ingest(report, settings, json_, verbose)
@@ -88,7 +88,7 @@ def precompute(
     ):
         rewrite = kv_dtype is not None
         report = precompute_index(
-            engine, opened, settings.context, progress, print_notice, rewrite=rewrite, workers=others
+            engine, opened, settings.context, progress, print_message, rewrite=rewrite, workers=others
         )
         wait_for_remote(engine, progress)
     print_ingest(report, settings, json_)

@@ -54,7 +54,7 @@ def interrupt_message(arguments: Sequence[str]) -> str:
 @contextmanager
 def announce_interrupt(arguments: Sequence[str]) -> Iterator[None]:
     """Handle Ctrl-C while a command runs: print the line, raise KeyboardInterrupt, and end the process with exit code
-    130 after `STOP_S` seconds, or at a second Ctrl-C, if it has not ended by itself."""
+    130 after `STOP_S` seconds, or at a second Ctrl-C, if it is still running."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _command_name(arguments) in _STOPPED_BY_CTRL_C:
         yield

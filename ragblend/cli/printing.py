@@ -53,14 +53,19 @@ def print_line(text: str) -> None:
 
 
 def print_notice(text: str) -> None:
-    """Print a line of progress or advice on stderr, with flags in the place of argument names."""
-    print(with_flags(text), file=sys.stderr, flush=True)
+    """Print a line of progress or advice on stderr, as it is: it may quote a question."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_message(text: str) -> None:
+    """Print a message of the library on stderr, with flags in the place of argument names."""
+    print_notice(with_flags(text))
 
 
 def print_error(error: object) -> None:
-    """Print an error on stderr, red in a terminal that has colors."""
+    """Print an error of the library on stderr, with flags for argument names, red in a terminal that has colors."""
     has_colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    print_notice(typer.style(f"error: {error}", fg="red") if has_colors else f"error: {error}")
+    print_message(typer.style(f"error: {error}", fg="red") if has_colors else f"error: {error}")
 
 
 def escape_unprintable() -> None:

@@ -6,7 +6,7 @@ pass. A hit says that a chunk may stand on a diagonal (position in the prompt mi
 ids themselves are compared, so a run is never accepted by its hash. The ids of chunks are not held here: `read_ids`
 reads them.
 
-Anchors lie in a table with linear probing, in the order of their hashes where it was built anew. Adding costs the same
+Anchors lie in a table with linear probing, in the order of their hashes after a rebuild. Adding costs the same
 at any size, but for a rebuild whenever the table has grown by a fifth.
 """
 
@@ -64,7 +64,7 @@ class TokenIndex:
 
     def __init__(self, read_ids: Callable[[int], Sequence[int] | NDArray[np.integer] | None]) -> None:
         self._read_ids = read_ids
-        self._seed = secrets.randbits(64)  # nobody can write a text whose windows have one hash
+        self._seed = secrets.randbits(64)  # so that no text can be made whose windows have one hash
         self._removed: set[int] = set()
         self._lock = Lock()
         self._num_chunks = 0
@@ -173,7 +173,7 @@ class TokenIndex:
         return _Anchors(*_split(self._hash(windows)), chunks, offset.astype(np.uint16))
 
     def _fill(self, anchors: _Anchors) -> None:
-        """Build the table anew from `anchors`."""
+        """Rebuild the table from `anchors`."""
         anchors = anchors.sorted_and_limited()
         count = len(anchors.tags)
         self._capacity = max(1024, int(count * _SLOTS_PER_ANCHOR))

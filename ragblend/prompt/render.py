@@ -48,7 +48,7 @@ class Rendered(NamedTuple):
 class Renderer:
     """Renders prompts for a tokenizer with its chat template, or with `template`. Thread-safe.
 
-    Raises UsageError for a tokenizer that is written in Python: it does not tell which characters its tokens spell.
+    Raises UsageError for a tokenizer that is written in Python: it does not return which characters its tokens spell.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
@@ -57,8 +57,9 @@ class Renderer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UsageError(
-                f"the tokenizer is a {type(tokenizer).__name__}, which is written in Python and does not tell which "
-                "characters a token spells; load a fast one: AutoTokenizer.from_pretrained(model, use_fast=True)"
+                f"the tokenizer is a {type(tokenizer).__name__}, which is written in Python and does not "
+                "return which characters a token spells; load a fast one: AutoTokenizer.from_pretrained(model, "
+                "use_fast=True)"
             )
         self._backend: Tokenizer = backend
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -98,7 +99,7 @@ class Renderer:
         template writes before the text belongs to it, because most tokenizers make one token of a space and a word.
         """
         rendered = self._render([{"role": "user", "content": text + DELIMITER + _TAIL}])
-        # The template may have changed whitespace, and put control tokens of its own before the last paragraph.
+        # The template may have changed whitespace, and put control tokens before the last paragraph.
         before_tail = rendered.text[: rendered.text.rindex(_TAIL)]
         end = self._closing.search(before_tail).start()  # type: ignore[union-attr]  # the pattern matches anywhere
         return rendered.ids_within(len(self._before_content), end)

@@ -9,29 +9,15 @@ from typing import Any
 
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler
+from pages import MODELS, ROOT
 from typer.testing import CliRunner
 
 from ragblend.cli.app import app
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SMOLLM2 = ROOT / "models" / "smollm2"
 NAMED = "Qwen/Qwen3-8B"
 
-pytestmark = pytest.mark.parametrize(
-    "model",
-    [
-        "demo",
-        pytest.param(
-            str(SMOLLM2),
-            marks=[
-                pytest.mark.real_model,
-                pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="no real model: make real-model"),
-            ],
-        ),
-    ],
-    ids=["demo", "smollm2"],
-)
+pytestmark = pytest.mark.parametrize("model", MODELS)
 
 
 def block(language: str, holding: str, model: str) -> str:

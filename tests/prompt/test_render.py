@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import REAL_MODEL
 from tiny_models import CHATML
+from transformers import AutoTokenizer
 
 from ragblend.demo import WEIGHTS
 from ragblend.prompt.render import DELIMITER, Renderer
-
-SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
 
 TEMPLATES = {
     "chatml": CHATML,
@@ -129,26 +129,9 @@ def test_plain_text_is_tokenized_as_the_tokenizer_does(text: str, tokenizers: di
         assert not set(ids[1:]) & set(renderer._control_ids.values())
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        WEIGHTS,
-        pytest.param(
-            SMOLLM2,
-            marks=[
-                pytest.mark.real_model,
-                pytest.mark.skipif(not SMOLLM2.exists(), reason="no model: make real-model"),
-            ],
-        ),
-    ],
-    ids=["demo", "smollm2"],
-)
-def test_real_tokenizers(path: Path) -> None:
-    from transformers import AutoTokenizer
-
+@pytest.mark.parametrize("path", [pytest.param(WEIGHTS, id="demo"), REAL_MODEL])
+def test_real_tokenizers(path: Path | str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
-    if tokenizer.chat_template is None:
-        pytest.skip("the model declares a format of its own")
     renderer = Renderer(tokenizer)
     document = "The lease was signed by Ada Ferro.\nIt ends in 2031."
     messages = [{"role": "user", "content": f"{document}\n\nWho signed it?"}]

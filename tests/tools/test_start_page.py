@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from matplotlib import pyplot
-from pages import ROOT, blocks, command_lines, run_python
+from pages import MODELS, blocks, command_lines, run_python
 from typer.testing import CliRunner
 
 from ragblend.cli.app import app
 
 PAGE = "docs/start.md"
 NAMED = "Qwen/Qwen3-0.6B"
-SMOLLM2 = ROOT / "models/smollm2"
 # Words of the page that are not run here, and why.
 LEFT_OUT = {
     "python": "makes an environment; these tests stand in one",
@@ -29,19 +28,7 @@ def test_what_is_left_out_is_still_there() -> None:
     assert set(LEFT_OUT) <= {words[1] if words[0] == "ragblend" else words[0] for words in typed}
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "demo",
-        pytest.param(
-            str(SMOLLM2),
-            marks=[
-                pytest.mark.real_model,
-                pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="no real model: make real-model"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_the_page_leads_to_an_answer_over_a_pdf(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     figure = pyplot.figure()

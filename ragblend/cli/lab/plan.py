@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.cli.options import JsonOption, VllmOptions, json_object, with_settings
-from ragblend.cli.printing import print_notice, print_result
+from ragblend.cli.printing import print_message, print_result
 from ragblend.cli.session import open_engine, set_num_threads
 from ragblend.config import Settings
 from ragblend.errors import UsageError
@@ -57,7 +57,7 @@ def profile(
     try:
         with _open_to_measure(settings, effort, json_object(vllm_options, "--vllm-options")) as engine:
             root = Path(settings.store)
-            found = measure_machine(engine, effort, directory=root, remote=tier, notify=print_notice)
+            found = measure_machine(engine, effort, directory=root, remote=tier, notify=print_message)
             path = write_profile(root, found)
     finally:
         if tier is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragblend.cli.options import with_settings
-from ragblend.cli.printing import print_notice
+from ragblend.cli.printing import print_message
 from ragblend.cli.session import open_engine, open_settings_index, retrieve
 from ragblend.config import Settings
 
@@ -42,4 +42,4 @@ def ui(
             raise
         return engine, index
 
-    serve(settings, open_, retrieve, host=host, port=port, browser=browser, notify=print_notice)
+    serve(settings, open_, retrieve, host=host, port=port, browser=browser, notify=print_message)

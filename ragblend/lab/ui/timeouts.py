@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ragblend.errors import UsageError
 
 HEAD_S = 10.0  # seconds for a request's head, from the connection or from the head's first byte
-BODY_S = 20.0  # seconds for a request's body, besides those that its bytes take
+BODY_S = 20.0  # seconds for a request's body, in addition to those that its bytes take
 MIN_BYTES_PER_S = 1 << 14  # slowest body that is read to its end, on average
 
 
