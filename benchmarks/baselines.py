@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.quality.cases import QaCase
 from ragblend.lab.quality.measures import FULL, Answer, generate_answer, loss, score_tokens
-from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, TokenizedPrompt
+from ragblend.prompt.types import Chunk, Part, Prompt, TokenizedPrompt
 
 Baseline = Literal["map_reduce", "map_rerank", "reorder"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
@@ -36,9 +36,7 @@ Ask = Callable[[Sequence[Part], str, str | None, int], Asked]
 """Chunks, question, system text and most tokens of an answer, after full prefill of a prompt of these."""
 
 
-def ask_baseline(
-    name: Baseline, engine: TransformersEngine, prompt: SegmentedPrompt, case: QaCase, answer_tokens: int
-) -> Asked:
+def ask_baseline(name: Baseline, engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_tokens: int) -> Asked:
     """`prompt`, which is `case` as it would be asked, by the baseline.
 
     The answer's `ttft_s` is all that runs before its first token is known, one prompt after the other. Its charged
@@ -49,7 +47,7 @@ def ask_baseline(
 
     def ask(chunks: Sequence[Part], question: str, system: str | None, max_tokens: int) -> Asked:
         nonlocal num_prefilled
-        request = engine.request(SegmentedPrompt(chunks, question, system), mode="full", max_tokens=max_tokens)
+        request = engine.request(Prompt(chunks, question, system), mode="full", max_tokens=max_tokens)
         num_prefilled += request.prompt.num_tokens
         start_s = perf_counter()
         found = generate_answer(engine, request, FULL)
@@ -62,7 +60,7 @@ def ask_baseline(
         last = map_rerank(ask, chunks, case, answer_tokens, lambda found: confidence(engine, found))
     else:
         last = ask(reordered(chunks), case.question, case.system, answer_tokens)
-    share = num_prefilled / engine.segmenter.tokenize(prompt).num_tokens
+    share = num_prefilled / engine.renderer.tokenize(prompt).num_tokens
     report = replace(last.answer.report, charged_budget=share, charged_budget_32=share)
     return last._replace(answer=last.answer._replace(report=report))
 

@@ -32,7 +32,7 @@ from ragblend.lab.bench.common.output import Column, format_table, make_terminal
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import draw_prompts, engine_for, engine_for_model
 from ragblend.options import ModelOptions
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 NUM_ALONE = 8
 """Requests that are answered one after another in each round."""
@@ -73,7 +73,7 @@ class Timed:
 
 def measure(
     engine: TransformersEngine,
-    prompts: Sequence[SegmentedPrompt],
+    prompts: Sequence[Prompt],
     sizes: Sequence[int],
     answer_tokens: int,
     repeats: int,

@@ -33,7 +33,7 @@ from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.cases import SYSTEM
 from ragblend.lab.quality.data import SimilarPassages, build_prompt, load_cases, stored_chunks
 from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, prefill
-from ragblend.prompt.prompt import SegmentedPrompt, as_chunk
+from ragblend.prompt.types import Prompt, as_chunk
 
 CONFIGURATIONS = (
     REUSE,
@@ -46,23 +46,21 @@ STORE_BYTES = 4 << 30
 EMBEDDER = "hashing"  # words in common: what is retrieved is no part of the question here
 
 
-def topics(
-    asked: Sequence[tuple[str, SegmentedPrompt]], passages: int, seed: int = 0
-) -> list[tuple[int, str, SegmentedPrompt]]:
+def topics(asked: Sequence[tuple[str, Prompt]], passages: int, seed: int = 0) -> list[tuple[int, str, Prompt]]:
     """Each question's chunks, asked `TIMES_ASKED` times: which of them, in which order, is drawn anew. Comes with the
     number of the topic and the question. The topics take turns."""
     rng = random.Random(seed)
     return [
-        (number, question, SegmentedPrompt(rng.sample(list(prompt.chunks), passages), question, SYSTEM))
+        (number, question, Prompt(rng.sample(list(prompt.chunks), passages), question, SYSTEM))
         for _ in range(TIMES_ASKED)
         for number, (question, prompt) in enumerate(asked)
     ]
 
 
-def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: SegmentedPrompt) -> dict[str, Any]:
+def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: Prompt) -> dict[str, Any]:
     """What another project needs of a prompt: the ids of its parts, which are all its tokens, and the texts."""
     parts: list[list[int]] = []
-    for segment in engine.segmenter.tokenize(prompt).segments:
+    for segment in engine.renderer.tokenize(prompt).segments:
         if segment.kind == "text":  # what stands between two chunks goes with the one before
             parts[-1].extend(segment.token_ids)
         else:
@@ -76,7 +74,7 @@ def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: 
 
 
 def measure_ragblend(
-    base: TransformersEngine, prompts: Sequence[SegmentedPrompt], near: SimilarPassages
+    base: TransformersEngine, prompts: Sequence[Prompt], near: SimilarPassages
 ) -> list[dict[str, Any]]:
     """A run per configuration: first-token KL from full prefill in nats, TTFT as a share of full prefill's."""
     seen: dict[Configuration, list[tuple[float, float, float, bool]]] = {each: [] for each in CONFIGURATIONS}
@@ -86,7 +84,7 @@ def measure_ragblend(
         engines: dict[str, TransformersEngine] = {}
         for context in dict.fromkeys(each.context for each in CONFIGURATIONS):
             engines[context] = engine = TransformersEngine(
-                base.layers, base.segmenter, MemoryStore(STORE_BYTES), name=base.name, fingerprint=base.fingerprint,
+                base.layers, base.renderer, MemoryStore(STORE_BYTES), name=base.name, fingerprint=base.fingerprint,
                 system=SYSTEM, on_miss="inline", check=False, context=context,
             )  # fmt: skip
             for chunk in stored_chunks(prompt, context, near):

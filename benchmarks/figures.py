@@ -30,7 +30,7 @@ from ragblend.lab.bench.common.plots import Panel, plot_quality
 from ragblend.lab.quality.cases import QaCase
 from ragblend.lab.quality.measures import Configuration, score_tokens
 from ragblend.lab.quality.study import QualityRecord, QualityResult, engine_for, expect, run_quality, table_lines
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 PANELS = (
     Panel("ttft_s", "token_f1", "F1 of the greedy answer"),
@@ -61,14 +61,14 @@ class FigureConfig(QualityConfig):
 def run_figure(config: FigureConfig, progress: ProgressCallback | None = None) -> QualityResult:
     """What `bench quality` finds, and a run for each baseline."""
 
-    def also(base: TransformersEngine, prompt: SegmentedPrompt, case: QaCase) -> dict[Configuration, QualityRecord]:
+    def also(base: TransformersEngine, prompt: Prompt, case: QaCase) -> dict[Configuration, QualityRecord]:
         return measure_baselines(base, prompt, case, config.baselines, config.answer_tokens)
 
     return run_quality(config, progress, also)
 
 
 def measure_baselines(
-    base: TransformersEngine, prompt: SegmentedPrompt, case: QaCase, names: Sequence[Baseline], answer_tokens: int
+    base: TransformersEngine, prompt: Prompt, case: QaCase, names: Sequence[Baseline], answer_tokens: int
 ) -> dict[Configuration, QualityRecord]:
     """One prompt by each baseline. Its configuration has the ratio of full prefill, which it is: of its own prompts."""
     engine = engine_for(base, case, "none")

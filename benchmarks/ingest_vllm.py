@@ -26,7 +26,7 @@ from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
 from ragblend.lab.bench.common.workloads import make_prompts
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 if TYPE_CHECKING:
     from ragblend.engine.vllm.engine import VllmEngine
@@ -129,7 +129,7 @@ def _prefill(engine: VllmEngine, chunks: tuple[Chunk, ...]) -> Iterator[Any]:
     """Every chunk through vLLM's own prefill, as many at once as ingestion has; its prefix cache is not asked."""
 
     def one(chunk: Chunk) -> None:
-        with closing(engine.deltas(engine.request(SegmentedPrompt([chunk], "0"), mode="full", max_tokens=1))) as deltas:
+        with closing(engine.deltas(engine.request(Prompt([chunk], "0"), mode="full", max_tokens=1))) as deltas:
             for _ in deltas:
                 pass
 

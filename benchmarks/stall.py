@@ -37,7 +37,7 @@ from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
 from ragblend.lab.bench.common.workloads import make_prompts
 from ragblend.lab.bench.load import ThrottledStore
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 if TYPE_CHECKING:
     from ragblend.engine.vllm.engine import VllmEngine
@@ -64,7 +64,7 @@ class StallRun:
 class _Stream:
     """When a plain request's tokens came, from the moment it has its first until it is left."""
 
-    def __init__(self, engine: VllmEngine, prompt: SegmentedPrompt) -> None:
+    def __init__(self, engine: VllmEngine, prompt: Prompt) -> None:
         self.times_s: list[float] = []
         self._flows, self._ends = Event(), Event()
         request = engine.request(prompt, mode="full", max_tokens=STREAM_TOKENS)
@@ -138,7 +138,7 @@ def measure(
             memory.put(load_into_memory(kv))
         speed = kvs[0].nbytes / kvs[0].header.num_layers / read_s
         stores: dict[str, KVStore] = {"memory": memory, "slow store": ThrottledStore(disk, speed)}
-        streamed = SegmentedPrompt(work.chunks[:1], "0 1 2")
+        streamed = Prompt(work.chunks[:1], "0 1 2")
         for number, prompt in enumerate(work.prompts):
             notify(f"round {number} of {repeats}" if number else "warm-up")
             for name, side in sides.items() if number else [(SIDES[1], Side("warm-up"))]:

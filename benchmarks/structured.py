@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import jsonschema
 import typer
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.decoding import Sampler
 from ragblend.engine.generation import EngineRequest, GenerationStream, PrefillResult, TokenConstraint
@@ -68,12 +68,12 @@ NUM_CHUNKS = 3
 ROUNDS = 3
 
 
-def prompts(count: int) -> list[SegmentedPrompt]:
+def prompts(count: int) -> list[Prompt]:
     """Questions over three passages each, no two prompts the same."""
     chunks = [chunk for record in sample_corpus().records for chunk in record.chunks]
     asked = ("What is this about?", "Who or what is named, and where?", "What happened, and in which year?")
     return [
-        SegmentedPrompt(
+        Prompt(
             [chunks[(number + NUM_CHUNKS * step) % len(chunks)] for step in range(NUM_CHUNKS)],
             f"{asked[number % len(asked)]} Answer in JSON with the fields {', '.join(SCHEMA['properties'])}.",
         )

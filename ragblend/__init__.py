@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from ragblend.ingestion.ray_workers import RayWorkers
     from ragblend.llm import BlendLLM, ChatBlend
     from ragblend.precompute import ingest
-    from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+    from ragblend.prompt.types import Chunk, Prompt
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BlendLLM": "ragblend.llm",
     "ChatBlend": "ragblend.llm",
-    "Chunk": "ragblend.prompt.prompt",
+    "Chunk": "ragblend.prompt.types",
     "Conversation": "ragblend.engine.generation",
     "RayWorkers": "ragblend.ingestion.ray_workers",
-    "SegmentedPrompt": "ragblend.prompt.prompt",
+    "Prompt": "ragblend.prompt.types",
     "ingest": "ragblend.precompute",
     "load_engine": "ragblend.engine.load",
     "open_index": "ragblend.index",
@@ -39,8 +39,8 @@ __all__ = [
     "ChatBlend",
     "Chunk",
     "Conversation",
+    "Prompt",
     "RayWorkers",
-    "SegmentedPrompt",
     "__version__",
     "ingest",
     "load_engine",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ragblend.corpus.documents import Document
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 
 class TokenCounter(Protocol):

@@ -46,7 +46,7 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 from ragblend.redaction import redact
 
 logger = logging.getLogger(__name__)

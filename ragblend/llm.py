@@ -1,8 +1,8 @@
 """LangChain models over one ragblend engine: swap the model object, keep the chain.
 
-`ChatBlend` is the chat model, `BlendLLM` the string model that still keeps the roles of chat prompts. Chunks are
-recognised in whatever the chain sends (see `frameworks.boundaries`), so nothing else has to change;
-the report of what was reused is in `response_metadata["ragblend"]`.
+`ChatBlend` is the chat model, `BlendLLM` the string model that still keeps the roles of chat prompts. Stored chunks are
+found in the token ids of whatever the chain sends, so nothing else has to change; the report of what was reused is in
+`response_metadata["ragblend"]`.
 
 Knows langchain-core and the adapter. Knows nothing about retrieval or chains.
 """
@@ -21,11 +21,11 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
-from ragblend.frameworks.boundaries import is_media
+from ragblend.frameworks.content import is_media
 from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, redact_setting, run_in_thread
 from ragblend.frameworks.tools import may_return_calls
-from ragblend.prompt.prompt import Chunk, ToolCall
 from ragblend.prompt.tools import CallReader
+from ragblend.prompt.types import Chunk, ToolCall
 
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
@@ -90,7 +90,7 @@ class _LangChainModel(BlendModel):
         if custom is not None:
             return custom(text)
         check_unicode(text, "the text")
-        return list(self.engine.segmenter.text_ids(text))
+        return list(self.engine.renderer.text_ids(text))
 
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt that these messages become, chat template and `tools` included.
@@ -101,7 +101,7 @@ class _LangChainModel(BlendModel):
 
         try:
             request = self._prepare([_turn(message) for message in messages], tools=describe_tools(tools or ()))
-            return int(self.engine.segmenter.tokenize(request.prompt).num_tokens)
+            return len(self.engine.renderer.render(request.prompt))
         except UsageError:
             return sum(len(self.get_token_ids(message.text)) for message in messages)
 
@@ -120,7 +120,7 @@ class _LangChainModel(BlendModel):
 
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
         """The settings that open the engine again, without secrets. Models that were given an engine, a loaded model, a
-        registry or a store that is an object have none: they are not written."""
+        or a store that is an object have none: they are not written."""
         whole: Any = super()  # LangChain's half
         try:
             self.__getstate__()
@@ -180,14 +180,13 @@ class ChatBlend(_LangChainModel, BaseChatModel):
     """A LangChain chat model that answers from fused chunk KV.
 
     `ChatBlend(model="demo", store="kv/")`, or `ChatBlend(engine=engine)`. Every call may set mode, rule,
-    recompute_ratio, max_tokens, temperature, top_k and the other fields of sampling, stop, separator, strict and
-    `segments=[...]` (strings, Chunks or Documents that are in the messages word for word). `logprobs=True` puts
-    `logprobs` into `response_metadata`, in OpenAI's form; `n` answers to one prompt are several generations. Chunks are
-    also taken from content blocks `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}` and from the documents
-    in a ToolMessage's artifact. `bind_tools` and `with_structured_output` hold the answer to calls and schemas while it
-    is written, so that they are valid whatever the model knows; the extra `structured` is needed for it, save with
-    vLLM. A prompt beyond the model's context raises PromptOverflowError: our PromptTooLongError, and LangChain's
-    ContextOverflowError.
+    recompute_ratio, max_tokens, temperature, top_k and the other fields of sampling, stop and strict. `logprobs=True`
+    puts `logprobs` into `response_metadata`, in OpenAI's form; `n` answers to one prompt are several generations.
+    Content blocks `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}` and the documents in a ToolMessage's
+    artifact name chunks, which are stored for the next time where they are not yet. `bind_tools` and
+    `with_structured_output` hold the answer to calls and schemas while it is written, so that they are valid whatever
+    the model knows; the extra `structured` is needed for it, save with vLLM. A prompt beyond the model's context raises
+    PromptOverflowError: our PromptTooLongError, and LangChain's ContextOverflowError.
     """
 
     model_config = _CONFIG
@@ -595,7 +594,7 @@ def _chunks(model: BlendModel, request: Request, pieces: Iterator[str]) -> Itera
     if request.options.tools and may_return_calls(request.options):
         from ragblend.chat_tools import tool_chunks
 
-        return tool_chunks(CallReader(model.engine.segmenter.calls_shown), pieces)
+        return tool_chunks(CallReader(model.engine.renderer.calls_shown), pieces)
     return (AIMessageChunk(content=piece) for piece in pieces)
 
 
@@ -604,7 +603,7 @@ def _chat_result(model: BlendModel, request: Request, result: Generation) -> Cha
     if request.options.tools and may_return_calls(request.options):
         from ragblend.chat_tools import tool_fields
 
-        said = tool_fields(result.text, model.engine.segmenter.calls_shown)
+        said = tool_fields(result.text, model.engine.renderer.calls_shown)
     message = AIMessage(**said, usage_metadata=_usage(result), response_metadata=_facts(model, result))
     return ChatResult(generations=[ChatGeneration(message=message)])
 

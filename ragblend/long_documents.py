@@ -128,7 +128,7 @@ class LongDocumentChain:
         room = min(self._remaining_tokens(text, num_answers) for text in asked)
         windows = windows_of(texts, engine, room, **self.sizes)
         chunks = list(dict.fromkeys(chunk for window in windows for chunk in window.chunks))
-        count = engine.segmenter.count_tokens
+        count = engine.renderer.count_tokens
         with self._prefilling:  # questions in one batch are about the same document, as a rule
             new = [chunk for chunk in {chunk.text: chunk for chunk in chunks}.values() if not engine.is_stored(chunk)]
             precompute_and_register(chunks, self._model)
@@ -200,7 +200,7 @@ class LongDocumentChain:
         )
         for note in notes:
             together = _NEXT.join((*(groups[-1] if groups else ()), note))
-            if not groups or (len(groups[-1]) > 1 and len(self._model.engine.segmenter.text_ids(together)) > room):
+            if not groups or (len(groups[-1]) > 1 and len(self._model.engine.renderer.text_ids(together)) > room):
                 groups.append([])
             groups[-1].append(note)
         return groups

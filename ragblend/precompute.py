@@ -50,7 +50,7 @@ from ragblend.ingestion.sync import ChunkerConfig, find_moved_files, sync_index
 from ragblend.ingestion.sync import Progress as Progress
 from ragblend.ingestion.workers import Prefill, Workers, prefill_here
 from ragblend.options import ContextPolicy
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def _resolve_chunker(
         index.set_chunker(size, name)
     if splitter is not None:
         return ChunkerConfig(splitter, name)
-    return ChunkerConfig(lambda document: split(document, engine.segmenter.count_tokens, size), str(size))
+    return ChunkerConfig(lambda document: split(document, engine.renderer.count_tokens, size), str(size))
 
 
 def precompute_chunks(
@@ -255,6 +255,7 @@ def precompute_chunks(
             notify(
                 f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of KV to come, {room}"
             )
+    engine.add_known(distinct.values())
     on_progress("prefill", 0, len(missing) + len(renewed))
     prefilled = chain(prefill(missing, engine), prefill_again(renewed, engine, prefill))
     try:
@@ -490,11 +491,11 @@ def open_engine_index(
         embedder,
         create=create,
         tokenizer=engine.name,
-        tokenizer_fingerprint=engine.segmenter.fingerprint,
+        tokenizer_fingerprint=engine.renderer.fingerprint,
         chunk_size=chunk_size or DEFAULT_CHUNK_TOKENS,
     )
     made_for = index.manifest
-    if made_for.tokenizer_fingerprint not in ("", engine.segmenter.fingerprint):
+    if made_for.tokenizer_fingerprint not in ("", engine.renderer.fingerprint):
         index.close()
         raise StoreMismatchError(
             f"the index {path} was chunked for {made_for.tokenizer}, the engine runs {engine.name}, whose tokenizer "
@@ -549,7 +550,7 @@ def validate_chunk_size(engine: Engine, chunk_size: int) -> int:
 
 def _num_tokens(chunk: Chunk, engine: Engine) -> int:
     counted = chunk.metadata.get("num_tokens")
-    return counted if isinstance(counted, int) else engine.segmenter.count_tokens(chunk.text)
+    return counted if isinstance(counted, int) else engine.renderer.count_tokens(chunk.text)
 
 
 def _explain_empty_corpus(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:

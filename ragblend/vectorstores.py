@@ -31,7 +31,7 @@ from ragblend.errors import NotFoundError, UsageError, check_unicode
 from ragblend.frameworks.model import delete_documents_kv, precompute_and_register
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.deletion import delete_orphaned_kv, find_registered_texts
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 try:
     from langchain_core.documents import Document

@@ -29,8 +29,7 @@ from transformers.utils import logging as transformers_logging
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
-from ragblend.prompt.formats import prompt_format
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 torch.set_num_threads(1)
 transformers_logging.set_verbosity_error()
@@ -48,7 +47,7 @@ SLOW = (
     "ingestion/test_ray_workers.py",
     "integration/test_chat_tools.py", "integration/test_corpus_follows_folder.py", "integration/test_drift.py",
     "integration/test_langchain_standard.py", "integration/test_own_databases.py", "integration/test_real_documents.py",
-    "integration/test_real_notebooks.py", "integration/test_text_read.py",
+    "integration/test_real_notebooks.py",
     "test_limits.py", "test_long_documents.py", "test_notebooks.py",
     "engine/store/test_kv_dtypes.py", "engine/store/test_remote_bounds.py", "engine/transformers/test_quantised.py",
 )  # fmt: skip
@@ -221,21 +220,21 @@ def tokenizer(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrai
 
 
 @pytest.fixture(scope="session")
-def segmenter(tokenizer: PreTrainedTokenizerFast) -> Segmenter:
-    """The tiny tokenizer's segmenter, in the plain format."""
-    return Segmenter(tokenizer, prompt_format(tokenizer))
+def renderer(tokenizer: PreTrainedTokenizerFast) -> Renderer:
+    """The tiny tokenizer's renderer, with the plain template."""
+    return Renderer(tokenizer)
 
 
 @pytest.fixture(scope="session")
-def chat_segmenter(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> Segmenter:
-    """The tiny tokenizer's segmenter with a chat template, as the models have that people chat with."""
+def chat_renderer(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> Renderer:
+    """The tiny tokenizer's renderer with a chat template, as the models have that people chat with."""
     tokenizer = make_tokenizer(CHATML, specials=("<|im|>", "<|end|>"))
-    return Segmenter(tokenizer, prompt_format(tokenizer))
+    return Renderer(tokenizer)
 
 
 @pytest.fixture
 def tiny_engine(
-    tiny_layers: Callable[[str], TransformersLayers], segmenter: Segmenter
+    tiny_layers: Callable[[str], TransformersLayers], renderer: Renderer
 ) -> Iterator[Callable[..., TransformersEngine]]:
     """`tiny_engine(family="llama", store=None, **options)`: an engine; a fresh MemoryStore unless one is given."""
     made: list[TransformersEngine] = []
@@ -244,8 +243,8 @@ def tiny_engine(
         store = MemoryStore(1 << 28) if store is None else store
         options = {"name": f"tiny {family}", "fingerprint": f"tiny-{family}", "check": False, **options}
         options.setdefault("on_miss", "inline")
-        own_segmenter = options.pop("segmenter", segmenter)
-        made.append(TransformersEngine(tiny_layers(family), own_segmenter, store, **options))
+        own_renderer = options.pop("renderer", renderer)
+        made.append(TransformersEngine(tiny_layers(family), own_renderer, store, **options))
         return made[-1]
 
     yield build

@@ -13,7 +13,7 @@ from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage
 from tool_caller import ToolCaller
 
-from ragblend import Chunk, SegmentedPrompt, open_index
+from ragblend import Chunk, Prompt, open_index
 from ragblend.chains import (
     BlendRetriever,
     answer_with,
@@ -27,7 +27,7 @@ from ragblend.errors import NotFoundError, UsageError
 from ragblend.frameworks.model import precompute_and_register
 from ragblend.index import ChunkIndex
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 TEXTS = [
     "The lighthouse on Gull Rock was built long ago.",
@@ -55,8 +55,8 @@ def retriever(index: ChunkIndex) -> BlendRetriever:
 
 
 @pytest.fixture
-def chat(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> ChatBlend:
-    engine = tiny_engine(segmenter=chat_segmenter)
+def chat(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> ChatBlend:
+    engine = tiny_engine(renderer=chat_renderer)
     precompute_and_register(TEXTS, engine)
     return ChatBlend(engine=engine, max_tokens=6)
 
@@ -100,7 +100,7 @@ def test_answer_sources_and_report(chat: ChatBlend, retriever: BlendRetriever) -
     assert (result["report"]["num_chunks"], result["report"]["num_chunk_hits"]) == (2, 2)
     assert result["report"]["chunks"][0]["source"] == "rock.txt"
     chunks = [document.page_content for document in result["context"]]
-    assert result["answer"] == chat.engine.generate(SegmentedPrompt(chunks, QUESTION), max_tokens=6).text
+    assert result["answer"] == chat.engine.generate(Prompt(chunks, QUESTION), max_tokens=6).text
 
 
 @pytest.mark.parametrize("model", ["chat", "llm", "bound"])
@@ -134,7 +134,7 @@ async def test_streaming_gives_documents_then_text_then_report(chat: ChatBlend, 
 def test_system_text_and_any_callable_as_retriever(chat: ChatBlend) -> None:
     chain = create_blend_chain(lambda question: [Document(TEXTS[0])], chat, system="Be brief.")
     result = chain.invoke(QUESTION)
-    prompt = SegmentedPrompt([TEXTS[0]], QUESTION, system="Be brief.")
+    prompt = Prompt([TEXTS[0]], QUESTION, system="Be brief.")
     assert result["answer"] == chat.engine.generate(prompt, max_tokens=6).text
     assert result["sources"] == []
 
@@ -167,7 +167,7 @@ def test_history_is_sent_before_the_chunks_and_the_search_uses_the_rephrased_que
     result = chain.invoke({"input": "Who repairs it?", "chat_history": history})
     assert asked == ["Who repairs it? (the lamp)"] == [result["search_query"]]
     chunks = [Chunk(document.page_content) for document in result["context"]]
-    plain = SegmentedPrompt.from_messages(
+    plain = Prompt.from_messages(
         [("user", "Is there a lamp?"), ("assistant", "Yes."), ("user", [*chunks, "Who repairs it?"])]
     )
     assert result["answer"] == chat.engine.generate(plain, max_tokens=6).text
@@ -198,7 +198,7 @@ async def test_an_agents_answer_comes_from_the_store(
     final = (await agent.ainvoke(question) if use_async else agent.invoke(question))["messages"][-1]
     chunks = [document.page_content for document in retriever.invoke(QUESTION)]
     assert final.response_metadata["ragblend"]["num_chunk_hits"] == 2
-    assert final.text == chat.engine.generate(SegmentedPrompt(chunks, QUESTION), max_tokens=6).text
+    assert final.text == chat.engine.generate(Prompt(chunks, QUESTION), max_tokens=6).text
 
 
 def test_results_of_other_tools_are_left_to_the_agents_model(chat: ChatBlend, retriever: BlendRetriever) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import run_command
+from ragblend.prompt.formats import DeclaredFormat
 from typer.main import get_command
 
 import ragblend
@@ -20,8 +21,7 @@ from ragblend.engine.vllm.admin import _fields
 from ragblend.engine.vllm.api import keys_of
 from ragblend.engine.vllm.client import events
 from ragblend.errors import NotFoundError, RagblendError
-from ragblend.prompt.formats import DeclaredFormat
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 PACKAGE = Path(ragblend.__file__).parent
 COMMAND_LINE = ("cli", "lab", "operations/doctor.py")  # these print for the command line alone
@@ -107,7 +107,7 @@ def test_commands_print_flags_where_the_library_names_arguments(command, tmp_pat
 def test_the_tokenizer_does_not_warn_of_a_long_document(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.model_max_length = 2
-    Segmenter(tokenizer, DeclaredFormat()).text_ids("the other theory of the other chunk")
+    Renderer(tokenizer, DeclaredFormat()).text_ids("the other theory of the other chunk")
     assert not tokenizer.deprecation_warnings  # transformers notes there that it has warned
 
 

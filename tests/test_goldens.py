@@ -21,7 +21,7 @@ from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import key_of
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 GOLDEN = Path(__file__).parent / "golden"
 SELECTIONS: dict[str, Any] = json.loads((GOLDEN / "selections.json").read_text())
@@ -64,7 +64,7 @@ def test_the_golden_store_serves_its_texts(store: Path) -> None:
         for text in TEXTS:
             assert engine.is_stored(Chunk(text)), text
             assert engine.precompute(Chunk(text)) == 0, text
-        answer = engine.generate(SegmentedPrompt([Chunk(text) for text in TEXTS], "Who leads Rovon?"), max_tokens=2)
+        answer = engine.generate(Prompt([Chunk(text) for text in TEXTS], "Who leads Rovon?"), max_tokens=2)
         assert answer.report.num_chunk_hits == len(TEXTS)
 
 
@@ -86,7 +86,7 @@ def test_rules_select_the_golden_tokens(demo: TransformersEngine, rule: str) -> 
     chunks = [chunk for record in sample_corpus().records for chunk in record.chunks]
     num_expected = num_shared = 0
     for golden in SELECTIONS["prompts"]:
-        prompt = SegmentedPrompt([Chunk(chunks[number]) for number in golden["chunks"]], golden["question"])
+        prompt = Prompt([Chunk(chunks[number]) for number in golden["chunks"]], golden["question"])
         for chunk in prompt.chunks:
             demo.precompute(chunk)
         request = demo.request(prompt, rule=rule, recompute_ratio=SELECTIONS["recompute_ratio"], max_tokens=1)

@@ -29,7 +29,7 @@ from ragblend.corpus.embedders import (
 )
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.index import DATABASE, MANIFEST, VECTORS_FILE, ChunkIndex, open_index
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 DIM = 512
 FACTS = {

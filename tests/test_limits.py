@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ragblend.frameworks.boundaries import _may_cut, recover_chunks
 from transformers import AutoTokenizer
 
 import ragblend.demo
@@ -28,11 +29,9 @@ from ragblend.corpus.documents import open_source, read_documents
 from ragblend.corpus.folder_scan import scan_folders
 from ragblend.corpus.pages import read_page
 from ragblend.errors import UnreadableDocumentError
-from ragblend.frameworks.boundaries import _may_cut, recover_chunks
 from ragblend.index import open_index
 from ragblend.ingestion.sync import ChunkerConfig, sync_index
-from ragblend.prompt.formats import prompt_format
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,10 +79,10 @@ def test_short_words_cost_a_few_bytes_each_and_not_sixty() -> None:
     assert peak < 9 * len(text)  # the chunks are two of them
 
 
-def demo_segmenter() -> Segmenter:
+def demo_segmenter() -> Renderer:
     folder = Path(ragblend.demo.__file__).parent / "weights"
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Segmenter(tokenizer, prompt_format(tokenizer, folder))
+    return Renderer(tokenizer, prompt_format(tokenizer, folder))
 
 
 @pytest.mark.parametrize(
@@ -94,10 +93,10 @@ def test_boundaries_and_ids_of_the_texts_in_this_repository_are_what_they_were(
     max_tokens: int, num_chunks: int, digest: str
 ) -> None:
     """The keys of existing stores are made of them."""
-    segmenter, found, count = demo_segmenter(), hashlib.sha256(), 0
+    renderer, found, count = demo_segmenter(), hashlib.sha256(), 0
     for path in [*sorted((ROOT / "ragblend" / "demo" / "records").glob("*.md")), ROOT / "LICENSE"]:
-        for chunk in split(Document(path.read_text()), segmenter.count_tokens, max_tokens):
-            found.update(repr((path.name, chunk.start, chunk.end, segmenter.chunk_ids(chunk))).encode())
+        for chunk in split(Document(path.read_text()), renderer.count_tokens, max_tokens):
+            found.update(repr((path.name, chunk.start, chunk.end, renderer.chunk_ids(chunk))).encode())
             count += 1
     assert (count, found.hexdigest()[:32]) == (num_chunks, digest)
 

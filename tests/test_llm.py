@@ -36,7 +36,7 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableLambda
 from pydantic import ValidationError
 
-from ragblend import Chunk, SegmentedPrompt
+from ragblend import Chunk, Prompt
 from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.report import BlendReport, Generation
@@ -49,8 +49,8 @@ from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_reg
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
-from ragblend.prompt.prompt import Part
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import Part
 
 A = "The lighthouse on Gull Rock was built long ago, in 1872."
 B = "Maren keeps the logbook of all the storms since 1901."
@@ -58,8 +58,8 @@ CONTEXT = f"Context:\n\n{A}\n\n{B}\n\nQuestion: who?"
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> TransformersEngine:
-    engine = tiny_engine(segmenter=chat_segmenter)
+def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
+    engine = tiny_engine(renderer=chat_renderer)
     precompute_and_register([A, B], engine)
     return engine
 
@@ -73,7 +73,7 @@ class ScriptedEngine:
     """An engine whose every token waits for a permit: shows what comes when, and what is closed."""
 
     name, fingerprint, context_length = "scripted", "f", 100
-    segmenter = SimpleNamespace(
+    renderer = SimpleNamespace(
         text_ids=lambda text: [len(word) for word in text.split()],
         format=SimpleNamespace(frames_chunks=False, merges_turns=False),
     )
@@ -84,13 +84,13 @@ class ScriptedEngine:
         self.permits = threading.Semaphore(permits)
         self.closed = threading.Event()
         self.started = threading.Event()
-        self.prompts: list[SegmentedPrompt] = []
+        self.prompts: list[Prompt] = []
         self.options: list[dict[str, Any]] = []
 
     def is_stored(self, chunk: Any) -> bool:
         return False
 
-    def stream(self, prompt: SegmentedPrompt, **options: Any) -> Any:
+    def stream(self, prompt: Prompt, **options: Any) -> Any:
         self.prompts.append(prompt)
         self.options.append(options)
         return _ScriptedStream(self)
@@ -129,8 +129,8 @@ def scripted(kind: Any = ChatBlend, **settings: Any) -> tuple[Any, ScriptedEngin
 
 def test_string_prompts_become_the_models_own_layout_unless_raw(engine: TransformersEngine) -> None:
     parts: list[Part] = ["Context:\n\n", Chunk(A), Chunk(B), "Question: who?"]
-    as_turn = engine.generate(SegmentedPrompt.from_messages([("user", parts)]), max_tokens=8)
-    as_it_is = engine.generate(SegmentedPrompt.from_parts(parts), max_tokens=8)
+    as_turn = engine.generate(Prompt.from_messages([("user", parts)]), max_tokens=8)
+    as_it_is = engine.generate(Prompt.from_text(parts), max_tokens=8)
     assert BlendLLM(engine=engine, max_tokens=8).invoke(CONTEXT) == as_turn.text
     assert BlendLLM(engine=engine, max_tokens=8, raw=True).invoke(CONTEXT) == as_it_is.text
 
@@ -210,10 +210,10 @@ def test_settings_reach_the_engine_and_calls_override_them() -> None:
 def test_a_calibrated_ratio_is_named_auto(
     kind: type[ChatBlend | BlendLLM],
     tiny_engine: Callable[..., TransformersEngine],
-    chat_segmenter: Segmenter,
+    chat_renderer: Renderer,
     tmp_path: Path,
 ) -> None:
-    engine = tiny_engine(store=DiskStore(tmp_path, fsync=False), segmenter=chat_segmenter)
+    engine = tiny_engine(store=DiskStore(tmp_path, fsync=False), renderer=chat_renderer)
     precompute_and_register([A, B], engine)
     llm: Any = kind(engine=engine, max_tokens=1, recompute_ratio="auto")
 
@@ -223,8 +223,8 @@ def test_a_calibrated_ratio_is_named_auto(
         return dict(facts["ragblend"])
 
     assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (DEFAULT_RATIO, None)
-    prompt = SegmentedPrompt.from_messages([("user", ["Context:\n\n", Chunk(A), Chunk(B), "Question: who?"])])
-    prefix_ids = engine.segmenter.tokenize(prompt).prefix_ids
+    prompt = Prompt.from_messages([("user", ["Context:\n\n", Chunk(A), Chunk(B), "Question: who?"])])
+    prefix_ids = engine.renderer.tokenize(prompt).prefix_ids
     points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
     fit = RuleFit("cacheblend", 1, 0.4, True, points)
     facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, 0.9, 60, "k 2")
@@ -259,7 +259,7 @@ def test_sampling_is_said_as_other_chat_models_say_it(engine: TransformersEngine
     found = banned.response_metadata["logprobs"]["content"]
     assert len(found) == banned.usage_metadata["output_tokens"]
     assert found[0]["logprob"] < found[0]["top_logprobs"][0]["logprob"] < 0
-    assert found[0]["top_logprobs"][0]["token"] == engine.segmenter.token_texts([first])[0]
+    assert found[0]["top_logprobs"][0]["token"] == engine.renderer.token_texts([first])[0]
     assert "logprobs" not in plain.response_metadata
     assert ChatBlend(engine=engine, top_k=5)._settings() != ChatBlend(engine=engine, top_k=6)._settings()
 
@@ -406,7 +406,7 @@ def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_
     """Threads hold the engine's lock, and the registry's, in the moment of the fork; a stream is half way."""
     code = """if True:
         import os, signal, sys, threading, time
-        from ragblend import SegmentedPrompt
+        from ragblend import Prompt
         from ragblend.llm import BlendLLM
         from ragblend.precompute import precompute_documents
         llm = BlendLLM(store=sys.argv[1], max_tokens=3)
@@ -421,7 +421,7 @@ def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_
         for work in (ask, ask, add):
             threading.Thread(target=work, daemon=True).start()
         time.sleep(0.5)
-        prompt = SegmentedPrompt(texts[:3], "Where is it?")
+        prompt = Prompt(texts[:3], "Where is it?")
         stream = llm.engine.stream(prompt, max_tokens=500)
         next(stream)
         calls = {

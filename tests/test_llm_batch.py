@@ -25,7 +25,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.model import precompute_and_register
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 pytestmark = pytest.mark.timeout(120)  # a place that is not given back would hang
 
@@ -37,9 +37,9 @@ TOO_LONG = "word " * 3000
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> TransformersEngine:
+def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
     """A tiny Llama whose store holds A and B."""
-    made = tiny_engine(segmenter=chat_segmenter)
+    made = tiny_engine(renderer=chat_renderer)
     precompute_and_register([A, B], made)
     return made
 

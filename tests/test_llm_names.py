@@ -18,14 +18,14 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 KINDS = [ChatBlend, BlendLLM, LlamaBlend]
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> TransformersEngine:
-    return tiny_engine(segmenter=chat_segmenter)
+def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
+    return tiny_engine(renderer=chat_renderer)
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_completion_tokens"])

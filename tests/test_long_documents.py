@@ -19,7 +19,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.frameworks.windows import spans_of, windows_of
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 CONTEXT = 1352  # tokens: the sample corpus has four times as many
 ASKED = [("Where was Diana Walsh born?", "Fendale"), ("What is the role of Otto Burke?", "driver")]
@@ -61,7 +61,7 @@ def chain(engine: TransformersEngine, **options: Any) -> Any:
 @pytest.mark.parametrize("combine", ["reduce", "rerank"])
 def test_a_document_of_four_times_the_context_is_answered(combine: Any, engine: TransformersEngine) -> None:
     document = report_of_the_company()
-    assert engine.segmenter.count_tokens(document.page_content) >= 4 * CONTEXT
+    assert engine.renderer.count_tokens(document.page_content) >= 4 * CONTEXT
     asked = chain(engine, combine=combine)
     found = asked.batch([{"input": question, "document": document} for question, _ in ASKED])
     assert [each["answer"] for each in found] == [answer for _, answer in ASKED]
@@ -85,7 +85,7 @@ def test_every_chunk_is_prefilled_once_though_windows_share_it(
     assert (
         tokens["num_chunk_tokens"]
         == tokens["num_prefilled_tokens"]
-        == sum(map(engine.segmenter.count_tokens, prefilled))
+        == sum(map(engine.renderer.count_tokens, prefilled))
     )
     # All that stands in a window was stored by then: reused, but for what blending recomputes.
     assert all(report["num_chunk_hits"] == report["num_chunks"] for report in reports)

@@ -25,7 +25,7 @@ from ragblend.precompute import (
     precompute_documents,
     precompute_index,
 )
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 TEXTS = {
     "kern.md": "Alice Kern works for Nexon.\n\nThe company sells drones. The firm is based in Halford.\n",
@@ -60,7 +60,7 @@ def test_ingest_stores_the_kv_of_every_chunk(corpus, engine, tmp_path):
     assert report.num_documents == 4
     assert report.num_chunks == report.num_new_kv == len(chunks)
     assert all(engine.is_stored(chunk) for chunk in chunks)
-    num_tokens = sum(len(engine.segmenter.chunk_ids(chunk)) for chunk in chunks)
+    num_tokens = sum(len(engine.renderer.chunk_ids(chunk)) for chunk in chunks)
     assert report.new_kv_bytes == num_tokens * engine.bytes_per_token
 
 
@@ -112,7 +112,7 @@ def test_chunk_size_beyond_the_context_is_refused(corpus, engine, tmp_path):
 
 def test_an_index_of_another_tokenizer_is_refused(corpus, engine, tmp_path, monkeypatch):
     run(corpus, engine, tmp_path)
-    monkeypatch.setattr(type(engine.segmenter), "fingerprint", property(lambda self: "another"))
+    monkeypatch.setattr(type(engine.renderer), "fingerprint", property(lambda self: "another"))
     with pytest.raises(StoreMismatchError, match="was chunked for demo"):
         open_engine_index(tmp_path / "index", engine, create=False)
 
@@ -223,7 +223,7 @@ def test_rewriting_to_eight_bits_prefills_nothing(chunks, tmp_path, monkeypatch)
     with load_engine("demo", tmp_path / "kv") as engine:
         precompute_chunks(chunks[:-1], engine)
     with load_engine("demo", tmp_path / "kv", kv_dtype="fp8") as engine:
-        prefilled, original, missing = [], engine._prefill_chunks, engine.segmenter.chunk_ids(chunks[-1])
+        prefilled, original, missing = [], engine._prefill_chunks, engine.renderer.chunk_ids(chunks[-1])
         monkeypatch.setattr(engine, "_prefill_chunks", lambda ids, *more: prefilled.extend(ids) or original(ids, *more))
         report = precompute_chunks(chunks, engine, rewrite=True)
     assert prefilled == [missing], "only what was missing"

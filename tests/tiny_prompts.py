@@ -1,19 +1,12 @@
-"""Chunks and prompts in the words that the tiny tokenizer has learned."""
+"""Chunks and prompts in the words that the tiny tokenizer has learned, long enough to be found in prompts."""
 
 from __future__ import annotations
 
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 CHUNKS = (
-    Chunk("the theory of the other chunk is in the answer", source="one.txt"),
-    Chunk("question the chunk with that theory", source="two.txt"),
-    Chunk("what the other question is and the answer to it", source="three.txt"),
+    Chunk("the theory of the other chunk is in the answer to the question of the chunk with that", source="one.txt"),
+    Chunk("question the chunk with that theory and answer what the other question is in the other", source="two.txt"),
+    Chunk("what the other question is and the answer to it is the chunk with the theory of that", source="three.txt"),
 )
-PROMPT = SegmentedPrompt(CHUNKS, "what is that?")
-
-LONG_CHUNKS = (
-    Chunk("the theory of the other chunk is in the answer to the question of the chunk", source="one.txt"),
-    Chunk("question the chunk with that theory and answer what the other question is", source="two.txt"),
-    Chunk("what the other question is and the answer to it is the chunk with the theory", source="three.txt"),
-)
-LONG_PROMPT = SegmentedPrompt(LONG_CHUNKS, "what is that?")
+PROMPT = Prompt(CHUNKS, "what is that?")

@@ -25,7 +25,7 @@ from ragblend.engine.vllm.client import delta, events
 from ragblend.engine.vllm.params import VllmMode, report_from
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationOptions
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 MIX: dict[tuple[VllmMode, float | None, bool], float] = {
     # mode, ratio (None: the server's), whether of chunks made up on the way: share of the requests
@@ -178,7 +178,7 @@ class Client(threading.Thread):
         """A prompt of one chunk, which stands where it is ingested."""
         start = len(self._work.prefix_ids)
         ids = (*self._work.prefix_ids, *text.token_ids, text.token_ids[-1])
-        return Question(-text.number, SegmentedPrompt([], "?"), ids, ((start, len(ids) - 1),), ((0, 0),), (text,))
+        return Question(-text.number, Prompt([], "?"), ids, ((start, len(ids) - 1),), ((0, 0),), (text,))
 
     # -- asking
 

@@ -22,7 +22,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.report import Generation, Mode
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 TENANTS = ("acme", "globex", "initech")
 MIN_CHUNKS, MAX_PROMPT_CHUNKS = 24, 3
@@ -47,7 +47,7 @@ class Question:
     """A prompt over some chunks, in order."""
 
     number: int
-    prompt: SegmentedPrompt
+    prompt: Prompt
     token_ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     template: tuple[tuple[int, int], ...]
@@ -92,7 +92,7 @@ class Work:
             for number, (gold, question) in enumerate(asked)
         ]
         self._fresh, self._lock = itertools.count(len(self.texts)), Lock()
-        self.stop_ids, self.prefix_ids = engine.segmenter.stop_ids(), engine.default_prefix_ids
+        self.stop_ids, self.prefix_ids = engine.renderer.stop_ids(), engine.default_prefix_ids
 
     def _asked(self, corpus: Corpus, kinds: Sequence[str]) -> tuple[tuple[int, ...], str]:
         """A question of one of these kinds, behind the chunks that answer it."""
@@ -108,7 +108,7 @@ class Work:
         return Text(number, self._ids(passage), owners)
 
     def _ids(self, passage: str) -> tuple[int, ...]:
-        (segment,) = self._engine.segmenter.tokenize(SegmentedPrompt([passage], "?")).chunk_segments
+        (segment,) = self._engine.renderer.tokenize(Prompt([passage], "?")).chunk_segments
         return segment.token_ids
 
     def fresh(self) -> Text:
@@ -128,12 +128,12 @@ class Work:
         while len(chosen) < self._dice.randint(2, MAX_PROMPT_CHUNKS):
             chosen.insert(self._dice.randint(0, len(chosen)), others.pop(self._dice.randrange(len(others))))
         texts = [self.texts[place] for place in chosen]
-        prompt = SegmentedPrompt([self._passages[text.number] for text in texts], asked)
+        prompt = Prompt([self._passages[text.number] for text in texts], asked)
         return self.as_question(number, prompt, texts)
 
-    def as_question(self, number: int, prompt: SegmentedPrompt, texts: Sequence[Text]) -> Question:
+    def as_question(self, number: int, prompt: Prompt, texts: Sequence[Text]) -> Question:
         """A prompt as it is sent."""
-        tokenized = self._engine.segmenter.tokenize(prompt)
+        tokenized = self._engine.renderer.tokenize(prompt)
         segments = tokenized.chunk_segments
         assert [segment.token_ids for segment in segments] == [text.token_ids for text in texts]
         return Question(
@@ -179,7 +179,7 @@ def compute_references(questions: Sequence[Question], model: str, notify: Callab
     with ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragblend-soak-"))
         engine = stack.enter_context(load_engine(model, store, on_miss="inline", context="none"))
-        stop_ids = engine.segmenter.stop_ids()
+        stop_ids = engine.renderer.stop_ids()
         for question in questions:
             notify(f"right answers: prompt {question.number + 1} of {len(questions)}")
             found[question.number, "full", frozenset()] = _answer(engine, question, "full", stop_ids, frozenset())

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 import matplotlib.pyplot as plt
 
-from ragblend import SegmentedPrompt, ingest, load_engine
+from ragblend import Prompt, ingest, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.precompute import open_engine_index
 
@@ -65,7 +65,7 @@ MODES = ("full", "prefix", "reuse", "blend")
 def prompt_for(question):
     """The two best chunks with two neighbours on either side, in document order, and the question."""
     hits = index.search(question, 2, neighbours=2, order="document")
-    return SegmentedPrompt([hit.chunk for hit in hits], question)
+    return Prompt([hit.chunk for hit in hits], question)
 
 
 def ask(question):
@@ -131,7 +131,7 @@ for number in drawn:
         again = segment.start + place in recomputed
         colour = "#ff9f43" if again else "#c8d6e5" if exact else "#eef2f7"
         axes.add_patch(plt.Rectangle((column, row), 0.94, 0.8, color=colour))
-        word = engine.segmenter.decode([token]).strip() or "·"
+        word = engine.renderer.decode([token]).strip() or "·"
         axes.text(column + 0.47, row + 0.4, word, ha="center", va="center", fontsize=7)
     line = row + 1.4
 axes.set_xlim(0, PER_LINE)

@@ -26,7 +26,7 @@ from statistics import fmean
 import matplotlib.pyplot as plt
 
 import ragblend
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 
 model = os.environ.get("RAGBLEND_REAL_MODEL", "../models/smollm2")
 data = Path(ragblend.__file__).parents[1] / "data"
@@ -46,8 +46,8 @@ for case in cases:
     chunks = [" ".join(passage["text"].split()[:90]) for passage in case["ctxs"][:6]]
     for chunk in chunks:
         engine.precompute(chunk)
-    prompts.append(SegmentedPrompt(chunks, case["question"], SYSTEM))
-    print(f"{engine.segmenter.tokenize(prompts[-1]).num_tokens} tokens: {case['question']}")
+    prompts.append(Prompt(chunks, case["question"], SYSTEM))
+    print(f"{engine.renderer.tokenize(prompts[-1]).num_tokens} tokens: {case['question']}")
 
 # %% [markdown]
 # *KL*: how far the first answer token's distribution is from full prefill's, in nats. It sees differences that do not

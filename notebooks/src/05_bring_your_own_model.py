@@ -27,7 +27,7 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.errors import RagblendError
 
@@ -89,7 +89,7 @@ print(f"\n{question}   (gold: {gold})")
 # ## Four modes, and blend with everything recomputed
 
 # %%
-prompt = SegmentedPrompt(chunks, question)
+prompt = Prompt(chunks, question)
 settings = [("full", None), ("prefix", None), ("reuse", None), ("blend", 0.15), ("blend", 0.3), ("blend", 1.0)]
 print(f"{'mode':<8}{'ratio':>6}{'reused':>8}{'recomputed':>12}  answer")
 for mode, ratio in settings:

@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import ragblend
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 
 model = os.environ.get("RAGBLEND_REAL_MODEL", "../models/smollm2")
 data = Path(ragblend.__file__).parents[1] / "data"
@@ -36,8 +36,8 @@ passages = [" ".join(passage["text"].split()[:90]) for passage in case["ctxs"][:
 engine = load_engine(model, system=SYSTEM, context="none")  # each chunk stored alone, in memory
 for passage in passages:
     engine.precompute(passage)
-prompt = SegmentedPrompt(passages, case["question"], SYSTEM)
-tokenized = engine.segmenter.tokenize(prompt)
+prompt = Prompt(passages, case["question"], SYSTEM)
+tokenized = engine.renderer.tokenize(prompt)
 chunks = tokenized.chunk_segments
 num_layers = engine.layers.num_layers
 ids = tokenized.token_ids
@@ -136,7 +136,7 @@ plt.show()
 
 def words(positions):
     """The tokens there, readable."""
-    return "  ".join(repr(engine.segmenter.decode([ids[place]])) for place in positions)
+    return "  ".join(repr(engine.renderer.decode([ids[place]])) for place in positions)
 
 
 most = in_chunks[attention[in_chunks].argsort(descending=True)[:12]].tolist()
@@ -206,7 +206,7 @@ def kl(way):
 
 
 top = want.topk(5).indices.tolist()
-print(f"{'':<16}{'KL':>7}   " + "".join(f"{engine.segmenter.decode([token])!r:>12}" for token in top))
+print(f"{'':<16}{'KL':>7}   " + "".join(f"{engine.renderer.decode([token])!r:>12}" for token in top))
 for name, way in ways.items():
     shares = way.logits.double().softmax(-1)
     print(f"{name:<16}{kl(way):>7.4f}   " + "".join(f"{shares[token]:>12.1%}" for token in top))

@@ -25,7 +25,7 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ragblend import SegmentedPrompt, ingest, load_engine
+from ragblend import Prompt, ingest, load_engine
 from ragblend.precompute import open_engine_index
 
 workplace = TemporaryDirectory()
@@ -109,7 +109,7 @@ for _ in range(2):
 def ask(question, mode="blend"):
     """The answer, its sources and the report."""
     hits = index.search(question, 4)
-    found = engine.generate(SegmentedPrompt([hit.chunk for hit in hits], question, SYSTEM), mode=mode, max_tokens=32)
+    found = engine.generate(Prompt([hit.chunk for hit in hits], question, SYSTEM), mode=mode, max_tokens=32)
     return found.text.strip(), hits, found.report
 
 

@@ -38,7 +38,7 @@ def ask(
     json_: JsonOption = False,
 ) -> None:
     """Answer a question from the fused KV caches of the chunks it retrieves."""
-    from ragblend.prompt.prompt import SegmentedPrompt
+    from ragblend.prompt.types import Prompt
 
     streams = not json_ and (sys.stdout.isatty() if stream is None else stream)
     with (
@@ -47,9 +47,7 @@ def ask(
         open_settings_index(settings, engine) as opened,
     ):
         hits = retrieve(opened, question, settings)
-        made = engine.stream(
-            SegmentedPrompt([hit.chunk for hit in hits], question, settings.system), **settings.generation
-        )
+        made = engine.stream(Prompt([hit.chunk for hit in hits], question, settings.system), **settings.generation)
         for piece in made:
             if streams:
                 print(piece, end="", flush=True)

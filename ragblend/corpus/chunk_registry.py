@@ -1,38 +1,38 @@
-"""Texts of ingested chunks, kept beside their KV, so that they are found again in a plain prompt (see `boundaries`).
+"""Texts and token ids of ingested chunks, kept beside their KV, so that they are found again in prompts.
 
 Two texts are the same when they are equal after `strip()`. A text is here for whoever added it: an index, or documents
 that a framework knows by their ids; when the last of them lets it go, nobody needs its KV either. The file also lists
 the entries that ingestion has stored beside it, so that one that went missing is missed, and has the vectors of the
-chunks that frameworks bring, which no index of ours has. Knows strings and one SQLite file. Knows nothing about tokens,
-KV, engines or frameworks.
+chunks that frameworks bring, which no index of ours has. Token ids are those of one tokenizer, and belong to one
+namespace. Knows strings, ids and one SQLite file. Knows nothing about KV, engines or frameworks.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary, WeakSet
 
-from ragblend.corpus.text_index import TextIndex
+import numpy as np
+from numpy.typing import NDArray
+
 from ragblend.errors import CorruptError, StoreMismatchError, is_unicode
 from ragblend.files.directory import remove_file, to_write_error
 from ragblend.files.places import user_path
 from ragblend.files.sqlite import connect, row_checksum, transaction, truncate_log, wrap_sqlite_errors
 
-logger = logging.getLogger(__name__)
-
 REGISTRY_FILE = "texts.sqlite"
 """In a store's directory: the texts whose KV it holds."""
 
 _TABLE, _HOLDERS, _STORED, _SIMILAR = "registered_texts", "text_holders", "stored_kv", "similar_versions"
-_VERSION = 3
+_IDS = "chunk_token_ids"
+_VERSION = 4
 _SCHEMA = (
     f"CREATE TABLE IF NOT EXISTS {_TABLE} "
     "(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, text TEXT NOT NULL)",
@@ -45,6 +45,10 @@ _SCHEMA = (
     "(entry TEXT PRIMARY KEY, key BLOB NOT NULL, embedder TEXT NOT NULL, vector BLOB NOT NULL, "
     "is_stored INTEGER NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
     f"CREATE INDEX IF NOT EXISTS similar_by_text ON {_SIMILAR} (key)",
+    f"CREATE TABLE IF NOT EXISTS {_IDS} "
+    "(id INTEGER PRIMARY KEY AUTOINCREMENT, tokenizer TEXT NOT NULL, namespace TEXT NOT NULL, key BLOB NOT NULL, "
+    "ids BLOB NOT NULL, checksum INTEGER NOT NULL)",
+    f"CREATE UNIQUE INDEX IF NOT EXISTS ids_by_text ON {_IDS} (key, tokenizer, namespace)",
     f"PRAGMA user_version = {_VERSION}",
 )
 _TABLES = {sql.split()[5]: sql.replace("IF NOT EXISTS ", "") for sql in _SCHEMA if "CREATE TABLE" in sql}
@@ -52,6 +56,7 @@ _DAMAGED_ROWS = {
     "texts": f"FROM {_TABLE} WHERE key IS NOT text_key(text)",  # their key is their checksum
     "holders of texts": f"FROM {_HOLDERS} WHERE checksum IS NOT row_checksum(document, key)",
     "stored entries": f"FROM {_STORED} WHERE checksum IS NOT row_checksum(key, fingerprint)",
+    "token ids of texts": f"FROM {_IDS} WHERE checksum IS NOT row_checksum(tokenizer, namespace, key, ids)",
     "vectors of texts": f"FROM {_SIMILAR} WHERE checksum IS NOT row_checksum(entry, key, embedder, vector)",
 }
 
@@ -78,7 +83,7 @@ class ChunkRegistry:
         self.path = user_path(path, "registry").absolute() if path is not None else None
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        self._clear_memory()
+        self._num_id_changes = 0  # by this object, whose connection does not count its own commits
         _OPEN_REGISTRIES.add(self)
         with self._locked():  # fail here rather than at the first prompt
             pass
@@ -91,18 +96,14 @@ class ChunkRegistry:
             return iter([text for (text,) in connection.execute(f"SELECT text FROM {_TABLE} ORDER BY id")])
 
     def __len__(self) -> int:
-        with self._locked():
-            return len(self._index)
+        with self._locked() as connection:
+            return int(connection.execute(f"SELECT count(*) FROM {_TABLE}").fetchone()[0])
 
     def __contains__(self, text: object) -> bool:
-        with self._locked():
-            return isinstance(text, str) and text.strip() in self._index
-
-    @contextmanager
-    def searching(self) -> Iterator[TextIndex]:
-        """The texts as they are now, for a search; others wait meanwhile."""
-        with self._locked():
-            yield self._index
+        query = f"SELECT 1 FROM {_TABLE} WHERE key = ?"
+        with self._locked() as connection:
+            normalized = _normalize(text) if isinstance(text, str) else ""
+            return connection.execute(query, (_key(normalized),)).fetchone() is not None
 
     def texts_of(self, document: str) -> set[str]:
         """The texts that a document has."""
@@ -116,15 +117,15 @@ class ChunkRegistry:
         """Know these texts, for `document` among others ("": an index); blank ones are skipped. How many were new."""
         known = list(dict.fromkeys(filter(None, map(_normalize, texts))))
         with self._locked() as connection:
-            query = f"SELECT key FROM {_HOLDERS} WHERE document = ?"
-            held = {key for (key,) in connection.execute(query, (document,))}
-            new = [(_key(text), text) for text in known if text not in self._index]
-            missing = [(document, key) for key in map(_key, known) if key not in held]
+            holds = f"SELECT 1 FROM {_HOLDERS} WHERE document = ? AND key = ?"
+            is_known = f"SELECT 1 FROM {_TABLE} WHERE key = ?"
+            keys = {_key(text): text for text in known}
+            new = [pair for pair in keys.items() if connection.execute(is_known, pair[:1]).fetchone() is None]
+            missing = [(document, key) for key in keys if connection.execute(holds, (document, key)).fetchone() is None]
             if new or missing:
                 with self._write_transaction():
                     connection.executemany(f"INSERT OR IGNORE INTO {_TABLE} (key, text) VALUES (?, ?)", new)
                     connection.executemany(_INSERT.format(_HOLDERS), missing)
-                self._load(connection)  # ids are read back: another process may have added in between
         return len(new)
 
     def preview_release(self, document: str, texts: Iterable[str]) -> list[str]:
@@ -160,12 +161,13 @@ class ChunkRegistry:
         if not normalized:
             return 0
         with self._write_transaction() as connection:
-            num_known = len(self._index)
-            for table in (_TABLE, _HOLDERS, _SIMILAR):  # by their keys: a row of which a bit changed goes as well
-                connection.executemany(f"DELETE FROM {table} WHERE key = ?", ((_key(text),) for text in normalized))
-            for text in normalized:
-                self._index.discard(text)
-            return num_known - len(self._index)
+            keys = [(_key(text),) for text in normalized]
+            # By their keys: a row of which a bit changed goes as well.
+            num_removed = connection.executemany(f"DELETE FROM {_TABLE} WHERE key = ?", keys).rowcount
+            for table in (_HOLDERS, _SIMILAR, _IDS):
+                connection.executemany(f"DELETE FROM {table} WHERE key = ?", keys)
+            self._num_id_changes += 1
+            return num_removed
 
     @contextmanager
     def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
@@ -173,6 +175,62 @@ class ChunkRegistry:
         query = f"SELECT 1 FROM {_TABLE} WHERE key = ?"
         with self._write_transaction() as connection:
             yield lambda key: connection.execute(query, (key,)).fetchone() is not None
+
+    # --- token ids ---
+
+    def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
+        """Keep the token ids of texts, by the tokenizer of this fingerprint, for this namespace; known ones stay."""
+        known = f"SELECT 1 FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ?"
+        insert = (
+            f"INSERT OR IGNORE INTO {_IDS} (tokenizer, namespace, key, ids, checksum) "
+            "VALUES (?1, ?2, ?3, ?4, row_checksum(?1, ?2, ?3, ?4))"
+        )
+        rows = {_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
+        with self._locked() as connection:
+            new = [key for key in rows if connection.execute(known, (key, tokenizer, namespace)).fetchone() is None]
+            if new:
+                with self._write_transaction():
+                    connection.executemany(insert, [(tokenizer, namespace, key, rows[key]) for key in new])
+                    self._num_id_changes += 1
+
+    def remove_ids(self, text: str, tokenizer: str, namespace: str) -> None:
+        """Forget the token ids of a text."""
+        if is_unicode(text):
+            with self._write_transaction() as connection:
+                delete = f"DELETE FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ?"
+                connection.execute(delete, (_key(text.strip()), tokenizer, namespace))
+                self._num_id_changes += 1
+
+    def ids_version(self) -> tuple[int, int]:
+        """Return a value that changes with every change of the token ids, by whichever process."""
+        with self._locked() as connection:
+            return int(connection.execute("PRAGMA data_version").fetchone()[0]), self._num_id_changes
+
+    def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
+        """Return the number and the token ids of each text that was added after the one of `number`."""
+        query = f"SELECT id, ids FROM {_IDS} WHERE id > ? AND tokenizer = ? AND namespace = ? ORDER BY id"
+        with self._locked() as connection:
+            rows = connection.execute(query, (number, tokenizer, namespace)).fetchall()
+        return [(row_id, np.frombuffer(ids, "<u4")) for row_id, ids in rows]
+
+    def read_ids(self, number: int) -> NDArray[np.uint32] | None:
+        """Return the token ids of the text of this number; None where it is gone or its row is damaged."""
+        sound = "checksum IS row_checksum(tokenizer, namespace, key, ids)"
+        with self._locked() as connection:
+            row = connection.execute(f"SELECT ids FROM {_IDS} WHERE id = ? AND {sound}", (number,)).fetchone()
+        return np.frombuffer(row[0], "<u4") if row is not None else None
+
+    def count_ids(self, tokenizer: str, namespace: str) -> int:
+        """Return the number of texts with token ids."""
+        query = f"SELECT count(*) FROM {_IDS} WHERE tokenizer = ? AND namespace = ?"
+        with self._locked() as connection:
+            return int(connection.execute(query, (tokenizer, namespace)).fetchone()[0])
+
+    def has_ids(self, text: str, tokenizer: str, namespace: str) -> bool:
+        """Whether the token ids of this text are known."""
+        query = f"SELECT 1 FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ?"
+        with self._locked() as connection:
+            return connection.execute(query, (_key(text.strip()), tokenizer, namespace)).fetchone() is not None
 
     # --- what is stored beside it ---
 
@@ -253,7 +311,7 @@ class ChunkRegistry:
             if self._connection is not None and self.path is not None:
                 self._connection.close()
                 self._connection = None
-                self._clear_memory()
+                self._num_id_changes += 1  # the next connection counts from the beginning
 
     def __enter__(self) -> Self:
         return self
@@ -269,12 +327,7 @@ class ChunkRegistry:
         if self._connection is not None and self.path is not None:
             _PARENT_CONNECTIONS.append(self._connection)  # closed here, it would let go of the parent's locks
             self._connection = None
-            self._clear_memory()
-
-    def _clear_memory(self) -> None:
-        self._index = TextIndex()
-        self._last_id = -1
-        self._data_version = -1  # SQLite's count of other connections' commits
+            self._num_id_changes += 1
 
     def _has_other_document(self, text: str, but: str | None = None) -> bool:
         """Whether a document has the text, other than the one named in `but`."""
@@ -284,42 +337,17 @@ class ChunkRegistry:
 
     @contextmanager
     def _locked(self) -> Iterator[sqlite3.Connection]:
-        """Hold the lock, with memory as the file is now."""
+        """Hold the lock; yields the connection."""
         with self._lock, wrap_sqlite_errors(self.path or Path(), _fix_hint(self.path)):
             if self._connection is None:
                 self._connection = _open(self.path)
-            version = int(self._connection.execute("PRAGMA data_version").fetchone()[0])
-            if version != self._data_version:
-                self._load(self._connection)
-                self._data_version = version
             yield self._connection
 
     @contextmanager
     def _write_transaction(self) -> Iterator[sqlite3.Connection]:
         """`_locked`, all or nothing, one process at a time."""
-        with self._locked() as connection:
-            try:
-                with transaction(connection, "IMMEDIATE"):
-                    yield connection
-            except BaseException:
-                self._clear_memory()  # of it, part may be undone
-                raise
-
-    def _load(self, connection: sqlite3.Connection) -> None:
-        """Read what is new; everything, when another process removed something."""
-        newer = f"SELECT id, text, key IS text_key(text) FROM {_TABLE} WHERE id > ? ORDER BY id"
-        with transaction(connection, "DEFERRED"):  # one state of the file for both reads
-            rows = connection.execute(newer, (self._last_id,)).fetchall()
-            count = int(connection.execute(f"SELECT count(*) FROM {_TABLE}").fetchone()[0])
-            if count != len(self._index) + len(rows):
-                self._clear_memory()
-                rows = connection.execute(newer, (-1,)).fetchall()
-        if damaged := sum(not is_sound for _, _, is_sound in rows):
-            logger.warning("%d texts in %s are not what was written and match nothing; mend it: ragblend verify "
-                           "--repair", damaged, self.path)  # fmt: skip
-        for row_id, text, _ in rows:
-            self._index.add(text)
-            self._last_id = row_id
+        with self._locked() as connection, transaction(connection, "IMMEDIATE"):
+            yield connection
 
 
 def _normalize(text: str) -> str:
@@ -353,6 +381,11 @@ def _open(path: Path | None) -> sqlite3.Connection:
             )
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         has_schema = all(tables.get(name) == sql for name, sql in _TABLES.items())
+        if version == 3 and all(tables.get(name) == sql for name, sql in _TABLES.items() if name != _IDS):
+            with transaction(connection, "IMMEDIATE"):  # version 4 has token ids as well
+                for statement in _SCHEMA:
+                    connection.execute(statement)
+            version, has_schema = _VERSION, True
         if tables and has_schema != (version == _VERSION):  # other versions have other tables
             raise CorruptError(
                 f"{path} is damaged (version {version} with other tables than that has). {_fix_hint(path)}"

@@ -26,7 +26,7 @@ from ragblend.corpus.schema import (
     text_hash,
 )
 from ragblend.errors import CorruptError, NotFoundError
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 _OF_DOCUMENT = "WHERE d.source = ? ORDER BY c.ordinal"
 _DELETION_COLUMNS = "key, place, source, text_hash"

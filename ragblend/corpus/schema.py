@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.files.sqlite import row_checksum
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 SCHEMA_VERSION = 3
 

@@ -20,7 +20,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.files.places import user_path
 from ragblend.index import ChunkIndex, SearchHit
 from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_documents
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 DEMO_DIRECTORY = Path("ragblend-data/demo")
 CORPUS = "corpus"  # the records' folder
@@ -92,7 +92,7 @@ def run_demo(
 def ask_all_modes(demo: Demo, question: str) -> dict[str, Any]:
     """One question over the chunks it retrieves, answered in every mode: answers, sources and reports."""
     hits = demo.index.search(question, **RETRIEVAL)
-    prompt = SegmentedPrompt([hit.chunk for hit in hits], question)
+    prompt = Prompt([hit.chunk for hit in hits], question)
     # Outside the timing: afterwards every mode finds the chunks' KV in the memory tier.
     demo.engine.generate(prompt, mode="reuse", max_tokens=1)
     modes = {}

@@ -1,7 +1,7 @@
-"""What every engine does alike: its settings and their checks, keys, ingesting one chunk, background work, closing.
+"""What every engine does alike: its settings and their checks, keys, chunks in prompts, background work, closing.
 
-An engine adds a way to prefill (`precompute_ids`) and a way to answer (`request`, `stream`). Knows segments, stores'
-keys and reports. Knows no model and no backend.
+An engine adds a way to prefill (`precompute_ids`) and a way to answer (`request`, `stream`). Read `match` first. Knows
+the renderer, the store's keys and its known chunks. Knows no model and no backend.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import Literal, NoReturn, Self
 
+from ragblend.corpus.chunk_registry import open_registry
+from ragblend.corpus.known_chunks import KnownChunks, find_runs_of, open_known_chunks
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.lookup import (
     NO_CONTEXT,
@@ -29,8 +32,12 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
-from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, as_chunk
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.match import ChunkRun, MatchedPrompt
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
+
+LEAST_QUOTE = 64
+"""Tokens from which a run at the end of the user's turn is a document; a shorter one is a question that quotes it."""
 
 
 class EngineBase(ABC):
@@ -46,7 +53,7 @@ class EngineBase(ABC):
 
     def __init__(
         self,
-        segmenter: Segmenter,
+        renderer: Renderer,
         store: KVStore,
         *,
         name: str,
@@ -65,13 +72,13 @@ class EngineBase(ABC):
         check_unicode(system or "", "the system text")
         check_unicode(namespace, "the namespace")
         self._process = os.getpid()
-        self.segmenter = segmenter
+        self.renderer = renderer
         self.store = store
         self.name = name
         self.fingerprint = fingerprint
         self.system = system
         self.namespace = namespace
-        self.default_prefix_ids = segmenter.default_prefix_ids(system)
+        self.default_prefix_ids = renderer.prefix_ids(system, pins_date=True)
         if context is not None:
             CONTEXT.validate("context", context)
         known = context or read_context_policy(store)
@@ -80,7 +87,7 @@ class EngineBase(ABC):
         self._knows_context = known is not None
         self.flags = flags
         self.notices = ReuseDiagnostics(self)
-        self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
+        self._backfill = Backfill(self._store_missing) if on_miss == "store" else None
         self._shadow = Shadow(shadow, shadow_seed)
 
     @property
@@ -107,6 +114,47 @@ class EngineBase(ABC):
     def context_length(self) -> int:
         """Longest prompt plus answer, in tokens."""
 
+    # -- chunks in prompts
+
+    @cached_property
+    def known_chunks(self) -> KnownChunks:
+        """The chunks of the store and the namespace that may be found in prompts."""
+        return open_known_chunks(open_registry(self.store), self.renderer.fingerprint, self.namespace)
+
+    def match(self, prompt: Prompt) -> MatchedPrompt:
+        """Return the ids that the model reads for `prompt`, and the runs of known chunks in them.
+
+        Chunks that the prompt names and nobody has stored are found, too, so that they are stored for the next time. A
+        short run at the end of the last user turn is a question that quotes a document: it is left out, unless the
+        prompt names its chunk and has it nowhere else.
+        """
+        token_ids = self.renderer.render(prompt)
+        named = {ids: chunk for chunk in prompt.chunks if (ids := self.renderer.chunk_ids(chunk.text))}
+        runs = self.known_chunks.find_runs(token_ids)
+        if unknown := [ids for ids, chunk in named.items() if chunk.text not in self.known_chunks]:
+            runs += [run for run in find_runs_of(unknown, token_ids) if not _overlaps(run, runs)]
+            runs.sort(key=lambda run: run.start)
+        runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
+        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= self._turn_end(token_ids, prompt):
+            is_elsewhere = any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
+            if is_elsewhere or runs[-1].chunk is None:
+                runs.pop()
+        return MatchedPrompt(token_ids, tuple(runs), self._own_prefix(token_ids, prompt))
+
+    def _turn_end(self, token_ids: Sequence[int], prompt: Prompt) -> int:
+        """Return the position after the last user turn."""
+        tail = self.renderer.tail_ids if prompt.is_chat else ()
+        num_tail = len(tail) if tail and tuple(token_ids[-len(tail) :]) == tail else 0
+        return len(token_ids) - num_tail
+
+    def _own_prefix(self, token_ids: Sequence[int], prompt: Prompt) -> tuple[int, ...]:
+        """Return the ids that the prompt begins with and chunks may be stored after; () where there are none."""
+        prefix = self.renderer.text_prefix_ids
+        if prompt.is_chat:
+            first = prompt.messages[0]
+            prefix = self.renderer.prefix_ids(first.content if first.role == "system" else None)
+        return prefix if tuple(token_ids[: len(prefix)]) == prefix else ()
+
     # -- ingestion
 
     def set_context_policy(self, policy: ContextPolicy) -> None:
@@ -131,6 +179,10 @@ class EngineBase(ABC):
         """`key` of a chunk that is token ids already, in the version that is computed behind `context_texts`."""
         return self._key(self.default_prefix_ids, token_ids, context_key_name(behind.policy))
 
+    def has_kv(self, chunk_ids: Sequence[int]) -> bool:
+        """Whether the KV of a chunk of these ids, alone behind the default prefix, is in the store."""
+        return self.store.contains(self.key_of(chunk_ids))
+
     def is_stored(self, chunk: Part) -> bool:
         """Whether the chunk's KV behind the default prefix is in the store, in the version that it names."""
         return self.store.contains(self.key(chunk))
@@ -141,26 +193,39 @@ class EngineBase(ABC):
 
         Bytes stored; 0 if it was there. Raises UsageError for a similar version without the texts it is behind.
         """
-        return self.precompute_ids(*self._chunk_ids(chunk))
+        token_ids, behind = self._chunk_ids(chunk)
+        self.add_known([chunk])
+        return self.precompute_ids(token_ids, behind)
+
+    def add_known(self, chunks: Iterable[Part]) -> None:
+        """Have chunks found in prompts from now on."""
+        texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
+        self.known_chunks.add((text, ids) for text in texts if (ids := self.renderer.chunk_ids(text)))
 
     @abstractmethod
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
         """`precompute` of a chunk that is token ids already, behind what is."""
 
     def forget(self, chunk: Part) -> bool:
-        """Drop the chunk's KV behind the default prefix; whether it was stored."""
+        """Drop the chunk's KV behind the default prefix; whether it was stored.
+
+        It is found in prompts no longer, unless this is its similar version.
+        """
+        named = as_chunk(chunk)
+        if named.context != "similar":
+            self.known_chunks.remove(named.text)
         return self.store.delete(self.key(chunk))
 
     def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], IngestionContext]:
         """The chunk's ids, and what it is to be computed behind."""
         for text in (chunk.text, *chunk.context_texts) if isinstance(chunk, Chunk) else (chunk,):
             check_unicode(text, "a chunk")
-        return self.segmenter.chunk_ids(chunk), self._ingestion_context(chunk)
+        return self.renderer.chunk_ids(as_chunk(chunk).text), self._ingestion_context(chunk)
 
     def _ingestion_context(self, chunk: Part) -> IngestionContext:
         """What the version of a chunk that it names is computed behind."""
         if isinstance(chunk, Chunk) and chunk.context == "similar":
-            return IngestionContext("similar", self.segmenter.context_parts(chunk))
+            return IngestionContext("similar", self.renderer.context_parts(chunk.context_texts))
         return NO_CONTEXT
 
     def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int], context: str = "") -> str:
@@ -168,15 +233,13 @@ class EngineBase(ABC):
 
     # -- answering
 
-    def _check_prompt(self, prompt: SegmentedPrompt, stop: Sequence[str]) -> None:
+    def _check_prompt(self, prompt: Prompt, stop: Sequence[str]) -> None:
         """Raise EngineClosedError, or UsageError for text that is no Unicode."""
         self._check_usable()
         for message in prompt.messages:
-            for part in message.parts:
-                if isinstance(part, Chunk):
-                    check_unicode(part.text, "a chunk")
-                else:
-                    check_unicode(part, f"the {message.role} text")
+            check_unicode(message.content, f"the {message.role} text")
+        for chunk in prompt.chunks:
+            check_unicode(chunk.text, "a chunk")
         for text in stop:
             check_unicode(text, "a stop string")
 
@@ -192,12 +255,17 @@ class EngineBase(ABC):
 
     # -- background work
 
-    def _queue_backfill(self, segments: Iterable[Segment]) -> None:
-        """Precompute chunks alone, in the background, unless `on_miss` is "inline"."""
+    def backfill(self, misses: Iterable[ChunkRun]) -> None:
+        """Store the chunks of these runs, each alone, in the background, unless `on_miss` is "inline"."""
         if self._backfill is None or self.closed:
             return
-        for segment in segments:
-            self._backfill.add(segment.token_ids)
+        for run in {run.chunk_ids: run for run in misses}.values():
+            self._backfill.add(run)
+
+    def _store_missing(self, run: ChunkRun) -> None:
+        if run.chunk is not None:
+            self.add_known([run.chunk])
+        self.precompute_ids(run.chunk_ids)
 
     @property
     def shadow(self) -> ShadowCounters:
@@ -223,6 +291,8 @@ class EngineBase(ABC):
         self._shadow.close()
         if self._backfill is not None:
             self._backfill.close()
+        if "known_chunks" in self.__dict__:
+            self.known_chunks.close()
 
     def __enter__(self) -> Self:
         return self
@@ -238,3 +308,7 @@ class EngineBase(ABC):
             f"{type(self).__name__} holds a model, threads and locks of this process; it cannot be pickled or copied. "
             "Send what load_engine takes and load it there; BlendLLM(model=..., store=...) does so by itself"
         )
+
+
+def _overlaps(run: ChunkRun, others: Iterable[ChunkRun]) -> bool:
+    return any(run.start < other.end and other.start < run.end for other in others)

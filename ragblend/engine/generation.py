@@ -23,8 +23,9 @@ from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import RuleFit
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
-from ragblend.prompt.prompt import Segment, TokenizedPrompt
-from ragblend.prompt.segmenter import Segmenter, TextStream
+from ragblend.prompt.match import ChunkRun, MatchedPrompt
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.text_stream import TextStream
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Grammar(Protocol):
 class EngineRequest:
     """One prompt and how it is answered: `options` are what was asked for, mode, rule and ratio what is to run."""
 
-    prompt: TokenizedPrompt
+    prompt: MatchedPrompt
     mode: Mode
     rule: str
     ratio: float
@@ -99,7 +100,7 @@ class PrefillResult:
     fused: FusedKV
     logits: Tensor
     report: BlendReport
-    misses: tuple[Segment, ...] = ()
+    misses: tuple[ChunkRun, ...] = ()  # runs whose chunks are not stored
     recomputed: Tensor | None = None  # positions of the chunk tokens recomputed through the last layer
     attention: Tensor | None = None  # [T] float32, where the question looked, if the rule asked it
     read_s: Mapping[int, float] = field(default_factory=dict)  # per placed chunk, by its first position: reading its KV
@@ -116,14 +117,14 @@ class DecodeStep:
 class LookupObserver(Protocol):
     """Wants to know which chunks of an answered prompt were stored."""
 
-    def record_lookup(self, prompt: TokenizedPrompt, hits: Sequence[bool]) -> None: ...
+    def record_lookup(self, prompt: MatchedPrompt, hits: Sequence[bool]) -> None: ...
 
 
 class DecodingEngine(Protocol):
     """What a GenerationStream needs of its engine. Every call may wait for the other requests' turn."""
 
     @property
-    def segmenter(self) -> Segmenter: ...
+    def renderer(self) -> Renderer: ...
     @property
     def context_length(self) -> int: ...
     @property
@@ -134,7 +135,7 @@ class DecodingEngine(Protocol):
     def prefill(self, request: EngineRequest) -> PrefillResult: ...
     def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor: ...
     def stop_ids(self) -> frozenset[int]: ...
-    def backfill(self, misses: Sequence[Segment]) -> None: ...
+    def backfill(self, misses: Sequence[ChunkRun]) -> None: ...
 
 
 OnEnd = Callable[[PrefillResult, Generation], None]
@@ -198,7 +199,7 @@ class GenerationStream:
         report.prompt_tokens = request.prompt.num_tokens
         report.num_chunks = len(report.chunks)
         report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
-        text, scanner = TextStream(engine.segmenter), StopScanner(request.options.stops)
+        text, scanner = TextStream(engine.renderer), StopScanner(request.options.stops)
         ends = engine.stop_ids()
         limit = min(request.options.max_tokens, engine.context_length - request.prompt.num_tokens)
         decode_start_s = perf_counter()
@@ -258,18 +259,18 @@ class Backfill:
     An executor, because the interpreter joins its thread at exit: a thread still inside torch then would abort it.
     """
 
-    def __init__(self, precompute: Callable[[tuple[int, ...]], int]) -> None:
+    def __init__(self, precompute: Callable[[ChunkRun], None]) -> None:
         self._precompute = precompute
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
 
-    def add(self, token_ids: tuple[int, ...]) -> None:
-        """Queue one chunk. Once it is closed, or the interpreter going away, nothing is: the chunk stays a miss."""
+    def add(self, run: ChunkRun) -> None:
+        """Queue the chunk of a run. Once this is closed, or the interpreter going away, the chunk stays a miss."""
         with self._lock:
             self._pending = [future for future in self._pending if not future.done() or future.exception()]
             try:
-                self._pending.append(self._executor.submit(self._work, token_ids))
+                self._pending.append(self._executor.submit(self._work, run))
             except RuntimeError as error:
                 log.debug("a missed chunk is not stored: %s", error)
 
@@ -284,9 +285,9 @@ class Backfill:
         """Finish what is queued and end the thread."""
         self._executor.shutdown(wait=True)
 
-    def _work(self, token_ids: tuple[int, ...]) -> None:
+    def _work(self, run: ChunkRun) -> None:
         try:
-            self._precompute(token_ids)
+            self._precompute(run)
         except (RagblendError, OSError) as error:
             # The answer is out already; a full disk must not take the process down. flush() raises.
             log.warning("a missed chunk was not stored: %s", error)

@@ -163,8 +163,7 @@ def load_engine(
     from ragblend.engine.transformers.loaded_model import adopt_loaded_model
     from ragblend.engine.transformers.model import load_model
     from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
-    from ragblend.prompt.formats import prompt_format
-    from ragblend.prompt.segmenter import Segmenter
+    from ragblend.prompt.render import Renderer
 
     if store is None or isinstance(store, str | Path):
         kv_store: KVStore = open_store(store, **tiers)
@@ -179,10 +178,10 @@ def load_engine(
     if isinstance(store, str | Path):
         shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
         register_model(Path(store), loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, new_model)
-    segmenter = Segmenter(loaded.tokenizer, prompt_format(loaded.tokenizer, loaded.path))
+    renderer = Renderer(loaded.tokenizer)
     return TransformersEngine(
         layers,
-        segmenter,
+        renderer,
         kv_store,
         name=loaded.name,
         fingerprint=loaded.fingerprint,
@@ -246,8 +245,7 @@ def _load_client(
     """An engine over the server at `url`, with `model`'s tokenizer from this machine."""
     from ragblend.engine.transformers.model import load_tokenizer
     from ragblend.engine.vllm.client import Connection, VllmClient, server_facts
-    from ragblend.prompt.formats import prompt_format
-    from ragblend.prompt.segmenter import Segmenter
+    from ragblend.prompt.render import Renderer
 
     if store is not None and not isinstance(store, str | Path):
         raise UsageError(
@@ -256,14 +254,14 @@ def _load_client(
     opened = Connection(url, **connection)
     try:
         facts = server_facts(opened, model)
-        tokenizer, path = load_tokenizer(model, model_options)
+        tokenizer, _ = load_tokenizer(model, model_options)
         if model not in (facts.model, facts.root):
             raise StoreMismatchError(
                 f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; choose it: `model={facts.model!r}`"
             )
-        segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+        renderer = Renderer(tokenizer)
         root = Path(store).absolute() if store is not None else None
-        return VllmClient(opened, facts, segmenter, name=model, root=root, **options)
+        return VllmClient(opened, facts, renderer, name=model, root=root, **options)
     except BaseException:
         opened.close()
         raise
@@ -284,8 +282,7 @@ def _load_vllm(
     from ragblend.engine.transformers.model import load_tokenizer
     from ragblend.engine.vllm.engine import VllmEngine
     from ragblend.engine.vllm.launch import find_checkpoint, require_vllm, transfer_config
-    from ragblend.prompt.formats import prompt_format
-    from ragblend.prompt.segmenter import Segmenter
+    from ragblend.prompt.render import Renderer
 
     if store is not None and not isinstance(store, str | Path):
         raise UsageError(
@@ -301,10 +298,10 @@ def _load_vllm(
     transfer = transfer_config(
         root, tiers, model=found, system=options["system"], context=options["context"], trust_remote_code=trust,
     )  # fmt: skip
-    tokenizer, path = load_tokenizer(found, ModelOptions(trust_remote_code=trust))
-    segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+    tokenizer, _ = load_tokenizer(found, ModelOptions(trust_remote_code=trust))
+    renderer = Renderer(tokenizer)
     return VllmEngine(
-        checkpoint, segmenter, transfer, place,
+        checkpoint, renderer, transfer, place,
         vllm_options=vllm_options, trust_remote_code=trust, **options,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ Plain values only. Knows nothing about how they came about.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from ragblend.engine.agreement import ShadowReport
@@ -14,6 +14,7 @@ from ragblend.options import MODES as MODES
 from ragblend.options import ContextPolicy
 from ragblend.options import Mode as Mode
 from ragblend.options import RatioChoice as RatioChoice
+from ragblend.prompt.match import MatchedPrompt
 
 PrefixMatch = Literal["exact", "approximate"]
 
@@ -93,6 +94,34 @@ class BlendReport:
         if self.attention_stale is not None:
             text += f"; {self.attention_stale:.0%} of the question's attention on stale tokens"
         return text
+
+
+def chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
+    """Return a report, a miss so far, for each chunk of which runs were found in the prompt."""
+    runs = prompt.runs
+    return [
+        ChunkReport(runs[parts[0]].source, sum(runs[part].num_tokens for part in parts), hit=False)
+        for parts in prompt.chunks
+    ]
+
+
+def join_runs(report: BlendReport, prompt: MatchedPrompt) -> None:
+    """Make of the reports on the runs of a prompt, in their order, one for each chunk that they are parts of."""
+    joined = []
+    for parts in prompt.chunks:
+        runs = [report.chunks[part] for part in parts]
+        first = next((run for run in runs if run.hit), runs[0])
+        joined.append(
+            replace(
+                first,
+                source=prompt.runs[parts[0]].source,
+                num_tokens=sum(prompt.runs[part].num_tokens for part in parts),
+                exact=all(run.exact for run in runs),
+                num_recomputed_tokens=sum(run.num_recomputed_tokens for run in runs),
+            )
+        )
+    report.chunks = joined
+    report.num_chunks, report.num_chunk_hits = len(joined), sum(chunk.hit for chunk in joined)
 
 
 def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import tiers_of
-from ragblend.prompt.prompt import TokenizedPrompt
+from ragblend.prompt.match import MatchedPrompt
 
 if TYPE_CHECKING:
     from ragblend.engine.base import EngineBase
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_PROMPTS_BEFORE_WARNING = 3  # prompts without a match before NO_MATCH; later ones are not looked into
+LONG_PROMPT = 256  # tokens; a prompt as long holds documents more often than not
 MAX_HEADERS_READ = 64  # entries that are looked at
 EMPTY = "nothing is stored yet; ingest the documents first: {ingest}"
 OTHER_MODEL = "the store holds KV of other models or namespaces, none of {model}; add it: {precompute}"
 OTHER_PREFIX = "the store holds KV behind another prefix, none behind this one ({system}); add it: {precompute}"
 NO_MATCH = (
-    f"nothing in {NUM_PROMPTS_BEFORE_WARNING} prompts is stored; a chunk is found as it was ingested, to the letter: "
-    "{ingest}"
+    f"nothing in {NUM_PROMPTS_BEFORE_WARNING} prompts is stored: the documents were not ingested, or with another "
+    "tokenizer or namespace, or the application rewrites their text. To ingest them: {ingest}; to look closer: "
+    "ragblend explain"
 )
 
 
@@ -43,15 +45,15 @@ class ReuseDiagnostics:
         self._warned_causes: set[str] = set()
         self._num_missed = 0
 
-    def record_lookup(self, prompt: TokenizedPrompt, hits: Sequence[bool]) -> None:
+    def record_lookup(self, prompt: MatchedPrompt, hits: Sequence[bool]) -> None:
         """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored."""
         if any(hits):
             self._num_missed = NUM_PROMPTS_BEFORE_WARNING
-        elif hits:
-            self.record_miss(prompt.prefix_ids)
+        elif hits or prompt.num_tokens >= LONG_PROMPT:
+            self._record_miss(prompt.prefix_ids)
 
-    def record_miss(self, *prefixes: tuple[int, ...]) -> None:
-        """Told of a prompt of which nothing was reused; `prefixes` are looked for besides the engine's own."""
+    def _record_miss(self, *prefixes: tuple[int, ...]) -> None:
+        """Warn, if need be, of a prompt of which nothing was reused; `prefixes` are looked for besides the engine's."""
         with self._lock:
             if self._num_missed < NUM_PROMPTS_BEFORE_WARNING:
                 self._num_missed += 1

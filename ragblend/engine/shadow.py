@@ -101,7 +101,6 @@ def compare_with_full(
 ) -> ShadowReport:
     """Run `request` by full prefill beside its `answer`, whose first token came from `logits` [vocabulary].
 
-    Full prefill reads the text as it was sent, see `Segmenter.as_sent`.
     The answers are compared where both are greedy and `answer` was not broken off; otherwise only the first token is.
     """
     comparable = request.options.temperature == 0 and answer.finish_reason != "cancelled"
@@ -111,8 +110,7 @@ def compare_with_full(
     def keep(prefilled: PrefillResult, _: Generation) -> None:
         kept.append(prefilled.logits)
 
-    prompt = engine.segmenter.as_sent(request.prompt)
-    full = replace(request, prompt=prompt, mode="full", conversation=None, options=options)
+    full = replace(request, mode="full", conversation=None, options=options)
     same = same_tokens(GenerationStream(engine, full, keep), answer)
     return ShadowReport(
         int(kept[0].argmax()) == int(logits.argmax()), first_token_kl(kept[0], logits), same if comparable else None

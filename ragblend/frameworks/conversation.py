@@ -13,7 +13,7 @@ from typing import Any
 from ragblend.engine.api import Engine, Stream
 from ragblend.engine.generation import Conversation
 from ragblend.errors import PromptTooLongError
-from ragblend.prompt.prompt import Message, Part, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Message, Part, Prompt, as_chunk
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ class ChatSession:
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:
         self._engine = engine
-        self._messages: list[Message] = [Message("system", (system,))] if system else []
+        self._turns: list[tuple[str, str]] = []  # questions, without chunks, and answers
+        self._seen: set[str] = set()  # texts of chunks that earlier turns have
+        self._messages: list[Message] = [Message("system", system)] if system else []
         self._conversation = Conversation()
 
     @property
@@ -54,14 +56,11 @@ class ChatSession:
         question itself comes back before the first answer, and where the model writes nothing or does not come to an
         end: one too small to rephrase does that, or writes something else, so that it should not be asked to.
         """
-        turns = [
-            Message(message.role, tuple(part for part in message.parts if isinstance(part, str)))
-            for message in self._messages
-            if message.role != "system"
-        ][-_REPHRASE_TURNS:]
-        if not turns:
+        if not self._turns:
             return question
-        prompt = SegmentedPrompt.from_messages([("system", REPHRASE), *turns, ("user", question)])
+        turns = [(role, text) for turn in self._turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+        turns = turns[-_REPHRASE_TURNS:]
+        prompt = Prompt.from_messages([("system", REPHRASE), *turns, ("user", question)])
         try:
             answer = self._engine.generate(prompt, mode="prefix", max_tokens=_REPHRASE_TOKENS)
         except PromptTooLongError:
@@ -72,11 +71,9 @@ class ChatSession:
 
     def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> StreamedReply:
         """Ask `question` over `chunks`, those of earlier turns left out; `generation` goes to `engine.stream`."""
-        seen = {chunk.text for message in self._messages for chunk in message.parts if not isinstance(chunk, str)}
-        turn = SegmentedPrompt(chunks, question).messages[-1]
-        new = tuple(part for part in turn.parts if isinstance(part, str) or part.text not in seen)
-        asked = Message("user", new)
-        prompt = SegmentedPrompt.from_messages([*self._messages, asked])
+        new = [chunk for part in chunks if (chunk := as_chunk(part)).text not in self._seen]
+        asked = Prompt(new, question).messages[-1]
+        prompt = Prompt.from_messages([*self._messages, asked], chunks=new)
         if getattr(self._engine, "keeps_conversations", False):
             generation = {**generation, "conversation": self._conversation}
         try:
@@ -86,25 +83,29 @@ class ChatSession:
                 raise
             log.warning("the conversation no longer fits the model's context; earlier turns are forgotten")
             self._messages = [message for message in self._messages if message.role == "system"]
-            self._conversation = Conversation()
+            self._conversation, self._turns, self._seen = Conversation(), [], set()
             generation.pop("conversation", None)
             return self.stream(chunks, question, **generation)
-        return StreamedReply(self, asked, stream)
+        return StreamedReply(self, asked, question, new, stream)
 
-    def add(self, question: Message, answer: str) -> None:
-        """Append a finished turn."""
-        self._messages += [question, Message("assistant", (answer,))]
+    def add(self, asked: Message, question: str, chunks: Sequence[Chunk], answer: str) -> None:
+        """Append a finished turn: the user's message, made of chunks and a question, and the answer."""
+        self._messages += [asked, Message("assistant", answer)]
+        self._turns.append((question, answer))
+        self._seen.update(chunk.text for chunk in chunks)
 
 
 class StreamedReply:
     """One answer in the making, as the engine's stream; joins its session when it has ended."""
 
-    def __init__(self, session: ChatSession, question: Message, stream: Stream) -> None:
+    def __init__(
+        self, session: ChatSession, asked: Message, question: str, chunks: Sequence[Chunk], stream: Stream
+    ) -> None:
         self._session = session
-        self._question = question
+        self._turn = (asked, question, chunks)
         self._stream = stream
         self.result = stream.result
 
     def __iter__(self) -> Iterator[str]:
         yield from self._stream
-        self._session.add(self._question, self.result.text)
+        self._session.add(*self._turn, self.result.text)

@@ -1,9 +1,9 @@
-"""What the LangChain and the LlamaIndex models share: settings, one engine, chunk boundaries, strictness, async.
+"""What the LangChain and the LlamaIndex models share: settings, one engine, prompts, strictness, async.
 
 `BlendModel` is the pydantic half of both; the frameworks' classes add their own messages and results. Read
-`BlendModel._prepare` first: turns of a conversation in, a SegmentedPrompt with known chunk boundaries out.
+`BlendModel._prepare` first: turns of a conversation in, a Prompt out.
 
-Knows engines, the registry and pydantic. Knows no framework.
+Knows engines and pydantic. Knows no framework.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_serializer, model_validator
 
-from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
 from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import user_path
-from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover_chunks
+from ragblend.frameworks.content import Block, text_and_chunks
 from ragblend.options import (
-    LIST,
     MODEL_NAMES,
     RETRIES,
     SECONDS,
-    TEXT,
     TIER_NAMES,
     TOOLS,
     TRUE_OR_FALSE,
@@ -49,24 +46,19 @@ from ragblend.options import (
     RatioChoice,
     Validator,
     check_option,
-    int_at_least,
     int_between,
     is_url,
     option,
 )
-from ragblend.prompt.prompt import Chunk, Message, Part, SegmentedPrompt, ToolCall
+from ragblend.prompt.types import Chunk, Message, Prompt, ToolCall
 from ragblend.redaction import hide_secrets, redact
 
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine, Stream
     from ragblend.engine.batching import ContinuousBatch
     from ragblend.engine.generation import GenerationStream
-    from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 
 T = TypeVar("T")
-
-_LONG_TEXT = 1000  # characters; a text as long holds documents more often than not
-
 
 MAX_ANSWERS = 128
 """Most answers to one prompt, as with OpenAI."""
@@ -76,7 +68,7 @@ TOOL_CHOICE = Validator(
 RESPONSE_FORMAT = Validator(lambda value: isinstance(value, Mapping), "a dictionary such as {'type': 'json_object'}")
 
 
-class UnrecognisedChunkError(RagblendError):
+class ChunkNotReusedError(RagblendError):
     """With `strict=True`: a chunk that should have been reused is not in the prompt, or its KV is not in the store."""
 
 
@@ -97,25 +89,16 @@ class CallOptions(GenerationOptions):
     """Everything one call may set; the model's own fields are the defaults."""
 
     timeout: float | None = option(None, "Seconds for a whole answer.", SECONDS)
-    separator: str | None = option(None, "Text around each chunk.", TEXT)
     strict: bool = option(False, "Raise where a chunk is not reused.", TRUE_OR_FALSE)
-    segments: Sequence[Any] = option((), "Chunks that are in the messages word for word.", LIST)
     tools: Sequence[Mapping[str, Any]] = option((), "Tools in OpenAI's form.", TOOLS)
     tool_choice: Any = option(None, "Whether to call a tool, or which.", TOOL_CHOICE)
     parallel_tool_calls: bool | None = option(None, "Whether there may be several calls.", TRUE_OR_FALSE)
     response_format: Any = option(None, "Form of the answer, as OpenAI has it.", RESPONSE_FORMAT)
     n: int | None = option(None, "Answers to one prompt.", int_between(1, MAX_ANSWERS))
 
-    def __post_init__(self) -> None:
-        GenerationOptions.__post_init__(self)
-        if self.separator is not None:
-            check_separator(self.separator)
-
 
 _OPTION_NAMES = tuple(option.name for option in fields(CallOptions))
-_PER_CALL_OPTIONS = frozenset(
-    {"segments", "tools", "tool_choice", "parallel_tool_calls", "response_format"}
-)  # no fields
+_PER_CALL_OPTIONS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "response_format"})  # no fields
 # Frameworks hand these down beside the user's own arguments; they say nothing to an engine.
 _IGNORED_OPTIONS = frozenset(
     {"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"}
@@ -127,15 +110,15 @@ _ENGINE_FIELDS = frozenset(  # what opens an engine
     {"model", "store", "remote", "backend", "system", "namespace", "on_miss", "context", "max_retries"}
     | {"vllm_options", "engine_options", *_MODEL_FIELDS}
 )
-_FIELD_CHECKS = {"max_retries": RETRIES, "max_matches": int_at_least(0)}  # fields that no call sets
+_FIELD_CHECKS = {"max_retries": RETRIES}  # fields that no call sets
 _MAY_HOLD_SECRETS = ("remote", "backend", "vllm_options", "engine_options", "model_kwargs")
 _LEGACY_TOOL_OPTIONS = ("functions", "function_call")  # what OpenAI called tools before
 
 
 class Request(NamedTuple):
-    """A prompt with its boundaries, and how to answer it."""
+    """A prompt, and how to answer it."""
 
-    prompt: SegmentedPrompt
+    prompt: Prompt
     options: CallOptions
 
 
@@ -148,10 +131,10 @@ class BlendModel(BaseModel):
     `base_url` (`backend`), `torch_dtype`, `max_new_tokens` and `max_completion_tokens`. A copy, deep or not, shares the
     engine.
     Pickled, a model is its settings: it opens its engine again where it is loaded, with the API key from the
-    environment (`RAGBLEND_API_KEY`), because keys are not kept. One that was given an engine, a loaded model, a
-    registry or a store that is an object cannot be pickled, and says so. `strict=True` raises UnrecognisedChunkError
-    when a prompt holds no known chunk, when a chunk given explicitly (or a configured separator) is not in it, or when
-    a chunk's KV is not in the store. A call may override every field from `mode` to `strict`.
+    environment (`RAGBLEND_API_KEY`), because keys are not kept. One that was given an engine, a loaded model or a store
+    that is an object cannot be pickled, and says so. `strict=True` raises ChunkNotReusedError when a prompt holds no
+    known chunk, when the text of a chunk that it names is not in it, or when a chunk's KV is not in the store. A call
+    may override every field from `mode` to `strict`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), hide_input_in_errors=True)
@@ -201,12 +184,9 @@ class BlendModel(BaseModel):
     api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here
     vllm_options: dict[str, Any] | None = None  # vLLM's own engine arguments, with backend="vllm"
     engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, shadow, max_num_seqs, ...
-    separator: str | None = None
     strict: bool = False
-    max_matches: int = MAX_MATCHES  # ingested texts recognised in one message; the rest of it is read as text
     engine: Any = Field(default=None, exclude=True, repr=False)  # an Engine
     loaded: Any = Field(default=None, exclude=True, repr=False)  # the pair that was given as `model`; not for users
-    registry: Any = Field(default=None, exclude=True, repr=False)  # a ChunkRegistry
     opened_with: Any = Field(default=None, exclude=True, repr=False)  # the settings that opened `engine`; not for users
 
     @model_validator(mode="before")
@@ -245,7 +225,6 @@ class BlendModel(BaseModel):
             # are what counts, and one of them may have been changed.
             if self.opened_with != self._engine_settings():
                 self.engine = None
-                self.registry = None if self.registry in _OWN_REGISTRIES else self.registry
         elif self.engine is not None:
             if self.engine_options:
                 raise UsageError("engine_options make an engine, and the one given is made: hand them to load_engine")
@@ -292,20 +271,17 @@ class BlendModel(BaseModel):
         return ModelOptions.from_keywords(**{name: getattr(self, name) for name in _MODEL_FIELDS})
 
     def _open_engine(self, api_key: Any = None) -> None:
-        """The engine that the settings name, where there is none yet, and its registry."""
+        """The engine that the settings name, where there is none yet."""
         if self.engine is None:
             self.opened_with = self._engine_settings()
             secret = getattr(api_key, "get_secret_value", lambda: api_key)()
             options = self.opened_with | ({"api_key": secret or None} if is_url(self.backend) else {})
             self.engine = share_engine(options.pop("model"), options.pop("store"), **options)
         _CLOSE_AT_EXIT.add(self.engine)
-        if self.registry is None:
-            self.registry = open_registry(self.engine.store)
-            _OWN_REGISTRIES.add(self.registry)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A copy of the settings over the same engine, which is no value."""
-        shared = (self.engine, self.registry, self.store, self.loaded, *self._handlers())
+        shared = (self.engine, self.store, self.loaded, *self._handlers())
         return super().__deepcopy__({**(memo or {}), **{id(each): each for each in shared}})
 
     def _handlers(self) -> Iterator[Any]:
@@ -315,7 +291,6 @@ class BlendModel(BaseModel):
     def __getstate__(self) -> dict[Any, Any]:
         """The settings that open the engine again. Raises TypeError where there are none."""
         given = "engine" if self.opened_with is None else "model" if self.loaded is not None else ""
-        given = given or ("registry" if self.registry not in _OWN_REGISTRIES else "")
         if not given and not isinstance(self.store, str | Path | None):
             given = "store"
         if given:
@@ -325,68 +300,43 @@ class BlendModel(BaseModel):
                 f"it is made of instead: {name}(model=..., store='DIR'). copy.deepcopy works, and shares it"
             )
         bare = copy(self)
-        for name in ("engine", "registry", "opened_with"):
+        for name in ("engine", "opened_with"):
             del bare.__dict__[name]
         return super(BlendModel, bare).__getstate__()
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         BaseModel.__setstate__(self, state)
-        self.engine = self.registry = self.opened_with = None
+        self.engine = self.opened_with = None
         self._open_engine()
 
     # --- prompts ---
 
     def _prepare(self, content: str | Sequence[Turn], *, raw: bool = False, **call: Any) -> Request:
-        """The prompt of a call, its chunk boundaries recovered. A string is one user turn or, `raw`, all there is."""
+        """The prompt of a call. A string is one user turn or, `raw`, all there is."""
         options = self._options(call)
-        turns = [Turn("user", content)] if isinstance(content, str) else list(content)
-        given = tuple(_chunk(segment) for segment in options.segments)
-        turns = [replace(turn, chunks=(*turn.chunks, *given)) for turn in turns]
         if options.tools or options.response_format or options.tool_choice:
             from ragblend.frameworks.tools import output_constraint
 
             options = replace(
-                options, structured_outputs=output_constraint(options, self.engine.segmenter), response_format=None
+                options, structured_outputs=output_constraint(options, self.engine.renderer), response_format=None
             )
-        if options.tools:
-            return self._prepare_with_tools(turns, options)
-        said = ((turn.role, self._recover(turn, options)) for turn in turns)
-        messages = _conversation(said, self.engine.segmenter.format.merges_turns)
-        if not messages:
+        turns = [Turn("user", content)] if isinstance(content, str) else list(content)
+        messages, chunks = list[Message](), list[Chunk]()
+        for turn in turns:
+            text, named = text_and_chunks(turn.content)
+            messages.append(Message(turn.role, text, turn.calls, turn.call_id, turn.name))
+            chunks += (*named, *turn.chunks)
+        if not any(message.content.strip() or message.calls for message in messages):
             raise UsageError("the prompt is empty; give a message with text")
         if raw:
-            prompt = SegmentedPrompt.from_parts(messages[0][1])
+            prompt = Prompt.from_text(messages[0].content, chunks)
         else:
-            if self.system and messages[0][0] != "system":
-                messages.insert(0, ("system", [self.system]))
-            prompt = SegmentedPrompt.from_messages(messages)
+            if self.system and messages[0].role != "system":
+                messages.insert(0, Message("system", self.system))
+            prompt = Prompt.from_messages(messages, options.tools, chunks)
         if options.strict:
-            self._check_strict(prompt, turns, options)
+            self._check_strict(prompt)
         return Request(prompt, options)
-
-    def _prepare_with_tools(self, turns: Sequence[Turn], options: CallOptions) -> Request:
-        """`_prepare` of a call with tools."""
-        from ragblend.frameworks.tools import render_tool_turns
-
-        messages = render_tool_turns(turns, [self._recover(turn, options) for turn in turns])
-        if self.system and messages and messages[0].role != "system":
-            messages.insert(0, Message("system", (self.system,)))
-        prompt = SegmentedPrompt.from_messages(messages, options.tools)
-        if options.strict:
-            self._check_strict(prompt, turns, options)
-        return Request(prompt, options)
-
-    def _recover(self, turn: Turn, options: CallOptions) -> tuple[Part, ...]:
-        return recover_chunks(
-            turn.content,
-            segments=turn.chunks,
-            separator=options.separator,
-            registry=self.registry,
-            is_stored=self.engine.is_stored,
-            asks=turn.role == "user",
-            framed=self.engine.segmenter.format.frames_chunks,
-            max_matches=self.max_matches,
-        )
 
     def _options(self, call: Mapping[str, Any]) -> CallOptions:
         """The fields, overridden by what the call gives."""
@@ -418,48 +368,34 @@ class BlendModel(BaseModel):
         own = {name: getattr(self, name) for name in _OPTION_NAMES if name not in _PER_CALL_OPTIONS}
         return CallOptions(**{name: value for each in (own, call) for name, value in each.items() if value is not None})
 
-    def _check_strict(self, prompt: SegmentedPrompt, turns: Iterable[Turn], options: CallOptions) -> None:
-        found = {chunk.text for chunk in prompt.chunks}
-        wanted = {chunk.text.strip() for turn in turns for chunk in turn.chunks} - {""}
-        missing = sorted(wanted - found)
-        if missing:
-            raise UnrecognisedChunkError(
-                f"the chunk {missing[0][:60]!r} was given but its text is not in the prompt word for word; "
-                "put chunks into the prompt unchanged, or call with strict=False"
-            )
-        if options.separator is not None and not any(options.separator in _text(turn.content) for turn in turns):
-            raise UnrecognisedChunkError(
-                f"the separator {options.separator!r} is nowhere in the prompt; put it around each chunk "
-                "(document_prompt), or leave separator=None"
-            )
-        if not found:
-            raise UnrecognisedChunkError(
-                "no ingested chunk was recognised in the prompt; ingest the documents into this store "
+    def _check_strict(self, prompt: Prompt) -> None:
+        """Raise ChunkNotReusedError where the prompt has no chunk whose KV is stored, or names one that is not."""
+        for chunk in prompt.chunks:
+            if not any(chunk.text.strip() in message.content for message in prompt.messages):
+                raise ChunkNotReusedError(
+                    f"the chunk {chunk.text[:60]!r} was given but its text is not in the prompt word for word; "
+                    "put chunks into the prompt unchanged, or call with strict=False"
+                )
+        matched = self.engine.match(prompt)
+        if not matched.runs:
+            raise ChunkNotReusedError(
+                "no ingested chunk was found in the prompt; ingest the documents into this store "
                 "(ragblend.precompute.precompute_documents), or call with strict=False"
             )
-        unstored = next((chunk for chunk in prompt.chunks if not self.engine.is_stored(chunk)), None)
-        if unstored is not None:
-            raise UnrecognisedChunkError(
-                f"the chunk {unstored.text[:60]!r} has no KV in the store; precompute it "
-                "(ragblend.precompute.precompute_documents), or call with strict=False"
-            )
+        for run in matched.runs:
+            if not self.engine.has_kv(run.chunk_ids):
+                text = self.engine.renderer.plain_text(run.chunk_ids)
+                raise ChunkNotReusedError(
+                    f"the chunk {text[:60]!r} has no KV in the store; precompute it "
+                    "(ragblend.precompute.precompute_documents), or call with strict=False"
+                )
 
     # --- answers ---
 
     def _open(self, request: Request) -> Stream:
         """The answer as a stream, not started yet; arguments and prompt length are checked here."""
-        self._record_prompt(request)
         engine: Engine = self.engine
         return engine.stream(request.prompt, **request.options.keywords)
-
-    def _record_prompt(self, request: Request) -> None:
-        """Tell the engine of a long prompt in which no chunk was recognised: it may hold documents all the same."""
-        notices: ReuseDiagnostics | None = getattr(self.engine, "notices", None)
-        if notices is None or request.prompt.chunks or request.options.mode not in ("blend", "reuse"):
-            return
-        texts = (part for message in request.prompt.messages for part in message.parts if isinstance(part, str))
-        if max(map(len, texts), default=0) >= _LONG_TEXT:
-            notices.record_miss()
 
     def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
         """The pieces of `stream`, which is closed however this ends. Raises TimeoutError between two pieces."""
@@ -506,7 +442,7 @@ class BlendModel(BaseModel):
         """Log-probabilities of the answer's tokens in the form of OpenAI's chat API."""
 
         def shown(token: int, logprob: float) -> dict[str, Any]:
-            text = self.engine.segmenter.token_texts([token])[0]
+            text = self.engine.renderer.token_texts([token])[0]
             return {"token": text, "bytes": list(text.encode(errors="replace")), "logprob": logprob}
 
         content = [
@@ -565,53 +501,15 @@ def _backend_options(model: BlendModel) -> dict[str, Any]:
     return {"vllm_options": model.vllm_options} if model.vllm_options else {}
 
 
-def _chunk(segment: Any) -> Chunk:
+def _as_chunk(document: Any) -> Chunk:
     from ragblend.precompute import as_chunk
 
-    return as_chunk(segment)
-
-
-def _text(content: str | Sequence[Block]) -> str:
-    """All text of a content, chunks included."""
-    if isinstance(content, str):
-        return content
-    return "".join(
-        block if isinstance(block, str) else block.text if isinstance(block, Chunk) else str(block.get("text", ""))
-        for block in content
-    )
-
-
-def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]], merges: bool) -> list[tuple[str, list[Part]]]:
-    """Turns as a model that is told of no tools reads them: empty ones dropped, and what tools returned put before the
-    question they were called for, where the model expects its documents. `merges`: neighbours of one role are one turn,
-    with a blank line between them.
-
-    >>> _conversation([("user", ("Who?",)), ("assistant", ()), ("tool", ("It was Ann.",))], merges=False)
-    [('user', ['It was Ann.', '\\n\\n', 'Who?'])]
-    """
-    messages: list[tuple[str, list[tuple[Part, ...]]]] = []
-    num_tools = 0  # of the last user turn, at its front
-    for role, parts in turns:
-        if not parts:
-            continue
-        if role == "tool" and messages and messages[-1][0] == "user":
-            messages[-1][1].insert(num_tools, parts)
-            num_tools += 1
-            continue
-        waits = bool(messages) and num_tools == len(messages[-1][1])  # for the question to what tools returned
-        num_tools = num_tools if waits and role == "user" else int(role == "tool")
-        role = "user" if role == "tool" else role
-        if messages and messages[-1][0] == role and (merges or waits):
-            messages[-1][1].append(parts)
-        else:
-            messages.append((role, [parts]))
-    return [(role, list(chain(said[0], *(("\n\n", *parts) for parts in said[1:])))) for role, said in messages]
+    return as_chunk(document)
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 _ENGINES: WeakValueDictionary[tuple[Any, ...], Engine] = WeakValueDictionary()
-_OWN_REGISTRIES: WeakSet[ChunkRegistry] = WeakSet()  # those that a model found by itself
 _ENGINES_LOCK = threading.Lock()
 _CLOSE_AT_EXIT: WeakSet[Any] = WeakSet()
 
@@ -655,7 +553,7 @@ def delete_documents_kv(documents: Iterable[Any], llm_or_engine: Any, still_used
     """Drop the KV and the registered texts of `documents`, save those whose text is `still_used`. How many had KV."""
     from ragblend.ingestion.deletion import delete_chunks_kv
 
-    return delete_chunks_kv(map(_chunk, documents), llm_or_engine, still_used)
+    return delete_chunks_kv(map(_as_chunk, documents), llm_or_engine, still_used)
 
 
 def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any, names: Sequence[str] = ()) -> None:

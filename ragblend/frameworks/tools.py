@@ -1,27 +1,25 @@
 """Tools and schemas in a call of a framework's model: which tools, what the answer is held to, how it is read.
 
-`render_tool_turns` turns a conversation with tools into messages, `output_constraint` what a call asks for into
-`structured_outputs`. Both frameworks' models use them where a call has tools or a schema, and only there. Knows no
-framework.
+`output_constraint` turns what a call asks for into `structured_outputs`. Both frameworks' models use it where a call
+has tools or a schema, and only there. Knows no framework.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import Message, Part
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 from ragblend.prompt.tools import CallFormat, check_tools, read_calls, structural_tag, tool_names
 
 if TYPE_CHECKING:
-    from ragblend.frameworks.model import CallOptions, Turn
+    from ragblend.frameworks.model import CallOptions
 
 
-def output_constraint(options: CallOptions, segmenter: Segmenter) -> Mapping[str, Any] | None:
+def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, Any] | None:
     """`structured_outputs` of a call, from its tools, its response_format and what it names itself.
 
     Raises UsageError where they exclude each other.
@@ -40,7 +38,7 @@ def output_constraint(options: CallOptions, segmenter: Segmenter) -> Mapping[str
     parallel = choice == "auto" if options.parallel_tool_calls is None else options.parallel_tool_calls
     schema = asked["json"] if asked is not None else None
     schema = json.loads(schema) if isinstance(schema, str) else schema
-    return structural_tag(segmenter.calls, options.tools, choice, parallel, schema)
+    return structural_tag(renderer.calls, options.tools, choice, parallel, schema)
 
 
 def tool_choice(options: CallOptions) -> str:
@@ -66,23 +64,6 @@ def tool_choice(options: CallOptions) -> str:
 def may_return_calls(options: CallOptions) -> bool:
     """Whether the answer is to be read for calls."""
     return bool(options.tools) and tool_choice(options) != "none"
-
-
-def render_tool_turns(turns: Sequence[Turn], parts: Iterable[tuple[Part, ...]]) -> list[Message]:
-    """The messages of a conversation with tools: calls and what they returned stay where they are. Empty turns are
-    dropped, and neighbours of one role merged, tools' apart."""
-    messages: list[Message] = []
-    for turn, said in zip(turns, parts, strict=True):
-        if not said and not turn.calls and turn.role != "tool":
-            continue
-        message = Message(turn.role, said, turn.calls, turn.call_id, turn.name)
-        last = messages[-1] if messages else None
-        if last is not None and last.role == turn.role != "tool" and not last.calls:
-            joined = (*last.parts, *(["\n\n"] if last.parts and said else []), *said)
-            messages[-1] = Message(turn.role, joined, turn.calls)
-        else:
-            messages.append(message)
-    return messages
 
 
 def read_answer(text: str, form: CallFormat) -> tuple[str, list[tuple[str, str, str]]]:

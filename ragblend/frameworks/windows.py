@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine
@@ -59,14 +59,14 @@ def windows_of(
             "answer; choose between 1 and that, or lower max_tokens"
         )
     overlap = int(size * _OVERLAP) if overlap_tokens is None else overlap_tokens
-    joint = len(engine.segmenter.delimiter_ids)
+    joint = len(engine.renderer.separator_ids)
     largest = min(CHUNK_TOKENS, size // _CHUNKS_PER_WINDOW) if chunk_tokens is None else chunk_tokens
     if not 0 <= overlap < size or not 0 < largest + joint <= size - overlap:
         raise UsageError(
             f"windows of {size} tokens cannot overlap by {overlap} with chunks of {largest}; choose overlap_tokens and "
             "chunk_tokens that together are smaller than a window"
         )
-    count = engine.segmenter.count_tokens
+    count = engine.renderer.count_tokens
     chunks = [chunk for text, source in texts for chunk in split(Document(text, source), count, largest)]
     if not chunks:
         raise UsageError("the document is empty; give one with text")
@@ -102,7 +102,7 @@ def spans_of(sizes: Sequence[int], room: int, overlap: int) -> list[tuple[int, i
 
 def chunk_token_budget(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
     """Tokens of chunks that fit into a prompt with `text` behind them, and an answer."""
-    beside = engine.segmenter.tokenize(SegmentedPrompt(["."], text, system)).num_tokens
+    beside = len(engine.renderer.render(Prompt(["."], text, system)))
     room = engine.context_length - beside - answer_tokens
     if room < 1:
         raise UsageError(

@@ -17,7 +17,7 @@ from ragblend.engine.api import Engine
 from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.errors import BackendUnreachableError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 NUM_SIMILAR = 2
 """Chunks that a similar version is computed behind."""
@@ -135,8 +135,8 @@ def _fits(chunk: Chunk, behind: Sequence[str], engine: Engine) -> bool:
 def _num_prefill_tokens(chunk: Chunk, behind: Sequence[str], engine: Engine) -> int:
     """Tokens of the pass that prefills a chunk after `behind`: the prefix, `behind`, the chunk, and two for vLLM."""
     prefix_ids: Sequence[int] = getattr(engine, "default_prefix_ids", ())
-    parts = engine.segmenter.context_parts(replace(chunk, context_texts=tuple(behind)))
-    return len(prefix_ids) + sum(map(len, parts)) + engine.segmenter.count_tokens(chunk.text) + 2
+    parts = engine.renderer.context_parts(behind)
+    return len(prefix_ids) + sum(map(len, parts)) + engine.renderer.count_tokens(chunk.text) + 2
 
 
 def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:

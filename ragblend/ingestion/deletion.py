@@ -22,7 +22,7 @@ from ragblend.engine.store.tiered import PinnableStore, TieredStore, disk_tier, 
 from ragblend.errors import BackendUnreachableError, is_unicode
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import every_version
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]
 Reason = TypeVar("Reason")
@@ -130,9 +130,9 @@ def keys_to_delete(texts: Iterable[str], engine: Engine, *, everywhere: bool = F
     keys: dict[str, str] = {}
     if texts and everywhere:
         namespace = getattr(engine, "namespace", "")
-        gone = {engine.segmenter.chunk_ids(text): text for text in texts}
+        gone = {engine.renderer.chunk_ids(text): text for text in texts}
         mine = (header for header in iter_local_headers(engine.store) if header.namespace == namespace)
-        keys = dict(find_orphaned_keys(mine, gone.get, engine.segmenter.delimiter_ids))
+        keys = dict(find_orphaned_keys(mine, gone.get, engine.renderer.separator_ids))
     for text in texts:
         for version in every_version(text):
             keys.setdefault(engine.key(version), text)

@@ -13,7 +13,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader, convert_kv_dtype, load_into_memory
 from ragblend.engine.store.tiered import TieredStore, kv_dtype_of
 from ragblend.errors import DamagedEntryError, UsageError
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 _RENEW_BATCH = 16  # chunks whose KV is missing while it is prefilled again
 

@@ -26,7 +26,7 @@ from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatc
 from ragblend.files.places import user_path
 from ragblend.ingestion.workers import prefill_here
 from ragblend.options import is_url
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 from ragblend.redaction import redact
 
 BATCH_TOKENS, BATCH_CHUNKS = 8192, 64
@@ -113,7 +113,7 @@ class RayWorkers:
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
         """Have the workers prefill `chunks`: the bytes stored of each, as they are done. Chunks behind others last."""
-        made_by = (engine.fingerprint, engine.segmenter.fingerprint)
+        made_by = (engine.fingerprint, engine.renderer.fingerprint)
         for is_behind in (False, True):
             coming: list[Any] = []
             for batch in _batches([chunk for chunk in chunks if bool(chunk.context_texts) == is_behind], engine):
@@ -194,10 +194,10 @@ class _Worker:
             self._embedders[embedder] = load_embedder(embedder)
         return np.asarray(self._embedders[embedder].embed(texts), np.float32)
 
-    def prefill(self, chunks: list[Chunk], fingerprint: str, segmenter: str) -> list[int]:
+    def prefill(self, chunks: list[Chunk], fingerprint: str, renderer: str) -> list[int]:
         """The bytes stored of each; when this returns they are in the shared store."""
         engine = self._opened()
-        if (engine.fingerprint, engine.segmenter.fingerprint) != (fingerprint, segmenter):
+        if (engine.fingerprint, engine.renderer.fingerprint) != (fingerprint, renderer):
             raise StoreMismatchError(
                 f"{self._opening.model} on {os.uname().nodename} is not the model that ingests: other weights, dtype "
                 "or tokenizer; copy the same folder to every machine and give `dtype`"
@@ -222,7 +222,7 @@ def _batches(chunks: Iterable[Chunk], engine: Engine) -> Iterator[list[Chunk]]:
     num_tokens = 0
     for chunk in chunks:
         counted = chunk.metadata.get("num_tokens")
-        num_more = counted if isinstance(counted, int) else engine.segmenter.count_tokens(chunk.text)
+        num_more = counted if isinstance(counted, int) else engine.renderer.count_tokens(chunk.text)
         if batch and (num_tokens + num_more > BATCH_TOKENS or len(batch) == BATCH_CHUNKS):
             yield batch
             batch, num_tokens = [], 0

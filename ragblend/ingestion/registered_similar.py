@@ -24,7 +24,7 @@ from ragblend.corpus.embedders import (
 from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
 from ragblend.ingestion.deletion import has_local_tier
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 
 class RegisteredChunkFinder:

@@ -36,7 +36,7 @@ from ragblend.corpus.schema import IngestedFile
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.workers import Workers
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ragblend.corpus.embedders import FloatArray
 from ragblend.engine.api import Engine
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
 """Prefills chunks that are missing in the engine's store; the bytes stored of each, as they are done. What is computed

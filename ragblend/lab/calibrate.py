@@ -34,7 +34,7 @@ from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
 from ragblend.intervals import wilson_interval
 from ragblend.precompute import Progress
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 RULES = ("auto", NO_PROBE_RULE)  # those worth measuring; more with --rules
 CHECK_LAYERS = (1, 2, 4)  # as far as they lie in the first half of the model
@@ -125,11 +125,10 @@ def calibrate(
     settings = make_grid_points(rules, check_layers, fitter.layers.num_layers)
     on_progress = progress or (lambda stage, done, total: None)
 
-    def prompts(texts: Sequence[str]) -> list[SegmentedPrompt]:
+    def prompts(texts: Sequence[str]) -> list[Prompt]:
         hits = (index.search(text, k, neighbours=neighbours, order=order) for text in texts)
         return [
-            SegmentedPrompt([hit.chunk for hit in found], text, fitter.system)
-            for found, text in zip(hits, texts, strict=True)
+            Prompt([hit.chunk for hit in found], text, fitter.system) for found, text in zip(hits, texts, strict=True)
         ]
 
     curves = measure(fitter, prompts(fitted), settings, grid, on_progress)
@@ -235,7 +234,7 @@ def make_grid_points(rules: Sequence[str], check_layers: Sequence[int], num_laye
 
 def measure(
     engine: TransformersEngine,
-    prompts: Sequence[SegmentedPrompt],
+    prompts: Sequence[Prompt],
     settings: Sequence[GridPoint],
     ratios: Sequence[float],
     on_progress: Progress,
@@ -264,7 +263,7 @@ def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurveP
 
 
 def evaluate_held_out(
-    engine: TransformersEngine, prompts: Sequence[SegmentedPrompt], calibration: Calibration, on_progress: Progress
+    engine: TransformersEngine, prompts: Sequence[Prompt], calibration: Calibration, on_progress: Progress
 ) -> HeldOut:
     """What `calibration` is worth on other questions: first tokens by its best fit against full prefill's."""
     fit, trials = calibration.fits[0], []
@@ -277,7 +276,7 @@ def evaluate_held_out(
     return HeldOut(len(prompts), found.agreement, found.low, found.high, found.kl)
 
 
-def _run_full_prefill(engine: TransformersEngine, prompt: SegmentedPrompt) -> tuple[EngineRequest, Tensor]:
+def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[EngineRequest, Tensor]:
     """The prompt as a request, its chunks stored, and full prefill's first logits [V]."""
     for chunk in prompt.chunks:
         engine.precompute(chunk)

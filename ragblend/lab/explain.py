@@ -21,7 +21,8 @@ from ragblend.engine.generation import DecodingEngine, EngineKeywords, EngineReq
 from ragblend.engine.report import BlendReport, ChunkReport, Generation, Mode, RatioChoice
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import Segment, SegmentedPrompt, SegmentKind
+from ragblend.prompt.match import PromptSegment, SegmentKind
+from ragblend.prompt.types import Prompt
 
 TokenState = Literal["exact", "computed", "recomputed", "reused"]
 STATES: tuple[TokenState, ...] = ("exact", "computed", "recomputed", "reused")
@@ -68,12 +69,11 @@ class ExplainedSegment:
 class Explanation:
     """A prompt answered twice, by blending and by full prefill, with what became of every token.
 
-    The answers and first tokens are compared with full prefill of the text as it was sent (`Segmenter.as_sent`), the
-    KV of the tokens with full prefill of the same tokens. `boundaries_moved`: the two are not the same ids.
+    Both read the same token ids, those of the model's own template and tokenizer.
     """
 
     model: str
-    question: str  # the last user turn's text, chunks left out
+    question: str  # what the last user turn has after its chunks
     answer: str
     full_answer: str
     answers_identical: bool
@@ -82,7 +82,6 @@ class Explanation:
     report: BlendReport
     full_report: BlendReport
     segments: tuple[ExplainedSegment, ...]
-    boundaries_moved: bool = False
 
     @property
     def tokens(self) -> tuple[ExplainedToken, ...]:
@@ -106,16 +105,15 @@ class ExplainingEngine(DecodingEngine, Protocol):
         """The model's name."""
         ...
 
-    def request(self, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> EngineRequest:
+    def request(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> EngineRequest:
         """What to answer and how, tokenized and checked."""
         ...
 
 
-def explain(engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> Explanation:
+def explain(engine: ExplainingEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
     """Answer `prompt` by blending and by full prefill, and compare. `options` are those of the engine's `request`.
 
-    Takes three prefills and two answers (four where recognition moved token boundaries), and holds the KV of two
-    prompts. Raises UsageError for a mode that is not
+    Takes three prefills and two answers, and holds the KV of two prompts. Raises UsageError for a mode that is not
     "blend" and for a conversation, whose earlier turns are not in the prompt's KV as they were computed.
     """
     if options.get("mode", "blend") != "blend" or options.get("conversation") is not None:
@@ -142,12 +140,11 @@ class Comparison:
     the engine's `request`. For one thread at a time.
     """
 
-    def __init__(self, engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> None:
+    def __init__(self, engine: ExplainingEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> None:
         self._engine, self._prompt, self._options = engine, prompt, options
         self._request = engine.request(prompt, **options)
         self._kept: dict[Mode, tuple[PrefillResult, Generation]] = {}
-        self._same_ids: PrefillResult | None = None  # full prefill of the very tokens that are blended
-        self._stored: tuple[set[int], list[float]] | None = None  # starts of stored chunks, deviation of every token
+        self._stored: tuple[set[int], list[float]] | None = None  # numbers of stored chunks, deviation of every token
 
     def stream(self, mode: Mode, recompute_ratio: RatioChoice = None) -> GenerationStream:
         """An answer in the making. `recompute_ratio` is another one than the options', for blending.
@@ -155,9 +152,7 @@ class Comparison:
         What is compared is the latest answer of each mode.
         """
         request = self._request
-        if mode == "full":
-            request = replace(request, prompt=self._engine.segmenter.as_sent(request.prompt))
-        elif recompute_ratio is not None:
+        if mode != "full" and recompute_ratio is not None:
             options = self._options.copy()
             options["recompute_ratio"] = recompute_ratio
             request = self._engine.request(self._prompt, **options)
@@ -181,15 +176,15 @@ class Comparison:
 
         Lets go of the KV of other modes, whose agreement is not to be had afterwards.
         """
-        (blended, answer), (_, full_answer) = self._kept["blend"], self._kept["full"]
-        full, request = self._full(), self._request
+        (blended, answer), (full, full_answer) = self._kept["blend"], self._kept["full"]
+        request = self._request
         found, deviations = self._stored or self._keep_stored(full)
         agreement = self.agreement("blend")
         remaining = _deviations(full.fused, blended.fused, request.prompt.num_tokens)
         self._kept = {mode: kept for mode, kept in self._kept.items() if mode in ("full", "blend")}
         return Explanation(
             self._engine.name,
-            _question(self._prompt),
+            _question(self._engine, request),
             answer.text,
             full_answer.text,
             agreement.answers_identical,
@@ -198,28 +193,16 @@ class Comparison:
             answer.report,
             full_answer.report,
             tuple(_segments(self._engine, request, blended, found, deviations, remaining)),
-            self._is_moved,
         )
 
-    @property
-    def _is_moved(self) -> bool:
-        prompt = self._request.prompt
-        return self._engine.segmenter.as_sent(prompt).token_ids != prompt.token_ids
-
-    def _full(self) -> PrefillResult:
-        if not self._is_moved:
-            return self._kept["full"][0]
-        self._same_ids = self._same_ids or self._engine.prefill(replace(self._request, mode="full"))
-        return self._same_ids
-
     def _keep_stored(self, full: PrefillResult) -> tuple[set[int], list[float]]:
-        """Where the prompt's stored chunks begin, and how far the KV that was stored is off, before any recompute."""
+        """The numbers of the prompt's stored chunks, and how far off the stored KV is, before any recompute."""
         # Full reuse keeps all stored KV as it was placed: what blending started from.
         request = self._request
         kept = self._kept.get("reuse")
         stored = kept[0] if kept is not None else self._engine.prefill(replace(request, mode="reuse"))
         # A tier may have lost a chunk since.
-        found = {segment.start for segment, chunk in _chunks(request, stored) if chunk.hit}
+        found = {number for number, chunk in enumerate(stored.report.chunks) if chunk.hit}
         self._stored = found, _deviations(full.fused, stored.fused, request.prompt.num_tokens)
         return self._stored
 
@@ -244,20 +227,19 @@ def _segments(
     remaining: Sequence[float],
 ) -> Iterator[ExplainedSegment]:
     """The prompt's spans, their tokens told apart."""
-    chunks = {segment.start: chunk for segment, chunk in _chunks(request, blended)}
     recomputed = set(_plain(blended.recomputed))
     attention = _plain(blended.attention) or None
     last = request.prompt.num_tokens - 1
     for segment in request.prompt.segments:
-        chunk = chunks.get(segment.start)
-        is_stored = chunk is not None and chunk.hit and segment.start in found
-        tokens = []
-        for place, text in enumerate(engine.segmenter.token_texts(segment.token_ids)):
+        chunk = None if segment.chunk is None else blended.report.chunks[segment.chunk]
+        is_stored = chunk is not None and chunk.hit and segment.chunk in found
+        tokens, token_ids = [], request.prompt.token_ids[segment.start : segment.end]
+        for place, text in enumerate(engine.renderer.token_texts(token_ids)):
             row = segment.start + place
             state = _state(segment, chunk, row in recomputed, row == last)
             tokens.append(
                 ExplainedToken(
-                    segment.token_ids[place],
+                    token_ids[place],
                     text,
                     state,
                     deviations[row] if is_stored else None,
@@ -268,12 +250,7 @@ def _segments(
         yield ExplainedSegment(segment.kind, segment.start, tuple(tokens), chunk, blended.read_s.get(segment.start))
 
 
-def _chunks(request: EngineRequest, prefilled: PrefillResult) -> Iterator[tuple[Segment, ChunkReport]]:
-    """The prompt's chunks, and what the report says of them."""
-    return zip(request.prompt.chunk_segments, prefilled.report.chunks, strict=True)
-
-
-def _state(segment: Segment, chunk: ChunkReport | None, is_recomputed: bool, is_last: bool) -> TokenState:
+def _state(segment: PromptSegment, chunk: ChunkReport | None, is_recomputed: bool, is_last: bool) -> TokenState:
     if is_last:
         return "computed"  # its logits are the answer, whatever is stored
     if segment.kind == "prefix" or (chunk is not None and chunk.exact):
@@ -283,9 +260,9 @@ def _state(segment: Segment, chunk: ChunkReport | None, is_recomputed: bool, is_
     return "recomputed" if is_recomputed else "reused"
 
 
-def _question(prompt: SegmentedPrompt) -> str:
-    users = [message for message in prompt.messages if message.role == "user"]
-    return " ".join(part for part in users[-1].parts if isinstance(part, str)) if users else ""
+def _question(engine: ExplainingEngine, request: EngineRequest) -> str:
+    start = request.prompt.question_start
+    return "" if start is None else engine.renderer.plain_text(request.prompt.token_ids[start:]).strip()
 
 
 def _plain(tensor: Tensor | None) -> list[Any]:

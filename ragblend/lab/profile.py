@@ -44,7 +44,7 @@ from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
 from ragblend.options import GenerationOptions
-from ragblend.prompt.prompt import Segment, TokenizedPrompt
+from ragblend.prompt.match import ChunkRun, MatchedPrompt
 
 ProgressCallback = Callable[[str], None]
 Ids = tuple[int, ...]
@@ -124,22 +124,23 @@ def measure_machine(
         )
 
 
-def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[list[Ids], list[TokenizedPrompt]]:
+def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[list[Ids], list[MatchedPrompt]]:
     """Random chunks, and prompts of the first few of them, by `effort.lengths`; the last one has all."""
     draw = random.Random(0)
     chunks = [_ids(draw, effort.chunk_tokens, vocab_size) for _ in range(effort.num_chunks)]
     question = _ids(draw, QUESTION_TOKENS, vocab_size)
     prompts = []
     for count in effort.lengths:
-        segments = [Segment("prefix", prefix, 0)] if prefix else []
+        ids, runs = [*prefix], list[ChunkRun]()
         for chunk in chunks[:count]:
-            segments.append(Segment("chunk", chunk, segments[-1].end if segments else 0))
-        prompts.append(TokenizedPrompt((*segments, Segment("suffix", question, segments[-1].end))))
+            runs.append(ChunkRun(chunk, 0, len(ids), len(ids) + len(chunk)))
+            ids += chunk
+        prompts.append(MatchedPrompt([*ids, *question], tuple(runs), prefix))
     return chunks, prompts
 
 
 def _measure_times(
-    subject: _TransformersSubject | _VllmSubject, prompts: Sequence[TokenizedPrompt], effort: ProfileConfig
+    subject: _TransformersSubject | _VllmSubject, prompts: Sequence[MatchedPrompt], effort: ProfileConfig
 ) -> tuple[dict[float, float], dict[float, float]]:
     """Median seconds of full prefill by prompt tokens, and of blending the longest prompt, the last, by ratio."""
     longest = prompts[-1]
@@ -161,7 +162,7 @@ class _TransformersSubject:
         self._layers = engine.layers
         self._engine = TransformersEngine(
             engine.layers,
-            engine.segmenter,
+            engine.renderer,
             MemoryStore(1 << 50),
             name=engine.name,
             fingerprint=f"profile-{secrets.token_hex(8)}",  # so that no store takes it for anything else
@@ -180,7 +181,7 @@ class _TransformersSubject:
         store = self._engine.store
         return [load_into_memory(kv) for key in store.keys() if (kv := store.get(key)) is not None]  # noqa: SIM118
 
-    def prefill_s(self, prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: float) -> float:
+    def prefill_s(self, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float) -> float:
         """Seconds until the prompt's first logits."""
         request = EngineRequest(prompt, mode, rule, ratio, GenerationOptions(max_tokens=1))
         start_s = perf_counter()
@@ -214,7 +215,7 @@ class _VllmSubject:
     def stored(self) -> list[MemoryKV]:
         return [load_into_memory(kv) for key in self._keys() if (kv := self._engine.store.get(key)) is not None]
 
-    def prefill_s(self, prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: float) -> float:
+    def prefill_s(self, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float) -> float:
         """Seconds until the first token has been sampled."""
         params = blend_params(prompt, mode, rule, ratio, self._engine.namespace)
         num_hits = 0

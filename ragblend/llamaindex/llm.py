@@ -15,11 +15,11 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
-from ragblend.frameworks.boundaries import Block, refuse_block
+from ragblend.frameworks.content import Block, refuse_block
 from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread
 from ragblend.frameworks.tools import may_return_calls, read_answer
-from ragblend.prompt.prompt import Chunk, ToolCall
 from ragblend.prompt.tools import CallFormat, CallReader
+from ragblend.prompt.types import Chunk, ToolCall
 
 try:
     from llama_index.core.base.llms.types import (
@@ -62,10 +62,10 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     """A LlamaIndex LLM that answers from fused chunk KV, calls tools and fills schemas.
 
     `BlendLLM(model="demo", store="kv/")`, or `BlendLLM(engine=engine)`. Every call may set mode, rule, recompute_ratio,
-    max_tokens, temperature, stop, separator, strict and `segments=[...]` (strings, nodes or Chunks that are in the
-    prompt word for word). Responses carry the report in `raw["ragblend"]`. `is_chat_model=False` makes LlamaIndex send
-    one string instead of messages, and `raw=True` sends that string without the model's template. Agents,
-    `structured_predict` and `as_structured_llm` hold the answer to calls and schemas while it is written (extra
+    max_tokens, temperature, stop and strict. What is to be cited (`CitableBlock`) names chunks, which are stored for
+    the next time where they are not yet. Responses carry the report in `raw["ragblend"]`. `is_chat_model=False` makes
+    LlamaIndex send one string instead of messages, and `raw=True` sends that string without the model's template.
+    Agents, `structured_predict` and `as_structured_llm` hold the answer to calls and schemas while it is written (extra
     `structured`, save with vLLM); streams show a call once it is complete.
     """
 
@@ -96,7 +96,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def tokenizer(self) -> Callable[[str], list[int]]:
         """The model's own, for `Settings.tokenizer = llm.tokenizer`: LlamaIndex packs prompts by it. Unless it is told,
         it counts as GPT does, and what it packs may be longer than the context."""
-        return lambda text: list(self.engine.segmenter.text_ids(text))
+        return lambda text: list(self.engine.renderer.text_ids(text))
 
     # --- chat ---
 
@@ -233,7 +233,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     def _chat_response(self, request: Request, result: Generation) -> ChatResponse:
         if request.options.tools and may_return_calls(request.options):
-            blocks = _blocks(result.text, self.engine.segmenter.calls_shown)
+            blocks = _blocks(result.text, self.engine.renderer.calls_shown)
             # LlamaIndex' programs look there whether there are calls, and then ask for them.
             more = {"tool_calls": [block.model_dump() for block in blocks if isinstance(block, ToolCallBlock)]}
             message = ChatMessage(
@@ -247,7 +247,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         if not (request.options.tools and may_return_calls(request.options)):
             yield from map(_as_chat, self._stream_response(request))
             return
-        form, stream, shown = self.engine.segmenter.calls_shown, self._open(request), ""
+        form, stream, shown = self.engine.renderer.calls_shown, self._open(request), ""
         reader = CallReader(form)
         for piece in self._pieces(stream, request):
             said = "".join(part for part in reader.push(piece) if isinstance(part, str))
@@ -294,7 +294,7 @@ def _turn(message: ChatMessage) -> Turn:
             continue
         if not isinstance(block, TextBlock):
             refuse_block(block.block_type)
-        parts += ["\n", block.text] if parts else [block.text]
+        parts += ["\n", block.text] if parts and isinstance(parts[-1], str) else [block.text]
     more = message.additional_kwargs
     call_id_and_name = str(more.get("tool_call_id", "")), str(more.get("name", ""))
     return Turn(_ROLES[message.role], parts, (), tuple(calls), *call_id_and_name)

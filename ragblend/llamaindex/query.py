@@ -27,7 +27,9 @@ try:
         ChatMessage,
         ChatResponse,
         ChatResponseAsyncGen,
+        CitableBlock,
         MessageRole,
+        TextBlock,
     )
     from llama_index.core.base.response.schema import RESPONSE_TYPE
     from llama_index.core.callbacks import CallbackManager
@@ -152,8 +154,8 @@ class BlendSynthesizer(BaseSynthesizer):
     def _make_chat_arguments(self, query: str, texts: Sequence[str]) -> dict[str, Any]:
         """What `chat` is given: one user turn of the texts and the question, behind the system text if there is one."""
         system = [ChatMessage(role=MessageRole.SYSTEM, content=self._system)] if self._system else []
-        user = ChatMessage(role=MessageRole.USER, content="\n\n".join((*texts, query)))
-        return {"messages": [*system, user], "segments": list(texts)}
+        cited = [CitableBlock(title="", source="", content=[TextBlock(text=text)]) for text in texts]
+        return {"messages": [*system, ChatMessage(role=MessageRole.USER, blocks=[*cited, TextBlock(text=query)])]}
 
 
 def _with_facts(response: RESPONSE_TYPE, facts: dict[str, Any]) -> RESPONSE_TYPE:

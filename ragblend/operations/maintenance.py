@@ -38,8 +38,8 @@ from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.precompute import Progress, pin_document, precompute_chunks
-from ragblend.prompt.prompt import Chunk
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import Chunk
 
 _BATCH = 64  # entries deleted while nobody may add documents
 
@@ -361,25 +361,24 @@ class _LiveChunks(NamedTuple):
     ids: set[tuple[int, ...]]
     joint: tuple[int, ...]
     generation: int
-    segmenter: Segmenter
+    renderer: Renderer
 
     def add_texts(self, texts: Iterable[str], generation: int) -> _LiveChunks:
         """These, and those of chunks that came since."""
-        return self._replace(ids=self.ids.union(map(self.segmenter.chunk_ids, texts)), generation=generation)
+        return self._replace(ids=self.ids.union(map(self.renderer.chunk_ids, texts)), generation=generation)
 
 
 def _load_live_chunks(index: ChunkIndex) -> _LiveChunks | None:
     """What is in use, in the tokenizer the index was made with; None if that is not at hand."""
     from ragblend.engine.transformers.model import load_tokenizer
-    from ragblend.prompt.formats import prompt_format
 
     made = index.manifest  # before its texts are read: what comes meanwhile comes after it
     try:
-        tokenizer, path = load_tokenizer(made.tokenizer)
+        tokenizer, _ = load_tokenizer(made.tokenizer)
     except RagblendError:
         return None
-    segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
-    if segmenter.fingerprint != made.tokenizer_fingerprint:
+    renderer = Renderer(tokenizer)
+    if renderer.fingerprint != made.tokenizer_fingerprint:
         return None
-    ids = {segmenter.chunk_ids(text) for _, text in index.texts()}
-    return _LiveChunks(ids, segmenter.delimiter_ids, made.generation, segmenter)
+    ids = {renderer.chunk_ids(text) for _, text in index.texts()}
+    return _LiveChunks(ids, renderer.separator_ids, made.generation, renderer)

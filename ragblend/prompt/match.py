@@ -15,12 +15,15 @@ from __future__ import annotations
 import heapq
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ragblend.prompt.types import Chunk
 
 WINDOW = 8
 STRIDE = 32
@@ -53,6 +56,106 @@ class Run:
     def end(self) -> int:
         """The position after the last one in the prompt."""
         return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRun:
+    """Positions [start, end) of a prompt, whose ids equal those of a chunk from `chunk_start` on.
+
+    `chunk`: the chunk as the prompt names it; None where it does not.
+    """
+
+    chunk_ids: tuple[int, ...]
+    chunk_start: int
+    start: int
+    end: int
+    chunk: Chunk | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens."""
+        return self.end - self.start
+
+    @property
+    def source(self) -> str:
+        """Return the source of the chunk; "" where it is not known."""
+        return self.chunk.source if self.chunk is not None else ""
+
+    def starting_at(self, position: int) -> ChunkRun:
+        """Return the part of the run from `position` of the prompt on; the run itself where it starts later."""
+        cut = max(0, position - self.start)
+        return replace(self, chunk_start=self.chunk_start + cut, start=self.start + cut) if cut else self
+
+    def continues(self, other: ChunkRun) -> bool:
+        """Whether this is a later part of the chunk that `other`, the run before it, is a part of."""
+        return self.chunk_ids == other.chunk_ids and self.chunk_start >= other.chunk_start + other.num_tokens
+
+
+SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
+
+
+class PromptSegment(NamedTuple):
+    """Positions [start, end) of a prompt: what stands before, in, between or after its runs.
+
+    `chunk`: the number of the chunk that a run is a part of, as in `MatchedPrompt.chunks`.
+    """
+
+    kind: SegmentKind
+    start: int
+    end: int
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedPrompt:
+    """The token ids of a prompt and the runs of chunks in them, in the order of the prompt.
+
+    `prefix_ids`: the ids that it begins with and that chunks may be stored after: those of its own system message.
+    """
+
+    token_ids: list[int]
+    runs: tuple[ChunkRun, ...] = ()
+    prefix_ids: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the length of the prompt."""
+        return len(self.token_ids)
+
+    @property
+    def num_prefix(self) -> int:
+        """Return the number of tokens before the first run; 0 where there is none."""
+        return self.runs[0].start if self.runs else 0
+
+    @property
+    def question_start(self) -> int | None:
+        """Return the position after the last run; None where nothing follows it, or there is no run."""
+        end = self.runs[-1].end if self.runs else self.num_tokens
+        return end if end < self.num_tokens else None
+
+    @property
+    def segments(self) -> Iterator[PromptSegment]:
+        """Yield the runs and what stands between them, in the order of the prompt; together they are all of it."""
+        end = 0
+        for number, parts in enumerate(self.chunks):
+            for run in (self.runs[part] for part in parts):
+                if run.start > end:
+                    yield PromptSegment("text" if end else "prefix", end, run.start)
+                yield PromptSegment("chunk", run.start, run.end, number)
+                end = run.end
+        if end < self.num_tokens:
+            yield PromptSegment("suffix", end, self.num_tokens)
+
+    @property
+    def chunks(self) -> list[list[int]]:
+        """Return the places in `runs` of the parts of each chunk, in the order of the prompt."""
+        found: list[list[int]] = []
+        for place, run in enumerate(self.runs):
+            if place and run.continues(self.runs[place - 1]):
+                found[-1].append(place)
+            else:
+                found.append([place])
+        return found
 
 
 class TokenIndex:

@@ -1,4 +1,4 @@
-"""Messages to token ids, exactly as the model's own chat template and tokenizer make them.
+"""Messages to token ids, exactly as the model's own chat template and tokenizer make them, and ids back to text.
 
 A conversation is rendered by the chat template and the text is tokenized as a whole: the ids are those that the model
 reads without ragblend. There is one exception. A control token that is written in the content of a message would end
@@ -10,23 +10,37 @@ Knows a Hugging Face tokenizer by its methods. Read `Renderer.render` first.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
-from ragblend.prompt.formats import is_markup
+from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, tools_as_text, without_tool_turns
+from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
-DELIMITER = "\n\n"
-"""What prompts of ours have between chunks; it stands behind a chunk while the ids of the chunk are determined."""
+PINNED_DATE = datetime(2024, 7, 26)
+"""The date that prefixes are stored with where a chat template writes today's: KV must be found tomorrow as well."""
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}\n\n"
+    "{% elif message.role == 'assistant' %}Answer: {{ message.content }}\n\n"
+    "{% else %}{{ message.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Answer:{% endif %}"
+)
+"""The chat template for tokenizers that have none."""
 
 _HEAD, _TAIL = "ragblendhead", "ragblendtail"
-_PROBE = _HEAD + DELIMITER + _TAIL  # two paragraphs: the demo model's template frames all but the last as documents
+_PROBE = _HEAD + CHUNK_SEPARATOR + _TAIL  # two paragraphs: the demo model's template frames all but the last
 _SENTINEL = "\ue0ff"  # a control token of `_plain_backend` alone: what is behind it is not the first text of a prompt
+_CHARACTER_TOKENS = 4  # the most tokens that make one character together: the bytes of one in UTF-8
+_CACHED_CHUNKS = 4096
 
 Turn = Mapping[str, Any]
 
@@ -53,7 +67,6 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         self._tokenizer = tokenizer
-        self._template = template
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UsageError(
@@ -61,7 +74,11 @@ class Renderer:
                 "return which characters a token spells; load a fast one: AutoTokenizer.from_pretrained(model, "
                 "use_fast=True)"
             )
-        self._backend: Tokenizer = backend
+        self.backend: Tokenizer = backend
+        if template is None:
+            has_own = bool(getattr(tokenizer, "chat_template", None))
+            template = str(tokenizer.get_chat_template()) if has_own else self._first_control() + PLAIN_TEMPLATE
+        self._template = template
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._control_ids = {
             text: token
@@ -72,71 +89,242 @@ class Renderer:
         control = "|".join(map(re.escape, texts)) if texts else r"(?!)"
         self._control = re.compile(control)
         self._closing = re.compile(rf"(?:\s|{control})*\Z")
+        self._cached_chunk_ids = lru_cache(_CACHED_CHUNKS)(self._find_chunk_ids)
 
-    def render(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Return the ids of a conversation, up to where the model's answer begins.
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits; equal when the tokenizer and the chat template give the same ids."""
+        return hashlib.blake2b(f"{self.backend.to_str()}\0{self._template}".encode(), digest_size=8).hexdigest()
 
-        `messages` and `tools` are what `tokenizer.apply_chat_template` takes. Raises UsageError where the template
-        refuses them.
+    # --- prompts ---
+
+    def render(self, prompt: Prompt) -> list[int]:
+        """Return the ids of a prompt, up to where the model's answer begins.
+
+        They are those of `tokenizer.apply_chat_template`, for plain text those of `tokenizer(text)`. For a template
+        that knows no tools they are described in the system message. Turns that the template refuses are given to it
+        with neighbours of one role as one, then with the system text at the front of the first user turn. Raises
+        UsageError where it refuses those as well.
         """
-        return self._render(messages, tools).ids
+        if not prompt.is_chat:
+            return self.render_text(prompt.messages[0].content)
+        if not self._knows_tools:
+            prompt = tools_as_text(prompt) if prompt.tools else without_tool_turns(prompt)
+        refusal: UsageError | None = None
+        for messages in _arrangements(prompt):
+            try:
+                return self.render_turns([_turn(message) for message in messages], prompt.tools)
+            except UsageError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def render_turns(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the ids of a conversation; `turns` and `tools` are what `tokenizer.apply_chat_template` takes.
+
+        Raises UsageError where the template refuses them.
+        """
+        return self._render(turns, tools).ids
 
     def render_text(self, text: str) -> list[int]:
         """Return the ids of a plain string, with the special tokens that the tokenizer adds."""
         if not self._control.search(text):
-            return list(self._tokenizer(text).input_ids)
-        whole, inner = self._tokenizer("a").input_ids, self._backend.encode("a", add_special_tokens=False).ids
+            return list(self._tokenizer(text, verbose=False).input_ids)
+        whole, inner = self._tokenizer("a").input_ids, self.backend.encode("a", add_special_tokens=False).ids
         start = next(place for place in range(len(whole)) if whole[place : place + len(inner)] == inner)
+        return [*whole[:start], *self.text_ids(text), *whole[start + len(inner) :]]
+
+    def text_ids(self, text: str) -> list[int]:
+        """Return the ids of a text without special tokens; control tokens in it are ordinary text."""
+        if not self._control.search(text):
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
         word = _unused_word(text)
         found: list[str] = []
-        ids = self._encode_protected(self._protect(text, word, found), word, found).ids
-        return [*whole[:start], *ids, *whole[start + len(inner) :]]
+        return self._encode_protected(self._protect(text, word, found), word, found).ids
+
+    @cached_property
+    def tail_ids(self) -> tuple[int, ...]:
+        """The ids that the template writes after the content of the last user message."""
+        rendered = self._render([{"role": "user", "content": _PROBE}])
+        return rendered.ids_within(rendered.text.rindex(_TAIL) + len(_TAIL), len(rendered.text))
+
+    # --- chunks ---
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """Return the ids that `text` has in a user's message with more text behind it.
+        """Return the ids that `text`, without outer whitespace, has in a user's message with more text after it.
 
-        Tokens that spell characters of the template or of the delimiter as well are not among them. A space that the
+        Tokens that spell characters of the template or of the separator as well are not among them. A space that the
         template writes before the text belongs to it, because most tokenizers make one token of a space and a word.
         """
-        rendered = self._render([{"role": "user", "content": text + DELIMITER + _TAIL}])
+        return self._cached_chunk_ids(text.strip())
+
+    def _find_chunk_ids(self, text: str) -> tuple[int, ...]:
+        if not text:
+            return ()
+        rendered = self._render([{"role": "user", "content": text + CHUNK_SEPARATOR + _TAIL}])
         # The template may have changed whitespace, and put control tokens before the last paragraph.
         before_tail = rendered.text[: rendered.text.rindex(_TAIL)]
         end = self._closing.search(before_tail).start()  # type: ignore[union-attr]  # the pattern matches anywhere
         return rendered.ids_within(len(self._before_content), end)
 
-    def prefix_ids(self, system: str | None = None) -> tuple[int, ...]:
-        """Return the ids before a chunk that begins the first user message, which follows a system message if any."""
-        turns = [] if system is None else [{"role": "system", "content": system}]
-        rendered = self._render([*turns, {"role": "user", "content": _PROBE}])
-        return rendered.ids_within(0, len(rendered.text[: rendered.text.rindex(_HEAD)].rstrip(" ")))
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of `text` as a chunk."""
+        return len(self.chunk_ids(text) if self._rewrites_contents else self.text_ids(text))
+
+    def prefix_ids(self, system: str | None = None, *, pins_date: bool = False) -> tuple[int, ...]:
+        """Return the ids before a chunk that begins the first user message, which follows a system message if any.
+
+        pins_date: where the template writes today's date, it writes `PINNED_DATE` instead.
+        """
+        if pins_date and "strftime_now" in self._template:
+            return Renderer(self._tokenizer, _PINNED_CLOCK + self._template).prefix_ids(system)
+        turns = [] if system is None else [Message("system", system)]
+        for messages in _arrangements(Prompt.from_messages([*turns, ("user", _PROBE)])):
+            try:
+                rendered = self._render([_turn(message) for message in messages])
+            except UsageError:
+                continue
+            return rendered.ids_within(0, len(rendered.text[: rendered.text.rindex(_HEAD)].rstrip(" ")))
+        return ()
+
+    @cached_property
+    def text_prefix_ids(self) -> tuple[int, ...]:
+        """The ids that the tokenizer puts before a plain text."""
+        whole, inner = self._tokenizer("a").input_ids, self.backend.encode("a", add_special_tokens=False).ids
+        return tuple(whole[: len(whole) - len(inner)] if whole[-len(inner) :] == inner else ())
+
+    @cached_property
+    def separator_ids(self) -> tuple[int, ...]:
+        """The ids between two chunks that a blank line separates."""
+        second = _HEAD + "two"
+        rendered = self._render([{"role": "user", "content": CHUNK_SEPARATOR.join((_HEAD, second, _TAIL))}])
+        first = rendered.text.index(_HEAD) + len(_HEAD)
+        return rendered.ids_within(first, len(rendered.text[: rendered.text.index(second)].rstrip(" ")))
+
+    def context_parts(self, texts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Return, for each chunk that another is computed after, its ids and those of the separator."""
+        return tuple(self.chunk_ids(text) + self.separator_ids for text in texts)
 
     @cached_property
     def _before_content(self) -> str:
         """What the template writes before a chunk that begins a conversation, without the last space."""
         return self._apply_template([{"role": "user", "content": _PROBE}]).partition(_HEAD)[0].rstrip(" ")
 
-    def _render(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
-        written = json.dumps([*messages, *tools], ensure_ascii=False, default=str)
+    @cached_property
+    def _rewrites_contents(self) -> bool:
+        """Whether the template changes the whitespace inside of a content."""
+        probe = f"{_HEAD}  two\nthree{CHUNK_SEPARATOR}{_TAIL}"
+        return probe not in self._apply_template([{"role": "user", "content": probe}])
+
+    # --- answers ---
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of an answer's ids, without control tokens and without `answer_lead`."""
+        return self.plain_text(token_ids).removeprefix(self.answer_lead)
+
+    def plain_text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, without control tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)) if token_ids else ""
+
+    @cached_property
+    def answer_lead(self) -> str:
+        """The whitespace that the template writes before an answer; the model writes it and no user wants to see it."""
+        asked = [{"role": "user", "content": "x"}]
+        try:
+            begun = self._apply_template(asked)
+            whole = self._apply_template([*asked, {"role": "assistant", "content": _HEAD}], asks=False)
+        except UsageError:
+            return ""
+        lead = whole[len(begun) :].partition(_HEAD)[0] if whole.startswith(begun) else ""
+        return lead if lead.isspace() else ""
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of every id in turn, control tokens included: joined, it reads as the whole does.
+
+        A character that several tokens make together is the last one's text; the others have "".
+        """
+        texts, start = [], 0
+        for end in range(1, len(token_ids) + 1):
+            # Two ids more than needed in front: some tokenizers drop the space of the first one they decode.
+            before = max(0, start - 2)
+            known = self._raw_text(token_ids[before:start])
+            text = self._raw_text(token_ids[before:end])
+            unfinished = text.endswith("\ufffd") and end < len(token_ids) and end - start < _CHARACTER_TOKENS
+            texts.append("" if unfinished else text[len(known) :])
+            start = start if unfinished else end
+        return texts
+
+    def _raw_text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False)) if token_ids else ""
+
+    def literal(self, text: str) -> list[str | int]:
+        """Return `text` as a template would be read: plain text, and the control tokens in it as their ids."""
+        pieces: list[str | int] = []
+        start = 0
+        for found in self._control.finditer(text):
+            pieces += [text[start : found.start()], self._control_ids[found.group()]]
+            start = found.end()
+        return [piece for piece in (*pieces, text[start:]) if piece != ""]
+
+    def stop_ids(self) -> frozenset[int]:
+        """Return the ids that end an answer, as far as the tokenizer knows."""
+        end = self._tokenizer.eos_token_id
+        return frozenset(end if isinstance(end, list) else [end] if end is not None else [])
+
+    # --- tools ---
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How this model writes calls of tools."""
+        return self._own_call_format or HERMES
+
+    @cached_property
+    def calls_shown(self) -> CallFormat:
+        """`calls` as the text of an answer has them, without control tokens."""
+
+        def show(text: str) -> str:
+            return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.literal(text))
+
+        return self.calls.without_control_tokens(show)
+
+    @property
+    def _knows_tools(self) -> bool:
+        return self._own_call_format is not None
+
+    @cached_property
+    def _own_call_format(self) -> CallFormat | None:
+        """As the template writes calls; None where it knows no tools, or writes arguments otherwise than as JSON."""
+        return find_call_format(self._apply_template) if "tools" in self._template else None
+
+    # --- the template ---
+
+    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
+        written = json.dumps([*turns, *tools], ensure_ascii=False, default=str)
         if not self._control.search(written):
-            text = self._apply_template(messages, tools)
-            encoding = self._backend.encode(text, add_special_tokens=False)
+            text = self._apply_template(turns, tools)
+            encoding = self.backend.encode(text, add_special_tokens=False)
             return Rendered(text, encoding.ids, encoding.offsets)
         word = _unused_word(written)
         found: list[str] = []
-        text = self._apply_template(self._protect(messages, word, found), self._protect(tools, word, found))
+        text = self._apply_template(self._protect(turns, word, found), self._protect(tools, word, found))
         return self._encode_protected(text, word, found)
 
-    def _apply_template(self, messages: Sequence[Turn], tools: Sequence[Any] = ()) -> str:
-        """Return the text that the chat template makes."""
+    def _apply_template(self, turns: Sequence[Turn], tools: Sequence[Any] = (), *, asks: bool = True) -> str:
+        """Return the text that the chat template makes. asks: the text ends where the model's answer begins."""
         more = {"tools": list(tools)} if tools else {}
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), chat_template=self._template, tokenize=False, add_generation_prompt=True, **more
+                list(turns), chat_template=self._template, tokenize=False, add_generation_prompt=asks, **more
             )
         except Exception as error:  # templates raise jinja2 errors of many kinds
-            roles = [turn.get("role") for turn in messages]
+            roles = [turn.get("role") for turn in turns]
             raise UsageError(f"the model's chat template rejects the turns {roles}: {error}") from error
         return str(text)
+
+    def _first_control(self) -> str:
+        """Return what the tokenizer itself puts before a text, where that is its BOS token."""
+        ids, bos = self._tokenizer("a").input_ids, self._tokenizer.bos_token
+        return "{{ bos_token }}" if bos and ids and ids[0] == self._tokenizer.bos_token_id else ""
 
     # --- control tokens in contents ---
 
@@ -190,7 +378,7 @@ class Renderer:
     @cached_property
     def _plain_backend(self) -> Tokenizer:
         """The tokenizer without its control tokens."""
-        state = json.loads(self._backend.to_str())
+        state = json.loads(self.backend.to_str())
         state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in self._control_ids]
         state |= {"post_processor": None, "truncation": None, "padding": None}
         backend = Tokenizer.from_str(json.dumps(state))
@@ -203,6 +391,95 @@ class Renderer:
         original = self._tokenizer.get_added_vocab()
         added = self._plain_backend.get_added_tokens_decoder()
         return {number: original[token.content] for number, token in added.items() if token.content in original}
+
+
+def is_markup(text: str) -> bool:
+    """Whether an added token that is not marked special steers the model all the same, as `<tool_call>` does.
+
+    Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
+
+    >>> is_markup("<think>"), is_markup("    "), is_markup("é")
+    (True, False, False)
+    """
+    return len(text) > 1 and any(letter.isalnum() for letter in text)
+
+
+def _turn(message: Message) -> Turn:
+    """Return a message as chat templates read it."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _parsed_arguments(call.arguments)},
+            }
+            for call in message.calls
+        ]
+    if message.role == "tool":
+        turn |= {"tool_call_id": message.call_id, "name": message.name}
+    return turn
+
+
+def _parsed_arguments(arguments: str) -> Any:
+    """Return the object that is written in `arguments`, which templates write as JSON, or the text if it is none."""
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
+    """Yield the turns, and what a template that refuses them may take instead.
+
+    Calls with ids of nine letters (Mistral); neighbours of one role as one (Gemma, Mistral); the system text at the
+    front of the first user turn, or in its place.
+    """
+    yield prompt.messages
+    if any(message.calls or message.call_id for message in prompt.messages):
+        yield _with_short_call_ids(prompt.messages)
+        return
+    merged: list[Message] = []
+    for message in prompt.messages:
+        if merged and merged[-1].role == message.role:
+            message = replace(message, content=merged.pop().content + CHUNK_SEPARATOR + message.content)
+        merged.append(message)
+    yield merged
+    if merged[0].role == "system":
+        system, asked = merged[0], merged[1:2]
+        content = system.content + CHUNK_SEPARATOR + asked[0].content if asked else system.content
+        yield [Message(asked[0].role if asked else "user", content), *merged[2:]]
+
+
+def _with_short_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with other ids of calls, each of nine letters and digits."""
+    ids: dict[str, str] = {}
+
+    def short(call_id: str) -> str:
+        return ids.setdefault(call_id, f"call{len(ids):05}")
+
+    names = {call.id: call.name for message in messages for call in message.calls}
+    return [
+        replace(
+            message,
+            calls=tuple(replace(call, id=short(call.id)) for call in message.calls),
+            call_id=short(message.call_id) if message.role == "tool" else message.call_id,
+            name=message.name or names.get(message.call_id, ""),
+        )
+        for message in messages
+    ]
+
+
+# Before a template: `strftime_now` as it was on that day. What a template is given may only be plain data, so the clock
+# is written in the template's own language, a replacement for each of strftime's directives.
+_READINGS = {f"%{letter}": PINNED_DATE.strftime(f"%{letter}") for letter in "dmyYBbAajHIMSpxXcZzUWwGVuf"}
+_READINGS = {f"%-{name[1]}": text.lstrip("0") or "0" for name, text in _READINGS.items()} | _READINGS
+_PINNED_CLOCK = (
+    "{% macro strftime_now(format) %}{% set read = namespace(text=format) %}"
+    + "".join(f"{{% set read.text = read.text | replace({name!r}, {text!r}) %}}" for name, text in _READINGS.items())
+    + "{{ read.text }}{% endmacro %}{{ '' }}"
+)
 
 
 def _unused_word(text: str) -> str:

@@ -1,8 +1,8 @@
 """Tools in a prompt and calls in an answer: how a model writes them, what it is held to, and how they are read back.
 
 A `CallFormat` is the text around a call. It is found by having the model's chat template write one
-(`formats.ChatTemplateFormat.call_format`); a model whose template knows no tools is told of them, and of `HERMES`, in
-its system text (`tools_as_text`). Knows texts and JSON. Knows no tokens, no engine and no framework.
+(`find_call_format`); a model whose template knows no tools is told of them, and of `HERMES`, in its system text
+(`tools_as_text`). Knows texts and JSON. Knows no tokens, no engine and no framework.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import Message, SegmentedPrompt, merge_texts
+from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 """What a tool may be called: nothing that could be read as a control token."""
@@ -89,6 +89,51 @@ def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Se
     return CallFormat(begin, middle, end, joint, lead[: len(lead) - len(begin)], tail[len(end) :])
 
 
+def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
+    """Return how a chat template writes calls; None where it knows no tools, or writes arguments not as JSON.
+
+    apply_template: a function of turns, tools and `asks`, which is False where no answer is to follow.
+    """
+    names, slots = ("ragblendone", "ragblendtwo"), ("RAGBLENDSLOT0END", "RAGBLENDSLOT1END")
+    tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in names]
+    asked = {"role": "user", "content": "x"}
+    calls = [
+        {
+            "id": f"call{number:05}",
+            "type": "function",
+            "function": {"name": name, "arguments": {f"RAGBLENDJSON{number}END": 0}},
+        }
+        for number, name in enumerate(names)
+    ]
+
+    def rendered(*turns: Mapping[str, Any], asks: bool = True) -> str:
+        return _ARGUMENTS.sub(r"RAGBLENDSLOT\1END", apply_template(turns, tools, asks=asks))
+
+    def called(num_calls: int) -> str:
+        answer = {"role": "assistant", "content": "", "tool_calls": calls[:num_calls]}
+        text = rendered(asked, answer, asks=False)
+        return text.removeprefix(head).removesuffix(tail) if text.startswith(head) else ""
+
+    result = {"role": "tool", "content": "RAGBLENDRESULT", "tool_call_id": calls[0]["id"], "name": names[0]}
+    try:
+        head = rendered(asked)
+        tail = rendered(asked, {"role": "assistant", "content": slots[0]}, asks=False).rpartition(slots[0])[2]
+        one = called(1)
+        answered = rendered(asked, {"role": "assistant", "content": "", "tool_calls": calls[:1]}, result)
+    except UsageError:
+        return None
+    try:
+        two: str | None = called(2)
+    except UsageError:  # one call at a time (Llama 3.1)
+        two = None
+    knows_tools = names[0] in head and "RAGBLENDRESULT" in answered
+    return infer_call_format(one, two, names, slots) if knows_tools else None
+
+
+# Arguments are a JSON object, and so is what stands for them; one that the template writes otherwise is not found.
+_ARGUMENTS = re.compile(r'\{\s*"RAGBLENDJSON(\d+)END"\s*:\s*0\s*\}')
+
+
 def _common_start(first: str, second: str) -> str:
     size = next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
@@ -112,24 +157,54 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
-def tools_as_text(prompt: SegmentedPrompt) -> SegmentedPrompt:
-    """`prompt` for a model that knows no tools: they are described in the system text, calls and what they returned are
-    text of the turns. Turns of one role that meet by that are one."""
+def tools_as_text(prompt: Prompt) -> Prompt:
+    """Return `prompt` for a model that knows no tools.
+
+    They are described in the system text; calls and what they returned are text of the turns. Turns of one role that
+    meet by that are one.
+    """
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in prompt.tools)
     messages = list(prompt.messages)
-    said = messages.pop(0).parts if messages[0].role == "system" else ()
-    system_parts = (*said, *(["\n\n"] if said else []), _TOOLS_PROMPT.format(tools=lines))
-    merged: list[Message] = [Message("system", tuple(merge_texts(system_parts)))]
+    said = messages.pop(0).content + "\n\n" if messages[0].role == "system" else ""
+    merged: list[Message] = [Message("system", said + _TOOLS_PROMPT.format(tools=lines))]
     for message in messages:
-        role, parts = message.role, message.parts
+        role, content = message.role, message.content
         if message.calls:
-            parts = (*parts, *(["\n"] if parts else []), HERMES.format_calls(message.calls))
+            content += ("\n" if content else "") + HERMES.format_calls(message.calls)
         if role == "tool":
-            role, parts = "user", ("<tool_response>\n", *parts, "\n</tool_response>")
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
         if merged[-1].role == role:
-            parts = (*merged.pop().parts, "\n", *parts)
-        merged.append(Message(role, tuple(merge_texts(parts))))
-    return SegmentedPrompt.from_messages(merged)
+            content = f"{merged.pop().content}\n{content}"
+        merged.append(Message(role, content))
+    return Prompt.from_messages(merged, chunks=prompt.chunks)
+
+
+def without_tool_turns(prompt: Prompt) -> Prompt:
+    """Return `prompt` for a model that knows no tools and is given none.
+
+    What tools returned stands, after a blank line each, before the question that they were called for, where a model
+    expects its documents. Turns without text are left out.
+    """
+    if not any(message.role == "tool" or message.calls for message in prompt.messages):
+        return prompt
+    turns: list[tuple[str, list[str]]] = []
+    num_results = 0  # of the last user turn, at its front
+    for message in prompt.messages:
+        if not message.content:
+            continue
+        if message.role == "tool" and turns and turns[-1][0] == "user":
+            turns[-1][1].insert(num_results, message.content)
+            num_results += 1
+            continue
+        waits = bool(turns) and num_results == len(turns[-1][1])  # the question to what tools returned comes next
+        num_results = num_results if waits and message.role == "user" else int(message.role == "tool")
+        role = "user" if message.role == "tool" else message.role
+        if turns and turns[-1][0] == role:
+            turns[-1][1].append(message.content)
+        else:
+            turns.append((role, [message.content]))
+    messages = [Message(role, CHUNK_SEPARATOR.join(contents)) for role, contents in turns]
+    return Prompt.from_messages(messages, chunks=prompt.chunks)
 
 
 # --- what an answer is held to ---

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 from benchmarks.compare_peers import TIMES_ASKED, topics
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_topics_are_asked_in_turn_over_other_passages_in_another_order() -> None:
-    asked = [("one?", SegmentedPrompt(list("abcdefgh"), "one?")), ("two?", SegmentedPrompt(list("ijklmnop"), "two?"))]
+    asked = [("one?", Prompt(list("abcdefgh"), "one?")), ("two?", Prompt(list("ijklmnop"), "two?"))]
     found = topics(asked, 6)
     assert [number for number, _, _ in found] == [0, 1] * TIMES_ASKED
     assert found == topics(asked, 6), "drawn by a seed"

@@ -35,7 +35,7 @@ from ragblend.lab.quality.cases import QaCase
 from ragblend.lab.quality.data import build_prompt, demo_cases
 from ragblend.lab.quality.measures import FULL, Answer
 from ragblend.lab.quality.study import QualityResult, measure, run_quality, table_lines
-from ragblend.prompt.prompt import Part, SegmentedPrompt, TokenizedPrompt
+from ragblend.prompt.types import Part, Prompt, TokenizedPrompt
 
 CONFIG = QualityConfig(num_questions=28)
 TOKENS = CONFIG.answer_tokens
@@ -55,7 +55,7 @@ def case() -> QaCase:
 
 
 @pytest.fixture
-def prompt(engine: TransformersEngine, case: QaCase) -> SegmentedPrompt:
+def prompt(engine: TransformersEngine, case: QaCase) -> Prompt:
     return build_prompt(case, engine, HashingEmbedder(), CONFIG)
 
 
@@ -72,7 +72,7 @@ def texts_of(prompt: TokenizedPrompt) -> list[str]:
 
 
 def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(
-    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: Prompt
 ) -> None:
     last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
     (chosen,) = texts_of(last.prompt)
@@ -80,9 +80,7 @@ def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(
     assert case.answers[0] in chosen
     assert chosen != prompt.chunks[0].text  # not the first for want of a reason
     alone = {
-        chunk.text: engine.generate(
-            SegmentedPrompt([chunk], case.question, case.system), mode="full", max_tokens=TOKENS
-        )
+        chunk.text: engine.generate(Prompt([chunk], case.question, case.system), mode="full", max_tokens=TOKENS)
         for chunk in prompt.chunks
     }
     assert last.answer.text == alone[chosen].text
@@ -90,7 +88,7 @@ def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(
 
 
 def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(
-    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: Prompt
 ) -> None:
     last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
     ids, answered = last.prompt.token_ids, [*last.answer.token_ids]
@@ -101,28 +99,28 @@ def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(
 
 
 def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(
-    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: Prompt
 ) -> None:
     instruction = INSTRUCTION.format(question=case.question)
     said = [
-        engine.generate(SegmentedPrompt([chunk], instruction), mode="full", max_tokens=SUMMARY_TOKENS).text.strip()
+        engine.generate(Prompt([chunk], instruction), mode="full", max_tokens=SUMMARY_TOKENS).text.strip()
         for chunk in prompt.chunks
     ]
     last = ask_baseline("map_reduce", engine, prompt, case, TOKENS)
     assert texts_of(last.prompt) == [text for text in said if text]
-    over = engine.generate(SegmentedPrompt(texts_of(last.prompt), case.question), mode="full", max_tokens=TOKENS)
+    over = engine.generate(Prompt(texts_of(last.prompt), case.question), mode="full", max_tokens=TOKENS)
     assert last.answer.text == over.text
 
 
 def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_exact(
-    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: Prompt
 ) -> None:
     chunks = list(prompt.chunks)
     assert reordered(chunks) != chunks
     assert sorted(chunk.text for chunk in reordered(chunks)) == sorted(chunk.text for chunk in chunks)
     assert reordered(chunks[::-1]) == reordered(chunks)
     assert reordered(chunks[2:]) == [chunk for chunk in reordered(chunks) if chunk in chunks[2:]]
-    canonical = SegmentedPrompt(reordered(chunks), case.question, case.system)
+    canonical = Prompt(reordered(chunks), case.question, case.system)
     full = measure(engine, canonical, case, [FULL], TOKENS, {})[0][FULL]
     (there,) = measure_baselines(engine, canonical, case, ["reorder"], TOKENS).values()
     assert (there.first_token_kl, there.answer_kl, there.agreement) == (0.0, 0.0, 1.0)
@@ -136,10 +134,10 @@ def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_ex
 
 
 def test_every_prompt_that_a_baseline_prefills_is_charged(
-    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+    engine: TransformersEngine, case: QaCase, prompt: Prompt
 ) -> None:
     def count(chunks: Sequence[Part], question: str) -> int:
-        return engine.segmenter.tokenize(SegmentedPrompt(chunks, question, case.system)).num_tokens
+        return engine.renderer.tokenize(Prompt(chunks, question, case.system)).num_tokens
 
     asked = count(prompt.chunks, case.question)
     alone = sum(count([chunk], case.question) for chunk in prompt.chunks)
@@ -180,9 +178,9 @@ def test_the_first_token_waits_for_all_that_runs_before_it() -> None:
 
 
 def test_a_model_that_says_nothing_of_any_chunk_is_asked_without_one(
-    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt, monkeypatch: pytest.MonkeyPatch
+    engine: TransformersEngine, case: QaCase, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(engine.segmenter), "decode", lambda self, ids: "")
+    monkeypatch.setattr(type(engine.renderer), "decode", lambda self, ids: "")
     (found,) = measure_baselines(engine, prompt, case, ["map_reduce"], TOKENS).values()
     assert found.first_token_kl > 0
 

@@ -15,7 +15,7 @@ import pytest
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.signed_json import encode_signed_json
 from ragblend.index import MANIFEST, VECTORS_FILE, ChunkIndex, open_index
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 DIM = 16
 RNG = np.random.default_rng(5)

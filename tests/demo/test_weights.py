@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.demo import WEIGHTS
 from ragblend.demo.corpus import sample_corpus
 
@@ -20,7 +20,7 @@ def test_the_chat_template_writes_the_same_prompt() -> None:
     corpus = sample_corpus()
     chunks, question = [*corpus.records[0].chunks], corpus.questions[0].text
     with load_engine("demo") as engine:
-        ids = engine.segmenter.tokenize(SegmentedPrompt(chunks, question)).token_ids
+        ids = engine.renderer.tokenize(Prompt(chunks, question)).token_ids
     parts = [{"type": "text", "text": text} for text in [*chunks, question]]
     written = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
     assert tokenizer.encode(written, add_special_tokens=False) == [*ids]

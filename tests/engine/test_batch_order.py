@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.batch_order import order_by_shared_chunks
 from ragblend.engine.store.tiered import tiers_of
 
@@ -59,7 +59,7 @@ def test_equal_prompts_and_prompts_without_chunks_stay_in_their_order():
 
 def test_a_batch_beyond_memory_reads_each_chunk_once_and_answers_as_one_by_one(tmp_path: Path):
     chunks = [f"George Keller the {at}th lives in Kinport and works for Synon number {at}." for at in range(12)]
-    prompts = [SegmentedPrompt([chunks[at % 6 * 2], chunks[at % 6 * 2 + 1]], f"Question {at}?") for at in range(18)]
+    prompts = [Prompt([chunks[at % 6 * 2], chunks[at % 6 * 2 + 1]], f"Question {at}?") for at in range(18)]
     with load_engine("demo", tmp_path / "kv", on_miss="inline") as engine:
         list(engine.precompute_all(chunks))
         alone = [engine.generate(prompt, max_tokens=3) for prompt in prompts]

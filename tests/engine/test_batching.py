@@ -22,13 +22,13 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import PromptTooLongError, RagblendError, UsageError
-from ragblend.prompt.prompt import SegmentedPrompt
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import Prompt
 
 pytestmark = pytest.mark.timeout(120)  # a place that is not given back would hang
 
 PROMPTS = tuple(
-    SegmentedPrompt(CHUNKS[first : first + count], question)
+    Prompt(CHUNKS[first : first + count], question)
     for first in range(2)
     for count in range(3)
     for question in ("what is that?", "the theory of the chunk, and the answer to the other question?")
@@ -36,11 +36,11 @@ PROMPTS = tuple(
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_layers: Callable[[str], TransformersLayers], segmenter: Segmenter) -> Iterator[TransformersEngine]:
+def engine(tiny_layers: Callable[[str], TransformersLayers], renderer: Renderer) -> Iterator[TransformersEngine]:
     """A tiny Llama whose store holds CHUNKS. Shared: answering leaves it as it was."""
     store = MemoryStore(1 << 26)
     options: dict[str, Any] = {"name": "tiny-llama", "fingerprint": "llama", "on_miss": "inline"}
-    with TransformersEngine(tiny_layers("llama"), segmenter, store, **options) as made:
+    with TransformersEngine(tiny_layers("llama"), renderer, store, **options) as made:
         list(made.precompute_all(CHUNKS))
         yield made
 
@@ -86,7 +86,7 @@ OPTIONS = st.fixed_dictionaries(
 @settings(max_examples=25)
 @given(asked=st.lists(st.tuples(st.sampled_from(PROMPTS), OPTIONS), min_size=1, max_size=12))
 def test_any_mix_of_prompts_and_options_gives_what_each_gives_alone(
-    engine: TransformersEngine, asked: list[tuple[SegmentedPrompt, dict[str, Any]]]
+    engine: TransformersEngine, asked: list[tuple[Prompt, dict[str, Any]]]
 ) -> None:
     asked = [(prompt, {"seed": 0, **options}) for prompt, options in asked]
     expected = [engine.generate(prompt, **options) for prompt, options in asked]
@@ -152,9 +152,7 @@ def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch)
             raise RuntimeError("its KV is gone")
         return decode(steps)
 
-    streams[3] = engine.stream(
-        SegmentedPrompt(CHUNKS, "a question that no other is as long as: what is it?"), max_tokens=8
-    )
+    streams[3] = engine.stream(Prompt(CHUNKS, "a question that no other is as long as: what is it?"), max_tokens=8)
     monkeypatch.setattr(engine, "prefill", failing_prefill)
     monkeypatch.setattr(engine.batch, "_decode", failing_decode)
     errors = engine.batch.run_until_done(streams)
@@ -169,7 +167,7 @@ def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch)
 
 def test_generate_batch_raises_the_first_error_and_checks_before_it_starts(engine, monkeypatch) -> None:
     with pytest.raises(PromptTooLongError):
-        engine.generate_batch([PROMPTS[0], SegmentedPrompt((), "word " * 3000)], max_tokens=4)
+        engine.generate_batch([PROMPTS[0], Prompt((), "word " * 3000)], max_tokens=4)
     monkeypatch.setattr(engine, "prefill", lambda request: (_ for _ in ()).throw(RuntimeError("no memory for it")))
     with pytest.raises(RuntimeError, match="no memory"):
         engine.generate_batch(PROMPTS[:2], max_tokens=4)
@@ -200,7 +198,7 @@ def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeyp
     sizes = note_sizes(engine, monkeypatch)
     barrier = threading.Barrier(num_threads)
 
-    def answer(each: tuple[SegmentedPrompt, int]) -> Generation:
+    def answer(each: tuple[Prompt, int]) -> Generation:
         barrier.wait()
         return engine.generate(each[0], max_tokens=each[1])
 

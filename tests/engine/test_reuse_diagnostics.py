@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
@@ -19,7 +19,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.precompute import precompute_documents
 
 TEXTS = [f"The lighthouse number {number} was built long ago." for number in range(12)]
-PROMPT = SegmentedPrompt(TEXTS[:3], "Who built it?")
+PROMPT = Prompt(TEXTS[:3], "Who built it?")
 Make = Callable[..., TransformersEngine]
 
 
@@ -30,7 +30,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def ask(engine: Any, prompt: SegmentedPrompt = PROMPT, **options: Any) -> Any:
+def ask(engine: Any, prompt: Prompt = PROMPT, **options: Any) -> Any:
     return engine.generate(prompt, max_tokens=1, **options)
 
 
@@ -66,13 +66,13 @@ def test_kv_behind_another_prefix_is_said_once_with_the_command_that_mends_it(tm
     system = "Answer in one word; don't explain."
     with load_engine("demo", tmp_path / "kv", system=system, on_miss="inline") as engine:
         for _ in range(5):
-            assert ask(engine, SegmentedPrompt(TEXTS[:3], "Who?", system)).report.num_chunk_hits == 0
+            assert ask(engine, Prompt(TEXTS[:3], "Who?", system)).report.num_chunk_hits == 0
         (line,) = said()
         assert f"holds KV behind another prefix, none behind this one ({system!r})" in line
         command = shlex.split(line[line.index("ragblend precompute") : line.index(", or from Python")])
         assert command[2:] == ["--model", "demo", "--store", str(tmp_path / "kv"), "--system", system]
         precompute_documents(TEXTS, engine)  # the other way that it names
-        assert ask(engine, SegmentedPrompt(TEXTS[3:6], "Who?", system)).report.num_chunk_hits == 3
+        assert ask(engine, Prompt(TEXTS[3:6], "Who?", system)).report.num_chunk_hits == 3
         assert len(said()) == 1
 
 
@@ -112,14 +112,14 @@ def test_a_remote_tier_that_does_not_answer_is_all_that_is_said(tiny_engine: Mak
 def test_no_false_alarms(tiny_engine: Make, said: Any) -> None:
     engine = tiny_engine(on_miss="store")
     for _ in range(5):
-        ask(engine, SegmentedPrompt(question="What is this? " * 20))  # no chunk: nothing to reuse
+        ask(engine, Prompt(question="What is this? " * 20))  # no chunk: nothing to reuse
         ask(engine, mode="full")
         ask(engine, mode="prefix")  # both were asked to reuse nothing
     precompute_documents(TEXTS[:6], engine)
     ask(engine)
     for start in range(4):  # later misses are a store that fills
-        ask(engine, SegmentedPrompt(TEXTS[start + 3 : start + 6], "Who?"))
-    ask(engine, SegmentedPrompt(TEXTS[:3], "Who?", "Be brief."))  # a prompt's own system text: reused, approximately
+        ask(engine, Prompt(TEXTS[start + 3 : start + 6], "Who?"))
+    ask(engine, Prompt(TEXTS[:3], "Who?", "Be brief."))  # a prompt's own system text: reused, approximately
     engine.close()
     assert not said()
 

@@ -17,7 +17,7 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.shadow import MAX_WAITING, Shadow
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -26,9 +26,9 @@ QUESTIONS = ["what is that?", "the answer?", "is the theory in the chunk?", "who
 MAX_TOKENS = 5
 
 
-def prompts() -> list[SegmentedPrompt]:
+def prompts() -> list[Prompt]:
     """Every question over the chunks in another order."""
-    return [SegmentedPrompt(CHUNKS[n % 3 :] + CHUNKS[: n % 3], question) for n, question in enumerate(QUESTIONS)]
+    return [Prompt(CHUNKS[n % 3 :] + CHUNKS[: n % 3], question) for n, question in enumerate(QUESTIONS)]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_counts_are_those_of_answers_computed_directly(shadowed, stock_model
         ratio = (0.05, 0.8)[number % 2]
         answer = engine.generate(prompt, recompute_ratio=ratio, max_tokens=MAX_TOKENS)
         engine.flush_shadow()
-        expected, log_p = by_the_stock_model(model, engine.segmenter.tokenize(prompt).token_ids)
+        expected, log_p = by_the_stock_model(model, engine.renderer.tokenize(prompt).token_ids)
         prefilled = plain.prefill(plain.request(prompt, recompute_ratio=ratio))
         log_q = prefilled.logits.double().log_softmax(-1)
         found = answer.report.shadow
@@ -135,15 +135,15 @@ def test_full_prefill_ends_at_the_first_token_that_differs(shadowed, monkeypatch
 
 def test_a_conversation_is_compared_with_full_prefill_of_all_its_turns(shadowed, stock_model):
     engine, conversation = shadowed(), Conversation()
-    first = SegmentedPrompt(CHUNKS[:2], "what is that?")
+    first = Prompt(CHUNKS[:2], "what is that?")
     answer = engine.generate(first, conversation=conversation, recompute_ratio=0.05, max_tokens=MAX_TOKENS)
     turns = [*first.messages, ("assistant", answer.text), ("user", [CHUNKS[2], "the answer?"])]
-    second = SegmentedPrompt.from_messages(turns)
+    second = Prompt.from_messages(turns)
     blended = engine.generate(second, conversation=conversation, recompute_ratio=0.05, max_tokens=1)
     engine.flush_shadow()
     report = blended.report
     assert report.num_prefix_tokens > len(engine.default_prefix_ids)
-    expected, log_p = by_the_stock_model(stock_model("llama"), engine.segmenter.tokenize(second).token_ids)
+    expected, log_p = by_the_stock_model(stock_model("llama"), engine.renderer.tokenize(second).token_ids)
     assert report.shadow.answers_identical == (blended.token_ids == expected[:1])
     assert report.shadow.first_token_agrees == (blended.token_ids[0] == int(log_p.argmax()))
 

@@ -14,7 +14,7 @@ import pytest
 from forked import Commands, Kill
 from places import small_disk, succeeded
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
@@ -77,7 +77,7 @@ def test_every_flipped_byte_is_noticed_and_never_reaches_an_answer(ingested, cou
         for number in range(NUM_FLIPS):
             question = questions[number % len(questions)]["question"]
             chunks = [hit.chunk for hit in index.search(question, 4)]
-            prompt = SegmentedPrompt(chunks, question)
+            prompt = Prompt(chunks, question)
             full = engine.generate(prompt, mode="full", max_tokens=8)
             path = next(p for p in paths if p.stem == engine.key(chunks[number % 4]))
             original = path.read_bytes()

@@ -24,7 +24,7 @@ import pytest
 from commands import run_command
 from places import text_about
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
@@ -162,7 +162,7 @@ def answered(work: Path, engine: Engine) -> tuple[Any, ...]:
     """What is retrieved for a question, and the answer with everything recomputed that is not exact."""
     with open_index(work / "index") as index:
         hits = index.search(QUESTION, 3)
-    prompt = SegmentedPrompt([hit.chunk for hit in hits], QUESTION)
+    prompt = Prompt([hit.chunk for hit in hits], QUESTION)
     result = engine.generate(prompt, recompute_ratio=1.0, max_tokens=4)
     return [hit.chunk.id for hit in hits], [hit.chunk.text for hit in hits], result.token_ids
 

@@ -22,7 +22,7 @@ from ragblend.engine.store.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.signing import StoreKey
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -149,7 +149,7 @@ class Asker:
     def ask(self, store: Any, mode: str, ratio: float) -> tuple[torch.Tensor, bool]:
         """The first logits, and whether the first chunk's KV was used."""
         engine = self.make_engine("llama", store)
-        request = engine.request(SegmentedPrompt(TEXTS, "what?"), mode=mode, recompute_ratio=ratio)
+        request = engine.request(Prompt(TEXTS, "what?"), mode=mode, recompute_ratio=ratio)
         prefilled = engine.prefill(request)
         return prefilled.logits, prefilled.report.chunks[0].hit
 

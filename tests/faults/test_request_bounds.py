@@ -20,7 +20,7 @@ from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 pytestmark = pytest.mark.timeout(3000)
 
@@ -85,7 +85,7 @@ def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(
         proxy.mode = MODES[number % len(MODES)]
         proxy.delay_s, proxy.cut_after = rng.choice([0.1, rng.uniform(0.5, 10.0)]), rng.randrange(1, 20_000)
         proxy.announced = rng.choice([0, 1, 100, 19_000, 10**6, 10**9, 10**12])
-        prompt = SegmentedPrompt(rng.sample(texts, rng.randint(4, 12)), f"the question {number}?")
+        prompt = Prompt(rng.sample(texts, rng.randint(4, 12)), f"the question {number}?")
         mode = rng.choice(["blend", "blend", "prefix", "reuse"])
         options = {"recompute_ratio": 1.0} if mode == "blend" else {}
         wait_for_breaker(far)

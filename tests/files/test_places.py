@@ -23,7 +23,7 @@ from ragblend.lab.bench.common.plots import check_plot
 from ragblend.lab.quality.data import find_data
 from ragblend.lab.traffic.logs import files_of
 from ragblend.lab.traffic.models import read_profile
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 MAKERS = {
     "DiskStore": lambda place: DiskStore(place, fsync=False),

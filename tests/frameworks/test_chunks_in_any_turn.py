@@ -26,7 +26,7 @@ from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import ChatBlend
 from ragblend.precompute import precompute_documents
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 A, B, C = "The bakery was founded by Maren Holt.", "The lighthouse is painted green.", "The market is on Thursdays."
 ASSISTANT, SYSTEM, TOOL, USER = MessageRole.ASSISTANT, MessageRole.SYSTEM, MessageRole.TOOL, MessageRole.USER
@@ -34,8 +34,8 @@ CALL = AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> TransformersEngine:
-    made = tiny_engine(segmenter=chat_segmenter)
+def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
+    made = tiny_engine(renderer=chat_renderer)
     precompute_documents([A, B, C], made)
     return made
 
@@ -94,7 +94,7 @@ def test_what_a_tool_returned_is_found_where_it_stands_too(form: str, engine: Tr
 def test_a_marked_text_is_set_apart_though_its_mark_is_empty_and_it_is_known(engine: TransformersEngine) -> None:
     blocks_sent = [{**text(A), "extras": {"chunk_id": ""}}, text("Who?")]
     request = ChatBlend(engine=engine)._request([HumanMessage(blocks_sent)], None)
-    read = engine.segmenter.plain_text(engine.segmenter.tokenize(request.prompt).token_ids)
+    read = engine.renderer.plain_text(engine.renderer.tokenize(request.prompt).token_ids)
     assert f"{A}\n\nWho?" in read
 
 

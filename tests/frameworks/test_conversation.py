@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.frameworks.conversation import REPHRASE, ChatSession
 
@@ -24,7 +24,7 @@ def engine(tmp_path: Path) -> Iterator[TransformersEngine]:
 
 
 def ask(session: ChatSession, chunks: list[str], question: str) -> str:
-    turn = session.stream(SegmentedPrompt(chunks, question).chunks, question, max_tokens=8)
+    turn = session.stream(Prompt(chunks, question).chunks, question, max_tokens=8)
     return "".join(turn)
 
 
@@ -32,7 +32,7 @@ def test_a_follow_up_is_rephrased_from_questions_and_answers_without_their_chunk
     session = ChatSession(engine, system="Be brief.")
     answer = ask(session, CHUNKS[:2], QUESTION)
     turns = [("system", REPHRASE), ("user", QUESTION), ("assistant", answer), ("user", FOLLOW_UP)]
-    written = engine.generate(SegmentedPrompt.from_messages(turns), mode="full", max_tokens=96)
+    written = engine.generate(Prompt.from_messages(turns), mode="full", max_tokens=96)
     assert written.finish_reason == "stop"
     assert session.condense(FOLLOW_UP) == " ".join(written.text.split()) != ""
 

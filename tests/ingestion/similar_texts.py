@@ -17,7 +17,7 @@ def texts_behind(engine: TransformersEngine, header: KVHeader) -> set[str]:
     """The names of those of TEXTS that an entry's prefix ids contain."""
     ids, found = header.prefix_ids, set()
     for name, text in TEXTS.items():
-        mine = engine.segmenter.chunk_ids(text)
+        mine = engine.renderer.chunk_ids(text)
         if any(ids[start : start + len(mine)] == mine for start in range(len(ids))):
             found.add(name)
     return found

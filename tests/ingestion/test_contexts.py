@@ -11,7 +11,7 @@ import pytest
 from commands import run_command
 from similar_texts import TEXTS, texts_behind
 
-from ragblend import Chunk, SegmentedPrompt, load_engine
+from ragblend import Chunk, Prompt, load_engine
 from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
 from ragblend.engine.store.remote.tier import open_remote
@@ -59,7 +59,7 @@ def test_similar_versions_are_stored_once_remembered_and_used(docs, opened):
     assert (again.num_new_kv, again.num_known_kv) == (0, 8)
     behind = texts_behind(engine, disk_tier(engine.store).header(engine.key(similar("fox"))))
     assert behind == {"kern", "bell"}  # those with most words in common, and never itself
-    prompt = SegmentedPrompt([Chunk(TEXTS[name]) for name in ("fox", "kern", "moss")], "Who plays the flute?")
+    prompt = Prompt([Chunk(TEXTS[name]) for name in ("fox", "kern", "moss")], "Who plays the flute?")
     report = opened().generate(prompt, max_tokens=1).report
     assert [(chunk.exact, chunk.context) for chunk in report.chunks] == [
         (True, "none"), (False, "similar"), (False, "similar"),
@@ -69,7 +69,7 @@ def test_similar_versions_are_stored_once_remembered_and_used(docs, opened):
 def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_shallow_one(
     docs, opened, deep_model, tmp_path
 ):
-    prompt = SegmentedPrompt([TEXTS[name] for name in ("bell", "kern", "moss")], "Who?")
+    prompt = Prompt([TEXTS[name] for name in ("bell", "kern", "moss")], "Who?")
 
     def contexts_of(engine: TransformersEngine) -> list[str]:
         chunks = engine.generate(prompt, mode="reuse", max_tokens=1).report.chunks

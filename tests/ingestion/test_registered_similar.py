@@ -14,7 +14,7 @@ from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from similar_texts import TEXTS, texts_behind
 
-from ragblend import BlendLLM, Chunk, SegmentedPrompt, load_engine, open_index
+from ragblend import BlendLLM, Chunk, Prompt, load_engine, open_index
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.kv import KVHeader
@@ -62,7 +62,7 @@ def test_chunks_are_stored_alone_and_behind_those_like_them_and_prompts_use_both
     assert (report.num_chunks, report.num_new_kv) == (4, 8)
     assert seen_by(engine, FOX) == {KERN, BELL}  # those with most words in common, and never itself
     assert precompute_documents(ALL, engine).num_new_kv == 0
-    answer = opened(context=None).generate(SegmentedPrompt([MOSS, FOX, KERN], "Who plays?"), max_tokens=1)
+    answer = opened(context=None).generate(Prompt([MOSS, FOX, KERN], "Who plays?"), max_tokens=1)
     assert [chunk.context for chunk in answer.report.chunks] == ["none", "similar", "similar"]
 
 
@@ -127,7 +127,7 @@ def test_whatever_was_computed_behind_a_removed_chunk_goes_with_it_and_is_comput
             entry = tier.get(key)
             assert entry is not None
             assert BELL not in texts_in(engine, entry.header), tier
-            assert entry.header.token_ids != engine.segmenter.chunk_ids(BELL), tier
+            assert entry.header.token_ids != engine.renderer.chunk_ids(BELL), tier
     assert not any(
         each.text == BELL for each in open_registry(engine.store).similar_variants(registered_similar._embedder_name())
     )

@@ -182,7 +182,7 @@ def test_kv_of_every_prefix_and_what_was_computed_behind_it_goes_too(corpus):
         report = ingest(corpus.docs, corpus.engine, corpus.index, **IN_PARTS)
         assert report.num_removed_kv == 2 * 4, "both versions of Kern's, and those of the others behind it"
         headers = [entry.header for entry in DiskStore(corpus.root / "kv").entries()]
-        kern = corpus.engine.segmenter.chunk_ids(PARTS[1])
+        kern = corpus.engine.renderer.chunk_ids(PARTS[1])
         assert {header.namespace for header in headers if header.token_ids == kern} == {"tenant"}
         assert len([header for header in headers if header.namespace == ""]) == 2 + 2 + 2, "again for one prefix"
 
@@ -411,14 +411,14 @@ def test_one_odd_file_does_not_stop_an_ingestion(corpus):
 
 def test_a_text_that_the_model_cannot_take_is_a_failure_of_its_file(corpus, monkeypatch):
     corpus.write(a_txt=FOX, b_txt=KERN)
-    original = corpus.engine.segmenter.count_tokens
+    original = corpus.engine.renderer.count_tokens
 
     def count(text: str) -> int:
         if "Fox" in text:
             raise RagblendError("the text tokenizes to a control token")
         return original(text)
 
-    monkeypatch.setattr(corpus.engine.segmenter, "count_tokens", count)
+    monkeypatch.setattr(corpus.engine.renderer, "count_tokens", count)
     assert ["control token" in failure.reason for failure in corpus.ingest().failures] == [True]
     assert corpus.documents() == {"b.txt": KERN}
 

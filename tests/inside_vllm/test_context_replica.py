@@ -11,7 +11,7 @@ import pytest
 from harness import SIZES
 from tiny_models import FAMILIES, make_model
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.precompute import ingest
@@ -50,6 +50,6 @@ def test_a_replica_with_an_empty_disk_finds_versions(
         ingest(tmp_path / "docs", ours, tmp_path / "index", chunk_size=64, embedder="hashing")
         ours.store.flush()
     with load_engine(model, tmp_path / "second", backend="vllm", vllm_options=SMALL, **options) as replica:
-        report = replica.generate(SegmentedPrompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
+        report = replica.generate(Prompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
         assert [chunk.context for chunk in report.chunks] == ["none", "similar", "similar"]
         assert (replica.context, read_context_policy(replica.store)) == ("similar", None)

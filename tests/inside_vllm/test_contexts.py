@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragblend import Chunk, SegmentedPrompt, load_engine
+from ragblend import Chunk, Prompt, load_engine
 from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.params import parse_params
@@ -76,7 +76,7 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
                     found, expected = DiskStore(root).get(key).layer(layer), ours.store.get(key).layer(layer)
                     torch.testing.assert_close(found.keys, expected.keys, atol=1e-3, rtol=1e-3)
                     torch.testing.assert_close(found.values, expected.values, atol=1e-3, rtol=1e-3)
-            prompt = SegmentedPrompt(TEXTS[:3], "what is the theory?")
+            prompt = Prompt(TEXTS[:3], "what is the theory?")
             report = vllm.generate(prompt, mode="reuse", max_tokens=2).report
             assert [chunk.context for chunk in report.chunks] == ["none", policy, policy]
             assert [chunk.exact for chunk in report.chunks] == [True, False, False]

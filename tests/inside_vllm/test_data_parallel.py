@@ -12,7 +12,7 @@ import httpx
 import pytest
 from served import served_demo
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.vllm.launch import find_checkpoint
 
 pytestmark = pytest.mark.timeout(1200)
@@ -44,7 +44,7 @@ def test_reports_and_counters_of_both_engines_add_up(url: str, tmp_path: Path) -
             engine.precompute(text)
 
         def ask(number: int) -> tuple[int, str]:
-            prompt = SegmentedPrompt(TEXTS, f"Where does {('George Keller', 'Ben Howard')[number % 2]} live?")
+            prompt = Prompt(TEXTS, f"Where does {('George Keller', 'Ben Howard')[number % 2]} live?")
             # A stop string ends it in the front end, which asks the workers of both engines for the report.
             stop = ["port"] if number % 3 == 0 else None
             answer = engine.generate(prompt, max_tokens=4, recompute_ratio=0.5, stop=stop)
@@ -53,7 +53,7 @@ def test_reports_and_counters_of_both_engines_add_up(url: str, tmp_path: Path) -
         with ThreadPoolExecutor(6) as pool:
             answers = list(pool.map(ask, range(NUM_REQUESTS)))
         assert answers == [(2, "blend")] * NUM_REQUESTS
-        engine.generate(SegmentedPrompt(TEXTS, "Who?"), max_tokens=1)  # a step after the last counts
+        engine.generate(Prompt(TEXTS, "Who?"), max_tokens=1)  # a step after the last counts
         found = counted(url, "requests")
         assert set(found) == {"0", "1"}
         assert min(found.values()) > 0, "both engines served"
@@ -69,6 +69,6 @@ def test_an_update_of_the_weights_ends_reuse_on_both_engines(url: str, tmp_path:
         update = {"method": "reload_weights", "kwargs": weights}
         httpx.post(f"{url}/collective_rpc", json=update, timeout=300).raise_for_status()
         with ThreadPoolExecutor(6) as pool:
-            asked = [SegmentedPrompt(TEXTS[:1], f"Where? {number}") for number in range(8)]
+            asked = [Prompt(TEXTS[:1], f"Where? {number}") for number in range(8)]
             answers = list(pool.map(lambda prompt: engine.generate(prompt, max_tokens=2), asked))
         assert [answer.report.num_chunk_hits for answer in answers] == [0] * len(asked)

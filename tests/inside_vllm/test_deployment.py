@@ -20,7 +20,7 @@ import pytest
 from served import environment
 from servers import HttpServer, RedisServer, free_port, running_redis
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 
 sys.path.append(str(Path(__file__).parents[1] / "deploy"))
 from charts import CHART, container, rendered
@@ -94,7 +94,7 @@ def test_the_chart_s_command_starts_a_server_that_passes_its_probes(pod: Pod) ->
 
 def test_it_ingests_and_answers_from_the_volume_that_the_chart_mounts(pod: Pod, engine: Any) -> None:
     engine.precompute(TEXT)
-    answer = engine.generate(SegmentedPrompt([TEXT], "Where does George Keller live?"), max_tokens=8)
+    answer = engine.generate(Prompt([TEXT], "Where does George Keller live?"), max_tokens=8)
     assert (answer.text, answer.report.num_chunk_hits) == ("Kinport", 1)
     assert list(pod.store.glob("*/*"))
 
@@ -156,7 +156,7 @@ def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_no
 
 
 def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod: Pod, engine: Any) -> None:
-    prompt = SegmentedPrompt([TEXT], "Where does George Keller live?")
+    prompt = Prompt([TEXT], "Where does George Keller live?")
     body = engine.body(engine.stream(prompt, max_tokens=1500)._request)
     body |= {"ignore_eos": True, "stop_token_ids": []}
     events: list[str] = []

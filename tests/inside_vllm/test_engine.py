@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from harness import recorded_selections
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, RULES
 from ragblend.engine.report import MODES
@@ -33,7 +33,7 @@ A, B, C = (
 )
 MISSING = "Tom Ashby works for Synon. He was born in Wesstad."
 QUESTION = "Where does George Keller live?"
-PROMPT = SegmentedPrompt([A, B, C], QUESTION)
+PROMPT = Prompt([A, B, C], QUESTION)
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 
@@ -94,7 +94,7 @@ def test_full_prefill_beside_a_request_finds_what_asking_for_it_finds(
 def test_every_rule_chooses_the_tokens_that_the_transformers_engine_chooses(
     engine: Any, reference: Any, rule: str, chunks: tuple[str, ...]
 ) -> None:
-    prompt = SegmentedPrompt(list(chunks), QUESTION)
+    prompt = Prompt(list(chunks), QUESTION)
     for ratio in (0.05, 0.15, 0.5):
         with recorded_selections() as selections:
             ours = engine.generate(prompt, rule=rule, recompute_ratio=ratio, max_tokens=4)
@@ -120,7 +120,7 @@ def test_ratio_one_is_full_prefill(engine: Any) -> None:
 
 
 def test_threads_share_the_batch_and_get_their_own_answers(engine: Any) -> None:
-    prompts = [SegmentedPrompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (C, A, B), (A,), (B, C, A))] * 3
+    prompts = [Prompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (C, A, B), (A,), (B, C, A))] * 3
     alone = [engine.generate(prompt, max_tokens=8).token_ids for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda prompt: engine.generate(prompt, max_tokens=8).token_ids, prompts))
@@ -181,7 +181,7 @@ def test_stop_strings_and_limits(engine: Any) -> None:
     answer = engine.generate(PROMPT, max_tokens=1)
     assert len(answer.token_ids) == 1
     with pytest.raises(PromptTooLongError, match="1024"):
-        engine.generate(SegmentedPrompt([A] * 200, QUESTION))
+        engine.generate(Prompt([A] * 200, QUESTION))
 
 
 def test_a_chat_model_over_it(engine: Any) -> None:
@@ -226,11 +226,11 @@ def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
     engine: Any, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunks = ["Rose Bishop works for Zenco.", "Zenco sells lamps."]
-    monkeypatch.setattr(engine, "default_prefix_ids", engine.segmenter.default_prefix_ids("Be brief."))
+    monkeypatch.setattr(engine, "default_prefix_ids", engine.renderer.prefix_ids("Be brief."))
     monkeypatch.setattr(engine, "system", "Be brief.")
     monkeypatch.setattr(engine, "notices", ReuseDiagnostics(engine))
     for _ in range(2):
-        prompt = SegmentedPrompt(chunks, QUESTION, "Be brief.")
+        prompt = Prompt(chunks, QUESTION, "Be brief.")
         assert engine.generate(prompt, max_tokens=1).report.num_chunk_hits == 0
     (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("reuse_diagnostics"))
     assert "the store holds KV behind another prefix, none behind this one ('Be brief.')" in line

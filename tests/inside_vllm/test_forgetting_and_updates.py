@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from served import start_demo
 from servers import HttpServer, RedisServer, free_port, running_redis
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.demo import WEIGHTS
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
@@ -105,7 +105,7 @@ def clients(replicas: tuple[Replica, Replica], tmp_path: Path) -> Iterator[Calla
 
 
 def hits(engine: Any, text: str) -> int:
-    answer = engine.generate(SegmentedPrompt([text], "Where does George Keller live?"), max_tokens=4)
+    answer = engine.generate(Prompt([text], "Where does George Keller live?"), max_tokens=4)
     return int(answer.report.num_chunk_hits)
 
 
@@ -178,7 +178,7 @@ def test_a_reset_drops_memory_alone(replicas: tuple[Replica, Replica], clients: 
     until(lambda: one.memory_bytes() > 0)
     stored = one.stored()
     assert one.post("/reset_prefix_cache?reset_external=true") == {"success": True}
-    engine.generate(SegmentedPrompt([], "Who lives in Kinport?"), max_tokens=2)
+    engine.generate(Prompt([], "Who lives in Kinport?"), max_tokens=2)
     until(lambda: one.memory_bytes() == 0)
     assert one.stored() == stored
     assert hits(engine, text) == 1
@@ -187,7 +187,7 @@ def test_a_reset_drops_memory_alone(replicas: tuple[Replica, Replica], clients: 
 def test_after_an_update_of_the_weights_nothing_is_loaded_or_stored(
     replicas: tuple[Replica, Replica], clients: Callable[..., Any], tmp_path: Path
 ) -> None:
-    one, prompt = replicas[0], SegmentedPrompt([TEXTS[0]], "Where does George Keller live?")
+    one, prompt = replicas[0], Prompt([TEXTS[0]], "Where does George Keller live?")
     engine = clients(one)
     engine.flush()
     stored, counted = one.stored(), one.counted("chunk_hits", "reused_tokens", "load_seconds", "ingested_chunks")

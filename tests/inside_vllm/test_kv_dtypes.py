@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 
 TEXTS = (
@@ -14,7 +14,7 @@ TEXTS = (
     "The company has its main office in Wesstad. The firm sells knives.",
     "Arthur Archer lives in Calville. Ben Howard works for Xanco.",
 )
-PROMPT = SegmentedPrompt(TEXTS, "Where does George Keller live?")
+PROMPT = Prompt(TEXTS, "Where does George Keller live?")
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 

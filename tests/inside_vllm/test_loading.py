@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import connector_worker, machine, recorded_selections
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.engine.tuning.machine import machine_facts, serving_facts, write_profile
@@ -23,7 +23,7 @@ from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.precompute import precompute_documents
 
 CHUNKS = [f"{name} Keller lives in Kinport. Julia Bishop works for Synon. " * 4 for name in ("George", "Tom", "Ben")]
-PROMPT = SegmentedPrompt(CHUNKS, "Where does George Keller live?")
+PROMPT = Prompt(CHUNKS, "Where does George Keller live?")
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 FAST, HIDING, SLOW = 1e-6, 0.8, 2.0  # seconds of loading per second of prefill
 

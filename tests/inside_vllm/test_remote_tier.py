@@ -11,7 +11,7 @@ import pytest
 from harness import ask, ask_all, engine, free_blocks, ingest, random_ids, report, tokens, watch_counts
 from servers import RedisServer, TcpProxy, running_redis
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.precompute import precompute_documents
@@ -203,7 +203,7 @@ def run_until(core: Any, name: str) -> dict[str, list[int]]:
 
 
 TEXTS = ["George Keller lives in Kinport. Julia Bishop works for Synon.", "The company sells knives in Wesstad."]
-ASKED = SegmentedPrompt(TEXTS, "Where does George Keller live?")
+ASKED = Prompt(TEXTS, "Where does George Keller live?")
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 

@@ -29,7 +29,7 @@ from openai import AuthenticationError, OpenAI
 from served import environment
 from servers import HttpServer, RedisServer, free_port
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.errors import BackendUnreachableError
@@ -163,16 +163,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield alone
 
 
-def prompts(count: int, seed: int) -> list[SegmentedPrompt]:
+def prompts(count: int, seed: int) -> list[Prompt]:
     """Questions about one of several chunks, in random orders."""
     dice, made = random.Random(seed), []
     for _ in range(count):
         people = dice.sample(list(HOMES), dice.randint(3, 6))
-        made.append(SegmentedPrompt([TEXTS[person] for person in people], f"Where does {dice.choice(people)} live?"))
+        made.append(Prompt([TEXTS[person] for person in people], f"Where does {dice.choice(people)} live?"))
     return made
 
 
-def ask(engine: Any, prompt: SegmentedPrompt) -> Any:
+def ask(engine: Any, prompt: Prompt) -> Any:
     return engine.generate(prompt, max_tokens=8)
 
 
@@ -319,7 +319,7 @@ def test_without_the_cache_replicas_answer_from_what_they_have(
     for name, server in deployment.replicas.items():  # the balancer alone may have kept a chunk from one of them
         with load_engine("demo", tmp_path, backend=server.url, api_key=KEY, on_miss="inline") as direct:
             for person, text in TEXTS.items():
-                ask(direct, SegmentedPrompt([text], f"Where does {person} live?"))
+                ask(direct, Prompt([text], f"Where does {person} live?"))
         end_s = time.monotonic() + 60
         while len(deployment.keys(name)) < len(TEXTS) and time.monotonic() < end_s:
             time.sleep(0.1)  # what came from the cache is written in the background
@@ -328,13 +328,13 @@ def test_without_the_cache_replicas_answer_from_what_they_have(
         assert_same(ask(engine, prompt), ask(expected, prompt))
     new = "Emma Cooper lives in Kinport. Emma Cooper works for Synon."
     engine.precompute(new)
-    answers = [ask(engine, SegmentedPrompt([new], "Where does Emma Cooper live?")) for _ in range(4)]
+    answers = [ask(engine, Prompt([new], "Where does Emma Cooper live?")) for _ in range(4)]
     assert {answer.text for answer in answers} == {"Kinport"}
     assert {answer.report.num_chunk_hits for answer in answers} == {0, 1}  # a hit where it was ingested
 
 
 def test_when_a_replica_is_killed_the_other_goes_on(deployment: Deployment, engine: Any, expected: Any) -> None:
-    def outcome(prompt: SegmentedPrompt) -> Any:
+    def outcome(prompt: Prompt) -> Any:
         try:
             return ask(engine, prompt)
         except BackendUnreachableError as error:  # it died in the middle of this answer

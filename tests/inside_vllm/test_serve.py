@@ -21,7 +21,7 @@ from pages import run_python
 from served import served_demo
 from servers import REDIS_BINARY, running_redis
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
@@ -39,7 +39,7 @@ A, B = (
     "The company has its main office in Wesstad. The firm sells knives.",
 )
 QUESTION = "Where does George Keller live?"
-PROMPT = SegmentedPrompt([A, B], QUESTION)
+PROMPT = Prompt([A, B], QUESTION)
 MARKED = f"<s><doc> {A}<doc> {B}<q> {QUESTION}<a>"  # the demo model's own layout, written by hand
 KEY = "a-key-for-tests"
 
@@ -133,7 +133,7 @@ def test_what_the_server_ingested_another_machine_gets_from_redis(engine: Any, r
         new = "Arthur Archer lives in Calville."
         elsewhere.precompute(new)
         elsewhere.store.flush(60)
-    answer = engine.generate(SegmentedPrompt([new, A], QUESTION), max_tokens=8)
+    answer = engine.generate(Prompt([new, A], QUESTION), max_tokens=8)
     assert answer.report.num_chunk_hits == 2
     assert engine.forget(new)
     assert not engine.is_stored(new)
@@ -164,7 +164,7 @@ def test_the_server_follows_the_profile_in_its_store_and_prefetches(engine: Any,
             elsewhere.precompute(chunk)
 
     def ratio(chunk: str) -> float:
-        prompt = SegmentedPrompt([chunk], QUESTION)
+        prompt = Prompt([chunk], QUESTION)
         report = engine.generate(prompt, rule="cacheblend", max_tokens=1).report  # hides loading; `ask` does not
         assert report.num_chunk_hits == 1
         return report.recompute_ratio
@@ -228,7 +228,7 @@ def test_chat_completions_through_the_models_own_template_blend_too(openai: Open
 
 
 def test_many_at_once_get_what_one_alone_gets(engine: Any) -> None:
-    prompts = [SegmentedPrompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (A,), (B,))] * 4
+    prompts = [Prompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (A,), (B,))] * 4
     alone = [engine.generate(prompt, max_tokens=8).token_ids for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda prompt: engine.generate(prompt, max_tokens=8).token_ids, prompts)) == alone
@@ -254,7 +254,7 @@ def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:
 def test_metrics_count_hits_and_misses(engine: Any, url: str) -> None:
     before = metrics(url)
     engine.generate(PROMPT, max_tokens=1)
-    engine.generate(SegmentedPrompt([A, "Ben Howard works for Xanco."], QUESTION), max_tokens=1)
+    engine.generate(Prompt([A, "Ben Howard works for Xanco."], QUESTION), max_tokens=1)
     engine.flush()
     assert engine.is_stored("Ben Howard works for Xanco.")  # the miss was ingested in the background
     end_s = time.monotonic() + 30

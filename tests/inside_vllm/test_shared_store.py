@@ -15,7 +15,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import open_store
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import find_model
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 TEXTS = [
     "the theory of the first chunk answers the question",
@@ -31,7 +31,7 @@ def load(model: str, store: Path) -> TransformersEngine:
 def test_both_engines_store_the_same_kv_under_the_same_key(family, checkpoint: Callable[[str], Path], tmp_path):
     model = checkpoint(family)
     with load(str(model), tmp_path / "hf") as transformers:
-        prompt = transformers.segmenter.tokenize(SegmentedPrompt(TEXTS, "what?"))
+        prompt = transformers.renderer.tokenize(Prompt(TEXTS, "what?"))
         for text in TEXTS:
             transformers.precompute(text)
     with engine(model, tmp_path / "vllm") as llm:
@@ -51,10 +51,10 @@ def test_both_engines_store_the_same_kv_under_the_same_key(family, checkpoint: C
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_each_engine_blends_with_the_others_files(family, checkpoint: Callable[[str], Path], tmp_path):
     model = checkpoint(family)
-    asked = SegmentedPrompt(TEXTS, "what is the theory?")
+    asked = Prompt(TEXTS, "what is the theory?")
     options = {"recompute_ratio": 0.3, "rule": "cacheblend_k", "max_tokens": 8}
     with load(str(model), tmp_path / "hf") as transformers:
-        prompt = transformers.segmenter.tokenize(asked)
+        prompt = transformers.renderer.tokenize(asked)
         for text in TEXTS:
             transformers.precompute(text)
         own = transformers.generate(asked, **options)
@@ -76,9 +76,9 @@ def test_each_engine_blends_with_the_others_files(family, checkpoint: Callable[[
 
 def test_the_demo_model_answers_as_in_transformers(tmp_path):
     chunks = [" The Lorvane station was opened in 1921 .", " Its builder was Mara Ilsen , born in Toval ."]
-    asked = SegmentedPrompt(chunks, "Who built the Lorvane station?")
+    asked = Prompt(chunks, "Who built the Lorvane station?")
     with load("demo", tmp_path / "kv") as transformers:
-        prompt = transformers.segmenter.tokenize(asked)
+        prompt = transformers.renderer.tokenize(asked)
         for chunk in chunks:
             transformers.precompute(chunk)
         full = transformers.generate(asked, mode="full", max_tokens=8)

@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 from served import served_demo
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import RagblendError
 
@@ -78,7 +78,7 @@ def engine(served: Served, key: str, texts: Path, **options: Any) -> Any:
 
 
 def hits(engine: Any) -> int:
-    return int(engine.generate(SegmentedPrompt([A], QUESTION), max_tokens=4).report.num_chunk_hits)
+    return int(engine.generate(Prompt([A], QUESTION), max_tokens=4).report.num_chunk_hits)
 
 
 def marked(served: Served, key: str, text: str, **more: Any) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def test_what_a_key_has_no_right_to_is_refused(served: Served, tmp_path: Path) -
         ingester.precompute(B)
         assert ingester.is_stored(B)
     with engine(served, ACME, tmp_path, namespace="globex") as forger, pytest.raises(RagblendError, match="globex"):
-        forger.generate(SegmentedPrompt([A], QUESTION), max_tokens=1)
+        forger.generate(Prompt([A], QUESTION), max_tokens=1)
 
 
 def test_vllms_own_prefix_cache_is_not_shared_either(served: Served) -> None:

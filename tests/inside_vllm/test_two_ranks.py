@@ -9,11 +9,11 @@ from pathlib import Path
 import harness  # noqa: F401 (vLLM's settings for tests)
 import pytest
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.precompute import precompute_documents
 
 TEXTS = ["George Keller lives in Kinport. Julia Bishop works for Synon.", "The company sells knives in Wesstad."]
-ASKED = SegmentedPrompt(TEXTS, "Where does George Keller live?")
+ASKED = Prompt(TEXTS, "Where does George Keller live?")
 OPTIONS = {"tensor_parallel_size": 2, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 

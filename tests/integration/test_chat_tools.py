@@ -27,7 +27,7 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.api import Engine
 from ragblend.errors import UsageError
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 Short = Annotated[str, Field(max_length=12)]
 
@@ -255,7 +255,7 @@ def test_a_call_that_was_cut_is_no_call(chat: ChatBlend) -> None:
     whole = bound.invoke("Hello!")
     assert len(whole.tool_calls) == 1
     assert whole.usage_metadata is not None
-    end = len(chat.engine.segmenter.text_ids("}}\n</tool_call>")) + 2
+    end = len(chat.engine.renderer.text_ids("}}\n</tool_call>")) + 2
     cut = bound.invoke("Hello!", max_tokens=whole.usage_metadata["output_tokens"] - end)
     assert (cut.tool_calls, cut.response_metadata["finish_reason"]) == ([], "length")
     assert cut.invalid_tool_calls[0]["name"] == "fill"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import disk_tier
@@ -178,7 +178,7 @@ def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
     answers = []
     for question in QUESTIONS:
         hits = index.search(question, 4, neighbours=1, order="document")
-        answer = engine.generate(SegmentedPrompt([hit.chunk for hit in hits], question), max_tokens=8)
+        answer = engine.generate(Prompt([hit.chunk for hit in hits], question), max_tokens=8)
         places = [(hit.chunk.source, hit.chunk.start, hit.score, hit.is_neighbour) for hit in hits]
         answers.append((places, answer.token_ids, answer.report.num_reused_tokens))
     return {

@@ -35,14 +35,14 @@ from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import TextNode
 from tool_caller import ToolCaller
 
-from ragblend import SegmentedPrompt
+from ragblend import Prompt
 from ragblend.chains import answer_with, blend_tool, create_blend_chain, create_history_aware_blend_chain
 from ragblend.engine.api import Engine
 from ragblend.frameworks.model import BlendModel, Turn
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llamaindex import BlendSynthesizer
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.prompt.prompt import Chunk, Part
+from ragblend.prompt.types import Chunk, Part
 
 QUESTION = "Who repairs the lamp of the lighthouse?"
 RESULTS = Path(__file__).parents[2] / "data" / "results" / "drift.json"
@@ -181,7 +181,7 @@ def text_of(turn: Turn) -> str:
     return ("\n\n" if any(isinstance(block, dict) for block in blocks) else "").join(texts)
 
 
-def plain_prompt(turns: Sequence[Turn], passages: list[str]) -> SegmentedPrompt:
+def plain_prompt(turns: Sequence[Turn], passages: list[str]) -> Prompt:
     """The same prompt as somebody who knows the passages would build it, by cutting with one regex."""
     cut = re.compile("(" + "|".join(re.escape(text) for text in sorted(passages, key=len, reverse=True)) + ")")
     messages: list[tuple[str, list[Part]]] = []
@@ -195,11 +195,11 @@ def plain_prompt(turns: Sequence[Turn], passages: list[str]) -> SegmentedPrompt:
             messages[-1] = ("user", [*parts, "\n\n", *messages[-1][1]])
         elif parts:
             messages.append((turn.role, parts))
-    return SegmentedPrompt.from_messages(messages)
+    return Prompt.from_messages(messages)
 
 
-def spans(engine: Engine, prompt: SegmentedPrompt) -> list[tuple[str, tuple[int, ...]]]:
-    return [(segment.kind, segment.token_ids) for segment in engine.segmenter.tokenize(prompt).segments]
+def spans(engine: Engine, prompt: Prompt) -> list[tuple[str, tuple[int, ...]]]:
+    return [(segment.kind, segment.token_ids) for segment in engine.renderer.tokenize(prompt).segments]
 
 
 def check_calls(calls: list[Call], engine: Engine, passages: list[str], ratio: float | None) -> None:

@@ -36,8 +36,8 @@ from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore, LangChainEm
 
 
 def _words(engine: Engine) -> Iterator[tuple[int, str]]:
-    size = engine.segmenter.backend.get_vocab_size()
-    return zip(range(size), engine.segmenter.token_texts(range(size)), strict=True)
+    size = engine.renderer.backend.get_vocab_size()
+    return zip(range(size), engine.renderer.token_texts(range(size)), strict=True)
 
 
 class _Chat:

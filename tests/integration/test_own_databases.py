@@ -18,7 +18,7 @@ from langchain_qdrant import QdrantVectorStore
 from postgres import running_postgres
 from qdrant_client import QdrantClient, models
 
-from ragblend import SegmentedPrompt, open_index
+from ragblend import Prompt, open_index
 from ragblend.chains import create_blend_chain
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.frameworks.model import share_engine
@@ -123,6 +123,6 @@ def test_a_chain_over_a_database_reuses_what_ragblend_ingested(
         result = chain.invoke({"input": "Who repairs the lamp?"}, {"callbacks": [reports]})
         assert reports.hits == [(3, 3)]
         chunks = [document.page_content for document in result["context"]]
-        plain = SegmentedPrompt(chunks, "Who repairs the lamp?")
+        plain = Prompt(chunks, "Who repairs the lamp?")
         assert result["answer"] == engine.generate(plain, max_tokens=8).text
         assert create_blend_chain(retriever, chat).invoke("Who repairs the lamp?")["answer"] == result["answer"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.transformers.model import find_model
 from ragblend.precompute import ingest, open_engine_index
 
@@ -33,7 +33,7 @@ def check(engine, cases: Path, index_path: Path, chunk_size: int) -> None:
     with open_engine_index(index_path, engine, "hashing", create=False) as index:
         assert report.num_new_kv == len({text for _, text in index.texts()})
         for question in (case["question"] for case in CASES):
-            prompt = SegmentedPrompt([hit.chunk for hit in index.search(question, 6)], question)
+            prompt = Prompt([hit.chunk for hit in index.search(question, 6)], question)
             full = engine.generate(prompt, mode="full", max_tokens=12)
             assert full.token_ids
             for mode, ratio in (("prefix", None), ("reuse", None), ("blend", 0.15), ("blend", 1.0)):

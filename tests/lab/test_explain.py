@@ -16,14 +16,14 @@ from ragblend.engine.transformers.layers import cache_argument
 from ragblend.errors import UsageError
 from ragblend.lab.explain import STATES, Comparison, Explanation, explain
 from ragblend.lab.explain_page import render_html
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 CHUNKS = (
     Chunk("the theory of the other chunk is in the answer", source="one.txt"),
     Chunk("question the chunk with that theory", source="two.txt"),
     Chunk("what the other question is and the answer to it", source="three.txt"),
 )
-PROMPT = SegmentedPrompt(CHUNKS, "what is that?")
+PROMPT = Prompt(CHUNKS, "what is that?")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def explanation(engine: TransformersEngine) -> Explanation:
 
 
 def test_its_tokens_are_the_prompts_in_order_and_their_texts_read_as_the_prompt(engine, explanation):
-    tokenized = engine.segmenter.tokenize(PROMPT)
+    tokenized = engine.renderer.tokenize(PROMPT)
     assert [token.id for token in explanation.tokens] == tokenized.token_ids
     assert [segment.start for segment in explanation.segments] == [segment.start for segment in tokenized.segments]
     text = "".join(token.text for token in explanation.tokens)
@@ -77,7 +77,7 @@ def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_mode
     engine, explanation, stock_model, tiny_model
 ):
     """The stored chunk is moved by the stock model itself: run behind the prefix, its positions shifted."""
-    model, tokenized = stock_model("llama"), engine.segmenter.tokenize(PROMPT)
+    model, tokenized = stock_model("llama"), engine.renderer.tokenize(PROMPT)
     prefix, chunk = tokenized.segments[0], tokenized.chunk_segments[2]
     full, alone = DynamicCache(), DynamicCache()
     ids = [*prefix.token_ids, *chunk.token_ids]
@@ -131,7 +131,7 @@ def test_a_chunk_that_the_store_lost_meanwhile_has_no_deviation(engine, monkeypa
 
 
 def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(engine):
-    explanation = explain(engine, SegmentedPrompt.from_parts([CHUNKS[0], CHUNKS[2]]), max_tokens=2)
+    explanation = explain(engine, Prompt.from_text([CHUNKS[0], CHUNKS[2]]), max_tokens=2)
     assert explanation.tokens[-1].state == "computed"
     assert explanation.question == ""
 
@@ -142,28 +142,28 @@ def test_other_modes_and_conversations_are_refused(engine, options: dict[str, An
         explain(engine, PROMPT, **options)
 
 
-def test_characters_of_several_tokens_belong_to_the_last_one(segmenter):
+def test_characters_of_several_tokens_belong_to_the_last_one(renderer):
     text = "é 東京 👍🏽 the theory"
-    texts = segmenter.token_texts(segmenter.text_ids(text))
+    texts = renderer.token_texts(renderer.text_ids(text))
     assert "".join(texts) == text
     assert "" in texts
-    half = segmenter.text_ids("東")[:2]
-    assert "".join(segmenter.token_texts(half)) == "\ufffd"
-    assert segmenter.token_texts([1, 3]) == ["<s>", "<doc>"]
-    assert segmenter.token_texts([]) == []
+    half = renderer.text_ids("東")[:2]
+    assert "".join(renderer.token_texts(half)) == "\ufffd"
+    assert renderer.token_texts([1, 3]) == ["<s>", "<doc>"]
+    assert renderer.token_texts([]) == []
 
 
 def test_a_boundary_that_recognition_moved_shows_in_the_comparison(engine, stock_model):
     found = ["Content: ", Chunk(CHUNKS[0].text, found_in_prompt=True), "\nwhat is that?"]
-    prompt = SegmentedPrompt.from_messages([("user", found)])
+    prompt = Prompt.from_messages([("user", found)])
     explanation = explain(engine, prompt, recompute_ratio=1.0, max_tokens=6)
     assert explanation.boundaries_moved
     assert explanation.first_token_kl > 1e-4
     assert max(token.remaining for token in explanation.tokens) < 1e-4  # of the KV of the very same tokens
-    whole = engine.segmenter.tokenize(prompt.without_recognized()).token_ids
+    whole = engine.renderer.tokenize(prompt.without_recognized()).token_ids
     with torch.no_grad():
         answer = stock_model("llama").generate(torch.tensor([whole]), max_new_tokens=6, do_sample=False, num_beams=1)
-    assert explanation.full_answer == engine.segmenter.decode(answer[0, len(whole) :].tolist())
+    assert explanation.full_answer == engine.renderer.decode(answer[0, len(whole) :].tolist())
     assert not explain(engine, PROMPT, max_tokens=2).boundaries_moved
 
 

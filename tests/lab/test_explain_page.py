@@ -17,7 +17,7 @@ from ragblend.lab.explain_page import (
     summary_lines,
     write_html,
 )
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 EVIL = "</p><script>alert('1')</script> & \"quoted\" <b onclick=x>$\\frac{1}$ {{ 7 * 7 }}"
 VOID = {"meta", "input", "rect", "link", "br", "img"}
@@ -76,7 +76,7 @@ def explanation(tiny_engine: Callable[..., TransformersEngine], evil_chunks: lis
     engine = tiny_engine("llama")
     for chunk in evil_chunks[:2]:
         engine.precompute(chunk)
-    return explain(engine, SegmentedPrompt(evil_chunks, f"what? {EVIL}"), rule="ask", max_tokens=4)
+    return explain(engine, Prompt(evil_chunks, f"what? {EVIL}"), rule="ask", max_tokens=4)
 
 
 def test_every_token_is_there_once_and_in_order(explanation):
@@ -124,7 +124,7 @@ def test_it_shows_states_figures_and_what_was_missed(explanation):
 def test_without_attention_the_page_says_so_and_offers_no_view_of_it(tiny_engine, evil_chunks):
     engine = tiny_engine("llama")
     engine.precompute(evil_chunks[0])
-    page = render_html(explain(engine, SegmentedPrompt(evil_chunks, "what?"), rule="random", max_tokens=2))
+    page = render_html(explain(engine, Prompt(evil_chunks, "what?"), rule="random", max_tokens=2))
     assert "does not ask the question" in page
     assert 'type="radio"' not in page
     assert "Where the question looked" not in page

@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import run_command
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
@@ -32,7 +32,7 @@ from tests.tier_support import DictValues, make_kv
 
 EFFORT = ProfileConfig(num_chunks=3, chunk_tokens=40, repeats=1, ratios=(0.0, 0.5, 1.0))
 CHUNKS = ("the theory of the other chunk " * 8, "another chunk: that is the question " * 8)
-PROMPT = SegmentedPrompt(CHUNKS, "what is that?")
+PROMPT = Prompt(CHUNKS, "what is that?")
 
 
 def profile(fingerprint: str = "tiny-llama", disk: float = 1e9, **changes: Any) -> MachineProfile:
@@ -117,7 +117,7 @@ def test_the_ratio_rises_to_what_hides_behind_loading(on_disk: Callable[[float],
     found = engine.prefill(engine.request(PROMPT, rule="cacheblend")).report
     num_chunk = sum(chunk.num_tokens for chunk in found.chunks)
     num_stored = num_chunk + found.num_prefix_tokens
-    num_fresh = engine.segmenter.tokenize(PROMPT).num_tokens - num_stored
+    num_fresh = engine.renderer.tokenize(PROMPT).num_tokens - num_stored
     behind = 1 - 1 / engine.layers.num_layers  # layer 1's loading hides nothing
     expected = (0.8 * behind * num_chunk - num_fresh) / num_stored
     assert found.recompute_ratio == pytest.approx(expected)

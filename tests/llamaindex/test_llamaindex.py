@@ -22,7 +22,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
-from ragblend import Chunk, SegmentedPrompt, open_index
+from ragblend import Chunk, Prompt, open_index
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
@@ -35,7 +35,7 @@ from ragblend.llamaindex import (
     BlendSynthesizer,
     delete_ref_doc,
 )
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 TEXTS = [
     "The lighthouse on Gull Rock was built long ago.",
@@ -47,8 +47,8 @@ QUESTION = "Who repairs the lamp?"
 
 
 @pytest.fixture
-def llm(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> BlendLLM:
-    engine = tiny_engine(segmenter=chat_segmenter)
+def llm(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> BlendLLM:
+    engine = tiny_engine(renderer=chat_renderer)
     precompute_and_register(TEXTS, engine)
     return BlendLLM(engine=engine, max_tokens=6)
 
@@ -65,7 +65,7 @@ def vector_index() -> VectorStoreIndex:
 
 
 def answer(llm: BlendLLM, chunks: list[str] = TEXTS[:2], question: str = QUESTION) -> str:
-    return str(llm.engine.generate(SegmentedPrompt(chunks, question), max_tokens=6).text)
+    return str(llm.engine.generate(Prompt(chunks, question), max_tokens=6).text)
 
 
 # --- the LLM ----------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_prompts_are_packed_by_the_models_own_tokens(llm: BlendLLM, monkeypatch:
     monkeypatch.setattr(llama_core, "global_tokenizer", llama_core.global_tokenizer)  # put back afterwards
     context = llm.metadata.context_window
     size = len(llm.tokenizer(TEXTS[0] + " "))
-    assert llm.tokenizer(TEXTS[0]) == list(llm.engine.segmenter.text_ids(TEXTS[0]))
+    assert llm.tokenizer(TEXTS[0]) == list(llm.engine.renderer.text_ids(TEXTS[0]))
     nodes = [NodeWithScore(node=TextNode(text=f"{n} {TEXTS[0]}"), score=1.0) for n in range(2 * context // size)]
 
     def asked() -> str:
@@ -116,7 +116,7 @@ async def test_chat_in_all_four_ways_keeps_roles(llm: BlendLLM) -> None:
         ChatMessage(role=MessageRole.ASSISTANT, content="Tomas."),
         ChatMessage(role=MessageRole.USER, content="Who?"),
     ]
-    plain = SegmentedPrompt.from_messages(
+    plain = Prompt.from_messages(
         [("system", "Be brief."), ("user", [Chunk(A), QUESTION]), ("assistant", "Tomas."), ("user", "Who?")]
     )
     wanted = llm.engine.generate(plain, max_tokens=6).text
@@ -133,7 +133,7 @@ def test_predict_uses_messages_or_one_string(llm: BlendLLM) -> None:
     given = {"context": f"{A}\n\n{B}", "question": QUESTION}
     assert llm.predict(template, **given) == answer(llm)
     raw = BlendLLM(engine=llm.engine, max_tokens=6, is_chat_model=False, raw=True)
-    plain = SegmentedPrompt.from_parts([Chunk(A), Chunk(B), QUESTION])
+    plain = Prompt.from_text([Chunk(A), Chunk(B), QUESTION])
     assert raw.predict(template, **given) == llm.engine.generate(plain, max_tokens=6).text
 
 
@@ -212,7 +212,7 @@ def test_synthesizer_without_nodes_and_with_a_system_text(llm: BlendLLM, nodes: 
     empty: Any = BlendSynthesizer(llm, empty_response="Nothing found.").synthesize(QUESTION, [])
     assert empty.response == "Nothing found."
     response: Any = BlendSynthesizer(llm, system="Be brief.").synthesize(QUESTION, nodes)
-    plain = SegmentedPrompt([A, B], QUESTION, system="Be brief.")
+    plain = Prompt([A, B], QUESTION, system="Be brief.")
     assert response.response == llm.engine.generate(plain, max_tokens=6).text
 
 

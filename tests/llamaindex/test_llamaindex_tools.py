@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.frameworks.model import precompute_and_register
 from ragblend.llamaindex import BlendLLM
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 A = "The lighthouse on Gull Rock was built long ago, in 1872."
 B = "Maren keeps the logbook of all the storms since 1901."
@@ -46,8 +46,8 @@ def search(about: Literal["lamp", "logbook"]) -> str:
 
 
 @pytest.fixture
-def llm(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> BlendLLM:
-    engine = tiny_engine(segmenter=chat_segmenter)
+def llm(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> BlendLLM:
+    engine = tiny_engine(renderer=chat_renderer)
     precompute_and_register([A, B], engine)
     return BlendLLM(engine=engine, max_tokens=300)
 
@@ -122,7 +122,7 @@ def test_calls_and_results_go_back_into_the_prompt(llm: BlendLLM) -> None:
         ChatMessage(f"{A}\n\n{B}", role="tool", additional_kwargs={"tool_call_id": "c1", "name": "search"}),
     ]
     tools = [tool.metadata.to_openai_tool() for tool in TOOLS]
-    prompt = llm.engine.segmenter.tokenize(llm._chat_request(history, {"tools": tools}).prompt)
-    text = "".join(llm.engine.segmenter.token_texts(prompt.token_ids))
+    prompt = llm.engine.renderer.tokenize(llm._chat_request(history, {"tools": tools}).prompt)
+    text = "".join(llm.engine.renderer.token_texts(prompt.token_ids))
     assert text.index("Who?") < text.index('{"about": "lamp"}') < text.index(A)
     assert len(prompt.chunk_segments) == 2

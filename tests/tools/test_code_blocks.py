@@ -79,14 +79,14 @@ def presumed(page: str, folder: Path) -> dict[str, Any]:
         sample_corpus().write(folder / "docs")
     if page != "docs/fidelity.md":
         return {}
-    from ragblend import SegmentedPrompt, ingest, load_engine
+    from ragblend import Prompt, ingest, load_engine
 
     engine, corpus = load_engine("demo", store=folder / "kv"), sample_corpus()
     corpus.write(folder / "corpus")
     ingest(folder / "corpus", engine, folder / "index", embedder="hashing", glob="*.md")
     chunks = ["Mavdyne sells knives.", "The company has its main office in Wesstad."]
     return {
-        "SegmentedPrompt": SegmentedPrompt,
+        "Prompt": Prompt,
         "load_engine": load_engine,
         "engine": engine,
         "chunks": chunks,

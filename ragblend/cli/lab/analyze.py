@@ -14,7 +14,6 @@ from ragblend.config import Settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.corpus.chunk_registry import ChunkRegistry
     from ragblend.engine.tuning.loading_controller import MachineProfile
     from ragblend.lab.traffic.analysis import AnalysisConfig
     from ragblend.lab.traffic.tokens import Tokens
@@ -32,9 +31,6 @@ def analyze(
     ] = None,
     kv_bytes_per_token: Annotated[
         int | None, typer.Option("--kv-bytes-per-token", help="Instead of what the model's config says.")
-    ] = None,
-    separator: Annotated[
-        str | None, typer.Option("--separator", help="Text that stands around chunks in the prompts.")
     ] = None,
     profile: Annotated[
         str | None,
@@ -69,7 +65,7 @@ def analyze(
     named = model or (settings.model if settings.model != Settings().model else None)
     tokens = _tokens_of(named, settings, show_texts)
     measured = _profile_of(profile, named, settings)
-    config = _config(settings, named, kv_bytes_per_token, separator, rule, ratio, measured)
+    config = _config(settings, named, kv_bytes_per_token, rule, ratio, measured)
     with progress_bars() as progress:
         facts = run(trace, tokens, config._replace(show_texts=show_texts), progress)
     facts |= {"ratio": config.blend.ratio, "verdict": verdict(facts), "hint": hint(facts["first_use_share"])}
@@ -107,7 +103,6 @@ def _config(
     settings: Settings,
     named: str | None,
     kv_bytes: int | None,
-    separator: str | None,
     rule: str,
     ratio: float | None,
     measured: MachineProfile | None,
@@ -118,7 +113,6 @@ def _config(
     from ragblend.lab.traffic.cost_model import BlendSettings
     from ragblend.lab.traffic.models import kv_bytes_per_token as of_model
 
-    registry = _registry_of(separator, settings)
     if kv_bytes is None:
         kv_bytes = measured.bytes_per_token if measured else of_model(named, settings) if named else None
     known = find_rule(rule) if measured is None else find_rule(rule, measured.num_layers)
@@ -127,18 +121,7 @@ def _config(
         raise UsageError(f"ratio is {least}; choose 0 to 1")
     speed = measured.bytes_per_s.get(TIER) if measured else None
     blend = BlendSettings(least, known.probes_before_selection, speed)
-    return AnalysisConfig(separator, registry, blend, measured, kv_bytes)
-
-
-def _registry_of(separator: str | None, settings: Settings) -> ChunkRegistry | None:
-    """The texts that the store has ingested; the separator is checked."""
-    from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
-    from ragblend.frameworks.boundaries import check_separator
-
-    if separator is not None:
-        check_separator(separator)
-    texts = Path(settings.store) / REGISTRY_FILE
-    return ChunkRegistry(texts) if texts.is_file() else None
+    return AnalysisConfig(blend, measured, kv_bytes)
 
 
 # -- printing

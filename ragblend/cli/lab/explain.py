@@ -37,7 +37,7 @@ def explain(
     from ragblend.lab.bench.common.plots import check_plot
     from ragblend.lab.explain import explain as explain_prompt
     from ragblend.lab.explain_page import plot_explanation, summary_lines, write_html
-    from ragblend.prompt.prompt import SegmentedPrompt
+    from ragblend.prompt.types import Prompt
 
     page, picture = check_output(html, "--html") if html is not None else None, check_plot(png, "--png")
     with (
@@ -47,7 +47,7 @@ def explain(
     ):
         assert isinstance(engine, TransformersEngine)
         hits = retrieve(opened, question, settings)
-        prompt = SegmentedPrompt([hit.chunk for hit in hits], question, settings.system)
+        prompt = Prompt([hit.chunk for hit in hits], question, settings.system)
         explanation = explain_prompt(engine, prompt, **replace(settings, mode="blend", temperature=0.0).generation)
     for path, write in ((page, write_html), (picture, plot_explanation)):
         if path is not None:

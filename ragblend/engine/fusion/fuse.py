@@ -137,7 +137,6 @@ class _CandidateState:
     mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
     chunks: Tensor  # int64, the placed chunk that it is in
     drift_gain: Tensor  # float32, of how far others say that it moves: the share that it does where it is kept
-    separators: Tensor  # bool, the chunks' template
     seed: int
     attention: Tensor | None = None  # float32, once the question was run ahead
     deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
@@ -149,7 +148,7 @@ class _CandidateState:
     def evidence(self, rows: Tensor) -> RuleInputs:
         """About the tokens at `rows` [N]."""
         attention = None if self.attention is None else self.attention[rows]
-        return RuleInputs(rows, attention=attention, template_mask=self.separators[rows], seed=self.seed)
+        return RuleInputs(rows, attention=attention, seed=self.seed)
 
 
 def _candidates(plan: FusePlan) -> _CandidateState:
@@ -167,8 +166,7 @@ def _candidates(plan: FusePlan) -> _CandidateState:
         chunks[placement.start : placement.end] = number
     if plan.wants_logits:
         is_candidate[-1] = False  # the last token is always computed: its logits are the answer
-    separators = torch.zeros_like(is_candidate) if plan.template_mask is None else plan.template_mask
-    return _CandidateState(is_candidate, chunks, drift_gain, separators, plan.seed)
+    return _CandidateState(is_candidate, chunks, drift_gain, plan.seed)
 
 
 def _fresh_rows(plan: FusePlan) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.transfer import HostToDeviceCopier
-from ragblend.engine.store.kv import ChunkKV, LayerKV, MemoryKV, dequantized
+from ragblend.engine.store.kv import ChunkKV, LayerKV, dequantized, is_in_memory
 
 # Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
 # ones; a reader that may be a few layers ahead loads during that time what later layers would wait for.
@@ -87,7 +87,7 @@ class _Group:
 
 
 def _is_far(kv: ChunkKV) -> bool:
-    return not isinstance(kv, MemoryKV)
+    return not is_in_memory(kv)
 
 
 def _merge_adjacent(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ Unless told otherwise it is "similar" in a deep model, where that is closest to 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
@@ -81,27 +81,27 @@ def context_key_name(policy: ContextPolicy) -> str:
 def lookup_contexts(
     token_ids: Sequence[int],
     start: int,
-    prefix_length: int,
-    default_prefix: tuple[int, ...],
+    prefixes: Iterable[tuple[int, ...]],
     policy: ContextPolicy = "none",
+    *,
+    is_beginning: bool = True,
 ) -> list[LookupContext]:
     """Contexts to look for the chunk at `start` of a prompt behind, the best first.
 
-    What is exact there is the best, then what the store's `policy` adds, then the chunk alone; each behind the prompt's
-    own prefix, `prefix_length` ids, before the one that ingestion computes behind.
+    What is exact there is the best, then what the store's `policy` adds, then the chunk alone; each behind one of the
+    `prefixes` after the other. is_beginning: the chunk's first token stands at `start`.
 
-    >>> found = lookup_contexts([1, 5, 6, 7], 3, prefix_length=1, default_prefix=(2,), policy="similar")
+    >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
     >>> [(context.token_ids, context.policy) for context in found]
     [((1,), 'similar'), ((2,), 'similar'), ((1,), 'none'), ((2,), 'none')]
     """
-    own = tuple(token_ids[:prefix_length])
     policies: tuple[ContextPolicy, ...] = ("similar", "none") if policy == "similar" else ("none",)
     candidates = []
     for kind in policies:
-        for prefix in dict.fromkeys((own, default_prefix)):
-            is_own = prefix == own
-            match: PrefixMatch = "exact" if is_own else "approximate"
-            exact = is_own and kind == "none" and prefix_length == start
+        for prefix in dict.fromkeys(prefixes):
+            begins = tuple(token_ids[: len(prefix)]) == prefix
+            match: PrefixMatch = "exact" if begins else "approximate"
+            exact = begins and kind == "none" and len(prefix) == start and is_beginning
             candidates.append(LookupContext(prefix, match, exact, kind, context_key_name(kind)))
     return [context for context in candidates if context.exact] + [
         context for context in candidates if not context.exact

@@ -109,7 +109,6 @@ class FusePlan:
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up evidence where each rank has some of the heads
     probe_layers: tuple[int, ...] = ()  # where the rule reads the question's attention, ascending; () reads none
     question_start: int | None = None  # first token of the question; None: what follows the last placed chunk
-    template_mask: Tensor | None = None  # [T] bool, template tokens of the chunks
 
     @property
     def end(self) -> int:

@@ -49,7 +49,6 @@ class RuleInputs:
     key_deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored keys, over heads and dimensions
     value_deviation: Tensor | None = None  # float32, the same for values
     attention: Tensor | None = None  # float32, the share of the question's attention that the token gets
-    template_mask: Tensor | None = None  # bool, tokens of the chunks' template, such as <doc>
     seed: int = 0
 
 
@@ -99,7 +98,6 @@ class SelectionRule:
     )
     # most KV is loaded before any is recomputed
     ratio: float = DEFAULT_RATIO  # of the chunk tokens, recomputed where nothing else is asked for
-    skips_template: bool = False  # template tokens are chosen only when nothing else is left
     drift_gain: float = 0.0  # how much of what recomputed tokens tell (`drift_correction`) the tokens kept move by
     drift_gain_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
 
@@ -126,10 +124,7 @@ class SelectionRule:
 
     def scores(self, evidence: RuleInputs) -> Tensor:
         """[N] float32; the highest are recomputed."""
-        scores = self.score(evidence)
-        if self.skips_template and evidence.template_mask is not None:
-            return scores.masked_fill(evidence.template_mask, -math.inf)
-        return scores
+        return self.score(evidence)
 
 
 RULES: dict[str, SelectionRule] = {
@@ -138,7 +133,7 @@ RULES: dict[str, SelectionRule] = {
         SelectionRule("cacheblend", cacheblend, needs_deviation=True),
         SelectionRule("cacheblend_k", cacheblend_k, needs_deviation=True),
         SelectionRule(
-            "ask", ask, probes_before_selection=True, ratio=ASK_RATIO, skips_template=True, drift_gain=DRIFT_GAIN,
+            "ask", ask, probes_before_selection=True, ratio=ASK_RATIO, drift_gain=DRIFT_GAIN,
             drift_gain_in_context=DRIFT_GAIN_IN_CONTEXT,
         ),
         SelectionRule("random", random),

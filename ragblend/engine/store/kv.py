@@ -246,6 +246,55 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise ValueError(f"{dtype} cannot be stored; choose one of {', '.join(DTYPES)}")
 
 
+def rows_of(kv: ChunkKV, start: int, end: int) -> ChunkKV:
+    """Return the rows of tokens [start, end) of a chunk; the chunk itself where that is all of it."""
+    return kv if (start, end) == (0, kv.header.num_tokens) else RowSlice(kv, start, end)
+
+
+def is_in_memory(kv: ChunkKV) -> bool:
+    """Whether the layers of a chunk, or of rows of one, are tensors in memory."""
+    return isinstance(kv.source if isinstance(kv, RowSlice) else kv, MemoryKV)
+
+
+class RowSlice:
+    """Some tokens of a stored chunk. Its checksums cover all of them, so all are read."""
+
+    def __init__(self, source: ChunkKV, start: int, end: int) -> None:
+        self.source, self._rows = source, (start, end)
+        self._header = replace(source.header, token_ids=source.header.token_ids[start:end])
+
+    @property
+    def header(self) -> KVHeader:
+        """What the KV was computed from; its token ids are those of the rows alone."""
+        return self._header
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole chunk."""
+        return self.source.nbytes
+
+    def layer(self, index: int) -> LayerKV:
+        """[H, end - start, D] each."""
+        return dequantized(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is stored."""
+        layer, (start, end) = self.source.stored_layer(index), self._rows
+        if isinstance(layer, LayerKV):
+            return LayerKV(layer.keys[:, start:end], layer.values[:, start:end])
+        num_first = layer.first_keys.shape[1]  # tokens at the front that are not in eight bits
+        first = slice(start, min(end, num_first))
+        codes = slice(max(start - num_first, 0), max(end - num_first, 0))
+        return QuantizedLayer(
+            layer.key_scales,
+            layer.value_scales[:, codes],
+            layer.first_keys[:, first],
+            layer.first_values[:, first],
+            layer.key_codes[:, codes],
+            layer.value_codes[:, codes],
+        )
+
+
 class HeadSlice:
     """Some heads of a stored chunk. Its checksums cover all of them, so all are read."""
 

@@ -26,15 +26,15 @@ from ragblend.engine.fusion.lookup import IngestionContext, LookupContext, looku
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule, plan_selection
 from ragblend.engine.generation import EngineRequest, PrefillResult
-from ragblend.engine.report import BlendReport, ChunkReport
+from ragblend.engine.report import BlendReport, ChunkReport, chunk_reports, join_runs
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.kv import ChunkKV, KVSpec, MemoryKV, dtype_name
+from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, rows_of
 from ragblend.engine.store.tiered import SpecValidatingStore, has_remote_tier
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
-from ragblend.prompt.prompt import Segment, TokenizedPrompt
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.match import ChunkRun, MatchedPrompt
+from ragblend.prompt.render import Renderer
 
 log = logging.getLogger(__name__)
 
@@ -46,20 +46,20 @@ StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """What of a prompt is at hand: exact rows at its front, and stored chunks by position, with what they saw."""
+    """What of a prompt is at hand: exact rows at its front, and stored runs by position, with what they saw."""
 
     num_resident: int
-    chunks: dict[int, tuple[Placement, LookupContext]]
+    runs: dict[int, tuple[Placement, LookupContext]]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The stored chunks, in prompt order."""
-        return tuple(placement for placement, _ in self.chunks.values())
+        """The stored runs, in prompt order."""
+        return tuple(placement for placement, _ in self.runs.values())
 
     @property
     def num_stored(self) -> int:
-        """Tokens of the stored chunks."""
-        return sum(placement.kv.header.num_tokens for placement, _ in self.chunks.values())
+        """Tokens of the stored runs."""
+        return sum(placement.kv.header.num_tokens for placement, _ in self.runs.values())
 
 
 class BlendDecision(NamedTuple):
@@ -76,13 +76,13 @@ class BlendingEngine(EngineBase):
     def __init__(
         self,
         layers: TransformersLayers,
-        segmenter: Segmenter,
+        renderer: Renderer,
         store: KVStore,
         *,
         machine: MachineProfile | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(segmenter, store, num_layers=layers.num_layers, **options)
+        super().__init__(renderer, store, num_layers=layers.num_layers, **options)
         self.layers = layers
         self.shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
         if isinstance(store, SpecValidatingStore):
@@ -143,10 +143,10 @@ class BlendingEngine(EngineBase):
         if request.mode == "full" or not has_remote_tier(self.store):
             return self.store.get
         keys = [
-            self._key(context.token_ids, chunk.token_ids, context.name)
-            for chunk, candidates in self._contexts(request.prompt)
-            for context in candidates
-            if chunk.token_ids and (request.mode != "prefix" or context.exact)
+            self._key(context.token_ids, run.chunk_ids, context.name)
+            for run in request.prompt.runs
+            for context in self._contexts(request.prompt, run)
+            if request.mode != "prefix" or context.exact
         ]
         return partial(self.store.get, fetched=self.store.fetch_many(keys))
 
@@ -154,43 +154,39 @@ class BlendingEngine(EngineBase):
         """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
         prompt, conversation = request.prompt, request.conversation
         if conversation is not None and conversation.fused is not None:
-            count = _common_prefix(conversation.token_ids, prompt.token_ids)
-            # Never end inside a chunk: its stored KV is placed whole or not at all.
-            for segment in prompt.chunk_segments:
-                if segment.start < count < segment.end:
-                    count = segment.start
-            count = min(count, prompt.num_tokens - 1)
-            if count > len(prompt.prefix_ids):
+            count = min(_common_prefix(conversation.token_ids, prompt.token_ids), prompt.num_tokens - 1)
+            if count > prompt.num_prefix:
                 fused.copy_front(conversation.fused, count)
                 return count
-        prefix = self._prefix(prompt.prefix_ids)
+        prefix = self._prefix(tuple(prompt.token_ids[: prompt.num_prefix]))
         fused.copy_front(prefix, prefix.length)
         return prefix.length
 
     def _lookup(
         self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet
     ) -> PromptLookup:
-        """The prompt's stored chunks, each from the best context that it is stored behind."""
-        placed_chunks: dict[int, tuple[Placement, LookupContext]] = {}
-        for segment, candidates in self._contexts(request.prompt):
-            if segment.start < num_resident:
+        """The prompt's stored runs, each from the best context that its chunk is stored behind."""
+        placed_runs: dict[int, tuple[Placement, LookupContext]] = {}
+        for run in request.prompt.runs:
+            if run.end <= num_resident:
                 continue
-            for context in candidates:
+            left = run.starting_at(num_resident)
+            for context in self._contexts(request.prompt, left):
                 if request.mode == "prefix" and not context.exact:
                     continue
-                key = self._key(context.token_ids, segment.token_ids, context.name)
-                kv = store_get(key, segment.token_ids) if key not in damaged else None
+                key = self._key(context.token_ids, left.chunk_ids, context.name)
+                kv = store_get(key, left.chunk_ids) if key not in damaged else None
                 if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
-                    placed = Placement(kv, segment.start, context.exact, context.policy != "none")
-                    placed_chunks[segment.start] = (placed, context)
+                    rows = rows_of(kv, left.chunk_start, left.chunk_start + left.num_tokens)
+                    placed = Placement(rows, left.start, context.exact, context.policy != "none")
+                    placed_runs[run.start] = (placed, context)
                     break
-        return PromptLookup(num_resident, placed_chunks)
+        return PromptLookup(num_resident, placed_runs)
 
-    def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[LookupContext]]]:
-        """The chunks of `prompt`, and what to look for each behind, the best first."""
-        token_ids, num_prefix = prompt.token_ids, len(prompt.prefix_ids)
-        for segment in prompt.chunk_segments:
-            yield segment, lookup_contexts(token_ids, segment.start, num_prefix, self.default_prefix_ids, self.context)
+    def _contexts(self, prompt: MatchedPrompt, run: ChunkRun) -> list[LookupContext]:
+        """What to look for the chunk of a run behind, the best first."""
+        prefixes, is_beginning = (prompt.prefix_ids, self.default_prefix_ids), run.chunk_start == 0
+        return lookup_contexts(prompt.token_ids, run.start, prefixes, self.context, is_beginning=is_beginning)
 
     # -- decide
 
@@ -203,9 +199,9 @@ class BlendingEngine(EngineBase):
         if request.mode != "blend":
             return BlendDecision(SelectionPlan(find_rule(request.rule, num_layers), NO_RECOMPUTE, ()), 0.0)
         num_tokens, num_stored = request.prompt.num_tokens, lookup.num_stored
-        if request.adapts_ratio and lookup.chunks and self.machine is not None:
+        if request.adapts_ratio and lookup.runs and self.machine is not None:
             # What is not in memory by now is read from the disk: a remote tier has sent its chunks before the lookup.
-            to_load = sum(each.kv.nbytes for each in lookup.placements if not isinstance(each.kv, MemoryKV))
+            to_load = sum(each.kv.nbytes for each in lookup.placements if not is_in_memory(each.kv))
             asks_first = find_rule(request.rule if fit is None else fit.rule, num_layers).probes_before_selection
             num_available = lookup.num_resident + num_stored
             hidden = decide_reuse(self.machine, ratio, num_tokens, num_available, {"disk": to_load}, asks_first)
@@ -248,17 +244,8 @@ class BlendingEngine(EngineBase):
             lookup.num_resident,
             seed=request.options.seed or 0,
             probe_layers=choice.probe_layers,
-            question_start=next((segment.start for segment in prompt.segments if segment.kind == "suffix"), None),
-            template_mask=self._separators(prompt),
+            question_start=prompt.question_start,
         )
-
-    def _separators(self, prompt: TokenizedPrompt) -> Tensor:
-        """[T] bool: tokens that belong to the chunks' template, not to their text."""
-        separators = bytearray(prompt.num_tokens)  # filled before it becomes a tensor: two writes per chunk
-        for segment in prompt.chunk_segments:
-            separators[segment.start : segment.start + segment.num_lead] = b"\1" * segment.num_lead
-            separators[segment.end - segment.num_tail : segment.end] = b"\1" * segment.num_tail
-        return torch.frombuffer(separators, dtype=torch.bool).to(self.layers.device)
 
     def _fuse(self, plan: FusePlan, fused: FusedKV) -> tuple[FuseResult, LayerLoader]:
         """Fuse `plan` into `fused` while the loader runs a layer ahead; the loader, closed, knows its times."""
@@ -287,9 +274,8 @@ class BlendingEngine(EngineBase):
         start_s = perf_counter()
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
-        segments = request.prompt.chunk_segments
-        report.chunks = [ChunkReport(_source(segment), segment.num_tokens, hit=False) for segment in segments]
-        report.charged_budget = report.charged_budget_32 = 1.0 if segments else 0.0
+        report.chunks = chunk_reports(request.prompt)
+        report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
         return PrefillResult(FusedKV(layers, request.prompt.num_tokens), logits, report)
 
     # -- report
@@ -301,17 +287,18 @@ class BlendingEngine(EngineBase):
         rule = plan.rule.name if request.mode == "blend" else "none"
         report = BlendReport(request.mode, rule, decided.ratio)
         report.predicted_agreement = request.predicted_agreement(decided.ratio)
-        segments = request.prompt.chunk_segments
-        report.chunks = [ChunkReport(_source(segment), segment.num_tokens, hit=False) for segment in segments]
-        record_fusion(report, (segment.start for segment in segments), lookup.chunks, plan, result)
+        runs = request.prompt.runs
+        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
+        record_fusion(report, (run.start for run in runs), lookup.runs, plan, result)
+        join_runs(report, request.prompt)
         return report
 
-    def _misses(self, request: EngineRequest, lookup: PromptLookup) -> tuple[Segment, ...]:
-        """The chunks to be stored for the next time: those that are not."""
+    def _misses(self, request: EngineRequest, lookup: PromptLookup) -> tuple[ChunkRun, ...]:
+        """The runs whose chunks are to be stored for the next time: those that are not."""
         if request.mode == "prefix":
             return ()
-        segments = request.prompt.chunk_segments
-        return tuple(each for each in segments if each.start >= lookup.num_resident and each.start not in lookup.chunks)
+        runs = request.prompt.runs
+        return tuple(run for run in runs if run.end > lookup.num_resident and run.start not in lookup.runs)
 
     # -- KV of prefixes
 
@@ -353,7 +340,7 @@ class BlendingEngine(EngineBase):
 
     def _place_context_chunks(self, behind: IngestionContext, start: int, damaged: set[str]) -> Iterator[Placement]:
         """The chunks in `behind`, which begins at position `start`, that are stored alone."""
-        num_joint, first = len(self.segmenter.delimiter_ids), start
+        num_joint, first = len(self.renderer.separator_ids), start
         for part in behind.parts:
             ids = part[: len(part) - num_joint]
             key = self.key_of(ids)
@@ -383,7 +370,3 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
             break
         count += 1
     return count
-
-
-def _source(segment: Segment) -> str:
-    return segment.chunk.source if segment.chunk is not None else ""

@@ -51,14 +51,14 @@ from ragblend.engine.transformers.structured_outputs import GrammarCompiler
 from ragblend.engine.tuning.calibration import CalibrationCache
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.options import GenerationKeywords, GenerationOptions
-from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import Chunk, Part, Prompt
 
 log = logging.getLogger(__name__)
 
 
 class TransformersEngine(BlendingEngine):
-    """Engine over a TransformersLayers model, a Segmenter and a KVStore. Use as a context manager, or `close()` it.
+    """Engine over a TransformersLayers model, a Renderer and a KVStore. Use as a context manager, or `close()` it.
 
     `options` are those of `EngineBase`: system, namespace, on_miss, shadow and what messages say.
     """
@@ -68,7 +68,7 @@ class TransformersEngine(BlendingEngine):
     def __init__(
         self,
         layers: TransformersLayers,
-        segmenter: Segmenter,
+        renderer: Renderer,
         store: KVStore,
         *,
         check: bool = True,
@@ -76,12 +76,12 @@ class TransformersEngine(BlendingEngine):
         max_num_seqs: int = MAX_NUM_SEQS,
         **options: Any,
     ) -> None:
-        super().__init__(layers, segmenter, store, machine=machine, **options)
+        super().__init__(layers, renderer, store, machine=machine, **options)
         self.batch = ContinuousBatch(self._decode, max_num_seqs)
         disk = disk_tier(store)
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
-        self._grammars = GrammarCompiler(segmenter, layers.config.vocab_size, self.stop_ids())
+        self._grammars = GrammarCompiler(renderer, layers.config.vocab_size, self.stop_ids())
         if check:
             in_pieces = layers.chunked_prefill if is_quantised(layers.config) else None
             self_check(layers, layers.config.vocab_size, self.name, in_pieces)
@@ -109,6 +109,7 @@ class TransformersEngine(BlendingEngine):
         row of a matrix product does not depend on how many rows there are (so in float32 on the CPUs tested), elsewhere
         up to the rounding of such a product.
         """
+        self.add_known(chunks)
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
         for needs_others in (False, True):
             items = (
@@ -156,7 +157,7 @@ class TransformersEngine(BlendingEngine):
 
     # -- answering
 
-    def generate(self, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> Generation:
+    def generate(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Generation:
         """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
         stream = self.stream(prompt, **options)
         (error,) = self.batch.run_until_done([stream])
@@ -164,7 +165,7 @@ class TransformersEngine(BlendingEngine):
             raise error
         return stream.result
 
-    def generate_batch(self, prompts: Sequence[SegmentedPrompt], **options: Unpack[EngineKeywords]) -> list[Generation]:
+    def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[EngineKeywords]) -> list[Generation]:
         """`generate` of each, their tokens decoded together, `max_num_seqs` at a time.
 
         Where the memory tier has no room for the chunks of all, prompts that share chunks are answered one behind the
@@ -176,7 +177,7 @@ class TransformersEngine(BlendingEngine):
                 raise error
         return [streams[place].result for place in range(len(prompts))]
 
-    def _grouped(self, prompts: Sequence[SegmentedPrompt]) -> Sequence[int]:
+    def _grouped(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """The order in which prompts are to be answered, by place."""
         memory = next((tier for tier in tiers_of(self.store) if isinstance(tier, MemoryStore)), None)
         if memory is None or len(tiers_of(self.store)) == 1 or len(prompts) < 3:
@@ -185,14 +186,14 @@ class TransformersEngine(BlendingEngine):
         keys = [self.likely_keys(prompt.chunks) for prompt in prompts]
         for prompt, own in zip(prompts, keys, strict=True):
             # One size for all keys of a prompt, the mean of its chunks: a key does not say which chunk it is of.
-            num_tokens = sum(self.segmenter.count_tokens(chunk.text) for chunk in prompt.chunks)
+            num_tokens = sum(self.renderer.count_tokens(chunk.text) for chunk in prompt.chunks)
             for key in own:
                 nbytes.setdefault(key, num_tokens * self.bytes_per_token // max(1, len(prompt.chunks)))
         if sum(nbytes.values()) <= memory.capacity_bytes:
             return range(len(prompts))
         return order_by_shared_chunks(keys, nbytes, memory.capacity_bytes)
 
-    def stream(self, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> GenerationStream:
+    def stream(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> GenerationStream:
         """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
 
         Options are checked here, before the first piece. Closing the stream early frees the engine, and closing the
@@ -210,12 +211,12 @@ class TransformersEngine(BlendingEngine):
 
     def request(
         self,
-        prompt: SegmentedPrompt,
+        prompt: Prompt,
         *,
         conversation: Conversation | None = None,
         **options: Unpack[GenerationKeywords],
     ) -> EngineRequest:
-        """What to answer and how, tokenized and checked; `prefill` takes it for logits without an answer.
+        """What to answer and how, rendered, matched and checked; `prefill` takes it for logits without an answer.
 
         `options` are GenerationOptions. With a `conversation`, earlier turns are not prefilled again. Raises
         PromptTooLongError beyond the model's context, UsageError for bad values.
@@ -223,13 +224,13 @@ class TransformersEngine(BlendingEngine):
         generation_options = GenerationOptions(**options)
         self._check_prompt(prompt, generation_options.stops)
         find_rule(generation_options.rule, self.layers.num_layers)
-        tokenized = self.segmenter.tokenize(prompt)
+        matched = self.match(prompt)
         choice = self.calibrations.resolve_request_tuning(
-            tokenized.prefix_ids, generation_options.rule, generation_options.recompute_ratio
+            matched.prefix_ids, generation_options.rule, generation_options.recompute_ratio
         )
-        self._check_length(tokenized.num_tokens + 1, "prompt")
+        self._check_length(matched.num_tokens + 1, "prompt")
         return EngineRequest(
-            tokenized,
+            matched,
             generation_options.mode,
             generation_options.rule,
             choice.ratio,
@@ -264,10 +265,6 @@ class TransformersEngine(BlendingEngine):
                 step.fused.length += len(step.tokens)
             return logits.unbind()
 
-    def backfill(self, misses: Sequence[Segment]) -> None:
-        """Precompute `misses` of a prompt for the next time, in the background, unless `on_miss` is "inline"."""
-        self._queue_backfill(misses)
-
     def close(self) -> None:
         """Finish background work, the store's within its time limit, and release the threads."""
         if not self.is_usable:
@@ -281,4 +278,4 @@ class TransformersEngine(BlendingEngine):
         config = getattr(self.layers.model, "generation_config", None)
         end: Any = getattr(config, "eos_token_id", None)
         more = end if isinstance(end, list) else [end] if end is not None else []
-        return self.segmenter.stop_ids() | frozenset(more)
+        return self.renderer.stop_ids() | frozenset(more)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ragblend.errors import RagblendError, UsageError
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 # JSON as `json.dumps` writes it: what chat templates show models, and no blank space in which a small one gets lost.
 _LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
@@ -39,8 +39,8 @@ class GrammarCompiler:
     Safe to share between threads.
     """
 
-    def __init__(self, segmenter: Segmenter, vocab_size: int, stop_ids: Iterable[int]) -> None:
-        self._segmenter, self._vocab_size, self._stop_ids = segmenter, vocab_size, sorted(stop_ids)
+    def __init__(self, renderer: Renderer, vocab_size: int, stop_ids: Iterable[int]) -> None:
+        self._renderer, self._vocab_size, self._stop_ids = renderer, vocab_size, sorted(stop_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()  # least recently used first
         # Masks come back (within a string nearly all are one), and to unpack one takes as long as to find it.
@@ -100,12 +100,12 @@ class GrammarCompiler:
         """The model's words as llguidance has them, a third of a second for 50,000: made once, when first needed."""
         from llguidance import LLTokenizer
 
-        if self._segmenter.backend is None:
+        if self._renderer.backend is None:
             raise UsageError(
                 "structured_outputs needs a tokenizer of the tokenizers library, and this model's is written in "
                 "Python; leave it out"
             )
-        backend = type(self._segmenter.backend).from_str(self._segmenter.backend.to_str())
+        backend = type(self._renderer.backend).from_str(self._renderer.backend.to_str())
         backend.no_padding()
         backend.no_truncation()
         size = max(self._vocab_size, backend.get_vocab_size(with_added_tokens=True))
@@ -131,7 +131,7 @@ class GrammarCompiler:
     def _literal(self, text: str) -> str:
         """`text` in Lark: control tokens by their ids, where the tokenizer gives them no letters."""
         words = []
-        for piece in self._segmenter.literal(text):
+        for piece in self._renderer.literal(text):
             if isinstance(piece, int) and self._tokenizer.is_special_token(piece):
                 words.append(f"<[{piece}]>")
             else:

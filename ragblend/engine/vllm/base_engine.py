@@ -24,19 +24,22 @@ from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import (
     BlendReport,
-    ChunkReport,
     FinishReason,
     Generation,
     Mode,
     RatioChoice,
+    chunk_reports,
+    join_runs,
 )
 from ragblend.engine.shadow import same_tokens
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
+from ragblend.engine.vllm.params import MAX_SPANS, PARAMS_KEY, BlendParams
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.options import GenerationKeywords, GenerationOptions
-from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, SegmentKind, TokenizedPrompt
-from ragblend.prompt.segmenter import Segmenter, TextStream
+from ragblend.prompt.match import ChunkRun, MatchedPrompt
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.text_stream import TextStream
+from ragblend.prompt.types import Chunk, Part, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
 class VllmRequest:
     """One prompt as vLLM gets it, and how its answer is to be read."""
 
-    prompt: TokenizedPrompt
+    prompt: MatchedPrompt
     params: BlendParams
     options: GenerationOptions  # how long it may be, and how it is chosen and ended
 
@@ -95,7 +98,7 @@ class VllmStream:
         params = request.params
         report = BlendReport(params.reported_mode, params.rule, _number(params.ratio))
         report.prompt_tokens = request.prompt.num_tokens
-        report.chunks = [ChunkReport(_source(chunk), chunk.num_tokens, hit=False) for chunk in _chunks(request)]
+        report.chunks = chunk_reports(request.prompt)
         report.num_chunks = len(report.chunks)
         self.result = Generation("", [], "cancelled", report)
 
@@ -111,7 +114,7 @@ class VllmStream:
 
     def _run(self) -> Generator[str]:
         request, result, report = self._request, self.result, self.result.report
-        text, scanner = TextStream(self._engine.segmenter), StopScanner(request.options.stops)
+        text, scanner = TextStream(self._engine.renderer), StopScanner(request.options.stops)
         finished, reported = None, False
         start_s = perf_counter()
         if self._engine.closed:
@@ -123,7 +126,7 @@ class VllmStream:
                         report.ttft_s = perf_counter() - self._start_s
                         start_s = perf_counter()
                     if delta.report is not None:
-                        _merge_connector_report(report, delta.report)
+                        _merge_connector_report(report, delta.report, request.prompt)
                         _fill_cached(report, request, delta.num_cached_tokens)
                         reported = True
                     shown = ""
@@ -151,7 +154,7 @@ class VllmStream:
             report.decode_s = perf_counter() - start_s
             report.completion_tokens = len(result.token_ids)
             if reported:  # else nothing tells a miss from a vLLM that does not blend
-                self._engine.backfill(request, report)
+                self._engine.backfill_missed(request, report)
                 self._engine.consider_shadow(request, result)
 
     def _until_closed(self, deltas: Iterator[OutputDelta]) -> Iterator[OutputDelta]:
@@ -172,10 +175,10 @@ class VllmEngineBase(EngineBase):
 
     blends = True  # False: an ordinary vLLM, which prefills everything
 
-    def __init__(self, segmenter: Segmenter, store: KVStore, facts: ServedModelInfo, **options: Any) -> None:
+    def __init__(self, renderer: Renderer, store: KVStore, facts: ServedModelInfo, **options: Any) -> None:
         self.facts = facts
         super().__init__(
-            segmenter, store, name=facts.name, fingerprint=facts.fingerprint, num_layers=facts.num_layers, **options
+            renderer, store, name=facts.name, fingerprint=facts.fingerprint, num_layers=facts.num_layers, **options
         )
 
     @abstractmethod
@@ -196,6 +199,7 @@ class VllmEngineBase(EngineBase):
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """`precompute` of each, several on their way at once; those to be computed behind others last."""
+        self.add_known(chunks)
         behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
         first = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.context_texts)]
         with ThreadPoolExecutor(INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
@@ -223,7 +227,7 @@ class VllmEngineBase(EngineBase):
             return 0
         prompt = self._ingestion(token_ids, behind)
         self._check_length(prompt.num_tokens + 1, "chunk")
-        params = BlendParams("ingest", spans=_spans(prompt), namespace=self.namespace, context=behind.policy)
+        params = BlendParams("ingest", spans=_spans(prompt.runs), namespace=self.namespace, context=behind.policy)
         report = None
         with closing(self.deltas(VllmRequest(prompt, params, GenerationOptions(max_tokens=1)))) as deltas:
             for delta in deltas:
@@ -238,41 +242,36 @@ class VllmEngineBase(EngineBase):
             )
         return len(token_ids) * self.bytes_per_token
 
-    def _ingestion(self, token_ids: tuple[int, ...], behind: IngestionContext) -> TokenizedPrompt:
+    def _ingestion(self, token_ids: tuple[int, ...], behind: IngestionContext) -> MatchedPrompt:
         """What vLLM is sent to compute a version of a chunk: the chunks that it is to be behind are chunks, too."""
         behind.validate()
-        num_joint = len(self.segmenter.delimiter_ids)
-        pieces: list[tuple[SegmentKind, tuple[int, ...]]] = [("prefix", self.default_prefix_ids)]
-        for part in behind.parts:
-            split = len(part) - num_joint
-            pieces += [("chunk", part[:split]), ("text", part[split:])]
+        num_joint = len(self.renderer.separator_ids)
+        ids, runs = [*self.default_prefix_ids], list[ChunkRun]()
+        for part in (*behind.parts, token_ids):
+            chunk_ids = part[: len(part) - num_joint] if len(runs) < len(behind.parts) else part
+            runs.append(ChunkRun(chunk_ids, 0, len(ids), len(ids) + len(chunk_ids)))
+            ids += part
         # One token more, because vLLM samples from the last one; which, does not matter.
-        pieces += [("chunk", token_ids), ("suffix", token_ids[-1:])]
-        segments, start = [], 0
-        for kind, ids in pieces:
-            if ids:
-                segments.append(Segment(kind, ids, start))
-            start += len(ids)
-        return TokenizedPrompt(tuple(segments))
+        return MatchedPrompt([*ids, token_ids[-1]], tuple(runs), self.default_prefix_ids)
 
     # -- answering
 
-    def generate(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> Generation:
+    def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
         """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
         stream = self.stream(prompt, **options)
         for _ in stream:
             pass
         return stream.result
 
-    def stream(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> VllmStream:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmStream:
         """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
 
         Options are checked here, before anything is sent. Closing the stream early aborts the request.
         """
         return VllmStream(self, self.request(prompt, **options))
 
-    def request(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> VllmRequest:
-        """What to answer and how, tokenized and checked. `options` are GenerationOptions.
+    def request(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmRequest:
+        """What to answer and how, matched and checked. `options` are GenerationOptions.
 
         A `recompute_ratio` of None or "auto" becomes a number where the store is: in the connector.
         Raises PromptTooLongError beyond the model's context, UsageError for bad values.
@@ -282,12 +281,12 @@ class VllmEngineBase(EngineBase):
             raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
         find_rule(generation_options.rule)
         self._check_prompt(prompt, generation_options.stops)
-        tokenized = self.segmenter.tokenize(prompt)
-        self._check_length(tokenized.num_tokens + 1, "prompt")
+        matched = self.match(prompt)
+        self._check_length(matched.num_tokens + 1, "prompt")
         return VllmRequest(
-            tokenized,
+            matched,
             blend_params(
-                tokenized,
+                matched,
                 generation_options.mode,
                 generation_options.rule,
                 generation_options.recompute_ratio,
@@ -296,16 +295,17 @@ class VllmEngineBase(EngineBase):
             ),
             replace(
                 generation_options,
-                max_tokens=min(generation_options.max_tokens, self.context_length - tokenized.num_tokens),
+                max_tokens=min(generation_options.max_tokens, self.context_length - matched.num_tokens),
             ),
         )
 
-    def backfill(self, request: VllmRequest, report: BlendReport) -> None:
-        """Precompute the chunks that `report` names as misses, in the background, unless `on_miss` is "inline"."""
+    def backfill_missed(self, request: VllmRequest, report: BlendReport) -> None:
+        """Store the chunks that `report` names as misses, in the background, unless `on_miss` is "inline"."""
         if request.params.mode not in ("blend", "reuse"):
             return
-        chunks = zip(_chunks(request), report.chunks, strict=True)
-        self._queue_backfill(segment for segment, chunk in chunks if not chunk.hit)
+        prompt = request.prompt
+        chunks = zip(prompt.chunks, report.chunks, strict=True)
+        self.backfill(prompt.runs[parts[0]] for parts, chunk in chunks if not chunk.hit)
 
     def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
         """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out
@@ -315,9 +315,8 @@ class VllmEngineBase(EngineBase):
             return
 
         def compare() -> ShadowReport:
-            prompt = self.segmenter.as_sent(request.prompt)
-            full = blend_params(prompt, "full", params.rule, params.ratio, params.namespace, params.seed)
-            stream = VllmStream(self, replace(request, prompt=prompt, params=full))
+            full = replace(params, mode="full")
+            stream = VllmStream(self, replace(request, params=full))
             same = same_tokens(stream, answer)
             return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
 
@@ -339,26 +338,20 @@ def sampling(options: GenerationOptions) -> dict[str, Any]:
 
 
 def blend_params(
-    prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: RatioChoice, namespace: str, seed: int = 0
+    prompt: MatchedPrompt, mode: Mode, rule: str, ratio: RatioChoice, namespace: str, seed: int = 0
 ) -> BlendParams:
     """What the connector is told about `prompt`."""
-    return BlendParams(mode, rule, ratio, _spans(prompt), namespace, seed, _template(prompt))
+    runs = prompt.runs[:MAX_SPANS]
+    around = tuple(
+        (run.chunk_ids[: run.chunk_start], run.chunk_ids[run.chunk_start + run.num_tokens :]) for run in runs
+    )
+    if not any(before or after for before, after in around):
+        around = ()
+    return BlendParams(mode, rule, ratio, _spans(runs), namespace, seed, around, len(prompt.prefix_ids))
 
 
-def _chunks(request: VllmRequest) -> tuple[Segment, ...]:
-    return request.prompt.chunk_segments
-
-
-def _spans(prompt: TokenizedPrompt) -> tuple[tuple[int, int], ...]:
-    return tuple((segment.start, segment.end) for segment in prompt.chunk_segments)
-
-
-def _template(prompt: TokenizedPrompt) -> tuple[tuple[int, int], ...]:
-    return tuple((segment.num_lead, segment.num_tail) for segment in prompt.chunk_segments)
-
-
-def _source(segment: Segment) -> str:
-    return segment.chunk.source if segment.chunk is not None else ""
+def _spans(runs: Sequence[ChunkRun]) -> tuple[tuple[int, int], ...]:
+    return tuple((run.start, run.end) for run in runs)
 
 
 def _number(ratio: RatioChoice) -> float:
@@ -375,18 +368,18 @@ def _fill_cached(report: BlendReport, request: VllmRequest, num_cached_tokens: i
     if report.mode != "prefix" or not num_cached_tokens:
         return
     report.num_prefix_tokens = report.num_reused_tokens = num_cached_tokens
-    total = sum(segment.num_tokens for segment in _chunks(request))
+    total = sum(run.num_tokens for run in request.prompt.runs)
     if total:
         cached = sum(max(0, min(end, num_cached_tokens) - start) for start, end in request.params.spans)
         report.charged_budget = report.charged_budget_32 = 1 - cached / total
 
 
-def _merge_connector_report(report: BlendReport, connector_report: BlendReport) -> None:
+def _merge_connector_report(report: BlendReport, connector_report: BlendReport, prompt: MatchedPrompt) -> None:
     """What the connector tells; what only this side knows (sources, times seen from here) stays."""
     for name in {each.name for each in fields(BlendReport)} - _OWN:
         setattr(report, name, getattr(connector_report, name))
-    if len(connector_report.chunks) == len(report.chunks):
-        pairs = zip(report.chunks, connector_report.chunks, strict=True)
-        report.chunks = [replace(theirs, source=mine.source, num_tokens=mine.num_tokens) for mine, theirs in pairs]
+    if len(connector_report.chunks) == len(prompt.runs):
+        report.chunks = connector_report.chunks
+        join_runs(report, prompt)
     if connector_report.failed:
         log.warning("the prompt was prefilled in full: %s", connector_report.refused_reason)

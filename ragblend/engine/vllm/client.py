@@ -336,7 +336,7 @@ class VllmClient(VllmEngineBase):
         self,
         connection: Connection,
         facts: ServerFacts,
-        segmenter: Any,
+        renderer: Any,
         *,
         name: str,
         root: Path | None = None,
@@ -352,7 +352,7 @@ class VllmClient(VllmEngineBase):
             facts.fingerprint or f"served-{facts.model}",
             facts.context_length,
             facts.bytes_per_token,
-            segmenter.stop_ids() | frozenset(stop_ids),
+            renderer.stop_ids() | frozenset(stop_ids),
             facts.num_layers,
         )
         if not self.blends:
@@ -363,7 +363,7 @@ class VllmClient(VllmEngineBase):
             )
             options["on_miss"] = "inline"
         options["namespace"] = options.get("namespace") or facts.namespace  # another one is refused by the server
-        super().__init__(segmenter, store, own, **options)
+        super().__init__(renderer, store, own, **options)
 
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
         """One streamed completion. Closing the generator closes the connection, on which the server aborts."""

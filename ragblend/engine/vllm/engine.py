@@ -29,7 +29,7 @@ from ragblend.engine.vllm.loading import machine_facts_of
 from ragblend.engine.vllm.params import PARAMS_KEY, report_from, vllm_structure
 from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 from ragblend.redaction import has_secret
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class VllmEngine(VllmEngineBase):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        segmenter: Segmenter,
+        renderer: Renderer,
         transfer: Mapping[str, Any],
         store: Path | tempfile.TemporaryDirectory[str],
         *,
@@ -60,7 +60,7 @@ class VllmEngine(VllmEngineBase):
         shared = ConnectorConfig.read(transfer["kv_connector_extra_config"]).open_shared()
         engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
         length = int(engine.model_config.max_model_len)
-        ends = segmenter.stop_ids() | _generation_stops(engine)
+        ends = renderer.stop_ids() | _generation_stops(engine)
         self.vllm_config = engine.vllm_config
         self.hardware = machine_facts_of(engine.vllm_config)
         # As the connector reads it: vllm_options may change the model (hf_overrides, quantization).
@@ -68,7 +68,7 @@ class VllmEngine(VllmEngineBase):
         narrower = 1 if kv_dtype_of(shared) == "auto" else DTYPES[checkpoint.dtype].itemsize
         stored = checkpoint.bytes_per_token // narrower
         facts = ServedModelInfo(checkpoint.name, fingerprint, length, stored, ends, checkpoint.num_layers)
-        super().__init__(segmenter, shared, facts, **options)
+        super().__init__(renderer, shared, facts, **options)
         self._loop = _EngineLoop(engine)
 
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:

@@ -28,8 +28,7 @@ from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_versi
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import user_path
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, ModelOptions, RatioChoice
-from ragblend.prompt.formats import prompt_format
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 CONNECTOR = "BlendConnector"
 CONNECTOR_MODULE = "ragblend.engine.vllm.connector"
@@ -183,14 +182,13 @@ def transfer_config(
     `tiers` are options of `open_store`; the connector takes those that are left out from its environment.
 
     `rule` and `ratio` hold for requests that name none. `separator` is the mark that plain clients put around chunks;
-    with `separator_end` it opens each chunk and belongs to it, and the last one ends there. A model that declares its
-    own marks has them by default. `system` is the text that chunks were ingested behind, `context` what
-    besides; None: what the store remembers. `keys` is the file of API keys that `BlendMiddleware` asks for.
+    with `separator_end` it opens each chunk, and the last one ends there. `system` is the text that chunks were
+    ingested behind, `context` what besides; None: what the store remembers. `keys` is the file of API keys that `BlendMiddleware` asks for.
     """
     extra: dict[str, Any] = {"store": str(user_path(store, "store").resolve()), **(tiers or {})}
-    tokenizer, path = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
-    segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
-    extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
+    tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
+    renderer = Renderer(tokenizer)
+    extra["prefix_ids"] = list(renderer.prefix_ids(system, pins_date=True))
     if keys is not None:
         extra["keys"] = str(user_path(keys, "--api-keys-file").resolve())
     if context is not None:
@@ -199,9 +197,6 @@ def transfer_config(
         extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:
         extra["ratio"] = GenerationOptions(recompute_ratio=ratio).recompute_ratio
-    declared = getattr(segmenter.format, "chunk_prefix", "")
-    if separator is None and declared:
-        separator, separator_end = declared, getattr(segmenter.format, "question_prefix", "") or None
     if separator is not None:
         extra["separator_ids"] = separator_ids(separator, tokenizer)
         if separator_end is not None:

@@ -73,16 +73,21 @@ class ChunkLookup:
             return LookupResult(self._find_for_ingestion(ids, params))
         candidates = list(self._candidates(ids, params))
         missing = self._missing(candidates) if asks_remote else ()
-        return LookupResult(missing=missing) if missing else LookupResult(tuple(self._find_stored(ids, candidates)))
+        return (
+            LookupResult(missing=missing)
+            if missing
+            else LookupResult(tuple(self._find_stored(ids, params, candidates)))
+        )
 
     def _candidates(
         self, ids: Sequence[int], params: BlendParams
     ) -> Iterator[tuple[int, int, list[tuple[str, LookupContext]]]]:
         """For each chunk where it is, and the keys that it may be stored under, the best one first."""
-        num_prefix, policy = params.spans[0][0], self.context()
-        for start, end in params.spans:
-            found = lookup_contexts(ids, start, num_prefix, self.prefix_ids, policy)
-            keys = [self._key(ids, (start, end), params, each.token_ids, each.name) for each in found]
+        prefixes, policy = (params.prefix_ids(ids), self.prefix_ids), self.context()
+        for place, (start, end) in enumerate(params.spans):
+            is_beginning = params.chunk_start(place) == 0
+            found = lookup_contexts(ids, start, prefixes, policy, is_beginning=is_beginning)
+            keys = [self._key(ids, place, params, each.token_ids, each.name) for each in found]
             yield start, end, list(zip(keys, found, strict=True))
 
     def _missing(self, candidates: Sequence[tuple[int, int, list[tuple[str, LookupContext]]]]) -> tuple[str, ...]:
@@ -96,26 +101,31 @@ class ChunkLookup:
         return tuple(missing)
 
     def _find_stored(
-        self, ids: Sequence[int], candidates: Sequence[tuple[int, int, list[tuple[str, LookupContext]]]]
+        self,
+        ids: Sequence[int],
+        params: BlendParams,
+        candidates: Sequence[tuple[int, int, list[tuple[str, LookupContext]]]],
     ) -> Iterator[StoredSpan]:
         """Stored chunks of the prompt, each from the best context that it is stored behind."""
-        for start, end, keys in candidates:
+        for place, (start, end, keys) in enumerate(candidates):
+            chunk_ids, chunk_start = params.chunk_ids(ids, place), params.chunk_start(place)
             for key, context in keys:
                 kv = self._disk.peek(key)
-                if kv is not None and kv.header.token_ids == tuple(ids[start:end]):
-                    yield StoredSpan(start, end, key, context.match, context.exact, context.policy, kv.nbytes)
+                if kv is not None and kv.header.token_ids == chunk_ids:
+                    facts = (context.match, context.exact, context.policy, kv.nbytes)
+                    yield StoredSpan(start, end, key, *facts, chunk_ids, chunk_start)
                     break
 
     def _find_for_ingestion(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
         """What an ingestion finds stored: the chunk itself, or else those of the chunks that it is to be behind."""
         *behind, own = params.spans
         prefix_ids = tuple(ids[: params.spans[0][0]])
-        own_key = self._key(ids, own, params, prefix_ids, context_key_name(params.context))
+        own_key = self._key(ids, len(behind), params, prefix_ids, context_key_name(params.context))
         if self._disk.contains(own_key):
             return (StoredSpan(*own, own_key, "exact", exact=not behind, policy=params.context),)
-        keys = [(span, self._key(ids, span, params, prefix_ids)) for span in behind]
+        keys = [(span, self._key(ids, place, params, prefix_ids)) for place, span in enumerate(behind)]
         return tuple(
-            StoredSpan(*span, key, "exact", exact=span[0] == len(prefix_ids))
+            StoredSpan(*span, key, "exact", exact=span[0] == len(prefix_ids), chunk_ids=tuple(ids[slice(*span)]))
             for span, key in keys
             if self._disk.contains(key)
         )
@@ -133,9 +143,9 @@ class ChunkLookup:
     def _key(
         self,
         ids: Sequence[int],
-        span: tuple[int, int],
+        place: int,
         params: BlendParams,
         prefix_ids: Sequence[int],
         name: str = "",
     ) -> str:
-        return chunk_key(self._fingerprint, prefix_ids, ids[slice(*span)], params.namespace, name)
+        return chunk_key(self._fingerprint, prefix_ids, params.chunk_ids(ids, place), params.namespace, name)

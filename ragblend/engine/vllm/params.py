@@ -2,14 +2,14 @@
 
 Shared by the connector and by every client of a vLLM server, so it imports neither vLLM nor torch.
 
-    request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "spans": [[4, 516], [516, 990]],
-               "template": [[1, 0], [1, 0]], "namespace": "", "seed": 0}
-    response  {"version": 1, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
+    request   {"version": 2, "mode": "blend", "rule": "auto", "ratio": 0.15, "spans": [[4, 516], [520, 990]],
+               "around": [[[], []], [[791], [13]]], "num_prefix": 4, "namespace": "", "seed": 0}
+    response  {"version": 2, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
 
-`spans` are the chunks' places in the prompt's token ids, ascending; the ids before the first are the prefix, those
-behind the last the question. Keys are never sent: the connector computes them from the ids. `template` says how many
-tokens at the front and at the end of each span are the chunks' template and not their text; rules that ask the question
-recompute those last. All fields but `mode` and `spans` have defaults.
+`spans` are the chunks' places in the prompt's token ids, ascending; the ids behind the last are the question. Where a
+span is a part of its chunk, `around` has the ids of the chunk before and after that part. Keys are never sent: the
+connector computes them from the ids. `num_prefix`: tokens at the front that chunks may be stored after; null is those
+before the first span. All fields but `mode` and `spans` have defaults.
 
 - "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed. "auto" is
   what was calibrated in the server's store; null is what the server was started with, else the same.
@@ -45,7 +45,7 @@ PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
 TENANT_KEY = "ragblend_tenant"
 """Beside it, from a server's front end to its engine: the namespace that the request's API key is bound to."""
-PARAMS_VERSION = 1
+PARAMS_VERSION = 2
 MAX_SPANS = 1024
 """Chunks of one request. Each is looked up while vLLM schedules, and all other requests wait for that."""
 MAX_NAMESPACE = 256  # letters
@@ -65,7 +65,8 @@ class BlendParams:
     spans: tuple[tuple[int, int], ...] = ()  # token positions [start, end) of the chunks
     namespace: str = ""
     seed: int = 0  # of the rule "random"
-    template: tuple[tuple[int, int], ...] = ()  # per span, its template's tokens at the front and at the end; (): none
+    around: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # see above; (): every span is a whole chunk
+    num_prefix: int | None = None
     context: ContextPolicy = "none"  # of the version that is ingested
     version: int = PARAMS_VERSION
 
@@ -87,11 +88,13 @@ class BlendParams:
         for (_, end), (start, _) in pairwise(self.spans):
             if start < end:
                 raise UsageError(f"a span starts at {start}, before the one in front of it ends at {end}")
-        if self.template and len(self.template) != len(self.spans):
-            raise UsageError(f"template has {len(self.template)} entries for {len(self.spans)} spans; send one each")
-        for margin, (start, end) in zip(self.template, self.spans, strict=False):
-            if len(margin) != 2 or not all(map(_is_int, margin)) or min(margin) < 0 or sum(margin) > end - start:
-                raise UsageError(f"template {margin!r} is not [tokens in front, tokens at the end] of [{start}, {end})")
+        if self.around and len(self.around) != len(self.spans):
+            raise UsageError(f"around has {len(self.around)} entries for {len(self.spans)} spans; send one each")
+        for sides in self.around:
+            if len(sides) != 2 or not all(map(_are_token_ids, sides)):
+                raise UsageError(f"around has {_short(sides)}; send [ids before the span, ids after it] for each")
+        if self.num_prefix is not None and (not _is_int(self.num_prefix) or self.num_prefix < 0):
+            raise UsageError(f"num_prefix is {self.num_prefix!r}; it must be a number of tokens")
         CONTEXT.validate("context", self.context)
         is_behind = self.mode == "ingest" and self.context == "similar"
         if self.mode == "ingest" and (len(self.spans) < 2 if is_behind else len(self.spans) != 1):
@@ -107,21 +110,26 @@ class BlendParams:
 
     def as_dict(self) -> dict[str, Any]:
         """The value of `kv_transfer_params["ragblend"]`, plain JSON values."""
-        lists = {name: [list(pair) for pair in getattr(self, name)] for name in ("spans", "template")}
-        return {**asdict(self), **lists}
+        around = [[list(side) for side in sides] for sides in self.around]
+        return {**asdict(self), "spans": [list(span) for span in self.spans], "around": around}
 
     @property
     def reported_mode(self) -> Mode:
         """The mode that reports name: what is ingested is prefilled in full."""
         return "full" if self.mode == "ingest" else self.mode
 
-    @property
-    def separators(self) -> tuple[int, ...]:
-        """Positions of template tokens."""
-        found: list[int] = []
-        for (lead, tail), (start, end) in zip(self.template, self.spans, strict=False):
-            found += [*range(start, start + lead), *range(end - tail, end)]
-        return tuple(found)
+    def chunk_ids(self, token_ids: Sequence[int], place: int) -> tuple[int, ...]:
+        """Return the ids of the whole chunk that span number `place` of a prompt is in."""
+        before, after = self.around[place] if self.around else ((), ())
+        return (*before, *token_ids[slice(*self.spans[place])], *after)
+
+    def chunk_start(self, place: int) -> int:
+        """Return the place of a span's first token in its chunk."""
+        return len(self.around[place][0]) if self.around else 0
+
+    def prefix_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids at the front of a prompt that chunks may be stored after."""
+        return tuple(token_ids[: self.spans[0][0] if self.num_prefix is None else self.num_prefix])
 
 
 def parse_params(raw: object) -> BlendParams:
@@ -138,13 +146,16 @@ def parse_params(raw: object) -> BlendParams:
     values = dict(raw)
     if isinstance(values.get("namespace"), str):
         check_namespace(values["namespace"])
-    for name, what in (("spans", "[start, end) pairs of token positions"), ("template", "pairs of token counts")):
+    for name, what in (("spans", "[start, end) pairs of token positions"), ("around", "pairs of lists of token ids")):
         pairs = values.get(name, ())
         if not _is_list(pairs) or not all(map(_is_list, pairs)):
             raise UsageError(f"{name} is {_short(pairs)}; send a list of {what}")
         if len(pairs) > MAX_SPANS:
             raise UsageError(f"{name} has {len(pairs)} entries; a request may have {MAX_SPANS}")
         values[name] = tuple(tuple(pair) for pair in pairs)
+    if not all(_is_list(side) for sides in values["around"] for side in sides):
+        raise UsageError(f"around is {_short(values['around'])}; send a list of pairs of lists of token ids")
+    values["around"] = tuple(tuple(tuple(side) for side in sides) for sides in values["around"])
     return BlendParams(**values)
 
 
@@ -202,22 +213,18 @@ def spans_between(
 ) -> tuple[tuple[int, int], ...]:
     """Chunks' spans in a prompt that marks them itself, for clients that only send text.
 
-    Without `end_ids`: `prefix S chunk S chunk S question`. A chunk is what stands between two separators, which belong
-    to no chunk; fewer than two mark nothing. With `end_ids`: `prefix Schunk Schunk E question`. The separator opens
-    a chunk and belongs to it (the demo model's `<doc>`), the last chunk ends at the first end marker.
+    Separators belong to no chunk. Without `end_ids`: `prefix S chunk S chunk S question`; fewer than two mark nothing.
+    With `end_ids`: `prefix S chunk S chunk E question`, the last chunk ends at the first end marker.
 
     >>> spans_between([7, 0, 8, 9, 0, 5, 0, 6], [0]), spans_between([7, 0, 8, 9, 0, 5, 1, 6], [0], [1])
-    (((2, 4), (5, 6)), ((1, 4), (4, 6)))
+    (((2, 4), (5, 6)), ((2, 4), (5, 6)))
     """
-    starts = _occurrences(token_ids, separator_ids)
-    if not starts:
-        return ()
-    if end_ids:
-        ends = [end for end in _occurrences(token_ids, end_ids) if end > starts[0]]
-        bounds = [start for start in starts if not ends or start < ends[0]]
-        return tuple(pairwise([*bounds, ends[0] if ends else len(token_ids)]))
+    bounds = _occurrences(token_ids, separator_ids)
+    if bounds and end_ids:
+        ends = [end for end in _occurrences(token_ids, end_ids) if end > bounds[0]]
+        bounds = [start for start in bounds if not ends or start < ends[0]] + [ends[0] if ends else len(token_ids)]
     size = len(separator_ids)
-    return tuple((left + size, right) for left, right in pairwise(starts) if left + size < right)
+    return tuple((left + size, right) for left, right in pairwise(bounds) if left + size < right)
 
 
 def _occurrences(token_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
@@ -258,6 +265,10 @@ def _short(value: object) -> str:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _are_token_ids(value: object) -> bool:
+    return _is_list(value) and all(_is_int(token) and 0 <= token < 1 << 32 for token in value)  # type: ignore[attr-defined]
 
 
 def _is_int(value: object) -> bool:

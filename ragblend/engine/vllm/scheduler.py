@@ -165,9 +165,7 @@ class BlendScheduler:
             spans = spans_between(request.prompt_token_ids, self.config.separator_ids, self.config.separator_end_ids)
             if not spans:
                 return None
-            # An end marker tells that separators open the chunks and belong to them.
-            lead = len(self.config.separator_ids) if self.config.separator_end_ids else 0
-            params = BlendParams(spans=spans, namespace=self.config.namespace, template=((lead, 0),) * len(spans))
+            params = BlendParams(spans=spans, namespace=self.config.namespace)
         else:
             return None
         if bound is None:
@@ -183,9 +181,7 @@ class BlendScheduler:
         params.check_length(len(ids))
         rule = self.config.rule if params.rule == "auto" else params.rule
         ratio = self.config.ratio if params.ratio is None else params.ratio
-        choice = self._calibrations.resolve_request_tuning(
-            tuple(ids[: params.spans[0][0]]) if params.spans else (), rule, ratio
-        )
+        choice = self._calibrations.resolve_request_tuning(params.prefix_ids(ids) if params.spans else (), rule, ratio)
         params = replace(params, rule=rule, ratio=choice.ratio)
         blends = params.mode == "blend"
         used = choice.ratio if blends else float(params.mode == "full")

@@ -33,7 +33,7 @@ from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule,
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import key_of
-from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name
+from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, rows_of
 from ragblend.engine.vllm.layers import VllmLayers
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.engine.vllm.params import BlendParams
@@ -65,6 +65,8 @@ class StoredSpan(NamedTuple):
     exact: bool
     policy: ContextPolicy = "none"
     nbytes: int = 0
+    chunk_ids: tuple[int, ...] = ()  # of the whole chunk, of which the prompt may have a part
+    chunk_start: int = 0  # the place of the span's first token in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,8 +385,6 @@ class BlendWorker:
                 fitted=job.fitted,
                 global_layers=layers.global_layers,
             )
-        separators = torch.zeros(num_tokens, dtype=torch.bool)
-        separators[list(params.separators)] = True
         question_start = params.spans[-1][1]
         return FusePlan(
             torch.tensor(job.token_ids, dtype=torch.int64, device=layers.device),
@@ -397,7 +397,6 @@ class BlendWorker:
             sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
             probe_layers=choice.probe_layers,
             question_start=question_start if question_start < num_tokens else None,
-            template_mask=separators.to(layers.device),
         )
 
     def _paged(self, job: BlendJob, plan: FusePlan) -> PagedKV:
@@ -438,8 +437,7 @@ class BlendWorker:
         """The stored chunks that are still there, with this rank's heads."""
         found: list[ChunkKV | None] = []
         for span in job.stored:
-            ids = job.token_ids[span.start : span.end]
-            kv = self._store.get(span.key, ids) if span.key not in damaged else None
+            kv = self._store.get(span.key, span.chunk_ids) if span.key not in damaged else None
             if kv is not None and not self._is_ours(kv.header, job):
                 kv = None
             found.append(kv)
@@ -447,7 +445,7 @@ class BlendWorker:
         counts = self.layers.count_ranks([kv is not None for kv in found])
         found = [kv if count == self.layers.num_ranks else None for kv, count in zip(found, counts, strict=True)]
         return tuple(
-            Placement(self.layers.own_heads(kv), span.start, span.exact, span.policy != "none")
+            Placement(_rows(self.layers.own_heads(kv), span), span.start, span.exact, span.policy != "none")
             for span, kv in zip(job.stored, found, strict=True)
             if kv is not None
         )
@@ -471,6 +469,11 @@ class BlendWorker:
         facts = (job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype_name(self.layers.dtype))
         header = KVHeader("", *facts, namespace=namespace, context=context)
         return replace(header, key=key_of(header))
+
+
+def _rows(kv: ChunkKV, span: StoredSpan) -> ChunkKV:
+    """Return the rows of a chunk's KV that the span has."""
+    return rows_of(kv, span.chunk_start, span.chunk_start + span.end - span.start)
 
 
 def _left_to_vllm(job: BlendJob, reason: str) -> JobResult:

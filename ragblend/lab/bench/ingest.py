@@ -29,7 +29,7 @@ from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import draw_prompts, engine_for, open_directory, torch_threads
 from ragblend.options import ContextPolicy
 from ragblend.precompute import IngestReport, ingest, precompute_chunks
-from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.types import Chunk
 
 KNOWN_SHAPE, KNOWN_CHUNK_TOKENS, CHUNKS_PER_DOCUMENT = "tiny", 64, 100
 
@@ -134,7 +134,7 @@ def prefill_only(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
     """The stock model's forward over each chunk behind the prefix; nothing is kept."""
     device = engine.layers.device
     for chunk in chunks:
-        ids = engine.default_prefix_ids + engine.segmenter.chunk_ids(chunk)
+        ids = engine.default_prefix_ids + engine.renderer.chunk_ids(chunk.text)
         engine.layers.full_prefill(torch.tensor(ids, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

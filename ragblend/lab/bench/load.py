@@ -41,7 +41,7 @@ from ragblend.lab.bench.common.workloads import (
     torch_threads,
 )
 from ragblend.lab.profile import ProfileConfig, measure_machine
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 if TYPE_CHECKING:
     from ragblend.engine.vllm.engine import VllmEngine
@@ -225,7 +225,7 @@ class _Bench:
         self._tiers = TieredStore(MemoryStore(memory_bytes), disk)
         self.page_cache_dropped = True
 
-    def sample(self, prompt: SegmentedPrompt, case: LoadCase) -> LoadSample:
+    def sample(self, prompt: Prompt, case: LoadCase) -> LoadSample:
         """One request of one token. Raises RagblendError where the KV did not come from where it should."""
         self._subject.read_from(self._store(case))
         if case.source != "memory":

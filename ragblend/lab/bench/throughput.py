@@ -29,7 +29,7 @@ from ragblend.lab.bench.common.plots import plot_throughput
 from ragblend.lab.bench.common.workloads import make_config_prompts, torch_threads
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
 from ragblend.options import Mode
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -121,14 +121,12 @@ def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | N
             for chunk in work.chunks:
                 engine.precompute(chunk)
 
-            def requests_of(case: ModeAndRule, prompts: Sequence[SegmentedPrompt]) -> list[VllmRequest]:
+            def requests_of(case: ModeAndRule, prompts: Sequence[Prompt]) -> list[VllmRequest]:
                 options: dict[str, Any] = {"mode": case.mode, "recompute_ratio": config.ratio}
                 options |= {"rule": case.rule} if case.mode == "blend" else {}
                 return [engine.request(prompt, max_tokens=config.output_tokens, **options) for prompt in prompts]
 
-            def answer(
-                case: ModeAndRule, prompts: Sequence[SegmentedPrompt], arrivals_s: Sequence[float]
-            ) -> list[TimedAnswer]:
+            def answer(case: ModeAndRule, prompts: Sequence[Prompt], arrivals_s: Sequence[float]) -> list[TimedAnswer]:
                 if case.mode == "prefix":
                     warm_prefix_cache(engine, prompts)
                 return check_answers(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
@@ -201,8 +199,8 @@ def check_answers(case: ModeAndRule, answers: list[TimedAnswer]) -> list[TimedAn
 
 def measure_idle_ttfts(
     cases: Sequence[ModeAndRule],
-    prompts: Sequence[SegmentedPrompt],
-    answer: Callable[[ModeAndRule, Sequence[SegmentedPrompt], Sequence[float]], list[TimedAnswer]],
+    prompts: Sequence[Prompt],
+    answer: Callable[[ModeAndRule, Sequence[Prompt], Sequence[float]], list[TimedAnswer]],
 ) -> dict[ModeAndRule, float]:
     """Median TTFT of every case and of full prefill, one request at a time, in turns, the first turn for warming up."""
     wanted = tuple(dict.fromkeys([*cases, _FULL]))

@@ -36,7 +36,7 @@ from ragblend.lab.bench.common.workloads import (
     torch_threads,
 )
 from ragblend.options import ModelOptions
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 _NO_LIMIT_BYTES = 1 << 50  # the memory tier holds whatever the benchmark precomputes
 
@@ -105,7 +105,7 @@ class EngineUnderTest(NamedTuple):
     engine: Engine
     vocab_size: int
     hardware: dict[str, Any]
-    prepare: Callable[[SegmentedPrompt, Mode], None] = lambda prompt, mode: None
+    prepare: Callable[[Prompt, Mode], None] = lambda prompt, mode: None
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
     if config.backend == "vllm":
         from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
 
-        def prepare(prompt: SegmentedPrompt, mode: Mode) -> None:
+        def prepare(prompt: Prompt, mode: Mode) -> None:
             if mode == "prefix":
                 warm_prefix_cache(engine, [prompt])
 
@@ -145,7 +145,7 @@ def _measure(
     return samples
 
 
-def _sample(subject: EngineUnderTest, prompt: SegmentedPrompt, case: ModeAndRule, ratio: float) -> TtftSample:
+def _sample(subject: EngineUnderTest, prompt: Prompt, case: ModeAndRule, ratio: float) -> TtftSample:
     """One request of one token, so that nothing is decoded. The engine synchronises the device."""
     rule = "auto" if case.rule == "none" else case.rule
     subject.prepare(prompt, case.mode)

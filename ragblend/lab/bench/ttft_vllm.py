@@ -19,9 +19,9 @@ from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
-from ragblend.lab.bench.common.workloads import save_checkpoint, synthetic_segmenter
+from ragblend.lab.bench.common.workloads import save_checkpoint, synthetic_renderer
 from ragblend.options import ModelOptions
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 if TYPE_CHECKING:
     from ragblend.engine.vllm.engine import VllmEngine
@@ -64,16 +64,16 @@ def open_vllm(
             checkpoint = find_checkpoint(model, ModelOptions(dtype=config.dtype))
             vocab_size = int(AutoConfig.from_pretrained(checkpoint.path).get_text_config().vocab_size)
         place = Path(store or config.store or Path(directory) / "kv")
-        segmenter = synthetic_segmenter(vocab_size)
+        renderer = synthetic_renderer(vocab_size)
         transfer = transfer_config(place, {"memory_gib": memory_gib, "remote": None}, model=str(checkpoint.path))
-        transfer["kv_connector_extra_config"]["prefix_ids"] = list(segmenter.default_prefix_ids())
+        transfer["kv_connector_extra_config"]["prefix_ids"] = list(renderer.prefix_ids())
         options = {"max_model_len": min(prompt_tokens + _SLACK_TOKENS, checkpoint.context_length)}
         if not is_cuda() and not set(_MEMORY_OPTIONS) & set(config.vllm_options):
             rows = num_prompts * (prompt_tokens + _SLACK_TOKENS + _BLOCK_TOKENS)
             options["kv_cache_memory_bytes"] = rows * checkpoint.bytes_per_token
         with VllmEngine(
             checkpoint,
-            segmenter,
+            renderer,
             transfer,
             place,
             vllm_options={**options, **config.vllm_options},
@@ -82,7 +82,7 @@ def open_vllm(
             yield engine, vocab_size
 
 
-def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[SegmentedPrompt]) -> None:
+def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
     """Leave vLLM's prefix cache as if other prompts had begun with each of `prompts`' first chunks, and nothing else.
 
     This is what prefix caching can hope for when chunks come in ever new orders; a prompt that was sent before, which
@@ -91,7 +91,7 @@ def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[SegmentedPrompt]) ->
     if not engine.reset_prefix_cache():
         raise RagblendError("vLLM did not reset its prefix cache: a request is still running")
     for chunk in dict.fromkeys(_first_chunk(prompt) for prompt in prompts):
-        engine.generate(SegmentedPrompt([chunk], "0"), mode="prefix", max_tokens=1)
+        engine.generate(Prompt([chunk], "0"), mode="prefix", max_tokens=1)
 
 
 def vllm_card() -> dict[str, Any]:
@@ -99,8 +99,8 @@ def vllm_card() -> dict[str, Any]:
     return {**hardware_card("cuda" if is_cuda() else "cpu"), "vllm": _version()}
 
 
-def _first_chunk(prompt: SegmentedPrompt) -> Chunk:
-    return next(part for message in prompt.messages for part in message.parts if isinstance(part, Chunk))
+def _first_chunk(prompt: Prompt) -> Chunk:
+    return prompt.chunks[0]
 
 
 def _version() -> str | None:

@@ -32,7 +32,7 @@ from ragblend.files.reading import read_text
 from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.cases import QaCase, get_dataset_split
-from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, as_chunk
+from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
 
 SUMMARIZE = "Write a summary of all the passages."
 NAMED_DATASETS = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
@@ -145,7 +145,7 @@ def _is_in_split(question: str, part: str) -> bool:
     return part in ("all", get_dataset_split(question))
 
 
-def stored_chunks(prompt: SegmentedPrompt, context: str, near: SimilarPassages | None) -> list[Part]:
+def stored_chunks(prompt: Prompt, context: str, near: SimilarPassages | None) -> list[Part]:
     """What a store in `context` holds of the prompt's chunks."""
     texts = [as_chunk(chunk).text for chunk in prompt.chunks]
     if context == "none":
@@ -175,14 +175,12 @@ class SimilarPassages:
 def _chunks_of(case: QaCase, engine: TransformersEngine, config: QualityConfig) -> list[str]:
     if case.order == "given":
         return list(case.passages)
-    count, size = engine.segmenter.count_tokens, config.chunk_tokens
+    count, size = engine.renderer.count_tokens, config.chunk_tokens
     documents = [Document(text, str(number)) for number, text in enumerate(case.passages)]
     return [chunk.text for document in documents for chunk in split(document, count, size)]
 
 
-def build_prompt(
-    case: QaCase, engine: TransformersEngine, embedder: Embedder, config: QualityConfig
-) -> SegmentedPrompt:
+def build_prompt(case: QaCase, engine: TransformersEngine, embedder: Embedder, config: QualityConfig) -> Prompt:
     """The case as `ragblend ask` would ask it."""
     chunks = _chunks_of(case, engine, config)
     if case.order == "score":
@@ -190,4 +188,4 @@ def build_prompt(
         asked = embed_query(case.question) if embed_query else embedder.embed([case.question])[0]
         nearness = embedder.embed(chunks) @ asked
         chunks = [chunks[place] for place in (-nearness).argsort()]
-    return SegmentedPrompt(list(chunks[: config.num_chunks]), case.question, case.system)
+    return Prompt(list(chunks[: config.num_chunks]), case.question, case.system)

@@ -23,7 +23,7 @@ from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.report import BlendReport, Mode
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.options import ContextPolicy
-from ragblend.prompt.prompt import TokenizedPrompt
+from ragblend.prompt.match import MatchedPrompt
 
 
 class Configuration(NamedTuple):
@@ -94,14 +94,14 @@ def decode_answer(
         if ended or len(token_ids) == request.options.max_tokens:
             break
         logits = engine.decode_step(token_ids[-1:], prefilled.fused)
-    text = engine.segmenter.decode(token_ids[:-1] if ended else token_ids)
+    text = engine.renderer.decode(token_ids[:-1] if ended else token_ids)
     log_probs = prefilled.logits.double().log_softmax(-1)
     return Answer(text, ended, log_probs, prefilled.report, tuple(token_ids), prefilled.fused, ttft_s)
 
 
 @torch.inference_mode()
 def score_tokens(
-    engine: TransformersEngine, prompt: TokenizedPrompt, fused: FusedKV, answer_ids: Sequence[int]
+    engine: TransformersEngine, prompt: MatchedPrompt, fused: FusedKV, answer_ids: Sequence[int]
 ) -> Tensor:
     """Log-probabilities [A, vocabulary] float64 of what stands where `answer_ids` has its A tokens, each read after
     those before it.
@@ -109,8 +109,7 @@ def score_tokens(
     Runs the tokens after the last chunk, and `answer_ids` but the last, over `fused`, which keeps their rows. Over the
     KV that a blend left, the question's rows come out as they did there: they always run through all layers.
     """
-    layers, chunks = engine.layers, prompt.chunk_segments
-    start = chunks[-1].end if chunks else 0
+    layers, start = engine.layers, prompt.runs[-1].end if prompt.runs else 0
     ids = [*prompt.token_ids[start:], *answer_ids[:-1]]
     rows = torch.arange(start, start + len(ids), device=layers.device)
     hidden = layers.embed(torch.tensor(ids, device=layers.device))

@@ -55,7 +55,8 @@ from ragblend.lab.quality.measures import (
     score_tokens,
 )
 from ragblend.options import ContextPolicy
-from ragblend.prompt.prompt import Part, SegmentedPrompt, TokenizedPrompt
+from ragblend.prompt.match import MatchedPrompt
+from ragblend.prompt.types import Part, Prompt
 
 BASE = Configuration("blend", "cacheblend", 0.15)
 """What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio, over
@@ -113,7 +114,7 @@ def configurations(config: QualityConfig, num_layers: int) -> list[Configuration
     return list(dict.fromkeys([FULL, *stored]))
 
 
-Also = Callable[[TransformersEngine, SegmentedPrompt, QaCase], Mapping[Configuration, QualityRecord]]
+Also = Callable[[TransformersEngine, Prompt, QaCase], Mapping[Configuration, QualityRecord]]
 
 
 def run_quality(
@@ -156,7 +157,7 @@ def run_quality(
 
 def measure(
     base: TransformersEngine,
-    prompt: SegmentedPrompt,
+    prompt: Prompt,
     case: QaCase,
     chosen: Sequence[Configuration],
     answer_tokens: int,
@@ -190,7 +191,7 @@ class Expected(NamedTuple):
     reading: Tensor  # of that answer, over its own KV
     gold_ids: Sequence[int]
 
-    def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: TokenizedPrompt) -> QualityRecord:
+    def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: MatchedPrompt) -> QualityRecord:
         """An answer's measures. `seen`: full prefill's answer read over its KV, which is that of the prompt `asked`."""
         far = score_fidelity(seen, self.reading)
         f1, match, overlap = (
@@ -211,7 +212,7 @@ class Expected(NamedTuple):
         )
 
 
-def expect(engine: TransformersEngine, prompt: SegmentedPrompt, case: QaCase, answer_tokens: int) -> Expected:
+def expect(engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_tokens: int) -> Expected:
     """Prefill `prompt` in full, answer, and read the answer again."""
     # Rule `random` draws anew for every prompt.
     seed = zlib.crc32(repr(prompt.messages).encode())
@@ -219,12 +220,12 @@ def expect(engine: TransformersEngine, prompt: SegmentedPrompt, case: QaCase, an
     full = generate_answer(engine, request, FULL)
     reading = score_tokens(engine, request.prompt, full.fused, full.token_ids)
     # A gold answer may begin with a blank, or not: as full prefill expects it.
-    spellings = [engine.segmenter.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
+    spellings = [engine.renderer.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
     gold_ids = min(spellings, key=lambda gold_ids: _gold_loss(engine, full, request.prompt, gold_ids))
     return Expected(case, request, full, reading, gold_ids)
 
 
-def _gold_loss(engine: TransformersEngine, found: Answer, asked: TokenizedPrompt, gold_ids: Sequence[int]) -> float:
+def _gold_loss(engine: TransformersEngine, found: Answer, asked: MatchedPrompt, gold_ids: Sequence[int]) -> float:
     return loss(score_tokens(engine, asked, found.fused, gold_ids), gold_ids)
 
 
@@ -232,7 +233,7 @@ def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -
     """`base` for one case, over an empty store in memory."""
     return TransformersEngine(
         base.layers,
-        base.segmenter,
+        base.renderer,
         MemoryStore(_STORE_BYTES),
         name=base.name,
         fingerprint=base.fingerprint,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ import numpy as np
 import xxhash
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
-from ragblend.frameworks.boundaries import TextRegistry, recover_chunks
 from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_saving
 from ragblend.lab.traffic.curve import Uses, lru_hits, merged, most_hits, sampled, uses_of, zipf_slope
 from ragblend.lab.traffic.logs import Progress, read_requests
@@ -29,10 +27,8 @@ SHOWN_TOKENS = 60  # of a chunk's text, with --show-texts
 
 
 class AnalysisConfig(NamedTuple):
-    """What is counted with: marks of chunks, how blending is done, the profile of a machine and its KV."""
+    """What is counted with: how blending is done, the profile of a machine and its KV."""
 
-    separator: str | None = None
-    registry: TextRegistry | None = None
     blend: BlendSettings = BlendSettings()
     profile: MachineProfile | None = None
     kv_bytes_per_token: int | None = None
@@ -53,8 +49,7 @@ def analyze(
 
     Raises EmptyCorpusError where there is no request in the logs.
     """
-    cut = partial(recover_chunks, separator=config.separator, registry=config.registry)
-    requests = read_requests(paths, tokens, cut, progress)
+    requests = read_requests(paths, tokens, progress)
     prefixes, passages, num_marked = PrefixCache(), Passages(), 0
     counts = array("i"), array("i"), array("i")  # of each request: tokens, in its prefix, elsewhere
     for index, request in enumerate(requests.in_order()):

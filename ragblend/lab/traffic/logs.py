@@ -28,9 +28,8 @@ from ragblend.engine.vllm.params import PARAMS_KEY, salted_namespace
 from ragblend.errors import EmptyCorpusError, NotFoundError
 from ragblend.files.places import user_path
 from ragblend.files.reading import open_file
-from ragblend.frameworks.boundaries import is_media, recover_chunks
+from ragblend.frameworks.content import is_media
 from ragblend.lab.traffic.tokens import Ids, Tokens
-from ragblend.prompt.prompt import Chunk, Part
 
 STDIN = "-"
 MAX_LINE = 64 << 20
@@ -42,8 +41,6 @@ _ROLES = {"developer": "system", "function": "tool"}
 Progress = Callable[[str, int, int | None], None]
 
 
-Cut = Callable[..., Sequence[Part]]
-"""`recover_chunks` with the marks of chunks in plain texts: a separator, a registry of ingested texts."""
 Piece = tuple[str | tuple[int, ...], bool]
 """A text or token ids, tokenized alone, and whether it is one chunk, whole."""
 
@@ -70,8 +67,8 @@ class TokenizedRequest(NamedTuple):
 class RequestLog:
     """Tokenized requests, added in any order, read in that of their times."""
 
-    def __init__(self, tokens: Tokens, cut: Cut = recover_chunks) -> None:
-        self._tokens, self._cut = tokens, cut
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
         self._numbers: dict[int, int] = {}  # digest of a text: its place in `_ids`
         self._ids: list[Ids] = []
         self._namespaces = {"": 0}
@@ -94,7 +91,7 @@ class RequestLog:
     def add_logged(self, place: str, value: object) -> None:
         """Add the requests of one line."""
         try:
-            added = [self.add(request) for request in requests_in(value, self._cut)]
+            added = [self.add(request) for request in requests_in(value)]
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
             self.add_broken(place, f"its fields are of another kind ({type(error).__name__})")
         else:
@@ -144,11 +141,9 @@ class RequestLog:
             yield TokenizedRequest(ids, chunks, answer, seeds[namespace])
 
 
-def read_requests(
-    paths: Sequence[str | Path], tokens: Tokens, cut: Cut = recover_chunks, progress: Progress | None = None
-) -> RequestLog:
+def read_requests(paths: Sequence[str | Path], tokens: Tokens, progress: Progress | None = None) -> RequestLog:
     """The requests of files and folders. Raises NotFoundError for a missing path, EmptyCorpusError for no request."""
-    requests = RequestLog(tokens, cut)
+    requests = RequestLog(tokens)
     requests.files = tuple(files_of(paths))
     for place, value in (line for path in requests.files for line in lines_of(path, requests.add_broken)):
         requests.add_logged(place, value)
@@ -218,7 +213,7 @@ def _opened(path: str | Path) -> io.BufferedReader | gzip.GzipFile:
 # -- requests in JSON values
 
 
-def requests_in(value: object, cut: Cut = recover_chunks) -> Iterator[LoggedRequest]:
+def requests_in(value: object) -> Iterator[LoggedRequest]:
     """The requests of one logged JSON value: none for other values, several for a completions body with a list.
 
     >>> [each.time_s for each in requests_in({"messages": [{"role": "user", "content": "Hi"}], "timestamp": 7})]
@@ -232,16 +227,16 @@ def requests_in(value: object, cut: Cut = recover_chunks) -> Iterator[LoggedRequ
     time_s, answer = _time_s(value.get("timestamp")), _answer(value.get("response"))
     messages = body.get("messages")
     if isinstance(messages, list) and messages:
-        pieces, num_media = _chat(messages, body.get("tools"), cut)
+        pieces, num_media = _chat(messages, body.get("tools"))
         yield LoggedRequest(pieces, answer, time_s, namespace, num_media)
         return
     for prompt in _prompts(body.get("prompt")):
         is_text = isinstance(prompt, str)
-        found = _pieces(cut(prompt)) if is_text else list(_cut_ids(prompt, ours.get("spans") or ()))
+        found = [(prompt, False)] if is_text else list(_cut_ids(prompt, ours.get("spans") or ()))
         yield LoggedRequest(found, answer, time_s, namespace)
 
 
-def _chat(messages: list[Any], tools: object, cut: Cut) -> tuple[list[Piece], int]:
+def _chat(messages: list[Any], tools: object) -> tuple[list[Piece], int]:
     """The pieces of a chat, and its number of media. A line with the role stands for what a chat template adds."""
     num_media = 0
     # Templates write tools before the first turn.
@@ -254,7 +249,7 @@ def _chat(messages: list[Any], tools: object, cut: Cut) -> tuple[list[Piece], in
         blocks = [_block(part) for part in parts if isinstance(part, str | Mapping)]
         texts = [block for block in blocks if block is not None]
         num_media += len(blocks) - len(texts)
-        pieces += [(turn_header(_ROLES.get(role, role)), False), *_pieces(cut(texts, asks=role == "user"))]
+        pieces += [(turn_header(_ROLES.get(role, role)), False), *((text, False) for text in texts)]
         pieces += [(f"\n{_dumped(call)}", False) for call in message.get("tool_calls") or ()]
         pieces.append(("\n", False))
     return pieces, num_media
@@ -265,22 +260,18 @@ def turn_header(role: str) -> str:
     return f"<{role}>\n"
 
 
-def _block(part: str | Mapping[str, Any]) -> str | dict[str, Any] | None:
-    """A content part as text or a block of it; None for media. A part of another type is its JSON."""
+def _block(part: str | Mapping[str, Any]) -> str | None:
+    """The text of a content part; None for media. A part of another type is its JSON."""
     if isinstance(part, str):
         return part
     text = part.get("text")
     if isinstance(text, str):
-        return {**part, "type": "text"}
+        return text
     return None if is_media(str(part.get("type"))) else _dumped(part)
 
 
 def _dumped(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _pieces(parts: Iterable[Part]) -> list[Piece]:
-    return [(part.text, True) if isinstance(part, Chunk) else (part, False) for part in parts]
 
 
 def _prompts(prompt: object) -> list[Any]:

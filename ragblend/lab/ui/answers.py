@@ -25,7 +25,7 @@ from ragblend.lab.explain import Comparison
 from ragblend.lab.explain_page import render_tokens
 from ragblend.lab.ui.job_queue import JobCancelled, UiJob
 from ragblend.lab.ui.uploads import display_name, document_names, list_supported_suffixes
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 MAX_KEPT_QUESTIONS = 2
 """Questions whose KV is held in memory, to be blended again: one for each of two tabs."""
@@ -106,7 +106,7 @@ class UiState:
 class QuestionRun:
     """One question over its chunks, to be answered in one mode after the other, full prefill first."""
 
-    def __init__(self, engine: Engine, prompt: SegmentedPrompt, settings: Settings) -> None:
+    def __init__(self, engine: Engine, prompt: Prompt, settings: Settings) -> None:
         self._engine, self._prompt = engine, prompt
         self._options = replace(settings, mode="blend", temperature=0.0).generation
         # An engine of another backend keeps the KV to itself: of its answers only the texts can be compared.
@@ -192,7 +192,7 @@ def answer_question(job: UiJob, question: str, room: UiState) -> None:
     chunks = [hit.chunk for hit in hits]
     job.emit("sources", sources=[_source(hit) for hit in hits])
     engine.prefetch(chunks)  # while full prefill runs: what reading from disk takes is not what is compared
-    prompt = SegmentedPrompt(chunks, question, room.settings.system)
+    prompt = Prompt(chunks, question, room.settings.system)
     asked = QuestionRun(engine, prompt, room.settings)
     if not room.is_warm:  # what the first request of a process pays once is not what is compared either
         job.emit("warming")

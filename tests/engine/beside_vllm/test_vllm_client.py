@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.cli import app as cli
 from ragblend.config import Settings
 from ragblend.engine.api import Engine
@@ -41,11 +41,10 @@ from ragblend.frameworks.conversation import ChatSession
 from ragblend.llm import ChatBlend
 from ragblend.operations.doctor import run_vllm_diagnostics
 from ragblend.precompute import precompute_documents
-from ragblend.prompt.formats import prompt_format
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
 
 A, B = "George Keller lives in Kinport.", "Julia Bishop works for Synon."
-PROMPT = SegmentedPrompt([A, B], "Where does George Keller live?")
+PROMPT = Prompt([A, B], "Where does George Keller live?")
 FINGERPRINT = "0123456789abcdef"
 HIT, MISS = ChunkReport("", 0, True, "exact"), ChunkReport("", 0, False)
 END = 2  # the demo model's end token
@@ -205,13 +204,13 @@ def client(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmClient]:
 
 
 @pytest.fixture(scope="module")
-def segmenter() -> Segmenter:
+def renderer() -> Renderer:
     tokenizer, path = load_tokenizer("demo")
-    return Segmenter(tokenizer, prompt_format(tokenizer, path))
+    return Renderer(tokenizer)
 
 
-def ids(segmenter: Segmenter, text: str) -> list[int]:
-    return segmenter.text_ids(" " + text)
+def ids(renderer: Renderer, text: str) -> list[int]:
+    return renderer.text_ids(" " + text)
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
@@ -225,14 +224,14 @@ def test_a_ratio_that_is_left_open_is_the_servers_to_fill_in(client: VllmClient,
     assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.05, 0.97)
 
 
-def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script: Script, segmenter: Segmenter) -> None:
-    script.answer = [*ids(segmenter, "Kinport"), END]
+def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script: Script, renderer: Renderer) -> None:
+    script.answer = [*ids(renderer, "Kinport"), END]
     answer = client.generate(
         PROMPT, mode="blend", rule="random", recompute_ratio=0.3, max_tokens=9, temperature=0.5, top_p=0.9, seed=4,
         stop=["."],
     )  # fmt: skip
     (body,) = script.bodies
-    tokenized = segmenter.tokenize(PROMPT)
+    tokenized = renderer.tokenize(PROMPT)
     assert body["prompt"] == tokenized.token_ids
     expected = {"model": "demo", "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "seed": 4, "stop": ["."]}
     assert {name: body[name] for name in expected} == expected
@@ -241,7 +240,7 @@ def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script
     assert (params.mode, params.rule, params.ratio, params.seed) == ("blend", "random", 0.3, 4)
     assert params.spans == tuple((chunk.start, chunk.end) for chunk in tokenized.chunk_segments)
     for span, chunk in zip(params.spans, (A, B), strict=True):
-        assert tuple(body["prompt"][slice(*span)]) == segmenter.chunk_ids(chunk)
+        assert tuple(body["prompt"][slice(*span)]) == renderer.chunk_ids(chunk)
     assert (answer.text, answer.finish_reason) == ("Kinport", "stop")
     assert answer.token_ids == script.answer[:-1]  # the end token is no part of the answer
 
@@ -275,7 +274,7 @@ def test_bad_options_and_a_prompt_beyond_the_servers_context_are_refused_before_
         with pytest.raises(UsageError, match=r"fast|best"):
             client.stream(PROMPT, **options)  # type: ignore[arg-type]
     with pytest.raises(PromptTooLongError, match="512"):
-        client.stream(SegmentedPrompt([A] * 200, "who?"))
+        client.stream(Prompt([A] * 200, "who?"))
     assert script.bodies == []
 
 
@@ -283,9 +282,9 @@ def test_bad_options_and_a_prompt_beyond_the_servers_context_are_refused_before_
 
 
 def test_the_report_is_the_connectors_with_what_only_the_client_knows(
-    client: VllmClient, script: Script, segmenter: Segmenter
+    client: VllmClient, script: Script, renderer: Renderer
 ) -> None:
-    script.answer = [*ids(segmenter, "Kinport"), END]
+    script.answer = [*ids(renderer, "Kinport"), END]
     script.report = BlendReport(
         "blend",
         "cacheblend_k",
@@ -298,7 +297,7 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
         load_s=0.5,
         chunks=[ChunkReport("", 3, True, "exact", True, 2, "similar"), MISS],
     )
-    report, tokenized = client.generate(PROMPT).report, segmenter.tokenize(PROMPT)
+    report, tokenized = client.generate(PROMPT).report, renderer.tokenize(PROMPT)
     first, second = (segment.num_tokens for segment in tokenized.chunk_segments)
     assert report == replace(
         script.report,
@@ -315,10 +314,10 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
     ("said", "first", "whole"), [("Kinport", True, True), ("Kinport or", True, False), ("Synon", False, False)]
 )
 def test_shadowed_requests_are_asked_again_in_full_and_counted(
-    url: str, script: Script, segmenter: Segmenter, said: str, first: bool, whole: bool
+    url: str, script: Script, renderer: Renderer, said: str, first: bool, whole: bool
 ) -> None:
-    script.answer = [*ids(segmenter, "Kinport"), END]
-    script.full_answer = [*ids(segmenter, said), END]
+    script.answer = [*ids(renderer, "Kinport"), END]
+    script.full_answer = [*ids(renderer, said), END]
     script.report = BlendReport("blend", "random", 0.3, num_chunks=2, chunks=[HIT, HIT])
     with load_engine("demo", backend=url, on_miss="inline", shadow=1.0) as engine:
         report = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=9).report
@@ -336,18 +335,18 @@ def test_shadowed_requests_are_asked_again_in_full_and_counted(
 
 
 def test_a_stop_string_ends_the_text_even_where_the_server_sends_on(
-    client: VllmClient, script: Script, segmenter: Segmenter
+    client: VllmClient, script: Script, renderer: Renderer
 ) -> None:
-    script.answer = ids(segmenter, "Kinport Synon Kinport")
+    script.answer = ids(renderer, "Kinport Synon Kinport")
     script.finish = "length"
     answer = client.generate(PROMPT, stop=["Synon"])
     assert (answer.text, answer.finish_reason) == ("Kinport ", "stop")
 
 
 def test_pieces_come_as_they_are_made_and_closing_hangs_up(
-    client: VllmClient, script: Script, segmenter: Segmenter
+    client: VllmClient, script: Script, renderer: Renderer
 ) -> None:
-    script.answer = ids(segmenter, "Kinport") * 400
+    script.answer = ids(renderer, "Kinport") * 400
     script.gate = threading.Event()
     stream = client.stream(PROMPT)
     assert next(stream) == "Kinport"  # the server waits at the gate: nothing else has been sent
@@ -469,7 +468,7 @@ def test_a_store_object_cannot_be_sent(url: str) -> None:
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def test_precompute_sends_each_missing_chunk_once(client: VllmClient, script: Script, segmenter: Segmenter) -> None:
+def test_precompute_sends_each_missing_chunk_once(client: VllmClient, script: Script, renderer: Renderer) -> None:
     assert not client.is_stored(A)
     report = precompute_documents([A, B, A], client)
     assert (report.num_new_kv, report.num_known_kv) == (2, 0)
@@ -560,9 +559,9 @@ def test_a_server_that_has_none_of_the_chunks_is_said_once_after_three_requests(
 
 
 @pytest.mark.timeout(60)
-def test_a_stream_whose_engine_is_closed_ends_quietly(url: str, script: Script, segmenter: Segmenter) -> None:
+def test_a_stream_whose_engine_is_closed_ends_quietly(url: str, script: Script, renderer: Renderer) -> None:
     """Read to its middle, by a thread that waits for the server, and not begun."""
-    script.answer = ids(segmenter, "Kinport") * 4
+    script.answer = ids(renderer, "Kinport") * 4
     script.gate = threading.Event()  # the server holds back all but the first token
     engine: Any = load_engine("demo", backend=url)
     waiting, unread = engine.stream(PROMPT), engine.stream(PROMPT)

@@ -14,7 +14,7 @@ from ragblend.engine.fusion.plan import FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.rules import RULES, CheckLayer, check_schedule
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 CHECK_LAYER = 1
 
@@ -113,7 +113,7 @@ def test_the_engines_report_has_the_shares_of_the_rule_that_ran(tiny_engine):
     engine = tiny_engine("llama")
     chunks = ["the theory of the other chunk", "question the chunk with that theory", "what the other question is"]
     list(engine.precompute_all(chunks))
-    prompt = SegmentedPrompt(chunks, "what?")
+    prompt = Prompt(chunks, "what?")
     asked = engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=1).report
     assert asked.attention_exact + asked.attention_recomputed + asked.attention_stale == pytest.approx(1)
     assert f"{asked.attention_stale:.0%} of the question's attention on stale tokens" in asked.summary()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend import Chunk, SegmentedPrompt, load_engine, open_store
+from ragblend import Chunk, Prompt, load_engine, open_store
 from ragblend.engine.fusion.lookup import lookup_contexts, read_context_policy
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.store.disk import CONTEXT_FILE
@@ -35,7 +35,7 @@ def test_exact_means_that_the_context_is_all_that_stands_before(policy, own, bet
     assert len(found) <= 4
 
 
-def first_logits(engine: TransformersEngine, prompt: SegmentedPrompt, **options: object) -> torch.Tensor:
+def first_logits(engine: TransformersEngine, prompt: Prompt, **options: object) -> torch.Tensor:
     return engine.prefill(engine.request(prompt, **options)).logits  # type: ignore[arg-type]
 
 
@@ -47,7 +47,7 @@ def test_a_similar_version_is_the_slice_of_a_prefill_over_the_placed_chunks(fami
     engine = tiny_engine(family, context="similar")
     for chunk in (A, B, SIMILAR):
         assert engine.precompute(chunk) > 0
-    layers, ids_of, joint = engine.layers, engine.segmenter.chunk_ids, engine.segmenter.delimiter_ids
+    layers, ids_of, joint = engine.layers, engine.renderer.chunk_ids, engine.renderer.separator_ids
     prefix, ids = engine.default_prefix_ids, ids_of(C)
     before = [*prefix, *ids_of(A), *joint, *ids_of(B), *joint]
     # Independently: the chunks' own KV by the stock model, turned to their places; then, layer by layer, the joints and
@@ -84,17 +84,17 @@ def test_a_similar_version_is_found_by_prompts_that_do_not_know_what_it_is_behin
     header = engine.store.get(engine.key(SIMILAR)).header
     assert sum(header.context) == len(header.prefix_ids) - len(engine.default_prefix_ids)
     assert engine.key(SIMILAR) == engine.key(Chunk(C.text, context="similar", context_texts=(B.text,))) != engine.key(C)
-    report = engine.generate(SegmentedPrompt([A, C, B], "what?"), mode="reuse", max_tokens=1).report
+    report = engine.generate(Prompt([A, C, B], "what?"), mode="reuse", max_tokens=1).report
     assert [(chunk.exact, chunk.context) for chunk in report.chunks] == [
         (True, "none"),
         (False, "similar"),
         (False, "none"),
     ]
-    report = engine.generate(SegmentedPrompt([C, A, B], "what?"), mode="reuse", max_tokens=1).report
+    report = engine.generate(Prompt([C, A, B], "what?"), mode="reuse", max_tokens=1).report
     assert (report.chunks[0].exact, report.chunks[0].context) == (True, "none")
-    report = engine.generate(SegmentedPrompt([A, C], "what?"), mode="prefix", max_tokens=1).report
+    report = engine.generate(Prompt([A, C], "what?"), mode="prefix", max_tokens=1).report
     assert [chunk.hit for chunk in report.chunks] == [True, False]  # nothing that is not exact
-    prompt = SegmentedPrompt([A, C, B], "what?")
+    prompt = Prompt([A, C, B], "what?")
     one, full = (first_logits(engine, prompt, **how) for how in ({"recompute_ratio": 1.0}, {"mode": "full"}))
     assert (one - full).abs().max() <= 1e-4
     with pytest.raises(UsageError, match="ragblend precompute"):
@@ -112,7 +112,7 @@ def test_a_store_tells_its_context_to_whoever_opens_it_later(tmp_path):
         assert not engine.is_stored("It is in Mirton.")
     with load_engine("demo", tmp_path) as engine:
         assert engine.context == "similar"
-        report = engine.generate(SegmentedPrompt(["Zenco sells nets.", "It is in Mirton."], "Where is Zenco?")).report
+        report = engine.generate(Prompt(["Zenco sells nets.", "It is in Mirton."], "Where is Zenco?")).report
         assert [chunk.context for chunk in report.chunks] == ["none", "similar"]
     note = tmp_path / CONTEXT_FILE
     note.write_bytes(note.read_bytes().replace(b"similar", b"none"))

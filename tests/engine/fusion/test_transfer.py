@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragblend import SegmentedPrompt, load_engine
+from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.disk import DiskStore
@@ -57,7 +57,7 @@ def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(tier: str, kv_dty
 @on_gpu
 def test_the_embedded_model_answers_on_a_gpu_as_on_the_cpu(tmp_path: Path):
     chunks = [" The Lorvane station was opened in 1921 .", " Its builder was Mara Ilsen , born in Toval ."]
-    prompt = SegmentedPrompt(chunks, "Who built the Lorvane station?")
+    prompt = Prompt(chunks, "Who built the Lorvane station?")
     with load_engine("demo", tmp_path / "kv", dtype="float32", device="cpu", on_miss="inline") as cpu:
         for chunk in chunks:
             cpu.precompute(chunk)

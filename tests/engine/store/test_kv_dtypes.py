@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tier_support import DictValues, flip, make_kv, path_of
-from tiny_prompts import LONG_CHUNKS, LONG_PROMPT
+from tiny_prompts import CHUNKS, PROMPT
 
 from ragblend import open_store
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -105,17 +105,17 @@ def test_another_dtype_replaces_what_a_remote_tier_has_too(tmp_path: Path) -> No
 
 @pytest.fixture
 def engines(tiny_engine: Callable[..., TransformersEngine]) -> dict[str, TransformersEngine]:
-    """A tiny Llama over a store of each dtype that holds LONG_CHUNKS."""
+    """A tiny Llama over a store of each dtype that holds CHUNKS."""
     made = {}
     for kv_dtype in KV_DTYPES:
         made[kv_dtype] = tiny_engine("llama", store=TieredStore(MemoryStore(1 << 26), kv_dtype=kv_dtype))
-        for chunk in LONG_CHUNKS:
+        for chunk in CHUNKS:
             assert made[kv_dtype].precompute(chunk) > 0
     return made
 
 
 def logits(engine: TransformersEngine, ratio: float, mode: Any = "blend", rule: str = "cacheblend") -> torch.Tensor:
-    return engine.prefill(engine.request(LONG_PROMPT, mode=mode, rule=rule, recompute_ratio=ratio)).logits
+    return engine.prefill(engine.request(PROMPT, mode=mode, rule=rule, recompute_ratio=ratio)).logits
 
 
 @pytest.mark.parametrize("rule", ["auto", "ask", "cacheblend", "random"])
@@ -125,19 +125,19 @@ def test_ratio_one_is_full_prefill_from_any_store(engines: Any, kv_dtype: str, r
     engine = engines[kv_dtype]
     full = logits(engine, 1.0, "full")
     assert (logits(engine, 1.0, rule=rule) - full).abs().max() <= 1e-4
-    report = engine.generate(LONG_PROMPT, rule=rule, recompute_ratio=1.0, max_tokens=1).report
+    report = engine.generate(PROMPT, rule=rule, recompute_ratio=1.0, max_tokens=1).report
     assert [chunk.num_recomputed_tokens > 0 for chunk in report.chunks] == [kv_dtype != "auto", True, True]
 
 
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 def test_below_ratio_one_the_chunk_behind_its_prefix_stays_and_is_not_called_exact(engines: Any, kv_dtype: str) -> None:
     engine = engines[kv_dtype]
-    report = engine.generate(LONG_PROMPT, rule="random", recompute_ratio=0.5, max_tokens=1).report
+    report = engine.generate(PROMPT, rule="random", recompute_ratio=0.5, max_tokens=1).report
     first, *others = report.chunks
     assert (first.hit, first.prefix_match, first.exact, first.num_recomputed_tokens) == (True, "exact", False, 0)
     assert all(chunk.num_recomputed_tokens > 0 for chunk in others)
     assert [chunk.kv_dtype for chunk in report.chunks] == [kv_dtype] * 3
-    plain = engines["auto"].generate(LONG_PROMPT, rule="random", recompute_ratio=0.5, max_tokens=1).report
+    plain = engines["auto"].generate(PROMPT, rule="random", recompute_ratio=0.5, max_tokens=1).report
     assert plain.chunks[0].exact
     assert [chunk.kv_dtype for chunk in plain.chunks] == ["float32"] * 3
     assert report.charged_budget == plain.charged_budget
@@ -148,7 +148,7 @@ def test_prefix_mode_reuses_nothing_that_was_rounded(engines: Any, kv_dtype: str
     """Mode `prefix` is exact: a chunk in eight bits is computed there."""
     engine = engines[kv_dtype]
     assert (logits(engine, 0.0, "prefix") - logits(engine, 1.0, "full")).abs().max() <= 1e-4
-    report = engine.generate(LONG_PROMPT, mode="prefix", max_tokens=1).report
+    report = engine.generate(PROMPT, mode="prefix", max_tokens=1).report
     assert [chunk.hit for chunk in report.chunks] == [False] * 3
     assert [chunk.kv_dtype for chunk in report.chunks] == [None] * 3
 
@@ -172,12 +172,12 @@ def test_damage_in_eight_bits_is_a_miss_and_the_answer_full_prefills(
     """Every layer of the first chunk in turn; at ratio 1, where the answer is known."""
     engine = tiny_engine("llama", store=open_store(tmp_path, memory_gib=0, kv_dtype=kv_dtype))
     full = logits(engine, 1.0, "full")
-    path = path_of(tmp_path, engine.key(LONG_CHUNKS[1]))
+    path = path_of(tmp_path, engine.key(CHUNKS[1]))
     for layer in range(engine.layers.num_layers):
-        list(engine.precompute_all(LONG_CHUNKS))
-        kv = engine.store.get(engine.key(LONG_CHUNKS[1]))
+        list(engine.precompute_all(CHUNKS))
+        kv = engine.store.get(engine.key(CHUNKS[1]))
         flip(path, layer * kv.nbytes // kv.header.num_layers + 3 - kv.nbytes, 8)
-        prefilled = engine.prefill(engine.request(LONG_PROMPT, recompute_ratio=1.0, rule="random"))
+        prefilled = engine.prefill(engine.request(PROMPT, recompute_ratio=1.0, rule="random"))
         assert prefilled.report.num_damaged_entries == 1
         assert (prefilled.logits - full).abs().max() <= 1e-4
 
@@ -186,18 +186,18 @@ def test_known_is_known_whatever_the_dtype(tiny_engine: Any, tmp_path: Path) -> 
     kept = {}
     for first, second in (("int8", "auto"), ("auto", "int8"), ("fp8", "int8")):
         place = tmp_path / f"{first}-{second}"
-        tiny_engine("llama", store=open_store(place, kv_dtype=first)).precompute(LONG_CHUNKS[0])
+        tiny_engine("llama", store=open_store(place, kv_dtype=first)).precompute(CHUNKS[0])
         engine = tiny_engine("llama", store=open_store(place, kv_dtype=second))
-        assert engine.is_stored(LONG_CHUNKS[0])
-        assert engine.precompute(LONG_CHUNKS[0]) == 0
-        kept[first] = engine.store.get(engine.key(LONG_CHUNKS[0])).header.stored_dtype
+        assert engine.is_stored(CHUNKS[0])
+        assert engine.precompute(CHUNKS[0]) == 0
+        kept[first] = engine.store.get(engine.key(CHUNKS[0])).header.stored_dtype
     assert kept == {"int8": "int8", "auto": "float32", "fp8": "fp8"}
 
 
 def test_bytes_stored_are_counted_as_stored(tiny_engine: Any) -> None:
     engine = tiny_engine("llama", store=TieredStore(MemoryStore(1 << 26), kv_dtype="int8"))
-    assert engine.precompute(LONG_CHUNKS[0]) == engine.store.nbytes()
-    assert isinstance(engine.store.get(engine.key(LONG_CHUNKS[0])).stored_layer(0), QuantizedLayer)
+    assert engine.precompute(CHUNKS[0]) == engine.store.nbytes()
+    assert isinstance(engine.store.get(engine.key(CHUNKS[0])).stored_layer(0), QuantizedLayer)
 
 
 def test_a_store_that_is_passed_has_a_dtype_of_its_own() -> None:

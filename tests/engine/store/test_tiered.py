@@ -25,7 +25,7 @@ from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore, format_bytes, parse_bytes
 from ragblend.errors import BackendUnreachableError, DamagedEntryError, StoreFullError, UsageError
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -528,7 +528,7 @@ def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, t
     first.close()
     assert len(values.data) == 2
     second = tiny_engine(store=Tiers(tmp_path / "kv", 1 << 26, values).store)
-    prompt = SegmentedPrompt(chunks, "what is that?")
+    prompt = Prompt(chunks, "what is that?")
     request = second.request(prompt, recompute_ratio=1.0)
     full = second.prefill(second.request(prompt, mode="full"))
     values.calls.clear()

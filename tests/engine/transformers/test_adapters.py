@@ -19,9 +19,9 @@ from ragblend.engine.transformers.loaded_model import pair_fingerprint
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.llm import ChatBlend
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
-PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
+PROMPT = Prompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 KINDS: dict[str, Any] = {
     "lora": peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=[*ATTENTION, "down_proj"]),
@@ -67,7 +67,7 @@ def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, saved: Path,
     model = trained(saved, KINDS[kind])
     model.save_pretrained(tmp_path)
     with load_engine(str(saved), adapter=tmp_path, on_miss="inline") as engine:
-        ids = torch.tensor([engine.segmenter.tokenize(PROMPT).token_ids])
+        ids = torch.tensor([engine.renderer.tokenize(PROMPT).token_ids])
         list(engine.precompute_all(PROMPT.chunks))
         full = engine.generate(PROMPT, mode="full", max_tokens=12).token_ids
         blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=12)

@@ -14,7 +14,7 @@ from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.transformers.batched_decode import FEW_ROWS, SmallBatchMatmul
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 LENGTHS = (3, 17, 50, 51, 64, 90, 120, 7)  # of prompts; the windows are of 50 to 56 tokens
 TEXTS = ("the theory of the other chunk is in the answer", "question the chunk with that theory", "and the question")
@@ -65,7 +65,7 @@ def test_answers_in_a_batch_are_those_of_one_after_another(
     family: str, tiny_engine: Callable[..., TransformersEngine]
 ) -> None:
     engine = tiny_engine(family)
-    prompts = [SegmentedPrompt(TEXTS[: 1 + number % 3], f"what is {number}?") for number in range(9)]
+    prompts = [Prompt(TEXTS[: 1 + number % 3], f"what is {number}?") for number in range(9)]
     expected = [engine.generate(prompt, max_tokens=12) for prompt in prompts]
     found = engine.generate_batch(prompts, max_tokens=12)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]

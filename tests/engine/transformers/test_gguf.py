@@ -22,10 +22,10 @@ from ragblend.engine.transformers import gguf as gguf_module
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, UnsupportedModelError, UsageError
 from ragblend.llm import ChatBlend
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 from tests.gguf_files import write_gguf
 
-PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
+PROMPT = Prompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file: Path, con
             list(engine.precompute_all(PROMPT.chunks))
             blended = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=24)
             full = engine.generate(PROMPT, mode="full", max_tokens=24)
-            tokenized = engine.segmenter.tokenize(PROMPT).token_ids
+            tokenized = engine.renderer.tokenize(PROMPT).token_ids
             answers.append((tokenized, blended.token_ids, full.token_ids, blended.report.num_chunk_hits))
     assert answers[0] == answers[1]
     assert answers[0][3] == 2
@@ -68,9 +68,9 @@ def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file: Path, con
 
 def test_the_chat_template_comes_out_of_the_file(file: Path, parts: tuple[Any, Any]) -> None:
     with load_engine(str(file)) as engine:
-        ids = engine.segmenter.tokenize(PROMPT).token_ids
+        ids = engine.renderer.tokenize(PROMPT).token_ids
         assert parts[1].decode(ids).startswith("<|im|>user")
-        assert engine.segmenter.stop_ids() >= {parts[1].eos_token_id}
+        assert engine.renderer.stop_ids() >= {parts[1].eos_token_id}
 
 
 def test_the_weights_are_the_files_in_the_dtype_that_is_asked_for(file: Path, tmp_path: Path, parts: Any) -> None:

@@ -33,9 +33,8 @@ from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
 from ragblend.lab.explain import explain
 from ragblend.options import GenerationOptions
-from ragblend.prompt.formats import prompt_format
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import Chunk, Prompt
 from tests.tier_support import assert_same, flip, path_of
 
 pytestmark = pytest.mark.timeout(120)  # a lock that is not given back would hang
@@ -72,7 +71,7 @@ def assert_full_prefill(found: PrefillResult, model: Any, ids: list[int]) -> Non
     torch.testing.assert_close(found.logits, expected, atol=1e-4, rtol=0)
 
 
-def prefill(engine: TransformersEngine, prompt: SegmentedPrompt, ratio: float = 0.15, **changes: Any) -> PrefillResult:
+def prefill(engine: TransformersEngine, prompt: Prompt, ratio: float = 0.15, **changes: Any) -> PrefillResult:
     """Fused KV and first logits, without decoding."""
     return engine.prefill(engine.request(prompt, recompute_ratio=ratio, **{"rule": "cacheblend", **changes}))
 
@@ -90,7 +89,7 @@ def facts(report: BlendReport) -> dict[str, Any]:
 def test_full_prefix_and_ratio_one_give_the_stock_models_greedy_answer(family, known, tiny_engine, stock_model):
     engine = tiny_engine(family)
     list(engine.precompute_all(known))
-    expected = greedy(stock_model(family), engine.segmenter.tokenize(PROMPT).token_ids, 10)
+    expected = greedy(stock_model(family), engine.renderer.tokenize(PROMPT).token_ids, 10)
     assert engine.generate(PROMPT, mode="full", max_tokens=10).token_ids == expected
     assert engine.generate(PROMPT, mode="prefix", max_tokens=10).token_ids == expected
     assert engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=10).token_ids == expected
@@ -142,25 +141,25 @@ def script(monkeypatch: pytest.MonkeyPatch, answer: list[int]) -> None:
 
 
 def test_the_models_end_token_ends_the_answer_and_is_not_part_of_it(engine, monkeypatch):
-    ids = engine.segmenter.text_ids("the answer")
+    ids = engine.renderer.text_ids("the answer")
     script(monkeypatch, [*ids, 2])
     result = engine.generate(PROMPT)
     assert (result.text, result.token_ids, result.finish_reason) == ("the answer", ids, "stop")
     assert result.report.completion_tokens == len(ids)
 
 
-def test_the_answer_ends_where_the_context_does(make_model, segmenter):
+def test_the_answer_ends_where_the_context_does(make_model, renderer):
     from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     layers = TransformersLayers(make_model(LlamaConfig, LlamaForCausalLM, max_position_embeddings=128))
-    with TransformersEngine(layers, segmenter, MemoryStore(1 << 20), name="short", fingerprint="f") as engine:
-        room = 128 - engine.segmenter.tokenize(PROMPT).num_tokens
+    with TransformersEngine(layers, renderer, MemoryStore(1 << 20), name="short", fingerprint="f") as engine:
+        room = 128 - engine.renderer.tokenize(PROMPT).num_tokens
         assert 0 < room < 100
         result = engine.generate(PROMPT, max_tokens=500, temperature=1.0, seed=3)
         if result.finish_reason == "length":
             assert len(result.token_ids) == room
         with pytest.raises(PromptTooLongError, match=r"prompt takes \d+ tokens, short reads 128.*`k`"):
-            engine.generate(SegmentedPrompt(CHUNKS * 3, "what?"))
+            engine.generate(Prompt(CHUNKS * 3, "what?"))
         with pytest.raises(PromptTooLongError, match=r"chunk takes \d+ tokens, short reads 128.*`chunk_size`"):
             engine.precompute("x" * 200)
 
@@ -195,7 +194,7 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
         if index not in missing:
             engine.precompute(chunk)
     result = engine.generate(PROMPT, mode=mode, rule="ask", recompute_ratio=0.2, max_tokens=3)
-    report, tokenized = result.report, engine.segmenter.tokenize(PROMPT)
+    report, tokenized = result.report, engine.renderer.tokenize(PROMPT)
     assert (report.mode, report.prompt_tokens, report.num_chunks) == (mode, tokenized.num_tokens, 3)
     assert report.completion_tokens == len(result.token_ids)
     assert [chunk.num_tokens for chunk in report.chunks] == [s.num_tokens for s in tokenized.chunk_segments]
@@ -225,10 +224,10 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
 
 def test_the_last_token_is_not_counted_as_reused_when_a_chunk_ends_the_prompt(engine):
     """It is computed, because its logits are the answer."""
-    joint = len(engine.segmenter.delimiter_ids)
-    report = engine.generate(SegmentedPrompt(CHUNKS[:2]), mode="reuse", max_tokens=1).report
-    at_end = engine.generate(SegmentedPrompt.from_parts(CHUNKS[:2]), mode="reuse", max_tokens=1).report
-    assert report.num_reused_tokens == report.prompt_tokens - joint - len(engine.segmenter.text_ids("Answer:"))
+    joint = len(engine.renderer.separator_ids)
+    report = engine.generate(Prompt(CHUNKS[:2]), mode="reuse", max_tokens=1).report
+    at_end = engine.generate(Prompt.from_text(CHUNKS[:2]), mode="reuse", max_tokens=1).report
+    assert report.num_reused_tokens == report.prompt_tokens - joint - len(engine.renderer.text_ids("Answer:"))
     assert at_end.num_reused_tokens == at_end.prompt_tokens - joint - 1
 
 
@@ -265,7 +264,7 @@ def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engin
     assert all(engine.precompute_all(chunks))
 
     def run(question: str, rule: str = "auto") -> BlendReport:
-        prompt = SegmentedPrompt(chunks, question)
+        prompt = Prompt(chunks, question)
         return engine.generate(prompt, rule=rule, recompute_ratio=0.2, max_tokens=1).report
 
     short, long = run("what is that?"), run("what is that answer to the question? " * 20)
@@ -277,13 +276,13 @@ def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engin
     assert run("what is that answer to the question? " * 20, DEFAULT_RULE).rule == DEFAULT_RULE
 
 
-def test_what_follows_the_last_chunk_asks_where_the_question_stands_before_it(tiny_engine, chat_segmenter):
-    engine = holding_chunks(tiny_engine("llama", segmenter=chat_segmenter))
-    first = SegmentedPrompt.from_messages([("user", ["what is the other theory?\n\n", *CHUNKS])])
+def test_what_follows_the_last_chunk_asks_where_the_question_stands_before_it(tiny_engine, chat_renderer):
+    engine = holding_chunks(tiny_engine("llama", renderer=chat_renderer))
+    first = Prompt.from_messages([("user", ["what is the other theory?\n\n", *CHUNKS])])
     request = engine.request(first, rule="ask", recompute_ratio=0.3)
     found = engine._lookup(request, 0, set(), engine.store.get)
     plan = engine._build_plan(request, found, engine._decide(request, found).choice)
-    tail = engine.segmenter._tokenizer.decode(request.prompt.token_ids[-plan.num_queries :])
+    tail = engine.renderer._tokenizer.decode(request.prompt.token_ids[-plan.num_queries :])
     assert tail == "<|end|>\n<|im|>assistant"
     exact = engine.generate(first, mode="full", max_tokens=4)
     assert engine.generate(first, rule="ask", recompute_ratio=1.0, max_tokens=4).text == exact.text
@@ -294,15 +293,15 @@ def test_what_was_stored_yesterday_is_found_today(tiny_engine, make_tokenizer, m
     """Llama 3.2's kind of chat template writes the date into the prefix of every prompt."""
     dated = "<s><|im_start|>system\nToday Date: {{ strftime_now('%d %b %Y') }}\n<|im_end|>" + CHATML
     tokenizer = make_tokenizer(dated, specials=("<|im_start|>", "<|im_end|>"))
-    segmenter = Segmenter(tokenizer, prompt_format(tokenizer))
+    renderer = Renderer(tokenizer)
     keys, texts = set(), set()
     for day in (datetime(2026, 11, 21), datetime(2026, 11, 22)):
         clock = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None, day=day: day)})
         monkeypatch.setattr(chat_template_utils, "datetime", clock)
-        engine = tiny_engine(segmenter=segmenter, store=DiskStore(tmp_path, fsync=False), on_miss="store")
+        engine = tiny_engine(renderer=renderer, store=DiskStore(tmp_path, fsync=False), on_miss="store")
         report = engine.generate(PROMPT, max_tokens=1).report
         engine.flush()
-        texts.add(segmenter.decode(segmenter.tokenize(PROMPT).token_ids))
+        texts.add(renderer.decode(renderer.tokenize(PROMPT).token_ids))
         keys.add(frozenset(engine.store.keys()))
     assert report.num_chunk_hits == len(CHUNKS)
     # Today's date stands in the prompt, but not in what the KV was computed behind: close, and called so.
@@ -313,28 +312,28 @@ def test_what_was_stored_yesterday_is_found_today(tiny_engine, make_tokenizer, m
 
 def test_the_prefix_match_says_whether_the_prompts_own_prefix_was_found(tiny_engine):
     engine = holding_chunks(tiny_engine("llama", system="be brief"))
-    own = engine.generate(SegmentedPrompt(CHUNKS, "what?", "be brief"), max_tokens=1).report
+    own = engine.generate(Prompt(CHUNKS, "what?", "be brief"), max_tokens=1).report
     assert [chunk.prefix_match for chunk in own.chunks] == ["exact"] * 3
     assert [chunk.exact for chunk in own.chunks] == [True, False, False]
-    other = engine.generate(SegmentedPrompt(CHUNKS, "what?", "be verbose"), max_tokens=1).report
+    other = engine.generate(Prompt(CHUNKS, "what?", "be verbose"), max_tokens=1).report
     assert [chunk.prefix_match for chunk in other.chunks] == ["approximate"] * 3
     assert [chunk.exact for chunk in other.chunks] == [False] * 3
     assert other.num_chunk_hits == 3
-    unknown = engine.generate(SegmentedPrompt(["never seen"], "what?", "be brief"), max_tokens=1).report
+    unknown = engine.generate(Prompt(["never seen"], "what?", "be brief"), max_tokens=1).report
     assert unknown.chunks[0].prefix_match is None
 
 
 def test_a_chunk_behind_an_approximate_prefix_is_not_exact_so_ratio_one_still_is(tiny_engine, stock_model):
     engine = tiny_engine("llama", system="be brief")
     engine.precompute(CHUNKS[0])
-    prompt = SegmentedPrompt(CHUNKS[:1], "what?", "something else entirely")
+    prompt = Prompt(CHUNKS[:1], "what?", "something else entirely")
     exact = prefill(engine, prompt, 1.0)
-    assert_full_prefill(exact, stock_model("llama"), engine.segmenter.tokenize(prompt).token_ids)
+    assert_full_prefill(exact, stock_model("llama"), engine.renderer.tokenize(prompt).token_ids)
     assert (prefill(engine, prompt, 0.0).logits - exact.logits).abs().max() > 1e-3
 
 
 def test_the_same_chunk_twice_is_exact_once(engine):
-    report = engine.generate(SegmentedPrompt([CHUNKS[0], CHUNKS[0]], "what?"), max_tokens=1).report
+    report = engine.generate(Prompt([CHUNKS[0], CHUNKS[0]], "what?"), max_tokens=1).report
     assert [chunk.exact for chunk in report.chunks] == [True, False]
     assert report.num_chunk_hits == 2
 
@@ -358,7 +357,7 @@ def test_inline_misses_store_nothing(mode, tiny_engine):
 def test_what_is_stored_after_a_miss_was_computed_alone(tiny_engine):
     """Invariant 7: not one bit of the prompt it was missed in."""
     alone, missed = holding_chunks(tiny_engine("llama")), tiny_engine("llama", on_miss="store")
-    missed.generate(SegmentedPrompt(CHUNKS, "what?", "a system text of its own"), max_tokens=4)
+    missed.generate(Prompt(CHUNKS, "what?", "a system text of its own"), max_tokens=4)
     missed.flush()
     expected, found = stored(alone), stored(missed)
     assert set(found) == set(expected)
@@ -387,11 +386,11 @@ def test_a_full_store_costs_speed_but_no_answer(tiny_engine):
 def test_precompute_stores_a_chunk_once_and_says_how_much(tiny_engine):
     engine = tiny_engine("llama")
     nbytes = engine.precompute(CHUNKS[0])
-    assert nbytes == engine.bytes_per_token * len(engine.segmenter.chunk_ids(CHUNKS[0]))
+    assert nbytes == engine.bytes_per_token * len(engine.renderer.chunk_ids(CHUNKS[0]))
     assert engine.bytes_per_token == 6 * 2 * 2 * 16 * 4  # layers, K and V, heads, dimensions, float32
     assert engine.precompute(CHUNKS[0].text) == 0
     assert engine.store.counters.num_puts == 1
-    key = chunk_key("tiny-llama", engine.default_prefix_ids, engine.segmenter.chunk_ids(CHUNKS[0]))
+    key = chunk_key("tiny-llama", engine.default_prefix_ids, engine.renderer.chunk_ids(CHUNKS[0]))
     assert stored(engine)[key].header.prefix_ids == engine.default_prefix_ids
 
 
@@ -439,7 +438,7 @@ def test_several_damaged_entries_are_all_left_out(tiny_engine, tmp_path, stock_m
     for chunk in CHUNKS:
         flip(path_of(store.root, engine.key(chunk)), -1)
     result = engine.generate(PROMPT, max_tokens=6)
-    ids = engine.segmenter.tokenize(PROMPT).token_ids
+    ids = engine.renderer.tokenize(PROMPT).token_ids
     assert result.token_ids == greedy(stock_model("llama"), ids, 6)
     assert result.report.num_damaged_entries == 3
     engine.flush()  # and they are repaired for the next time
@@ -453,25 +452,25 @@ def test_several_damaged_entries_are_all_left_out(tiny_engine, tmp_path, stock_m
 @pytest.fixture
 def chat_engine(tiny_engine: Any, make_tokenizer: Any) -> TransformersEngine:
     tokenizer = make_tokenizer(CHATML, ("<|im_start|>", "<|im_end|>"))
-    return holding_chunks(tiny_engine("llama", segmenter=Segmenter(tokenizer, prompt_format(tokenizer))))
+    return holding_chunks(tiny_engine("llama", renderer=Renderer(tokenizer)))
 
 
-def turns(*answers: str) -> SegmentedPrompt:
+def turns(*answers: str) -> Prompt:
     """A question about the first chunks, the answers so far, and a question about the last chunk."""
     messages: list[tuple[str, Any]] = [("user", [CHUNKS[0], CHUNKS[1], "what is that?"])]
     for answer in answers:
         messages += [("assistant", answer), ("user", [CHUNKS[2], "and the other?"])]
-    return SegmentedPrompt.from_messages(messages)
+    return Prompt.from_messages(messages)
 
 
 def test_the_second_turn_reuses_the_first_and_is_exact_at_ratio_one(chat_engine, stock_model, monkeypatch):
     conversation = Conversation()
-    answer = chat_engine.segmenter.text_ids("the answer is that")
+    answer = chat_engine.renderer.text_ids("the answer is that")
     with monkeypatch.context() as patch:
         script(patch, [*answer, 2])
         first = chat_engine.generate(turns(), recompute_ratio=1.0, conversation=conversation)
     second = turns(first.text)
-    ids = chat_engine.segmenter.tokenize(second).token_ids
+    ids = chat_engine.renderer.tokenize(second).token_ids
     prefilled = prefill(chat_engine, second, 1.0, conversation=conversation)
     assert prefilled.report.num_prefix_tokens == first.report.prompt_tokens + len(answer)
     assert [chunk.hit for chunk in prefilled.report.chunks] == [True] * 3
@@ -490,17 +489,17 @@ def test_a_conversation_from_full_prefill_serves_a_blend(chat_engine, stock_mode
     second = turns(first.text)
     found = prefill(chat_engine, second, 1.0, conversation=conversation)
     assert found.report.num_prefix_tokens >= first.report.prompt_tokens
-    assert_full_prefill(found, stock_model("llama"), chat_engine.segmenter.tokenize(second).token_ids)
+    assert_full_prefill(found, stock_model("llama"), chat_engine.renderer.tokenize(second).token_ids)
 
 
 def test_another_conversation_that_parts_inside_a_chunk_keeps_that_chunk_whole(chat_engine, stock_model):
     conversation = Conversation()
     chat_engine.generate(turns(), recompute_ratio=1.0, max_tokens=2, conversation=conversation)
-    changed = SegmentedPrompt.from_messages([("user", [CHUNKS[0], Chunk(CHUNKS[1].text + " too"), "what is that?"])])
+    changed = Prompt.from_messages([("user", [CHUNKS[0], Chunk(CHUNKS[1].text + " too"), "what is that?"])])
     found = prefill(chat_engine, changed, 1.0, conversation=conversation)
-    second = chat_engine.segmenter.tokenize(changed).chunk_segments[1]
+    second = chat_engine.renderer.tokenize(changed).chunk_segments[1]
     assert found.report.num_prefix_tokens == second.start
-    assert_full_prefill(found, stock_model("llama"), chat_engine.segmenter.tokenize(changed).token_ids)
+    assert_full_prefill(found, stock_model("llama"), chat_engine.renderer.tokenize(changed).token_ids)
 
 
 def test_the_same_prompt_again_still_computes_its_last_token(chat_engine):
@@ -527,12 +526,12 @@ HALF = "half \ud83d emoji"
 @pytest.mark.parametrize(
     ("what", "prompt"),
     [
-        ("the user text", SegmentedPrompt(CHUNKS, HALF)),
-        ("the system text", SegmentedPrompt(CHUNKS, "what is that?", HALF)),
-        ("a chunk", SegmentedPrompt([CHUNKS[0], HALF], "what is that?")),
+        ("the user text", Prompt(CHUNKS, HALF)),
+        ("the system text", Prompt(CHUNKS, "what is that?", HALF)),
+        ("a chunk", Prompt([CHUNKS[0], HALF], "what is that?")),
         (
             "the assistant text",
-            SegmentedPrompt.from_messages([("user", "what?"), ("assistant", HALF), ("user", "so?")]),
+            Prompt.from_messages([("user", "what?"), ("assistant", HALF), ("user", "so?")]),
         ),
     ],
 )
@@ -557,7 +556,7 @@ def test_half_a_character_is_named_wherever_else_text_comes_in(engine, tiny_engi
         with pytest.raises(UsageError, match=f"{what} holds"):
             tiny_engine(**{name: HALF})
     whole = HALF.encode("utf-8", "replace").decode()  # as the message says
-    assert engine.generate(SegmentedPrompt(CHUNKS, whole), max_tokens=1).report.num_chunk_hits == 3
+    assert engine.generate(Prompt(CHUNKS, whole), max_tokens=1).report.num_chunk_hits == 3
 
 
 # --- streams and threads ---
@@ -575,7 +574,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 def test_closing_a_stream_early_frees_the_engine(engine, monkeypatch):
     expected = engine.generate(PROMPT, max_tokens=4).token_ids
-    ids = engine.segmenter.text_ids("the answer is long enough")
+    ids = engine.renderer.text_ids("the answer is long enough")
     with monkeypatch.context() as patch:
         script(patch, ids)
         stream = engine.stream(PROMPT, max_tokens=50)
@@ -648,10 +647,10 @@ def test_threads_that_miss_the_same_chunks_store_each_once_for_the_next_time(tin
     assert engine.generate(PROMPT, max_tokens=1).report.num_chunk_hits == 3
 
 
-def test_leaving_the_engine_finishes_its_background_work(tiny_layers, segmenter):
+def test_leaving_the_engine_finishes_its_background_work(tiny_layers, renderer):
     store = MemoryStore(1 << 28)
     options: dict[str, Any] = {"name": "tiny", "fingerprint": "f", "check": False}
-    with TransformersEngine(tiny_layers("llama"), segmenter, store, **options) as engine:
+    with TransformersEngine(tiny_layers("llama"), renderer, store, **options) as engine:
         engine.generate(PROMPT, max_tokens=1)
     assert len(list(store.keys())) == 3
     assert not [thread for thread in threading.enumerate() if re.match("ragblend-(backfill|loader)", thread.name)]
@@ -679,6 +678,6 @@ def test_the_layers_times_are_noted_only_when_asked(engine):
 @pytest.mark.parametrize("chunks", [CHUNKS[:1], (Chunk("what nobody has stored"),)])
 def test_asking_first_needs_nothing_to_ask_about(engine: TransformersEngine, chunks: tuple[Chunk, ...]) -> None:
     """The only chunk is exact where it stands, or missing: nothing is stale, and nothing is asked."""
-    prompt = SegmentedPrompt(chunks, "what is that?")
+    prompt = Prompt(chunks, "what is that?")
     full = engine.generate(prompt, mode="full", max_tokens=8)
     assert engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=8).token_ids == full.token_ids

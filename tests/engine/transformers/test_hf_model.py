@@ -26,9 +26,9 @@ from ragblend.errors import NotFoundError, StoreMismatchError, UnsupportedModelE
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import random_model
 from ragblend.options import ModelOptions
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
-PROMPT = SegmentedPrompt(["Kim Lee works at Oston. ", "Oston is a city. "], "Where does Kim Lee work?")
+PROMPT = Prompt(["Kim Lee works at Oston. ", "Oston is a city. "], "Where does Kim Lee work?")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import cache_argument
 from ragblend.engine.transformers.model import inspect_model, model_fingerprint
 from ragblend.lab.explain import explain
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(fami
     with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
         assert all(engine.precompute(chunk) > 0 for chunk in CHUNKS)
     with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
-        ids = engine.segmenter.tokenize(PROMPT).token_ids
+        ids = engine.renderer.tokenize(PROMPT).token_ids
         assert len(ids) > 2 * 30
         expected = greedy(stock_model(family), ids, 8)
         for options in ({"mode": "full"}, {"mode": "prefix"}, {"recompute_ratio": 1.0}):
@@ -68,7 +68,7 @@ def test_gemma_3_that_reads_images_too_answers_text_as_its_decoder_alone(stock_m
     assert "Gemma3ForConditionalGeneration" in inspect_model(tmp_path / "model")
     with load_engine(str(tmp_path / "model"), tmp_path / "kv", on_miss="inline") as engine:
         list(engine.precompute_all(CHUNKS))
-        expected = greedy(stock_model("gemma3"), engine.segmenter.tokenize(PROMPT).token_ids, 8)
+        expected = greedy(stock_model("gemma3"), engine.renderer.tokenize(PROMPT).token_ids, 8)
         for options in ({"mode": "full"}, {"mode": "prefix"}, {"recompute_ratio": 1.0}):
             assert engine.generate(PROMPT, max_tokens=8, **options).token_ids == expected
 
@@ -87,7 +87,7 @@ def test_an_explanation_compares_all_of_a_windowed_models_kv(family, saved_model
 
 
 def stored_values(engine: TransformersEngine, chunk: Chunk, layer: int) -> Tensor:
-    kv = engine.store.get(engine.key(chunk), engine.segmenter.chunk_ids(chunk.text))
+    kv = engine.store.get(engine.key(chunk), engine.renderer.chunk_ids(chunk.text))
     assert kv is not None
     return kv.layer(layer).values
 
@@ -99,7 +99,7 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, st
     path = str(saved_model(family, sliding_window=30))
     with load_engine(path, tmp_path / "kv", on_miss="inline", context="similar") as engine:
         engine.precompute(chunk)
-        ids = engine.segmenter.chunk_ids(CHUNKS[1])
+        ids = engine.renderer.chunk_ids(CHUNKS[1])
         header = disk_tier(engine.store).header(engine.key(chunk))
         assert header.token_ids == ids
         before = header.prefix_ids
@@ -109,10 +109,10 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, st
             torch.testing.assert_close(
                 stored_values(engine, chunk, layer), kv[layer].values[:, len(before) :], atol=1e-4, rtol=0
             )
-        prompt = SegmentedPrompt((CHUNKS[0], CHUNKS[1]), "what is that?")
+        prompt = Prompt((CHUNKS[0], CHUNKS[1]), "what is that?")
         blended = engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=1).report
         assert blended.chunks[1].context == "similar"
-        expected = greedy(stock_model(family), engine.segmenter.tokenize(prompt).token_ids, 6)
+        expected = greedy(stock_model(family), engine.renderer.tokenize(prompt).token_ids, 6)
         assert engine.generate(prompt, recompute_ratio=1.0, max_tokens=6).token_ids == expected
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import LATENT
-from tiny_prompts import LONG_CHUNKS, LONG_PROMPT
+from tiny_prompts import CHUNKS, PROMPT
 
 from ragblend import load_engine
 from ragblend.engine.fusion.plan import FusedKV, Placement
@@ -31,18 +31,18 @@ RANK, ROPE, LAYERS = 24, 8, 6
 
 @pytest.fixture
 def stored(tiny_engine: Callable[..., TransformersEngine]) -> Callable[..., TransformersEngine]:
-    """`stored(family, kv_dtype)`: an engine whose store holds LONG_CHUNKS."""
+    """`stored(family, kv_dtype)`: an engine whose store holds CHUNKS."""
 
     def build(family: str, kv_dtype: Any = "auto") -> TransformersEngine:
         engine = tiny_engine(family, store=TieredStore(MemoryStore(1 << 26), kv_dtype=kv_dtype))
-        assert all(engine.precompute(chunk) for chunk in LONG_CHUNKS)
+        assert all(engine.precompute(chunk) for chunk in CHUNKS)
         return engine
 
     return build
 
 
 def logits(engine: TransformersEngine, ratio: float, mode: Any = "blend", rule: str = "cacheblend") -> torch.Tensor:
-    return engine.prefill(engine.request(LONG_PROMPT, mode=mode, rule=rule, recompute_ratio=ratio)).logits
+    return engine.prefill(engine.request(PROMPT, mode=mode, rule=rule, recompute_ratio=ratio)).logits
 
 
 # --- what is stored ---
@@ -52,7 +52,7 @@ def logits(engine: TransformersEngine, ratio: float, mode: Any = "blend", rule: 
 def test_moving_a_chunk_turns_the_shared_part_of_its_keys_alone(family, stored):
     """Of every head's keys the last dimensions; the others, and all values, are the same wherever the chunk stands."""
     engine = stored(family)
-    layers, kv = engine.layers, engine.store.get(engine.key(LONG_CHUNKS[1]))
+    layers, kv = engine.layers, engine.store.get(engine.key(CHUNKS[1]))
     expanded = []
     for start in (3, 131):
         end = start + kv.header.num_tokens
@@ -86,7 +86,7 @@ SHARE = {"DeepSeek-V2-Lite": 0.1125, "DeepSeek-V3": 0.0141, "GLM-4 MoE Lite": 0.
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_token_of_a_real_model_takes_about_a_tenth_of_its_keys_and_values_or_less(name, segmenter):
+def test_a_token_of_a_real_model_takes_about_a_tenth_of_its_keys_and_values_or_less(name, renderer):
     """By the shapes of the real config; no weights are made."""
     class_name, fields, per_token = REAL[name]
     model_class = getattr(transformers, class_name)
@@ -94,7 +94,7 @@ def test_a_token_of_a_real_model_takes_about_a_tenth_of_its_keys_and_values_or_l
     with torch.device("meta"):
         model = model_class(config).to(torch.bfloat16)
     engine = TransformersEngine(
-        TransformersLayers(model), segmenter, MemoryStore(1), name=name, fingerprint=name, check=False
+        TransformersLayers(model), renderer, MemoryStore(1), name=name, fingerprint=name, check=False
     )
     by_heads = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     assert engine.bytes_per_token == per_token

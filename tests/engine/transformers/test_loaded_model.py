@@ -17,9 +17,9 @@ from ragblend.engine.transformers.loaded_model import pair_fingerprint
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
-PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
+PROMPT = Prompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 
 
 def load(saved: Path, **options: Any) -> tuple[Any, Any]:

@@ -24,9 +24,9 @@ from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.load import load_engine
 from ragblend.errors import UnsupportedModelError
 from ragblend.llm import ChatBlend
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
-PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
+PROMPT = Prompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 BITS: dict[str, dict[str, Any]] = {
     "8 bit": {"load_in_8bit": True},
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},

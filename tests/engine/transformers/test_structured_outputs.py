@@ -16,11 +16,10 @@ import torch
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.structured_outputs import GrammarCompiler
 from ragblend.errors import UsageError
-from ragblend.prompt.formats import prompt_format
-from ragblend.prompt.prompt import SegmentedPrompt
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import Prompt
 
-PROMPT = SegmentedPrompt(["the theory of the other chunk", "question the chunk with that theory"], "what is that?")
+PROMPT = Prompt(["the theory of the other chunk", "question the chunk with that theory"], "what is that?")
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -117,7 +116,7 @@ def test_forced_tokens_take_no_step_and_leave_the_kv_that_steps_would(
     monkeypatch.setattr(engine, "decode_step", lambda tokens, fused: steps.append(len(tokens)) or step(tokens, fused))
     answer = engine.generate(PROMPT, mode="full", structured_outputs={"json": SCHEMA}, max_tokens=400)
     assert len(steps) < len(answer.token_ids) - 10
-    prompt_ids = engine.segmenter.tokenize(PROMPT).token_ids
+    prompt_ids = engine.renderer.tokenize(PROMPT).token_ids
     with torch.inference_mode():
         logits = stock_model("llama")(torch.tensor([prompt_ids + answer.token_ids])).logits[0].float()
     guide = engine.request(PROMPT, structured_outputs={"json": SCHEMA}).grammar.guide()  # type: ignore[union-attr]
@@ -136,25 +135,25 @@ def test_a_grammar_that_allows_everything_changes_nothing(engine: TransformersEn
     held = engine.generate(PROMPT, max_tokens=30, mode="full", structured_outputs={"regex": "(.|\n)*"})
     same = next((n for n, (a, b) in enumerate(zip(free.token_ids, held.token_ids, strict=False)) if a != b), 30)
     # Control tokens and bytes that are no UTF-8 are no text; up to the first of those a random model writes the same.
-    shown = engine.segmenter.plain_text(free.token_ids[: same + 1])
-    assert same == 30 or "\ufffd" in shown or not engine.segmenter.plain_text([free.token_ids[same]])
+    shown = engine.renderer.plain_text(free.token_ids[: same + 1])
+    assert same == 30 or "\ufffd" in shown or not engine.renderer.plain_text([free.token_ids[same]])
 
 
-def test_rows_that_no_word_has_are_never_chosen(segmenter: Segmenter) -> None:
-    num_words = segmenter.backend.get_vocab_size(with_added_tokens=True)  # type: ignore[union-attr]
+def test_rows_that_no_word_has_are_never_chosen(renderer: Renderer) -> None:
+    num_words = renderer.backend.get_vocab_size(with_added_tokens=True)  # type: ignore[union-attr]
     for size in (num_words, num_words + 1, num_words + 100):
-        guide = GrammarCompiler(segmenter, size, [2]).compile({"regex": "(.|\n)*"}).guide()
+        guide = GrammarCompiler(renderer, size, [2]).compile({"regex": "(.|\n)*"}).guide()
         row = guide.mask_logits(torch.zeros(size))
         assert torch.isinf(row[num_words:]).all()
         assert row[2] == 0  # the empty text is allowed, so it may end
         assert row[torch.isfinite(row)].eq(0).all()
 
 
-def test_every_token_that_ends_an_answer_may_end_it(segmenter: Segmenter) -> None:
-    guide = GrammarCompiler(segmenter, 300, [2, 5]).compile({"regex": "a*"}).guide()
+def test_every_token_that_ends_an_answer_may_end_it(renderer: Renderer) -> None:
+    guide = GrammarCompiler(renderer, 300, [2, 5]).compile({"regex": "a*"}).guide()
     row = guide.mask_logits(torch.zeros(300))
     assert [row[token].item() for token in (2, 5)] == [0, 0]
-    strict = GrammarCompiler(segmenter, 300, [2, 5]).compile({"regex": "a+"}).guide()
+    strict = GrammarCompiler(renderer, 300, [2, 5]).compile({"regex": "a+"}).guide()
     assert torch.isinf(strict.mask_logits(torch.zeros(300))[[2, 5]]).all()
 
 
@@ -199,7 +198,7 @@ def test_a_structural_tag_is_text_until_its_trigger_and_json_behind_it(
     special: tuple[str, ...], tiny_engine: Callable[..., TransformersEngine], make_tokenizer: Callable[..., Any]
 ) -> None:
     tokenizer = make_tokenizer(specials=special)
-    engine = tiny_engine("llama", segmenter=Segmenter(tokenizer, prompt_format(tokenizer)))
+    engine = tiny_engine("llama", renderer=Renderer(tokenizer))
     several = {"type": "tags_with_separator", "tags": [TAG], "separator": "\n", "at_least_one": True}
     asked = {"structural_tag": {"type": "structural_tag", "format": {**several, "stop_after_first": True}}}
     answer = engine.generate(PROMPT, structured_outputs=asked, temperature=1, seed=1, max_tokens=400)
@@ -209,12 +208,12 @@ def test_a_structural_tag_is_text_until_its_trigger_and_json_behind_it(
     triggered = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [TAG]}
     grammar = engine.request(PROMPT, structured_outputs={"structural_tag": {"format": triggered}}).grammar
     guide = grammar.guide()  # type: ignore[union-attr]
-    for piece in engine.segmenter.literal('the theory <call>\n{"name": '):
-        for token in [piece] if isinstance(piece, int) else engine.segmenter.text_ids(piece):
+    for piece in engine.renderer.literal('the theory <call>\n{"name": '):
+        for token in [piece] if isinstance(piece, int) else engine.renderer.text_ids(piece):
             assert guide.mask_logits(torch.zeros(300))[token] == 0
             guide.accept_token(token, 1)
     row = guide.mask_logits(torch.zeros(300))
-    assert torch.isinf(row[engine.segmenter.text_ids("t")]).all()  # inside, only a string may follow
+    assert torch.isinf(row[engine.renderer.text_ids("t")]).all()  # inside, only a string may follow
 
 
 def test_full_prefill_beside_a_request_is_held_to_the_same(tiny_engine: Callable[..., TransformersEngine]) -> None:

@@ -32,10 +32,10 @@ from ragblend.engine.tuning.calibration import (
     save_calibration,
 )
 from ragblend.errors import StoreFullError, StoreNotWritableError, UsageError
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 CHUNKS = ("the theory of the other chunk", " and the question: what is that?", " answer the question with it.")
-PROMPT = SegmentedPrompt(CHUNKS, "what is the question?")
+PROMPT = Prompt(CHUNKS, "what is the question?")
 
 
 def curve(*shares: tuple[float, float]) -> tuple[CurvePoint, ...]:
@@ -279,7 +279,7 @@ def engine(tiny_engine: Callable[..., TransformersEngine], tmp_path: Path) -> Tr
 
 
 def calibrated(engine: TransformersEngine, *fits: RuleFit) -> None:
-    prefix_ids = engine.segmenter.tokenize(PROMPT).prefix_ids
+    prefix_ids = engine.renderer.tokenize(PROMPT).prefix_ids
     save(
         disk_tier(engine.store).root,  # type: ignore[union-attr]
         replace(CALIBRATION, fingerprint=engine.fingerprint, prefix_ids=prefix_ids, fits=fits),
@@ -315,5 +315,5 @@ def test_a_fitted_check_layer_is_the_one_that_is_read(engine: TransformersEngine
 
 def test_another_prefix_is_not_what_was_calibrated(engine: TransformersEngine) -> None:
     calibrated(engine, OTHER)
-    report = engine.generate(SegmentedPrompt(CHUNKS, "what?", "a system text"), max_tokens=1).report
+    report = engine.generate(Prompt(CHUNKS, "what?", "a system text"), max_tokens=1).report
     assert (report.recompute_ratio, report.predicted_agreement) == (DEFAULT_RATIO, None)

@@ -37,7 +37,7 @@ from ragblend.lab.bench.throughput import (
     table_lines,
 )
 from ragblend.lab.bench.ttft import ModeAndRule
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.types import Chunk, Prompt
 
 FULL, PREFIX, BLEND = ModeAndRule("full", "none"), ModeAndRule("prefix", "none"), ModeAndRule("blend", "cacheblend")
 
@@ -140,7 +140,7 @@ def test_what_was_not_served_as_asked_is_not_measured(
 
 def test_idle_times_are_medians_after_a_turn_for_warming_up() -> None:
     times: Iterator[float] = iter([100.0, 100.0, 4.0, 9.0, 5.0, 1.0, 6.0, 2.0])
-    seen: list[tuple[ModeAndRule, SegmentedPrompt]] = []
+    seen: list[tuple[ModeAndRule, Prompt]] = []
 
     def answer(case: ModeAndRule, prompts: Any, arrivals_s: Any) -> list[TimedAnswer]:
         seen.append((case, *prompts))

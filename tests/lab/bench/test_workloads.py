@@ -77,12 +77,12 @@ def test_random_model_is_built_in_its_dtype() -> None:
 
 def test_prompts_have_the_same_chunks_in_other_orders_and_their_own_questions() -> None:
     work = make_prompts(5, 7, 3, num_prompts=4, vocab_size=100)
-    segmenter = synthetic_segmenter(100)
-    tokenized = [segmenter.tokenize(prompt) for prompt in work.prompts]
+    renderer = synthetic_segmenter(100)
+    tokenized = [renderer.tokenize(prompt) for prompt in work.prompts]
     for prompt in tokenized:
         assert [segment.kind for segment in prompt.segments] == ["prefix", *["chunk"] * 5, "suffix"]
         assert [segment.num_tokens for segment in prompt.segments] == [PREFIX_TOKENS, *[7] * 5, 3]
-        assert prompt.prefix_ids == segmenter.default_prefix_ids()
+        assert prompt.prefix_ids == renderer.prefix_ids()
         assert {segment.chunk for segment in prompt.chunk_segments} == set(work.chunks)
     assert len({tuple(segment.token_ids for segment in prompt.chunk_segments) for prompt in tokenized}) > 1
     assert len({prompt.segments[-1].token_ids for prompt in tokenized}) == 4

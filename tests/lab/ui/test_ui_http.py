@@ -19,7 +19,7 @@ from ragblend.errors import UnsupportedModelError, UsageError
 from ragblend.lab.ui import app, job_queue, timeouts
 from ragblend.lab.ui.answers import QuestionRun, shared_beginning
 from ragblend.lab.ui.uploads import uploads_folder, validate_file_name
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.types import Prompt
 
 EVIL = "</p><script>hacked = 1</script>"
 
@@ -368,7 +368,7 @@ def test_an_ingestion_goes_on_when_the_browser_leaves_and_a_second_one_waits(
 def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_engine(filled: Any) -> None:
     engine, index = open_for(filled)
     with engine, index:
-        prompt = SegmentedPrompt([hit.chunk for hit in retrieve(index, QUESTION, filled)], QUESTION)
+        prompt = Prompt([hit.chunk for hit in retrieve(index, QUESTION, filled)], QUESTION)
 
         async def leave_after_a_piece() -> list[str]:
             asked, told = QuestionRun(engine, prompt, filled), list[str]()

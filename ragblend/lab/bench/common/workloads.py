@@ -26,9 +26,8 @@ from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import LoadedModel, find_device
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, PromptConfig
 from ragblend.lab.bench.common.shapes import DecoderShape, find_shape
-from ragblend.prompt.formats import DeclaredFormat
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
-from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import Chunk, Prompt
 
 # Weights are drawn once per block and repeated: drawing 8 billion numbers takes minutes and changes no timing.
 _BLOCK_VALUES = 1 << 22
@@ -106,10 +105,11 @@ def number_tokenizer(vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
-def synthetic_segmenter(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Segmenter:
-    """A Segmenter for prompts of numbers that all start with the same `prefix_tokens` tokens."""
+def synthetic_renderer(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Renderer:
+    """A Renderer for prompts of numbers that all start with the same `prefix_tokens` tokens."""
     prefix = " ".join(str(index % vocab_size) for index in range(1, prefix_tokens + 1))
-    return Segmenter(number_tokenizer(vocab_size), DeclaredFormat(prefix=prefix))
+    template = f"{prefix} {{% for message in messages %}}{{{{ message.content }}}} {{% endfor %}}"
+    return Renderer(number_tokenizer(vocab_size), template)
 
 
 def save_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
@@ -130,7 +130,7 @@ class PromptSet:
     """Prompts over the same chunks: every prompt has them, or some, in an order of its own, and its own question."""
 
     chunks: tuple[Chunk, ...]
-    prompts: tuple[SegmentedPrompt, ...]
+    prompts: tuple[Prompt, ...]
 
 
 def make_config_prompts(
@@ -163,7 +163,7 @@ def draw_prompts(
     prompts = []
     for _ in range(num_prompts):
         order = draw.sample(chunks, num_chunks)
-        prompts.append(SegmentedPrompt(order, _words(draw, question_tokens, vocab_size)))
+        prompts.append(Prompt(order, _words(draw, question_tokens, vocab_size)))
     return PromptSet(tuple(chunks), tuple(prompts))
 
 
@@ -191,9 +191,9 @@ def engine_for_model(loaded: LoadedModel, store: KVStore) -> TransformersEngine:
 
 def _engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEngine:
     layers = TransformersLayers(model)
-    segmenter = synthetic_segmenter(layers.config.vocab_size)
+    renderer = synthetic_renderer(layers.config.vocab_size)
     # "inline": nothing is computed in the background while something is timed.
-    return TransformersEngine(layers, segmenter, store, name=name, fingerprint=mark, on_miss="inline")
+    return TransformersEngine(layers, renderer, store, name=name, fingerprint=mark, on_miss="inline")
 
 
 @contextmanager

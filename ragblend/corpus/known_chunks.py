@@ -1,0 +1,104 @@
+"""The chunks of one store that may be found in prompts: those of one tokenizer and one namespace.
+
+The token ids stand in the store's registry; an index over them is built at the first search, shared by all engines of
+the process, and brought up to date when ids were added or removed, by this process or another. Knows ids, the registry
+and the index. Knows nothing about texts' meaning, KV or engines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragblend.corpus.chunk_registry import ChunkRegistry
+from ragblend.prompt.match import ChunkRun, Run, TokenIndex
+
+_CACHED_CHUNKS = 4096
+
+
+class KnownChunks:
+    """Finds runs of the chunks that `registry` has of a tokenizer and a namespace. Thread-safe.
+
+    Get one by `open_known_chunks`.
+    """
+
+    def __init__(self, registry: ChunkRegistry, tokenizer: str, namespace: str) -> None:
+        self._registry = registry
+        self._owner = (tokenizer, namespace)
+        self._lock = threading.Lock()
+        self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
+        self._clear()
+
+    def add(self, chunks: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Add chunks by text and token ids; known ones stay as they are."""
+        self._registry.add_ids(chunks, *self._owner)
+
+    def remove(self, text: str) -> None:
+        """Remove the chunk of this text."""
+        self._registry.remove_ids(text, *self._owner)
+
+    def __contains__(self, text: object) -> bool:
+        return isinstance(text, str) and self._registry.has_ids(text, *self._owner)
+
+    def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
+        """Return the runs of chunks in a prompt, in its order; they do not overlap."""
+        with self._lock:
+            self._update()
+            index = self._index
+        runs = index.find_runs(token_ids) if len(index) else []
+        return [_chunk_run(run, ids) for run in runs if (ids := self._cached_ids(run.chunk)) is not None]
+
+    def close(self) -> None:
+        """Free the registry's file; the next call opens it again."""
+        self._registry.close()
+
+    def _clear(self) -> None:
+        self._index = TokenIndex(self._cached_ids)
+        self._version: tuple[int, int] | None = None
+        self._last_number = 0
+
+    def _update(self) -> None:
+        """Bring the index to the state of the registry."""
+        version = self._registry.ids_version()
+        if version == self._version:
+            return
+        self._cached_ids.cache_clear()  # of removed chunks the index finds no ids, and so no run
+        added = self._registry.ids_after(self._last_number, *self._owner)
+        num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)
+        if num_removed > len(self._index) // 4:
+            self._clear()
+            added = self._registry.ids_after(0, *self._owner)
+        self._index.add(added)
+        self._last_number = max((number for number, _ in added), default=self._last_number)
+        self._version = version
+
+
+def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[ChunkRun]:
+    """Return the runs of these few chunks in a prompt, in its order; they do not overlap."""
+    arrays = [np.asarray(ids) for ids in chunks]
+    index = TokenIndex(arrays.__getitem__)
+    index.add(enumerate(arrays))
+    return [_chunk_run(run, arrays[run.chunk]) for run in index.find_runs(token_ids)]
+
+
+def _chunk_run(run: Run, ids: NDArray[np.integer]) -> ChunkRun:
+    return ChunkRun(tuple(ids.tolist()), run.chunk_start, run.start, run.end)
+
+
+_OPEN: WeakValueDictionary[tuple[object, str, str], KnownChunks] = WeakValueDictionary()
+_OPEN_LOCK = threading.Lock()
+
+
+def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -> KnownChunks:
+    """Return the chunks of a tokenizer and a namespace in a registry: one object for all who use its file."""
+    key = (registry.path or id(registry), tokenizer, namespace)
+    with _OPEN_LOCK:
+        known = _OPEN.get(key)
+        if known is None:
+            known = _OPEN[key] = KnownChunks(registry, tokenizer, namespace)
+        return known

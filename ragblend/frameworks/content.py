@@ -1,0 +1,65 @@
+"""The content of a message, as frameworks give it, as one text, and the chunks that it names.
+
+Knows strings, chunks and content blocks. Knows no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from ragblend.errors import UsageError
+from ragblend.prompt.types import Chunk, Part, join_parts
+
+Block = Part | Mapping[str, Any]
+"""Text, a chunk, or a content block `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`."""
+
+_INSTEAD = {
+    "image": "have a model that sees describe it, and send its words",
+    "audio": "send its transcript",
+    "video": "send its transcript, or a description",
+    "file": "send its text (`ragblend ingest` reads PDF, HTML, Office and others)",
+}
+_INSTEAD |= {"document": _INSTEAD["file"], "media": "describe it in words"}
+
+
+def text_and_chunks(content: str | Sequence[Block]) -> tuple[str, list[Chunk]]:
+    """Return the text of a message, and its Chunks and blocks with a `chunk_id`, which are named as chunks.
+
+    Raises UsageError for a block that is no text.
+
+    >>> text_and_chunks([{"type": "text", "text": "a b", "extras": {"chunk_id": "1"}}, "Why?"])[0]
+    'a b\\n\\nWhy?'
+    """
+    if isinstance(content, str):
+        return content, []
+    parts = [_part(block) for block in content]
+    return join_parts(parts), [part for part in parts if isinstance(part, Chunk)]
+
+
+def is_media(kind: str) -> bool:
+    """Whether a content block of that type is something to see or hear, or a file.
+
+    >>> [is_media(kind) for kind in ("image_url", "input_audio", "reasoning")]
+    [True, True, False]
+    """
+    return any(name in kind for name in _INSTEAD)
+
+
+def refuse_block(kind: str) -> NoReturn:
+    """Raise UsageError for a content block that no engine reads."""
+    instead = next((what for name, what in _INSTEAD.items() if name in kind), "send its text as a text block")
+    raise UsageError(f"a content block has type {kind!r}; the engine reads text only. Leave it out, or {instead}")
+
+
+def _part(block: Block) -> Part:
+    if isinstance(block, str | Chunk):
+        return block
+    text, kind = block.get("text"), str(block.get("type", "text"))
+    if kind not in ("text", "text-plain") or not isinstance(text, str):
+        refuse_block(kind)
+    extras = block.get("extras") or {}
+    chunk_id = extras.get("chunk_id", block.get("chunk_id"))
+    if chunk_id is None or not text.strip():
+        return text
+    return Chunk(text, str(extras.get("source") or ""), metadata={"chunk_id": chunk_id})

@@ -1,0 +1,183 @@
+"""A prompt as a caller gives it: messages of text, the tools that the model may call, and chunks that it names.
+
+Plain data. Knows nothing about tokenizers, chat templates, models or stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragblend.errors import UsageError
+from ragblend.options import ContextPolicy
+
+CHUNK_SEPARATOR = "\n\n"
+"""Stands between chunks, and between them and the question, in prompts that are put together here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A reusable piece of a document: the unit of retrieval and of stored KV.
+
+    `text` is `document[start:end]` of the document named by `source`, character for character. `context_texts`, for
+    precomputing: the texts of other chunks that its KV is computed after where its `context` is "similar"; None and
+    "none" are the chunk alone.
+    """
+
+    text: str
+    source: str = ""
+    start: int = 0
+    end: int = -1  # -1 at construction means start + len(text)
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    context: ContextPolicy | None = None
+    context_texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.end < 0:
+            object.__setattr__(self, "end", self.start + len(self.text))
+
+    @property
+    def id(self) -> str:
+        """16 hex digits; equal when source, start and text are equal."""
+        parts = f"{self.source}\0{self.start}\0{self.text}".encode()
+        return hashlib.blake2b(parts, digest_size=8).hexdigest()
+
+
+Part = str | Chunk
+"""A piece of one message: plain text, or a chunk whose KV may be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model made: the tool's name, its arguments as JSON, and an id that the result refers to."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn: `role` is "system", "user", "assistant" or "tool".
+
+    `calls`: the tools that the assistant called. `call_id`: the call that a tool's turn is the result of, `name` the
+    name of that tool.
+    """
+
+    role: str
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Prompt:
+    """Messages, tools, and the chunks that are known to stand in the messages.
+
+    `Prompt(chunks=[...], question=..., system=...)` is the usual one; `from_messages` takes any order of turns;
+    `from_text` is plain text for a completion, without a chat template. Stored chunks are found in a prompt whether it
+    names them or not; a chunk that it names and the store lacks is stored for the next time. `tools`: what the model
+    may call, each as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = field(hash=False)
+    chunks: tuple[Chunk, ...]
+    is_chat: bool  # False: the content of the only message is the prompt, without a chat template
+
+    def __init__(
+        self,
+        chunks: Sequence[Part] = (),
+        question: str = "",
+        system: str | None = None,
+        *,
+        separator: str = CHUNK_SEPARATOR,
+    ) -> None:
+        if isinstance(chunks, str):
+            raise UsageError("chunks is one string; pass a list of chunks: chunks=[text]")
+        if not question and not chunks:
+            raise UsageError("the prompt is empty; give a question, chunks or both")
+        named = tuple(as_chunk(part) for part in chunks)
+        content = separator.join([*(chunk.text for chunk in named), *([question] if question else [])])
+        first = [Message("system", system)] if system else []
+        self._set((*first, Message("user", content)), (), named, is_chat=True)
+
+    @classmethod
+    def from_messages(
+        cls,
+        messages: Iterable[Message | tuple[str, str | Part | Sequence[Part]]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        chunks: Sequence[Part] = (),
+    ) -> Prompt:
+        """Turns in order; each a Message or `(role, content)` with content a string, a Chunk or a list of both.
+
+        The Chunks in a content are named by the prompt, and so are `chunks`, whose texts stand in the messages.
+        """
+        turns: list[Message] = []
+        named = [as_chunk(chunk) for chunk in chunks]
+        for turn in messages:
+            if isinstance(turn, Message):
+                turns.append(turn)
+                continue
+            role, content = turn
+            parts = [content] if isinstance(content, str | Chunk) else list(content)
+            turns.append(Message(role, join_parts(parts)))
+            named += [part for part in parts if isinstance(part, Chunk)]
+        if not any(turn.content or turn.calls for turn in turns):
+            raise UsageError("no messages given; pass at least one ('user', text)")
+        for message in turns:
+            if message.role not in ("system", "user", "assistant", "tool"):
+                raise UsageError(f"role is {message.role!r}; choose system, user, assistant or tool")
+        prompt = cls.__new__(cls)
+        prompt._set(tuple(turns), tuple(tools), tuple(named), is_chat=True)
+        return prompt
+
+    @classmethod
+    def from_text(cls, content: str | Sequence[Part], chunks: Sequence[Part] = ()) -> Prompt:
+        """Plain text, or texts and Chunks that are joined, for a completion without a chat template."""
+        parts = [content] if isinstance(content, str) else list(content)
+        text = join_parts(parts)
+        if not text:
+            raise UsageError("the prompt is empty; give text or chunks")
+        named = [*(part for part in parts if isinstance(part, Chunk)), *map(as_chunk, chunks)]
+        prompt = cls.__new__(cls)
+        prompt._set((Message("user", text),), (), tuple(named), is_chat=False)
+        return prompt
+
+    def _set(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[Mapping[str, Any], ...],
+        chunks: tuple[Chunk, ...],
+        *,
+        is_chat: bool,
+    ) -> None:
+        for name, value in (("messages", messages), ("tools", tools), ("chunks", chunks), ("is_chat", is_chat)):
+            object.__setattr__(self, name, value)
+
+
+def join_parts(parts: Iterable[Part]) -> str:
+    """Return the text of `parts`, with a blank line between a Chunk and text that no whitespace separates from it.
+
+    >>> join_parts(["See", Chunk("a b"), Chunk("c"), "Why?"])
+    'See\\n\\na b\\n\\nc\\n\\nWhy?'
+    >>> join_parts(["See ", "this:\\n", Chunk("a b"), "\\nWhy?"])
+    'See this:\\na b\\nWhy?'
+    """
+    text, after_chunk = "", False
+    for part in parts:
+        piece = part if isinstance(part, str) else part.text
+        is_chunk = not isinstance(part, str)
+        if text and piece and (is_chunk or after_chunk) and not text[-1].isspace() and not piece[0].isspace():
+            text += CHUNK_SEPARATOR
+        if piece:
+            text, after_chunk = text + piece, is_chunk
+    return text
+
+
+def as_chunk(part: Part) -> Chunk:
+    """A text as a chunk without a source."""
+    return part if isinstance(part, Chunk) else Chunk(part)
