@@ -205,7 +205,7 @@ def client(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmClient]:
 
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
-    tokenizer, path = load_tokenizer("demo")
+    tokenizer, _ = load_tokenizer("demo")
     return Renderer(tokenizer)
 
 
