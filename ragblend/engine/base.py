@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from time import perf_counter
 from types import TracebackType
 from typing import Literal, NoReturn, Self
 
@@ -128,6 +129,7 @@ class EngineBase(ABC):
         short run at the end of the last user turn is a question that quotes a document: it is left out, unless the
         prompt names its chunk and has it nowhere else.
         """
+        start_s = perf_counter()
         token_ids = self.renderer.render(prompt)
         named = {ids: chunk for chunk in prompt.chunks if (ids := self.renderer.chunk_ids(chunk.text))}
         runs = self.known_chunks.find_runs(token_ids)
@@ -139,7 +141,8 @@ class EngineBase(ABC):
             is_elsewhere = any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
             if is_elsewhere or runs[-1].chunk is None:
                 runs.pop()
-        return MatchedPrompt(token_ids, tuple(runs), self._own_prefix(token_ids, prompt))
+        prefix_ids = self._own_prefix(token_ids, prompt)
+        return MatchedPrompt(token_ids, tuple(runs), prefix_ids, perf_counter() - start_s)
 
     def _turn_end(self, token_ids: Sequence[int], prompt: Prompt) -> int:
         """Return the position after the last user turn."""

@@ -195,7 +195,8 @@ class GenerationStream:
         guide = request.grammar.guide() if request.grammar is not None else None
         token = sampler.sample(prefilled.logits if guide is None else guide.mask_logits(prefilled.logits))
         result.report = report = prefilled.report
-        report.ttft_s = perf_counter() - self.start_s
+        report.match_s = request.prompt.match_s
+        report.ttft_s = perf_counter() - self.start_s + report.match_s
         report.prompt_tokens = request.prompt.num_tokens
         report.num_chunks = len(report.chunks)
         report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)

@@ -39,12 +39,13 @@ class ChunkReport:
 
 @dataclass(slots=True)
 class BlendReport:
-    """One request. Durations in seconds; `ttft_s` = lookup + load + fuse + first token."""
+    """One request. Durations in seconds; `ttft_s` = match + lookup + load + fuse + first token."""
 
     mode: Mode
     rule: str = "none"
     recompute_ratio: float = 0.0
     ttft_s: float = 0.0
+    match_s: float = 0.0  # rendering the prompt and finding chunks in its ids
     lookup_s: float = 0.0
     load_s: float = 0.0  # reading and placing stored KV, overlapped with fusing where it comes from disk
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for

@@ -16,7 +16,7 @@ import heapq
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Literal, NamedTuple
 
@@ -116,6 +116,7 @@ class MatchedPrompt:
     token_ids: list[int]
     runs: tuple[ChunkRun, ...] = ()
     prefix_ids: tuple[int, ...] = ()
+    match_s: float = field(default=0.0, compare=False)  # seconds that rendering and matching took
 
     @property
     def num_tokens(self) -> int:
@@ -370,6 +371,17 @@ class _Anchors:
         rank = place - np.maximum.accumulate(np.where(is_first, place, 0))
         order = order[rank < MAX_EQUAL_ANCHORS]
         return _Anchors(self.tags[order], self.extras[order], self.chunks[order], self.offsets[order])
+
+
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of leading ids that two sequences share.
+
+    >>> common_prefix_length([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    length = min(len(first), len(second))
+    different = np.flatnonzero(np.asarray(first[:length]) != np.asarray(second[:length]))
+    return int(different[0]) if len(different) else length
 
 
 def anchor_offsets(chunk_length: int) -> range:

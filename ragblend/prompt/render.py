@@ -75,6 +75,11 @@ class Renderer:
                 "use_fast=True)"
             )
         self.backend: Tokenizer = backend
+        # A tokenizer's file may ask for both; transformers drops them at each call that does not.
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
         if template is None:
             has_own = bool(getattr(tokenizer, "chat_template", None))
             template = str(tokenizer.get_chat_template()) if has_own else self._first_control() + PLAIN_TEMPLATE
@@ -90,6 +95,8 @@ class Renderer:
         self._control = re.compile(control)
         self._closing = re.compile(rf"(?:\s|{control})*\Z")
         self._cached_chunk_ids = lru_cache(_CACHED_CHUNKS)(self._find_chunk_ids)
+        is_dated = "strftime_now" in template
+        self._cached_prefix_ids = self._find_prefix_ids if is_dated else lru_cache(64)(self._find_prefix_ids)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -178,6 +185,9 @@ class Renderer:
         """
         if pins_date and "strftime_now" in self._template:
             return Renderer(self._tokenizer, _PINNED_CLOCK + self._template).prefix_ids(system)
+        return self._cached_prefix_ids(system)
+
+    def _find_prefix_ids(self, system: str | None) -> tuple[int, ...]:
         turns = [] if system is None else [Message("system", system)]
         for messages in _arrangements(Prompt.from_messages([*turns, ("user", _PROBE)])):
             try:

@@ -33,12 +33,15 @@ from ragblend.engine.store.tiered import SpecValidatingStore, has_remote_tier
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
-from ragblend.prompt.match import ChunkRun, MatchedPrompt
+from ragblend.prompt.match import ChunkRun, MatchedPrompt, common_prefix_length
 from ragblend.prompt.render import Renderer
 
 log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
+# Tokens at the end of a prefix that are computed with the prompt rather than in a pass of their own: labels, and first
+# tokens of chunks, differ from prompt to prompt.
+_COMPUTED_IN_PROMPT = 32
 
 StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
 """A store's `get`, as one request uses it."""
@@ -154,13 +157,16 @@ class BlendingEngine(EngineBase):
         """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
         prompt, conversation = request.prompt, request.conversation
         if conversation is not None and conversation.fused is not None:
-            count = min(_common_prefix(conversation.token_ids, prompt.token_ids), prompt.num_tokens - 1)
+            count = min(common_prefix_length(conversation.token_ids, prompt.token_ids), prompt.num_tokens - 1)
             if count > prompt.num_prefix:
                 fused.copy_front(conversation.fused, count)
                 return count
-        prefix = self._prefix(tuple(prompt.token_ids[: prompt.num_prefix]))
-        fused.copy_front(prefix, prefix.length)
-        return prefix.length
+        prefix_ids = tuple(prompt.token_ids[: prompt.num_prefix])
+        prefix, count = self._longest_known_prefix(prefix_ids)
+        if prefix is None or len(prefix_ids) - count > _COMPUTED_IN_PROMPT:
+            prefix, count = self._prefix(prefix_ids), len(prefix_ids)
+        fused.copy_front(prefix, count)
+        return count
 
     def _lookup(
         self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet
@@ -302,13 +308,28 @@ class BlendingEngine(EngineBase):
 
     # -- KV of prefixes
 
+    def _longest_known_prefix(self, prefix_ids: tuple[int, ...]) -> tuple[FusedKV | None, int]:
+        """The KV, kept in memory, whose first tokens are most of a prefix's, and the number of those tokens."""
+        shared = {known: common_prefix_length(known, prefix_ids) for known in self._prefixes}
+        longest = max(shared, key=shared.__getitem__, default=None)
+        if longest is None:
+            return None, 0
+        self._prefixes.move_to_end(longest)
+        return self._prefixes[longest], shared[longest]
+
     def _prefix(self, prefix_ids: tuple[int, ...]) -> FusedKV:
         """KV of a prefix, computed once and kept in memory."""
         known = self._prefixes.get(prefix_ids)
         if known is None:
+            # In one pass, for chunks are stored after it: their KV must not depend on what was asked before.
+            is_default = prefix_ids == self.default_prefix_ids
+            shorter, count = (None, 0) if is_default else self._longest_known_prefix(prefix_ids)
             known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
-            if prefix_ids:
-                self._fuse_untimed(FusePlan(self._ids(prefix_ids), ()), known)
+            if shorter is not None:
+                known.copy_front(shorter, count)
+            if count < len(prefix_ids):
+                plan = FusePlan(self._ids(prefix_ids), (), num_resident=count, num_fused=len(prefix_ids))
+                self._fuse_untimed(plan, known)
             self._prefixes[prefix_ids] = known
             if len(self._prefixes) > _PREFIXES_KEPT:
                 self._prefixes.popitem(last=False)
@@ -356,17 +377,3 @@ class BlendingEngine(EngineBase):
 
     def _ids(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor(token_ids, dtype=torch.int64, device=self.layers.device)
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading ids two sequences share.
-
-    >>> _common_prefix([1, 2, 3], [1, 2, 4, 5])
-    2
-    """
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

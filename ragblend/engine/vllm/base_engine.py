@@ -44,7 +44,7 @@ from ragblend.prompt.types import Chunk, Part, Prompt
 log = logging.getLogger(__name__)
 
 # What of a report is known on this side of vLLM only.
-_OWN = {"ttft_s", "decode_s", "prompt_tokens", "completion_tokens", "num_chunks", "shadow", "chunks"}
+_OWN = {"match_s", "ttft_s", "decode_s", "prompt_tokens", "completion_tokens", "num_chunks", "shadow", "chunks"}
 INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
 
 
@@ -97,7 +97,7 @@ class VllmStream:
         self._pieces = self._run()
         params = request.params
         report = BlendReport(params.reported_mode, params.rule, _number(params.ratio))
-        report.prompt_tokens = request.prompt.num_tokens
+        report.prompt_tokens, report.match_s = request.prompt.num_tokens, request.prompt.match_s
         report.chunks = chunk_reports(request.prompt)
         report.num_chunks = len(report.chunks)
         self.result = Generation("", [], "cancelled", report)
@@ -123,7 +123,7 @@ class VllmStream:
             with closing(self._engine.deltas(request)) as received:
                 for delta in self._until_closed(received):
                     if delta.token_ids and not result.token_ids and not report.ttft_s:
-                        report.ttft_s = perf_counter() - self._start_s
+                        report.ttft_s = perf_counter() - self._start_s + report.match_s
                         start_s = perf_counter()
                     if delta.report is not None:
                         _merge_connector_report(report, delta.report, request.prompt)

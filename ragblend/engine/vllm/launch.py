@@ -183,7 +183,8 @@ def transfer_config(
 
     `rule` and `ratio` hold for requests that name none. `separator` is the mark that plain clients put around chunks;
     with `separator_end` it opens each chunk, and the last one ends there. `system` is the text that chunks were
-    ingested behind, `context` what besides; None: what the store remembers. `keys` is the file of API keys that `BlendMiddleware` asks for.
+    ingested after, `context` what besides; None: what the store remembers. `keys` is the file of API keys that
+    `BlendMiddleware` asks for.
     """
     extra: dict[str, Any] = {"store": str(user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))

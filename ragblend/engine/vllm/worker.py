@@ -39,10 +39,12 @@ from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.options import ContextPolicy
+from ragblend.prompt.match import common_prefix_length
 
 log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # as in hf.blend
+_COMPUTED_IN_PROMPT = 32  # as in transformers.blend
 _PREFIXES_BYTES = 256 << 20  # of those; clients choose how long they are
 
 # Rows of one pass. A pass of few rows spends its time on reading the weights, and one more request costs little; where
@@ -416,12 +418,24 @@ class BlendWorker:
         return source
 
     def _prefix(self, job: BlendJob) -> Steps[tuple[Placement, ...]]:
-        """The exact KV of the ids before the first chunk: computed once, in the request's blocks, then remembered."""
-        prefix_ids = job.prefix_ids
+        """The exact KV of the ids before the first chunk, computed once, in the request's blocks, then remembered.
+
+        For a prompt it may lack the last few, which are then computed with the prompt.
+        """
+        prefix_ids, namespace = job.prefix_ids, job.params.namespace
         if not prefix_ids:
             return ()
-        key = (job.params.namespace, prefix_ids)
+        key = (namespace, prefix_ids)
         known = self._prefixes.get(key)
+        if known is None and job.params.mode != "ingest":
+            shared = {
+                other: common_prefix_length(other[1], prefix_ids) for other in self._prefixes if other[0] == namespace
+            }
+            count = max(shared.values(), default=0)
+            if count and len(prefix_ids) - count <= _COMPUTED_IN_PROMPT:
+                nearest = max(shared, key=shared.__getitem__)
+                self._prefixes.move_to_end(nearest)
+                return (Placement(rows_of(self._prefixes[nearest], 0, count), 0, exact=True),)
         if known is None:
             paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
             known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
