@@ -7,6 +7,7 @@ and the index. Knows nothing about texts' meaning, KV or engines.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -92,6 +93,16 @@ def _chunk_run(run: Run, ids: NDArray[np.integer]) -> ChunkRun:
 
 _OPEN: WeakValueDictionary[tuple[object, str, str], KnownChunks] = WeakValueDictionary()
 _OPEN_LOCK = threading.Lock()
+
+
+def _forget_parents() -> None:
+    """In a forked process: a thread that is not here may hold the parent's locks."""
+    global _OPEN_LOCK
+    _OPEN_LOCK = threading.Lock()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents)
 
 
 def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -> KnownChunks:
