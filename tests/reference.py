@@ -211,7 +211,6 @@ class Reference:
         spans: list[Span],
         shares: dict[int, float],
         deviation: str = "v",
-        avoid: Sequence[int] = (),
         read: Sequence[int] = (),
         question: int | None = None,
         recomputed: Sequence[int] | None = None,
@@ -221,10 +220,10 @@ class Reference:
         """`shares`: at each check layer, the share of the stored tokens that stays in the computation.
 
         `deviation`: v, k; or ask, which asks the question at the layers `read` and chooses what it attends to before
-        layer 0, those in `avoid` last. The question starts at `question`, or behind the last stored token. `told`: the
-        tokens to recompute are these, nothing is measured. `carry`: from layer 1 on the others' stored KV moves by this
-        share of what those tell, keys before RoPE (see `fit_change_predictor`); alike are tokens whose values are at
-        two fifths of the depth, or at layer `deepest`, if the question got no further.
+        layer 0. The question starts at `question`, or behind the last stored token. `recomputed`: the tokens to
+        recompute are these, nothing is measured. `carry`: from layer 1 on the others' stored KV moves by this share of
+        what those tell, keys before RoPE (see `fit_change_predictor`); alike are tokens whose values are at two fifths
+        of the depth, or at layer `deepest`, if the question got no further.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -260,7 +259,7 @@ class Reference:
             queries = list(range(min(end if question is None else question, last), len(ids)))
             seen = self.ask(ids, sorted(computed), queries, [k for k, _ in stale], [v for _, v in stale], max(read))
             mass = torch.stack([seen[layer].mean(dim=(0, 1)) for layer in read]).mean(0)
-            order = sorted(candidates, key=lambda position: (position in avoid, -float(mass[position])))
+            order = sorted(candidates, key=lambda position: -float(mass[position]))
             recomputed = order[: math.ceil(round(shares[0] * num_stored, 6))]
 
         kept = [] if recomputed is None else sorted(candidates.difference(recomputed))

@@ -60,7 +60,7 @@ def test_the_counts_are_those_of_answers_computed_directly(shadowed, stock_model
         ratio = (0.05, 0.8)[number % 2]
         answer = engine.generate(prompt, recompute_ratio=ratio, max_tokens=MAX_TOKENS)
         engine.flush_shadow()
-        expected, log_p = by_the_stock_model(model, engine.renderer.tokenize(prompt).token_ids)
+        expected, log_p = by_the_stock_model(model, engine.renderer.render(prompt))
         prefilled = plain.prefill(plain.request(prompt, recompute_ratio=ratio))
         log_q = prefilled.logits.double().log_softmax(-1)
         found = answer.report.shadow
@@ -143,7 +143,7 @@ def test_a_conversation_is_compared_with_full_prefill_of_all_its_turns(shadowed,
     engine.flush_shadow()
     report = blended.report
     assert report.num_prefix_tokens > len(engine.default_prefix_ids)
-    expected, log_p = by_the_stock_model(stock_model("llama"), engine.renderer.tokenize(second).token_ids)
+    expected, log_p = by_the_stock_model(stock_model("llama"), engine.renderer.render(second))
     assert report.shadow.answers_identical == (blended.token_ids == expected[:1])
     assert report.shadow.first_token_agrees == (blended.token_ids[0] == int(log_p.argmax()))
 

@@ -266,7 +266,7 @@ def _active_rows(plan: FusePlan, state: _CandidateState) -> Tensor:
     rows = state.mask.nonzero().flatten()
     count = num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))
     if count and ratio < 1 and not plan.rule.needs_deviation:
-        active[rows[_top(plan.rule.scores(state.evidence(rows)), count)]] = True
+        active[rows[_top(plan.rule.score(state.evidence(rows)), count)]] = True
     elif count:
         active |= state.mask
     return active.nonzero().flatten()
@@ -296,7 +296,7 @@ def _select_at_check_layer(
         state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
         state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
     evidence = replace(state.evidence(rows), key_deviation=deviations[0], value_deviation=deviations[1])
-    chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
+    chosen = _top(plan.rule.score(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
     goes_on = ~state.mask[active]
     goes_on[candidate[chosen]] = True
     state.select_s += perf_counter() - start_s

@@ -4,7 +4,7 @@ A rule turns `RuleInputs` about the N candidate tokens into scores [N]; the fuso
 are the tokens whose stored KV never saw the chunks before them; the chunk that stands exactly where it was computed
 is not among them. Knows tensors only.
 
-Where the evidence comes from: positions and separators from the plan; deviations from the check layer, where the fusor
+Where the evidence comes from: positions from the plan; deviations from the check layer, where the fusor
 computes K and V of the candidates afresh; attention from the question, which the fusor runs ahead over stale KV through
 the layers that the rule reads.
 """
@@ -91,7 +91,7 @@ class SelectionRule:
     """A named way to choose tokens, and what it needs to see."""
 
     name: str
-    score: Callable[[RuleInputs], Tensor]
+    score: Callable[[RuleInputs], Tensor]  # [N] float32; the highest are recomputed
     needs_deviation: bool = False  # runs the layers before the check layer for all candidates
     probes_before_selection: bool = (
         False  # runs the question ahead, over stale KV, to see what it attends to, before it chooses; so
@@ -121,10 +121,6 @@ class SelectionRule:
         )
         within = tuple(layer for layer in global_layers if first <= layer < end)
         return within or tuple(global_layers) or tuple(range(first, end))
-
-    def scores(self, evidence: RuleInputs) -> Tensor:
-        """[N] float32; the highest are recomputed."""
-        return self.score(evidence)
 
 
 RULES: dict[str, SelectionRule] = {

@@ -114,7 +114,6 @@ def blend(
     rule: str = "cacheblend",
     checks: tuple[CheckLayer, ...] | None = None,
     change: Callable[[list[Placement]], list[Placement]] = lambda placements: placements,
-    separators: Sequence[int] = (),
     first_layer: Callable[[Tensor], LayerKV] | None = None,
     **plan_fields: Any,
 ) -> Outcome:
@@ -129,8 +128,6 @@ def blend(
         fused.keys(layer).fill_(torch.nan)
         fused.values(layer).fill_(torch.nan)
     fused.copy_front(prefix_kv(layers, prompt.prefix), len(prompt.prefix))
-    template = torch.zeros(len(prompt.ids), dtype=torch.bool)
-    template[list(separators)] = True
     plan = FusePlan(
         torch.tensor(prompt.ids),
         tuple(placements),
@@ -138,7 +135,6 @@ def blend(
         checks or check_schedule(RULES[rule], ratio, layers.num_layers),
         len(prompt.prefix),
         probe_layers=RULES[rule].probe_layers(layers.num_layers, layers.global_layers),
-        template_mask=template,
         **plan_fields,
     )
     to = (layers.num_layers, layers.place_keys, fused, layers.device)
@@ -324,12 +320,11 @@ def test_asking_the_question_over_a_hole_agrees_with_the_reference(ratio, stock_
     prompt = make_prompt(22, (12, 20, 9, 15))
     prompt.spans[2] = ("missing", prompt.spans[2][1])
     prompt.spans.insert(4, ("text", random_ids(4, 5)))
-    separators = [start for start, _ in prompt.starts("chunk")]
     expected = Reference(stock_model("qwen3")).blend(
-        prompt.reference_spans(), {0: ratio}, "ask", separators, range(6), carry=RULES["ask"].drift_gain
+        prompt.reference_spans(), {0: ratio}, "ask", range(6), carry=RULES["ask"].drift_gain
     )
     assert expected.selected
-    assert_same_blend(blend(tiny_layers("qwen3"), prompt, ratio, "ask", separators=separators), expected)
+    assert_same_blend(blend(tiny_layers("qwen3"), prompt, ratio, "ask"), expected)
 
 
 def attended(model: Any, prompt: Prompt, layers: Sequence[int]) -> Tensor:

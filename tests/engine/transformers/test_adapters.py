@@ -67,7 +67,7 @@ def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, saved: Path,
     model = trained(saved, KINDS[kind])
     model.save_pretrained(tmp_path)
     with load_engine(str(saved), adapter=tmp_path, on_miss="inline") as engine:
-        ids = torch.tensor([engine.renderer.tokenize(PROMPT).token_ids])
+        ids = torch.tensor([engine.renderer.render(PROMPT)])
         list(engine.precompute_all(PROMPT.chunks))
         full = engine.generate(PROMPT, mode="full", max_tokens=12).token_ids
         blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=12)

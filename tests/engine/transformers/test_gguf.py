@@ -59,7 +59,7 @@ def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file: Path, con
             list(engine.precompute_all(PROMPT.chunks))
             blended = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=24)
             full = engine.generate(PROMPT, mode="full", max_tokens=24)
-            tokenized = engine.renderer.tokenize(PROMPT).token_ids
+            tokenized = engine.renderer.render(PROMPT)
             answers.append((tokenized, blended.token_ids, full.token_ids, blended.report.num_chunk_hits))
     assert answers[0] == answers[1]
     assert answers[0][3] == 2
@@ -68,7 +68,7 @@ def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file: Path, con
 
 def test_the_chat_template_comes_out_of_the_file(file: Path, parts: tuple[Any, Any]) -> None:
     with load_engine(str(file)) as engine:
-        ids = engine.renderer.tokenize(PROMPT).token_ids
+        ids = engine.renderer.render(PROMPT)
         assert parts[1].decode(ids).startswith("<|im|>user")
         assert engine.renderer.stop_ids() >= {parts[1].eos_token_id}
 

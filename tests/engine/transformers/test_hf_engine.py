@@ -89,7 +89,7 @@ def facts(report: BlendReport) -> dict[str, Any]:
 def test_full_prefix_and_ratio_one_give_the_stock_models_greedy_answer(family, known, tiny_engine, stock_model):
     engine = tiny_engine(family)
     list(engine.precompute_all(known))
-    expected = greedy(stock_model(family), engine.renderer.tokenize(PROMPT).token_ids, 10)
+    expected = greedy(stock_model(family), engine.renderer.render(PROMPT), 10)
     assert engine.generate(PROMPT, mode="full", max_tokens=10).token_ids == expected
     assert engine.generate(PROMPT, mode="prefix", max_tokens=10).token_ids == expected
     assert engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=10).token_ids == expected
@@ -301,7 +301,7 @@ def test_what_was_stored_yesterday_is_found_today(tiny_engine, make_tokenizer, m
         engine = tiny_engine(renderer=renderer, store=DiskStore(tmp_path, fsync=False), on_miss="store")
         report = engine.generate(PROMPT, max_tokens=1).report
         engine.flush()
-        texts.add(renderer.decode(renderer.tokenize(PROMPT).token_ids))
+        texts.add(renderer.decode(renderer.render(PROMPT)))
         keys.add(frozenset(engine.store.keys()))
     assert report.num_chunk_hits == len(CHUNKS)
     # Today's date stands in the prompt, but not in what the KV was computed behind: close, and called so.
@@ -328,7 +328,7 @@ def test_a_chunk_behind_an_approximate_prefix_is_not_exact_so_ratio_one_still_is
     engine.precompute(CHUNKS[0])
     prompt = Prompt(CHUNKS[:1], "what?", "something else entirely")
     exact = prefill(engine, prompt, 1.0)
-    assert_full_prefill(exact, stock_model("llama"), engine.renderer.tokenize(prompt).token_ids)
+    assert_full_prefill(exact, stock_model("llama"), engine.renderer.render(prompt))
     assert (prefill(engine, prompt, 0.0).logits - exact.logits).abs().max() > 1e-3
 
 
@@ -438,7 +438,7 @@ def test_several_damaged_entries_are_all_left_out(tiny_engine, tmp_path, stock_m
     for chunk in CHUNKS:
         flip(path_of(store.root, engine.key(chunk)), -1)
     result = engine.generate(PROMPT, max_tokens=6)
-    ids = engine.renderer.tokenize(PROMPT).token_ids
+    ids = engine.renderer.render(PROMPT)
     assert result.token_ids == greedy(stock_model("llama"), ids, 6)
     assert result.report.num_damaged_entries == 3
     engine.flush()  # and they are repaired for the next time
@@ -470,7 +470,7 @@ def test_the_second_turn_reuses_the_first_and_is_exact_at_ratio_one(chat_engine,
         script(patch, [*answer, 2])
         first = chat_engine.generate(turns(), recompute_ratio=1.0, conversation=conversation)
     second = turns(first.text)
-    ids = chat_engine.renderer.tokenize(second).token_ids
+    ids = chat_engine.renderer.render(second)
     prefilled = prefill(chat_engine, second, 1.0, conversation=conversation)
     assert prefilled.report.num_prefix_tokens == first.report.prompt_tokens + len(answer)
     assert [chunk.hit for chunk in prefilled.report.chunks] == [True] * 3
@@ -489,7 +489,7 @@ def test_a_conversation_from_full_prefill_serves_a_blend(chat_engine, stock_mode
     second = turns(first.text)
     found = prefill(chat_engine, second, 1.0, conversation=conversation)
     assert found.report.num_prefix_tokens >= first.report.prompt_tokens
-    assert_full_prefill(found, stock_model("llama"), chat_engine.renderer.tokenize(second).token_ids)
+    assert_full_prefill(found, stock_model("llama"), chat_engine.renderer.render(second))
 
 
 def test_another_conversation_that_parts_inside_a_chunk_keeps_that_chunk_whole(chat_engine, stock_model):
@@ -499,7 +499,7 @@ def test_another_conversation_that_parts_inside_a_chunk_keeps_that_chunk_whole(c
     found = prefill(chat_engine, changed, 1.0, conversation=conversation)
     second = chat_engine.renderer.tokenize(changed).chunk_segments[1]
     assert found.report.num_prefix_tokens == second.start
-    assert_full_prefill(found, stock_model("llama"), chat_engine.renderer.tokenize(changed).token_ids)
+    assert_full_prefill(found, stock_model("llama"), chat_engine.renderer.render(changed))
 
 
 def test_the_same_prompt_again_still_computes_its_last_token(chat_engine):

@@ -49,7 +49,7 @@ def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(fami
     with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
         assert all(engine.precompute(chunk) > 0 for chunk in CHUNKS)
     with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
-        ids = engine.renderer.tokenize(PROMPT).token_ids
+        ids = engine.renderer.render(PROMPT)
         assert len(ids) > 2 * 30
         expected = greedy(stock_model(family), ids, 8)
         for options in ({"mode": "full"}, {"mode": "prefix"}, {"recompute_ratio": 1.0}):
@@ -68,7 +68,7 @@ def test_gemma_3_that_reads_images_too_answers_text_as_its_decoder_alone(stock_m
     assert "Gemma3ForConditionalGeneration" in inspect_model(tmp_path / "model")
     with load_engine(str(tmp_path / "model"), tmp_path / "kv", on_miss="inline") as engine:
         list(engine.precompute_all(CHUNKS))
-        expected = greedy(stock_model("gemma3"), engine.renderer.tokenize(PROMPT).token_ids, 8)
+        expected = greedy(stock_model("gemma3"), engine.renderer.render(PROMPT), 8)
         for options in ({"mode": "full"}, {"mode": "prefix"}, {"recompute_ratio": 1.0}):
             assert engine.generate(PROMPT, max_tokens=8, **options).token_ids == expected
 
@@ -112,7 +112,7 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, st
         prompt = Prompt((CHUNKS[0], CHUNKS[1]), "what is that?")
         blended = engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=1).report
         assert blended.chunks[1].context == "similar"
-        expected = greedy(stock_model(family), engine.renderer.tokenize(prompt).token_ids, 6)
+        expected = greedy(stock_model(family), engine.renderer.render(prompt), 6)
         assert engine.generate(prompt, recompute_ratio=1.0, max_tokens=6).token_ids == expected
 
 

@@ -116,7 +116,7 @@ def test_forced_tokens_take_no_step_and_leave_the_kv_that_steps_would(
     monkeypatch.setattr(engine, "decode_step", lambda tokens, fused: steps.append(len(tokens)) or step(tokens, fused))
     answer = engine.generate(PROMPT, mode="full", structured_outputs={"json": SCHEMA}, max_tokens=400)
     assert len(steps) < len(answer.token_ids) - 10
-    prompt_ids = engine.renderer.tokenize(PROMPT).token_ids
+    prompt_ids = engine.renderer.render(PROMPT)
     with torch.inference_mode():
         logits = stock_model("llama")(torch.tensor([prompt_ids + answer.token_ids])).logits[0].float()
     guide = engine.request(PROMPT, structured_outputs={"json": SCHEMA}).grammar.guide()  # type: ignore[union-attr]
