@@ -373,9 +373,9 @@ class ChatBlend(_LangChainModel, BaseChatModel):
 class BlendLLM(_LangChainModel, BaseLLM):
     """A LangChain string model that answers from fused chunk KV. Takes what `ChatBlend` takes.
 
-    A string prompt becomes one user turn in the model's own layout: the text before the chunks, the chunks, the rest
-    as the question. `raw=True` sends it as it is, without any template. Chat prompts keep their roles. LangChain's
-    answer cache does not look at what a call to a string model sets; give settings that differ to the constructor.
+    A string prompt becomes one user turn in the model's chat template. `raw=True` sends it without any template. Chat
+    prompts keep their roles. LangChain's answer cache does not look at what a call to a string model sets; give
+    settings that differ to the constructor.
     """
 
     model_config = _CONFIG

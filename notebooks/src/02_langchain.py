@@ -11,8 +11,8 @@
 # %% [markdown]
 # # LangChain: swap one object
 #
-# **The claim.** Replace the LLM in a LangChain chain and nothing else. The chunks that the chain stuffs into its prompt
-# are recognised in it, word for word, and their stored KV is reused.
+# **The claim.** Replace the LLM in a LangChain chain and nothing else. The chunks that the chain puts into its prompt
+# are found in the prompt's token ids, and their stored KV is reused.
 #
 # Offline, on a CPU, with the embedded model of a made-up world.
 
@@ -42,7 +42,7 @@ print(f"{done.num_chunks} chunks, {done.num_new_kv} prefilled and stored")
 
 # %% [markdown]
 # ## LangChain's own chain
-# Any retriever will do: a chunk's KV is found by its text, wherever the text came from. The prompt has no instructions
+# Any retriever will do: a chunk's KV is found by its tokens, wherever the text came from. The prompt has no instructions
 # because the embedded model knows none; with a model that does, write your own.
 
 # %%
@@ -98,8 +98,8 @@ for name, given in answers.items():
 
 # %% [markdown]
 # ## Ours, when you want the report
-# `create_blend_chain` retrieves, hands every document over as a chunk of its own, and returns answer, documents and
-# report. It takes any LangChain retriever too.
+# `create_blend_chain` retrieves, puts the documents and the question into one message, and returns answer, documents
+# and report. It takes any LangChain retriever too.
 
 # %%
 blend_chain = create_blend_chain(retriever, llm)

@@ -557,7 +557,7 @@ def delete_documents_kv(documents: Iterable[Any], llm_or_engine: Any, still_used
 
 
 def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any, names: Sequence[str] = ()) -> None:
-    """Precompute documents that are chunks already, and make their texts known to the model's own registry.
+    """Precompute documents that are chunks already, and have them found in prompts.
 
     `names`: what their documents are known by, see `precompute_documents`.
     """

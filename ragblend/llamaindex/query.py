@@ -1,8 +1,8 @@
-"""LlamaIndex over one ragblend engine: an LLM, a synthesizer that keeps chunk boundaries, a query engine, ingestion.
+"""LlamaIndex over one ragblend engine: an LLM, a synthesizer that names nodes as chunks, a query engine, ingestion.
 
-Three ways in: `index.as_query_engine(llm=BlendLLM(...))` recognises ingested chunks in LlamaIndex's own prompts;
-`response_synthesizer=BlendSynthesizer(llm)` hands nodes over as chunks; `BlendQueryEngine` is both, ready made.
-`simple_summarize` prints Python lists into its prompt (run-llama/llama_index#22392), in which no chunk is left to find.
+Three ways in: `index.as_query_engine(llm=BlendLLM(...))` reuses stored chunks in LlamaIndex's own prompts;
+`response_synthesizer=BlendSynthesizer(llm)` sends the nodes and the question alone, and stores nodes that are not
+stored yet; `BlendQueryEngine` is a query engine with that synthesizer.
 
 Knows llama-index-core, the index and the adapter. Knows nothing about LangChain.
 """

@@ -1,6 +1,6 @@
 """Tools and schemas through LangChain, on a random model: it knows nothing, and all it writes is valid.
 
-The model is a real one on the real engine; what it says is noise, so every test is of form, boundaries and plumbing.
+The model is a real one on the real engine; what it says is noise, so every test is of form and of what is passed on.
 """
 
 from __future__ import annotations
