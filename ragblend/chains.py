@@ -286,8 +286,8 @@ def blend_tool(
     name: str = "search_documents",
     description: str = "Search the documents. Returns the passages that may answer the question.",
 ) -> BaseTool:
-    """A retriever as a tool for `create_agent`. Its documents are the ToolMessage's artifact, so that those that are not
-    stored yet are stored for the next time. See `answer_with` for a model that cannot call tools itself."""
+    """A retriever as a tool for `create_agent`. Its documents are the ToolMessage's artifact: those that are not stored
+    yet are stored for the next time. See `answer_with` for a model that cannot call tools itself."""
     return create_retriever_tool(retriever, name, description, response_format="content_and_artifact")
 
 

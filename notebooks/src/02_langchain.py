@@ -42,8 +42,8 @@ print(f"{done.num_chunks} chunks, {done.num_new_kv} prefilled and stored")
 
 # %% [markdown]
 # ## LangChain's own chain
-# Any retriever will do: a chunk's KV is found by its tokens, wherever the text came from. The prompt has no instructions
-# because the embedded model knows none; with a model that does, write your own.
+# Any retriever will do: a chunk's KV is found by its tokens, wherever the text came from. The prompt has no
+# instructions, because the embedded model knows none; with a model that does, write your own.
 
 # %%
 retriever = BlendRetriever(index=index, k=2, neighbours=2, order="document")

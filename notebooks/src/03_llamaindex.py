@@ -73,8 +73,8 @@ print(
 # %% [markdown]
 # ## Your own index, our LLM
 # A plain `VectorStoreIndex` with `as_query_engine` writes its nodes into one string. The chunks are found in its token
-# ids, because those of every ingested chunk are kept beside the store. `strict=True` makes it an error if there is none.
-# The nodes need nothing special: their text is the chunk's text.
+# ids, because those of every ingested chunk are kept beside the store. `strict=True` makes it an error if there is
+# none. The nodes need nothing special: their text is the chunk's text.
 
 
 # %%

@@ -187,7 +187,9 @@ def test_bad_calls(llm: BlendLLM) -> None:
 # --- synthesizer and query engine -------------------------------------------------------------------------------------
 
 
-async def test_synthesizer_names_the_nodes_as_chunks_and_keeps_sources(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+async def test_synthesizer_names_the_nodes_as_chunks_and_keeps_sources(
+    llm: BlendLLM, nodes: list[NodeWithScore]
+) -> None:
     open_registry(llm.engine.store).remove(TEXTS)  # the synthesizer names the nodes
     synthesizer = BlendSynthesizer(llm)
     response: Any = synthesizer.synthesize(QUESTION, nodes)
