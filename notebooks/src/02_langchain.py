@@ -59,7 +59,7 @@ def build(llm):
 llm = ChatBlend(engine=engine, max_tokens=16)  # or ChatBlend(model="Qwen/Qwen3-8B", store="kv/")
 chain = build(llm)
 
-item = next(item for item in questions if item.kind == "cross_ref")
+item = next(item for item in questions if item.kind == "two_hop_ref")
 documents = retriever.invoke(item.text)
 with get_usage_metadata_callback() as usage:
     answer = chain.invoke({"input": item.text, "context": documents})
@@ -139,7 +139,7 @@ print(f"{num_hits} of {num_chunks} chunks came from the store")
 # %%
 for mode, ratio in (("blend", 0.15), ("blend", 1.0), ("full", None)):
     message = llm.bind(mode=mode, recompute_ratio=ratio).invoke(
-        prompt.format(context="\n\n".join(document.page_content for document in documents), input=item.text)
+        prompt.invoke({"context": "\n\n".join(document.page_content for document in documents), "input": item.text})
     )
     facts = message.response_metadata["ragblend"]
     print(f"{mode:<6} {ratio or '':<5} {message.text:<12} recomputed {facts['num_recomputed_tokens']:>3}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -175,10 +175,10 @@ LLAMA: dict[str, Callable[[LlamaBlend, list[str]], str]] = {
 
 
 def text_of(turn: Turn) -> str:
-    """The turn as text; blocks that are marked as chunks are set apart by blank lines."""
+    """The turn as text; blocks that name chunks are set apart by blank lines."""
     blocks = [turn.content] if isinstance(turn.content, str) else turn.content
-    texts = [block if isinstance(block, str) else str(block["text"]) for block in blocks]  # type: ignore[index]
-    return ("\n\n" if any(isinstance(block, dict) for block in blocks) else "").join(texts)
+    texts = [block["text"] if isinstance(block, Mapping) else getattr(block, "text", block) for block in blocks]
+    return ("" if all(isinstance(block, str) for block in blocks) else "\n\n").join(texts)
 
 
 def messages_of(turns: Sequence[Turn]) -> list[tuple[str, str]]:
