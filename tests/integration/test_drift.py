@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from framework_calls import Call
 from langchain.agents import create_agent
 from langchain_classic.chains import RetrievalQA, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
@@ -38,8 +37,8 @@ from transformers import AutoTokenizer
 
 from ragblend import Prompt
 from ragblend.chains import answer_with, blend_tool, create_blend_chain, create_history_aware_blend_chain
-from ragblend.engine.api import Engine
-from ragblend.frameworks.model import BlendModel, Turn
+from ragblend.engine.api import Engine, Stream
+from ragblend.frameworks.model import BlendModel
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llamaindex import BlendSynthesizer
 from ragblend.llm import BlendLLM, ChatBlend
@@ -48,6 +47,7 @@ QUESTION = "Who repairs the lamp of the lighthouse?"
 RESULTS = Path(__file__).parents[2] / "data" / "results" / "drift.json"
 UPDATE = "RAGBLEND_UPDATE_RESULTS"  # set to 1: write the table instead of comparing with it
 K = 3
+Call = tuple[Prompt, Stream]
 
 
 @dataclass
@@ -174,43 +174,35 @@ LLAMA: dict[str, Callable[[LlamaBlend, list[str]], str]] = {
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def text_of(turn: Turn) -> str:
-    """The turn as text; blocks that name chunks are set apart by blank lines."""
-    blocks = [turn.content] if isinstance(turn.content, str) else turn.content
-    texts = [block["text"] if isinstance(block, Mapping) else getattr(block, "text", block) for block in blocks]
-    return ("" if all(isinstance(block, str) for block in blocks) else "\n\n").join(texts)
-
-
-def messages_of(turns: Sequence[Turn]) -> list[tuple[str, str]]:
+def messages_of(prompt: Prompt) -> list[tuple[str, str]]:
     """What the framework sent, for a chat template that knows no tools: their results stand before the question."""
     messages: list[tuple[str, str]] = []
-    for turn in turns:
-        if turn.role == "tool":
-            messages[-1] = ("user", f"{text_of(turn)}\n\n{messages[-1][1]}")
-        elif text_of(turn):
-            messages.append((turn.role, text_of(turn)))
+    for message in prompt.messages:
+        if message.role == "tool":
+            messages[-1] = ("user", f"{message.content}\n\n{messages[-1][1]}")
+        elif message.content:
+            messages.append((message.role, message.content))
     return messages
 
 
 def check_calls(calls: list[Call], engine: Engine, tokenizer: Any, ratio: float | None) -> None:
     """Each call reads transformers' own ids and answers as the engine; at ratio 1.0 the answer is full prefill's."""
     assert calls
-    for call in calls:
-        messages = messages_of(call.turns)
+    for prompt, stream in calls:
+        messages = messages_of(prompt)
         turns = [{"role": role, "content": content} for role, content in messages]
         own_ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        assert engine.match(call.request.prompt).token_ids == own_ids
+        assert engine.match(prompt).token_ids == own_ids
         plain = Prompt.from_messages(messages)
         options = {"max_tokens": 12, "recompute_ratio": ratio}
-        assert call.result.token_ids == engine.generate(plain, **options).token_ids  # type: ignore[arg-type]
+        assert stream.result.token_ids == engine.generate(plain, **options).token_ids  # type: ignore[arg-type]
         if ratio == 1.0:
-            assert call.result.token_ids == engine.generate(plain, mode="full", max_tokens=12).token_ids
+            assert stream.result.token_ids == engine.generate(plain, mode="full", max_tokens=12).token_ids
 
 
 def measured(framework: str, chain: str, llm: BlendModel, calls: list[Call], given: Sequence[str]) -> Row:
     """given: the passages that the framework put into its prompts, each as often as it did."""
-    reports = [call.result.report for call in calls]
-    chunks = [chunk for report in reports for chunk in report.chunks if chunk.hit]
+    chunks = [chunk for _, stream in calls for chunk in stream.result.report.chunks if chunk.hit]
     num_given = sum(len(llm.engine.renderer.chunk_ids(text)) for text in given)
     share = round(sum(chunk.num_tokens for chunk in chunks) / num_given, 3)
     return Row(framework, chain, type(llm).__name__, len(calls), len(given), len(chunks), share)
@@ -218,7 +210,7 @@ def measured(framework: str, chain: str, llm: BlendModel, calls: list[Call], giv
 
 def passages_sent(calls: list[Call], passages: list[str]) -> list[str]:
     """The passages in what the framework sent, each as often as it is there."""
-    sent = [text_of(turn) for call in calls for turn in call.turns]
+    sent = [message.content for prompt, _ in calls for message in prompt.messages]
     return [text for text in passages for _ in range(sum(each.count(text) for each in sent))]
 
 
@@ -277,7 +269,7 @@ def test_langchain_reuses_every_chunk_when_only_the_llm_is_swapped(
     check_published(row)
     assert (row.given, row.reused) == (K, K)
     assert row.token_share > 0.95
-    assert answer == calls[-1].result.text
+    assert answer == calls[-1][1].result.text
     check_calls(calls, chat_engine, tokenizer, ratio=None)
     calls.clear()
     LANGCHAIN[chain](langchain_llm(kind, chat_engine, recompute_ratio=1.0), retriever)

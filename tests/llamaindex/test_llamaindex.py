@@ -219,9 +219,14 @@ def test_synthesizer_without_nodes_and_with_a_system_text(llm: BlendLLM, nodes: 
     assert response.response == llm.engine.generate(plain, max_tokens=6).text
 
 
-def test_metadata_in_the_text_makes_another_chunk(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def test_the_text_behind_metadata_is_reused(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
     response: Any = BlendSynthesizer(llm, metadata_mode=MetadataMode.LLM).synthesize(QUESTION, nodes)
-    assert (response.metadata["ragblend"]["num_chunks"], response.metadata["ragblend"]["num_chunk_hits"]) == (2, 0)
+    report = response.metadata["ragblend"]
+    assert (report["num_chunks"], report["num_chunk_hits"]) == (2, 2)
+    assert (
+        report["prompt_tokens"]
+        > BlendSynthesizer(llm).synthesize(QUESTION, nodes).metadata["ragblend"]["prompt_tokens"]
+    )
 
 
 def test_synthesizer_refuses_other_llms() -> None:
