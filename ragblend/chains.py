@@ -1,6 +1,6 @@
-"""LangChain retrieval over a ragblend index, and chains that keep chunk boundaries from the retriever to the engine.
+"""LangChain retrieval over a ragblend index, and chains that name every retrieved document as a chunk.
 
-`create_blend_chain` takes any LangChain retriever: a chunk's KV is found by its text, not by where it was retrieved.
+`create_blend_chain` takes any LangChain retriever: a chunk's KV is found by its tokens, not by where it was retrieved.
 Knows langchain-core, the index and `ragblend.llm`. Knows nothing about vector stores (see `ragblend.vectorstores`).
 """
 
@@ -105,7 +105,7 @@ def _document(hit: SearchHit) -> Document:
 def create_blend_chain(
     retriever: RetrieverLike, llm: Runnable[Any, Any], *, system: str | None = None
 ) -> Runnable[Any, dict[str, Any]]:
-    """Question -> documents -> answer, with every document handed to the engine as a chunk of its own.
+    """Question -> documents -> answer; the prompt is the documents and the question, with blank lines between them.
 
     Invoke it with a question or `{"input": question}`. The result holds `input`, `context` (the documents), `sources`
     (their distinct sources), `answer` and `report` (what was reused). Streaming yields the documents first, then the
@@ -286,8 +286,8 @@ def blend_tool(
     name: str = "search_documents",
     description: str = "Search the documents. Returns the passages that may answer the question.",
 ) -> BaseTool:
-    """A retriever as a tool for `create_agent`. Its documents travel as the ToolMessage's artifact, so that ChatBlend,
-    answering from them, knows their boundaries. See `answer_with` for the model that cannot call tools itself."""
+    """A retriever as a tool for `create_agent`. Its documents are the ToolMessage's artifact: those that are not stored
+    yet are stored for the next time. See `answer_with` for a model that cannot call tools itself."""
     return create_retriever_tool(retriever, name, description, response_format="content_and_artifact")
 
 

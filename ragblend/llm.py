@@ -21,11 +21,18 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
-from ragblend.frameworks.content import is_media
-from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, redact_setting, run_in_thread
+from ragblend.frameworks.content import is_media, text_and_chunks
+from ragblend.frameworks.model import (
+    BlendModel,
+    NamedMessage,
+    Request,
+    iterate_in_thread,
+    redact_setting,
+    run_in_thread,
+)
 from ragblend.frameworks.tools import may_return_calls
 from ragblend.prompt.tools import CallReader
-from ragblend.prompt.types import Chunk, ToolCall
+from ragblend.prompt.types import Chunk, Message, ToolCall
 
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
@@ -100,7 +107,7 @@ class _LangChainModel(BlendModel):
         from ragblend.chat_tools import describe_tools
 
         try:
-            request = self._prepare([_turn(message) for message in messages], tools=describe_tools(tools or ()))
+            request = self._prepare(map(_named_message, messages), tools=describe_tools(tools or ()))
             return len(self.engine.renderer.render(request.prompt))
         except UsageError:
             return sum(len(self.get_token_ids(message.text)) for message in messages)
@@ -273,7 +280,7 @@ class ChatBlend(_LangChainModel, BaseChatModel):
     def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, **call: Any) -> Request:
         if not messages:
             raise UsageError("no messages given; pass at least one message with text")
-        return self._prepare([_turn(message) for message in messages], stop=stop, **call)
+        return self._prepare(map(_named_message, messages), stop=stop, **call)
 
     def generate(
         self,
@@ -373,9 +380,9 @@ class ChatBlend(_LangChainModel, BaseChatModel):
 class BlendLLM(_LangChainModel, BaseLLM):
     """A LangChain string model that answers from fused chunk KV. Takes what `ChatBlend` takes.
 
-    A string prompt becomes one user turn in the model's own layout: the text before the chunks, the chunks, the rest
-    as the question. `raw=True` sends it as it is, without any template. Chat prompts keep their roles. LangChain's
-    answer cache does not look at what a call to a string model sets; give settings that differ to the constructor.
+    A string prompt becomes one user turn in the model's chat template. `raw=True` sends it without any template. Chat
+    prompts keep their roles. LangChain's answer cache does not look at what a call to a string model sets; give
+    settings that differ to the constructor.
     """
 
     model_config = _CONFIG
@@ -441,7 +448,7 @@ class BlendLLM(_LangChainModel, BaseLLM):
         if call.get("tools"):
             self.bind_tools(call["tools"])
         if isinstance(prompt, _PromptWithRoles):
-            return self._prepare([_turn(message) for message in prompt.messages], stop=stop, **call)
+            return self._prepare(map(_named_message, prompt.messages), stop=stop, **call)
         return self._prepare(prompt, raw=self.raw, stop=stop, **call)
 
     def _generate(
@@ -524,8 +531,8 @@ def _keep_roles(prompt: PromptValue) -> PromptValue:
     return prompt
 
 
-def _turn(message: BaseMessage) -> Turn:
-    """A message as a turn; raises UsageError for roles and content that no engine reads."""
+def _named_message(message: BaseMessage) -> NamedMessage:
+    """A LangChain message and its chunks; raises UsageError for roles and content that no engine reads."""
     name = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
     role = _ROLES.get(name)
     if role is None:
@@ -536,16 +543,13 @@ def _turn(message: BaseMessage) -> Turn:
         content = [block for block in content if _is_conversation_block(block)]
     artifact = getattr(message, "artifact", None)
     documents = artifact if isinstance(artifact, list | tuple) else [artifact]
-    chunks = tuple(_document_chunk(item) for item in documents if isinstance(item, Document | Chunk))
-    calls = getattr(message, "tool_calls", ())
-    return Turn(
-        role,
-        content,
-        chunks,
-        tuple(ToolCall(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"] or "") for call in calls),
-        getattr(message, "tool_call_id", ""),
-        message.name or "",
+    text, chunks = text_and_chunks(content)
+    chunks += [_document_chunk(item) for item in documents if isinstance(item, Document | Chunk)]
+    calls = (
+        ToolCall(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"] or "")
+        for call in getattr(message, "tool_calls", ())
     )
+    return Message(role, text, tuple(calls), getattr(message, "tool_call_id", ""), message.name or ""), chunks
 
 
 def _is_conversation_block(block: str | Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from ragblend.chains import (
     create_blend_chain,
     create_history_aware_blend_chain,
 )
+from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError
@@ -115,8 +116,10 @@ def test_every_form_of_our_models_gives_the_same(model: str, chat: ChatBlend, re
     assert result["answer"] == create_blend_chain(retriever, chat).invoke(QUESTION)["answer"]
 
 
-def test_chunks_need_no_registry(chat: ChatBlend, retriever: BlendRetriever) -> None:
-    chat.registry.remove(TEXTS)
+def test_documents_of_the_chain_are_found_though_nothing_else_names_them(
+    chat: ChatBlend, retriever: BlendRetriever
+) -> None:
+    open_registry(chat.engine.store).remove(TEXTS)
     assert create_blend_chain(retriever, chat).invoke(QUESTION)["report"]["num_chunk_hits"] == 2
 
 

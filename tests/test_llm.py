@@ -37,7 +37,6 @@ from langchain_core.runnables import ConfigurableField, RunnableLambda
 from pydantic import ValidationError
 
 from ragblend import Chunk, Prompt
-from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.disk import DiskStore
@@ -45,12 +44,12 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, UsageError
-from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine
+from ragblend.frameworks.model import ChunkNotReusedError, precompute_and_register, share_engine
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import Part
+from ragblend.prompt.types import Message, ToolCall
 
 A = "The lighthouse on Gull Rock was built long ago, in 1872."
 B = "Maren keeps the logbook of all the storms since 1901."
@@ -73,10 +72,7 @@ class ScriptedEngine:
     """An engine whose every token waits for a permit: shows what comes when, and what is closed."""
 
     name, fingerprint, context_length = "scripted", "f", 100
-    renderer = SimpleNamespace(
-        text_ids=lambda text: [len(word) for word in text.split()],
-        format=SimpleNamespace(frames_chunks=False, merges_turns=False),
-    )
+    renderer = SimpleNamespace(text_ids=lambda text: [len(word) for word in text.split()])
 
     def __init__(self, pieces: tuple[str, ...] = ("one ", "two ", "three"), permits: int = 0) -> None:
         self.store: Any = SimpleNamespace(tiers=())
@@ -86,9 +82,6 @@ class ScriptedEngine:
         self.started = threading.Event()
         self.prompts: list[Prompt] = []
         self.options: list[dict[str, Any]] = []
-
-    def is_stored(self, chunk: Any) -> bool:
-        return False
 
     def stream(self, prompt: Prompt, **options: Any) -> Any:
         self.prompts.append(prompt)
@@ -121,18 +114,19 @@ class _ScriptedStream:
 
 def scripted(kind: Any = ChatBlend, **settings: Any) -> tuple[Any, ScriptedEngine]:
     engine = ScriptedEngine(permits=settings.pop("permits", 0))
-    return kind(engine=engine, registry=ChunkRegistry(), **settings), engine
+    return kind(engine=engine, **settings), engine
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
 def test_string_prompts_become_the_models_own_layout_unless_raw(engine: TransformersEngine) -> None:
-    parts: list[Part] = ["Context:\n\n", Chunk(A), Chunk(B), "Question: who?"]
-    as_turn = engine.generate(Prompt.from_messages([("user", parts)]), max_tokens=8)
-    as_it_is = engine.generate(Prompt.from_text(parts), max_tokens=8)
+    as_turn = engine.generate(Prompt.from_messages([("user", CONTEXT)]), max_tokens=8)
+    as_it_is = engine.generate(Prompt.from_text(CONTEXT), max_tokens=8)
+    assert (as_turn.report.num_chunk_hits, as_it_is.report.num_chunk_hits) == (2, 2)
     assert BlendLLM(engine=engine, max_tokens=8).invoke(CONTEXT) == as_turn.text
     assert BlendLLM(engine=engine, max_tokens=8, raw=True).invoke(CONTEXT) == as_it_is.text
+    assert as_turn.text != as_it_is.text
 
 
 async def test_blend_llm_keeps_the_roles_of_chat_prompts() -> None:
@@ -146,55 +140,43 @@ async def test_blend_llm_keeps_the_roles_of_chat_prompts() -> None:
     await llm.abatch([value])
     llm.generate_prompt([value])
     assert len(engine.prompts) == 7
-    wanted = [("system", ("S",)), ("user", ("H",)), ("assistant", ("A",)), ("user", ("Q",))]
+    wanted = [("system", "S"), ("user", "H"), ("assistant", "A"), ("user", "Q")]
     for prompt in engine.prompts:
-        assert [(message.role, message.parts) for message in prompt.messages] == wanted
+        assert [(message.role, message.content) for message in prompt.messages] == wanted
 
 
-def messages_sent(*messages: BaseMessage, **settings: Any) -> list[tuple[str, list[str]]]:
+def prompt_sent(*messages: BaseMessage, **settings: Any) -> Prompt:
     chat, engine = scripted(permits=99, **settings)
     chat.invoke(list(messages))
-    return [
-        (m.role, [f"<{part.text}>" if isinstance(part, Chunk) else part for part in m.parts])
-        for m in engine.prompts[0].messages
-    ]
+    return engine.prompts[0]
 
 
-CALL = AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])
-FOUND = ToolMessage(f"{A}\n\n{B}", tool_call_id="1", artifact=[Document(A), Document(B)])
-NUMBER = ToolMessage("42", tool_call_id="2")
+def test_turns_stay_as_they_are_and_tools_documents_are_named() -> None:
+    call = AIMessage("", tool_calls=[{"name": "search", "args": {"k": 2}, "id": "1"}])
+    found = ToolMessage(f"{A}\n\n{B}", tool_call_id="1", artifact=[Document(A, metadata={"source": "a"}), Document(B)])
+    said = [HumanMessage("Who?"), call, found, ToolMessage("42", tool_call_id="2"), ChatMessage("c", role="user")]
+    prompt = prompt_sent(SystemMessage("a"), SystemMessage("b"), *said, HumanMessage(""))
+    assert prompt.messages == (
+        Message("system", "a"),
+        Message("system", "b"),
+        Message("user", "Who?"),
+        Message("assistant", "", (ToolCall("search", '{"k": 2}', "1"),)),
+        Message("tool", f"{A}\n\n{B}", call_id="1"),
+        Message("tool", "42", call_id="2"),
+        Message("user", "c"),
+        Message("user", ""),
+    )
+    assert [(chunk.text, chunk.source) for chunk in prompt.chunks] == [(A, "a"), (B, "")]
+    system = Message("system", "S")
+    assert prompt_sent(*said, system="S").messages == (system, *prompt.messages[2:-1])
+    assert prompt_sent(SystemMessage("a"), *said, system="S").messages[0].content == "a"
 
 
-@pytest.mark.parametrize(
-    ("messages", "sent"),
-    [
-        ([SystemMessage("a"), SystemMessage("b"), HumanMessage("")], [("system", ["a"]), ("system", ["b"])]),
-        ([ChatMessage(content="c", role="user")], [("user", ["c"])]),
-        # What tools returned comes before the question, with their documents as chunks.
-        (
-            [HumanMessage("Who?"), CALL, FOUND, NUMBER],
-            [("user", [f"<{A}>", "\n\n", f"<{B}>", "\n\n", "42", "\n\n", "Who?"])],
-        ),
-        ([AIMessage("Well."), NUMBER], [("assistant", ["Well."]), ("user", ["42"])]),
-        (
-            [AIMessage("Well."), NUMBER, HumanMessage("Who?"), HumanMessage("Where?")],
-            [("assistant", ["Well."]), ("user", ["42", "\n\n", "Who?"]), ("user", ["Where?"])],
-        ),
-    ],
-)
-def test_turns_stay_as_they_are_and_tools_results_stand_before_the_question(
-    messages: list[BaseMessage], sent: list[tuple[str, list[str]]]
-) -> None:
-    assert messages_sent(HumanMessage("Hi"), AIMessage("Yes."), *messages)[2:] == sent
-    assert messages_sent(*messages, system="S") == ([] if sent[0][0] == "system" else [("system", ["S"])]) + sent
-
-
-def test_content_blocks_and_the_segments_argument_are_explicit() -> None:
-    block = {"type": "text", "text": A, "extras": {"chunk_id": "1"}}
-    assert messages_sent(HumanMessage([block, {"type": "text", "text": "Q"}])) == [("user", [f"<{A}>", "Q"])]
-    chat, engine = scripted(permits=99)
-    chat.bind(segments=[Document(A), B]).invoke(f"{A}\n\n{B}\n\nQ")
-    assert [chunk.text for chunk in engine.prompts[0].chunks] == [A, B]
+def test_content_blocks_with_a_chunk_id_name_chunks() -> None:
+    block = {"type": "text", "text": A, "extras": {"chunk_id": "1", "source": "a.txt"}}
+    prompt = prompt_sent(HumanMessage([block, {"type": "text", "text": "Q"}]))
+    assert prompt.messages == (Message("user", f"{A}\n\nQ"),)
+    assert [(chunk.text, chunk.source) for chunk in prompt.chunks] == [(A, "a.txt")]
 
 
 def test_settings_reach_the_engine_and_calls_override_them() -> None:
@@ -223,8 +205,7 @@ def test_a_calibrated_ratio_is_named_auto(
         return dict(facts["ragblend"])
 
     assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (DEFAULT_RATIO, None)
-    prompt = Prompt.from_messages([("user", ["Context:\n\n", Chunk(A), Chunk(B), "Question: who?"])])
-    prefix_ids = engine.renderer.tokenize(prompt).prefix_ids
+    prefix_ids = engine.match(Prompt(question=CONTEXT)).prefix_ids
     points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
     fit = RuleFit("cacheblend", 1, 0.4, True, points)
     facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, 0.9, 60, "k 2")
@@ -280,13 +261,13 @@ def test_the_answer_cache_saves_the_second_call() -> None:
         first, second = llm.invoke("Q"), llm.invoke("Q")
         assert getattr(first, "content", first) == getattr(second, "content", second)
         assert len(engine.prompts) == 1
-        kind(engine=engine, registry=ChunkRegistry(), cache=llm.cache, recompute_ratio=0.5).invoke("Q")
+        kind(engine=engine, cache=llm.cache, recompute_ratio=0.5).invoke("Q")
         assert len(engine.prompts) == 2
 
 
 def test_what_changes_answers_changes_the_cache_key() -> None:
     keys = set()
-    for settings in ({}, {"separator": "[[RB]]"}, {"mode": "full"}, {"recompute_ratio": 0.5}, {"max_tokens": 1}):
+    for settings in ({}, {"system": "S"}, {"mode": "full"}, {"recompute_ratio": 0.5}, {"max_tokens": 1}):
         keys.add(scripted(**settings)[0]._get_llm_string())
     assert len(keys) == 5
 
@@ -323,9 +304,9 @@ def test_tracing_parameters(engine: TransformersEngine) -> None:
 
 
 def test_as_chat_shares_engine_and_settings(engine: TransformersEngine) -> None:
-    chat = BlendLLM(engine=engine, max_tokens=3, mode="reuse", separator="[[RB]]").as_chat()
+    chat = BlendLLM(engine=engine, max_tokens=3, mode="reuse", stop=["x"]).as_chat()
     assert chat.engine is engine
-    assert (chat.max_tokens, chat.mode, chat.separator) == (3, "reuse", "[[RB]]")
+    assert (chat.max_tokens, chat.mode, chat.stop) == (3, "reuse", ["x"])
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -407,6 +388,7 @@ def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_
     code = """if True:
         import os, signal, sys, threading, time
         from ragblend import Prompt
+        from ragblend.corpus.chunk_registry import open_registry
         from ragblend.llm import BlendLLM
         from ragblend.precompute import precompute_documents
         llm = BlendLLM(store=sys.argv[1], max_tokens=3)
@@ -417,7 +399,7 @@ def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_
                 llm.invoke("Read: " + " ".join(texts) + " Where is it?")
         def add():
             while True:
-                llm.registry.add([f"Another text, of {time.monotonic()}."])
+                llm.engine.add_known([f"Another text, which was added at {time.monotonic()}, long enough."])
         for work in (ask, ask, add):
             threading.Thread(target=work, daemon=True).start()
         time.sleep(0.5)
@@ -429,7 +411,7 @@ def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_
             "generate": lambda: llm.engine.generate(prompt),
             "stream": lambda: next(stream),
             "precompute": lambda: precompute_documents(["A new text."], llm),
-            "registry": lambda: llm.registry.add(["A text of the child's."]),
+            "registry": lambda: open_registry(llm.engine.store).add(["A text of the child's."]),
         }
         for name, call in list(calls.items()) * 3:
             child = os.fork()
@@ -465,10 +447,7 @@ def test_what_cannot_be_pickled_says_why_and_is_shared_by_deep_copies(engine: Tr
     held = ChatBlend(model="demo", store=MemoryStore(1 << 20))
     with pytest.raises(TypeError, match="given its store"):
         pickle.dumps(held)
-    listed = ChatBlend(model="demo", registry=ChunkRegistry())
-    with pytest.raises(TypeError, match="given its registry"):
-        pickle.dumps(listed)
-    assert (copy.deepcopy(held).store, copy.deepcopy(listed).registry) == (held.store, listed.registry)
+    assert copy.deepcopy(held).store is held.store
 
 
 def test_configurable_fields_open_the_engine_that_they_name(tmp_path: Path) -> None:
@@ -481,7 +460,6 @@ def test_configurable_fields_open_the_engine_that_they_name(tmp_path: Path) -> N
     other, _ = configurable._prepare({"configurable": {"s": str(tmp_path / "b")}})
     assert other.engine is not model.engine
     assert other.engine.store.tiers[1].root == tmp_path / "b"
-    assert other.registry.path == tmp_path / "b" / "texts.sqlite"
     other.engine.close()
     model.engine.close()
 
@@ -580,21 +558,21 @@ def test_timeout_ends_a_slow_answer() -> None:
 # --- strictness -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prompt", "call", "reason"),
-    [
-        ("What is new?", {}, "no ingested chunk"),
-        (CONTEXT, {"segments": ["A passage that is not in the prompt."]}, "not in the prompt word for word"),
-        (CONTEXT, {"separator": "[[RB]]"}, "nowhere in the prompt"),
-        ("A passage nobody stored.\n\nQ", {"segments": ["A passage nobody stored."]}, "has no KV"),
-    ],
-)
-def test_strict_refuses_what_was_not_recognised(
-    prompt: str, call: dict[str, Any], reason: str, chat: ChatBlend
-) -> None:
-    with pytest.raises(UnrecognisedChunkError, match=reason):
-        chat.invoke(prompt, strict=True, **call)
-    chat.invoke(prompt, **call)  # without strict it is ordinary prefill
+def test_strict_refuses_what_is_not_reused(chat: ChatBlend) -> None:
+    def named(text: str) -> HumanMessage:
+        return HumanMessage([{"type": "text", "text": text, "extras": {"chunk_id": "1"}}, "Who?"])
+
+    artifact = ToolMessage("Nothing.", tool_call_id="1", artifact=[Document(A)])
+    refused = {
+        "no ingested chunk": HumanMessage("What is new?"),
+        "has no KV": named("A passage that nobody has stored."),
+        "not in the prompt word for word": artifact,
+    }
+    for reason, message in refused.items():
+        with pytest.raises(ChunkNotReusedError, match=reason):
+            chat.invoke([HumanMessage(CONTEXT), message] if message is artifact else [message], strict=True)
+    chat.invoke([refused["has no KV"]])  # without strict it is ordinary prefill
+    assert chat.invoke([named(A)], strict=True).response_metadata["ragblend"]["num_chunk_hits"] == 1
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -620,14 +598,6 @@ async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind: Any
         [piece async for piece in llm.astream(long)]
     shorter = RunnableLambda(lambda prompt: "a shorter one")
     assert llm.with_fallbacks([shorter], exceptions_to_handle=(ContextOverflowError,)).invoke(long) == "a shorter one"
-
-
-@pytest.mark.parametrize("separator", ["", " # # "])
-def test_bad_separators(separator: str, engine: TransformersEngine) -> None:
-    with pytest.raises(ValidationError, match="separator is"):  # pydantic's, with our words
-        ChatBlend(engine=engine, separator=separator)
-    with pytest.raises(UsageError, match="separator is"):
-        ChatBlend(engine=engine).invoke("Q", separator=separator)
 
 
 @pytest.mark.parametrize(
@@ -667,10 +637,8 @@ def test_bad_calls(call: dict[str, Any], reason: str, chat: ChatBlend) -> None:
         {"timeout": float("nan")},
         {"timeout": -1},
         {"strict": "yes"},
-        {"separator": 5},
         {"n": 0},
         {"n": 1000},
-        {"segments": "a chunk"},
         {"tools": "add"},
         {"tools": ["add"]},
         {"tool_choice": 5},
@@ -694,7 +662,7 @@ def test_an_option_of_a_wrong_type_is_named_by_a_call_and_by_a_model(
             kind(engine=engine, **option)
 
 
-@pytest.mark.parametrize("option", [{"max_retries": -1}, {"max_retries": "2"}, {"max_matches": -1}, {"store": 5}])
+@pytest.mark.parametrize("option", [{"max_retries": -1}, {"max_retries": "2"}, {"store": 5}])
 def test_a_field_of_a_wrong_type_is_named(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(ValidationError, match=f"{name} is .*; choose "):
@@ -714,7 +682,8 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
     assert chat.engine is llm.engine
     assert share_engine("demo", tmp_path / "other") is not chat.engine
     precompute_and_register([A], chat)
-    assert [chunk.text for chunk in llm._prepare(f"{A}\n\nWho?").prompt.chunks] == [A]
+    (run,) = llm.engine.match(llm._prepare(f"{A}\n\nWho?").prompt).runs
+    assert llm.engine.renderer.plain_text(run.chunk_ids) == A
     chat.engine.close()
 
 
@@ -777,7 +746,7 @@ def test_a_script_that_closes_nothing_ends_well_and_stores_its_misses(tmp_path: 
         "import sys; from ragblend import load_engine; from ragblend.llm import ChatBlend\n"
         "own, given = sys.argv[1:]\n"
         "for chat in (ChatBlend(store=own), ChatBlend(engine=load_engine('demo', given))):\n"
-        f"    chat.invoke({A + ' Who?'!r}, segments=[{A!r}], max_tokens=1)"
+        f"    chat.invoke([('user', [{{'type': 'text', 'text': {A!r}, 'chunk_id': '1'}}, 'Who?'])], max_tokens=1)"
     )
     stores = [tmp_path / "own", tmp_path / "given"]
     subprocess.run([sys.executable, "-c", code, *map(str, stores)], check=True, timeout=120)

@@ -16,7 +16,7 @@ from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.stores import InMemoryByteStore
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from ragblend import Chunk, open_index
+from ragblend import Chunk, Prompt, open_index
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError, UsageError
@@ -40,9 +40,9 @@ def store(chat: ChatBlend) -> PrecomputingVectorStore:
 
 
 def known(chat: ChatBlend, *texts: str) -> list[bool]:
-    """Whether each text has its KV stored and is recognised in prompts; both or neither."""
+    """Whether each text has its KV stored and is found in prompts; both or neither."""
     stored = [chat.engine.is_stored(text) for text in texts]
-    assert stored == [text in chat.registry for text in texts]
+    assert stored == [bool(chat.engine.match(Prompt(question=f"{text}\n\n{QUESTION}")).runs) for text in texts]
     return stored
 
 

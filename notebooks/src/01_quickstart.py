@@ -110,7 +110,7 @@ for number, chunk in enumerate(report.chunks, start=1):
 # %% [markdown]
 # ## Which tokens?
 # The rule takes the tokens that the question attends to most. One level below `generate`, `prefill` says which ones it
-# took. Shown are the chunks around the gold sentences; the dot that opens a chunk is its opening token.
+# took. Shown are the chunks around the gold sentences.
 
 # %%
 request = engine.request(prompt_for(asked[shown].text), recompute_ratio=0.15)
@@ -124,14 +124,14 @@ figure, axes = plt.subplots(figsize=(11, 0.5 + 1.7 * len(drawn)), layout="constr
 line = 0
 ticks = {}
 for number in drawn:
-    segment, exact = request.prompt.chunk_segments[number], report.chunks[number].exact
+    run, exact = request.prompt.runs[number], report.chunks[number].exact
     ticks[line + 0.4] = f"[{number + 1}]"
-    for place, token in enumerate(segment.token_ids):
+    for place, token in enumerate(request.prompt.token_ids[run.start : run.end]):
         row, column = line + place // PER_LINE, place % PER_LINE
-        again = segment.start + place in recomputed
+        again = run.start + place in recomputed
         colour = "#ff9f43" if again else "#c8d6e5" if exact else "#eef2f7"
         axes.add_patch(plt.Rectangle((column, row), 0.94, 0.8, color=colour))
-        word = engine.renderer.decode([token]).strip() or "·"
+        word = engine.renderer.plain_text([token]).strip()
         axes.text(column + 0.47, row + 0.4, word, ha="center", va="center", fontsize=7)
     line = row + 1.4
 axes.set_xlim(0, PER_LINE)

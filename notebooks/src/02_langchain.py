@@ -11,8 +11,8 @@
 # %% [markdown]
 # # LangChain: swap one object
 #
-# **The claim.** Replace the LLM in a LangChain chain and nothing else. The chunks that the chain stuffs into its prompt
-# are recognised in it, word for word, and their stored KV is reused.
+# **The claim.** Replace the LLM in a LangChain chain and nothing else. The chunks that the chain puts into its prompt
+# are found in the prompt's token ids, and their stored KV is reused.
 #
 # Offline, on a CPU, with the embedded model of a made-up world.
 
@@ -42,8 +42,8 @@ print(f"{done.num_chunks} chunks, {done.num_new_kv} prefilled and stored")
 
 # %% [markdown]
 # ## LangChain's own chain
-# Any retriever will do: a chunk's KV is found by its text, wherever the text came from. The prompt has no instructions
-# because the embedded model knows none; with a model that does, write your own.
+# Any retriever will do: a chunk's KV is found by its tokens, wherever the text came from. The prompt has no
+# instructions, because the embedded model knows none; with a model that does, write your own.
 
 # %%
 retriever = BlendRetriever(index=index, k=2, neighbours=2, order="document")
@@ -59,7 +59,7 @@ def build(llm):
 llm = ChatBlend(engine=engine, max_tokens=16)  # or ChatBlend(model="Qwen/Qwen3-8B", store="kv/")
 chain = build(llm)
 
-item = next(item for item in questions if item.kind == "cross_ref")
+item = next(item for item in questions if item.kind == "two_hop_ref")
 documents = retriever.invoke(item.text)
 with get_usage_metadata_callback() as usage:
     answer = chain.invoke({"input": item.text, "context": documents})
@@ -98,8 +98,8 @@ for name, given in answers.items():
 
 # %% [markdown]
 # ## Ours, when you want the report
-# `create_blend_chain` retrieves, hands every document over as a chunk of its own, and returns answer, documents and
-# report. It takes any LangChain retriever too.
+# `create_blend_chain` retrieves, puts the documents and the question into one message, and returns answer, documents
+# and report. It takes any LangChain retriever too.
 
 # %%
 blend_chain = create_blend_chain(retriever, llm)
@@ -139,7 +139,7 @@ print(f"{num_hits} of {num_chunks} chunks came from the store")
 # %%
 for mode, ratio in (("blend", 0.15), ("blend", 1.0), ("full", None)):
     message = llm.bind(mode=mode, recompute_ratio=ratio).invoke(
-        prompt.format(context="\n\n".join(document.page_content for document in documents), input=item.text)
+        prompt.invoke({"context": "\n\n".join(document.page_content for document in documents), "input": item.text})
     )
     facts = message.response_metadata["ragblend"]
     print(f"{mode:<6} {ratio or '':<5} {message.text:<12} recomputed {facts['num_recomputed_tokens']:>3}")

@@ -11,8 +11,8 @@
 # %% [markdown]
 # # LlamaIndex: nodes are chunks
 #
-# **The claim.** A query engine hands its nodes over as chunks and every one of them comes from the store. A LlamaIndex
-# query engine of your own does so as well, once its `llm` is ours.
+# **The claim.** Every node of a query engine comes from the store, as does every node of a LlamaIndex query engine of
+# your own, once its `llm` is ours.
 #
 # Offline, on a CPU, with the embedded model of a made-up world.
 
@@ -72,9 +72,9 @@ print(
 
 # %% [markdown]
 # ## Your own index, our LLM
-# A plain `VectorStoreIndex` with `as_query_engine` writes its nodes into one string. The chunk boundaries are found
-# again in that string, because every ingested text is registered beside the store. `strict=True` makes it an error if
-# one is not. The nodes need nothing special: their text is the chunk's text.
+# A plain `VectorStoreIndex` with `as_query_engine` writes its nodes into one string. The chunks are found in its token
+# ids, because those of every ingested chunk are kept beside the store. `strict=True` makes it an error if there is
+# none. The nodes need nothing special: their text is the chunk's text.
 
 
 # %%
@@ -123,7 +123,7 @@ for name, template in (("ours", "{context_str}\n\n{query_str}"), ("LlamaIndex's"
     sent = llm.complete(template.format(context_str=context, query_str=item.text))
     report = sent.raw["ragblend"]
     print(
-        f"{name + ' template':<24} {len(found)} nodes, {report['num_chunks']} recognised, "
+        f"{name + ' template':<24} {len(found)} nodes, {report['num_chunks']} found, "
         f"{report['num_chunk_hits']} from the store"
     )
 

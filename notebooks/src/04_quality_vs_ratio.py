@@ -47,7 +47,7 @@ for case in cases:
     for chunk in chunks:
         engine.precompute(chunk)
     prompts.append(Prompt(chunks, case["question"], SYSTEM))
-    print(f"{engine.renderer.tokenize(prompts[-1]).num_tokens} tokens: {case['question']}")
+    print(f"{engine.match(prompts[-1]).num_tokens} tokens: {case['question']}")
 
 # %% [markdown]
 # *KL*: how far the first answer token's distribution is from full prefill's, in nats. It sees differences that do not

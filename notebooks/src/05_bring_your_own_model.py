@@ -74,7 +74,7 @@ if own_model:
     question, gold = "Who repairs clocks? Answer with the full name only.", "Tomas Reed"
 else:
     corpus = sample_corpus()
-    item = next(item for item in corpus.questions if item.kind == "cross_ref")
+    item = next(item for item in corpus.questions if item.kind == "cross_ref" and " born?" in item.text)
     own = next(record for record in corpus.records if record.filename == item.gold[0]["source"])
     other = next(record for record in corpus.records if record != own)
     chunks = [*other.chunks[:2], *own.chunks]

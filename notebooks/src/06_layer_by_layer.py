@@ -37,12 +37,12 @@ engine = load_engine(model, system=SYSTEM, context="none")  # each chunk stored 
 for passage in passages:
     engine.precompute(passage)
 prompt = Prompt(passages, case["question"], SYSTEM)
-tokenized = engine.renderer.tokenize(prompt)
-chunks = tokenized.chunk_segments
+matched = engine.match(prompt)
+chunks = matched.runs
 num_layers = engine.layers.num_layers
-ids = tokenized.token_ids
+ids = matched.token_ids
 print(case["question"], "->", case["answers"][0])
-print(f"{num_layers} layers; {len(ids)} tokens, {sum(len(chunk.token_ids) for chunk in chunks)} of them in chunks")
+print(f"{num_layers} layers; {len(ids)} tokens, {sum(chunk.num_tokens for chunk in chunks)} of them in chunks")
 
 # %% [markdown]
 # ## Four ways to prefill it
@@ -136,7 +136,7 @@ plt.show()
 
 def words(positions):
     """The tokens there, readable."""
-    return "  ".join(repr(engine.renderer.decode([ids[place]])) for place in positions)
+    return "  ".join(repr(engine.renderer.plain_text([ids[place]])) for place in positions)
 
 
 most = in_chunks[attention[in_chunks].argsort(descending=True)[:12]].tolist()
@@ -206,7 +206,7 @@ def kl(way):
 
 
 top = want.topk(5).indices.tolist()
-print(f"{'':<16}{'KL':>7}   " + "".join(f"{engine.renderer.decode([token])!r:>12}" for token in top))
+print(f"{'':<16}{'KL':>7}   " + "".join(f"{engine.renderer.plain_text([token])!r:>12}" for token in top))
 for name, way in ways.items():
     shares = way.logits.double().softmax(-1)
     print(f"{name:<16}{kl(way):>7.4f}   " + "".join(f"{shares[token]:>12.1%}" for token in top))

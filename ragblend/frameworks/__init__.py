@@ -1,1 +1,1 @@
-"""What LangChain's and LlamaIndex's models share: recognising chunks in what a chain sends, turns, the report."""
+"""What LangChain's and LlamaIndex's models share: messages, settings, engines, tools."""

@@ -1,7 +1,7 @@
 """What the LangChain and the LlamaIndex models share: settings, one engine, prompts, strictness, async.
 
 `BlendModel` is the pydantic half of both; the frameworks' classes add their own messages and results. Read
-`BlendModel._prepare` first: turns of a conversation in, a Prompt out.
+`BlendModel._prepare` first: the messages of a conversation in, a Prompt out.
 
 Knows engines and pydantic. Knows no framework.
 """
@@ -31,7 +31,6 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_serialize
 from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import user_path
-from ragblend.frameworks.content import Block, text_and_chunks
 from ragblend.options import (
     MODEL_NAMES,
     RETRIES,
@@ -50,7 +49,7 @@ from ragblend.options import (
     is_url,
     option,
 )
-from ragblend.prompt.types import Chunk, Message, Prompt, ToolCall
+from ragblend.prompt.types import Chunk, Message, Prompt
 from ragblend.redaction import hide_secrets, redact
 
 if TYPE_CHECKING:
@@ -70,18 +69,6 @@ RESPONSE_FORMAT = Validator(lambda value: isinstance(value, Mapping), "a diction
 
 class ChunkNotReusedError(RagblendError):
     """With `strict=True`: a chunk that should have been reused is not in the prompt, or its KV is not in the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One message. `role` is system, user, assistant or tool; `chunks` are known to stand in its text."""
-
-    role: str
-    content: str | Sequence[Block]
-    chunks: tuple[Chunk, ...] = ()
-    calls: tuple[ToolCall, ...] = ()  # of tools, by the assistant
-    call_id: str = ""  # of the call that a tool's turn answers
-    name: str = ""  # of that tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +100,10 @@ _ENGINE_FIELDS = frozenset(  # what opens an engine
 _FIELD_CHECKS = {"max_retries": RETRIES}  # fields that no call sets
 _MAY_HOLD_SECRETS = ("remote", "backend", "vllm_options", "engine_options", "model_kwargs")
 _LEGACY_TOOL_OPTIONS = ("functions", "function_call")  # what OpenAI called tools before
+
+
+NamedMessage = tuple[Message, Sequence[Chunk]]
+"""A message of a framework, and the chunks that it names."""
 
 
 class Request(NamedTuple):
@@ -311,7 +302,7 @@ class BlendModel(BaseModel):
 
     # --- prompts ---
 
-    def _prepare(self, content: str | Sequence[Turn], *, raw: bool = False, **call: Any) -> Request:
+    def _prepare(self, content: str | Iterable[NamedMessage], *, raw: bool = False, **call: Any) -> Request:
         """The prompt of a call. A string is one user turn or, `raw`, all there is."""
         options = self._options(call)
         if options.tools or options.response_format or options.tool_choice:
@@ -320,12 +311,9 @@ class BlendModel(BaseModel):
             options = replace(
                 options, structured_outputs=output_constraint(options, self.engine.renderer), response_format=None
             )
-        turns = [Turn("user", content)] if isinstance(content, str) else list(content)
-        messages, chunks = list[Message](), list[Chunk]()
-        for turn in turns:
-            text, named = text_and_chunks(turn.content)
-            messages.append(Message(turn.role, text, turn.calls, turn.call_id, turn.name))
-            chunks += (*named, *turn.chunks)
+        turns = [(Message("user", content), ())] if isinstance(content, str) else list(content)
+        messages = [message for message, _ in turns]
+        chunks = [chunk for _, named in turns for chunk in named]
         if not any(message.content.strip() or message.calls for message in messages):
             raise UsageError("the prompt is empty; give a message with text")
         if raw:
@@ -557,7 +545,7 @@ def delete_documents_kv(documents: Iterable[Any], llm_or_engine: Any, still_used
 
 
 def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any, names: Sequence[str] = ()) -> None:
-    """Precompute documents that are chunks already, and make their texts known to the model's own registry.
+    """Precompute documents that are chunks already, and have them found in prompts.
 
     `names`: what their documents are known by, see `precompute_documents`.
     """

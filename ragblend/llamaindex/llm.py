@@ -15,11 +15,11 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
-from ragblend.frameworks.content import Block, refuse_block
-from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread
+from ragblend.frameworks.content import Block, refuse_block, text_and_chunks
+from ragblend.frameworks.model import BlendModel, NamedMessage, Request, iterate_in_thread, run_in_thread
 from ragblend.frameworks.tools import may_return_calls, read_answer
 from ragblend.prompt.tools import CallFormat, CallReader
-from ragblend.prompt.types import Chunk, ToolCall
+from ragblend.prompt.types import Chunk, Message, ToolCall
 
 try:
     from llama_index.core.base.llms.types import (
@@ -218,7 +218,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def _chat_request(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Request:
         if not messages:
             raise UsageError("no messages given; pass at least one ChatMessage with text")
-        return _one_answer(self._prepare([_turn(message) for message in messages], **call))
+        return _one_answer(self._prepare(map(_named_message, messages), **call))
 
     def _text_request(self, prompt: str, formatted: bool, call: dict[str, Any]) -> Request:
         if not formatted and self.completion_to_prompt is not None:
@@ -273,9 +273,12 @@ def _one_answer(request: Request) -> Request:
     return request
 
 
-def _turn(message: ChatMessage) -> Turn:
-    """A message as a turn; its text blocks are separate lines, as in `ChatMessage.content`, and what is to be cited is
-    a chunk. What a model thought is no part of the conversation."""
+def _named_message(message: ChatMessage) -> NamedMessage:
+    """A LlamaIndex message and the chunks that it names, which are its CitableBlocks.
+
+    Its text blocks are separate lines, as in `ChatMessage.content`. What a model thought is no part of the
+    conversation.
+    """
     parts: list[Block] = []
     calls: list[ToolCall] = []
     for block in message.blocks:
@@ -296,8 +299,9 @@ def _turn(message: ChatMessage) -> Turn:
             refuse_block(block.block_type)
         parts += ["\n", block.text] if parts and isinstance(parts[-1], str) else [block.text]
     more = message.additional_kwargs
-    call_id_and_name = str(more.get("tool_call_id", "")), str(more.get("name", ""))
-    return Turn(_ROLES[message.role], parts, (), tuple(calls), *call_id_and_name)
+    text, chunks = text_and_chunks(parts)
+    call_id, name = str(more.get("tool_call_id", "")), str(more.get("name", ""))
+    return Message(_ROLES[message.role], text, tuple(calls), call_id, name), chunks
 
 
 def _blocks(text: str, form: CallFormat) -> list[TextBlock | ToolCallBlock]:

@@ -1,8 +1,8 @@
-"""LlamaIndex over one ragblend engine: an LLM, a synthesizer that keeps chunk boundaries, a query engine, ingestion.
+"""LlamaIndex over one ragblend engine: an LLM, a synthesizer that names nodes as chunks, a query engine, ingestion.
 
-Three ways in: `index.as_query_engine(llm=BlendLLM(...))` recognises ingested chunks in LlamaIndex's own prompts;
-`response_synthesizer=BlendSynthesizer(llm)` hands nodes over as chunks; `BlendQueryEngine` is both, ready made.
-`simple_summarize` prints Python lists into its prompt (run-llama/llama_index#22392), in which no chunk is left to find.
+Three ways in: `index.as_query_engine(llm=BlendLLM(...))` reuses stored chunks in LlamaIndex's own prompts;
+`response_synthesizer=BlendSynthesizer(llm)` sends the nodes and the question alone, and stores nodes that are not
+stored yet; `BlendQueryEngine` is a query engine with that synthesizer.
 
 Knows llama-index-core, the index and the adapter. Knows nothing about LangChain.
 """
@@ -69,7 +69,7 @@ class BlendSynthesizer(BaseSynthesizer):
     """One answer from all nodes in one prompt: the nodes as chunks, then the question, in the model's own layout.
 
     The report is in `response.metadata["ragblend"]`, for a stream once it has ended. Nodes enter as their plain text;
-    `metadata_mode` puts metadata before it, which makes another text and so another chunk.
+    `metadata_mode` puts metadata before it, which is prefilled with every prompt.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ def _node(hit: SearchHit) -> NodeWithScore:
         start_char_idx=chunk.start,
         end_char_idx=chunk.end,
         metadata=metadata,
-        # Metadata in the text would make it another text than the one whose KV is stored.
+        # Metadata in the text would be prefilled with every prompt.
         excluded_llm_metadata_keys=list(metadata),
         excluded_embed_metadata_keys=list(metadata),
         relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.source)},

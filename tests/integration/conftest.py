@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from framework_calls import Call
 from tiny_models import CHATML
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from ragblend.engine.api import Engine, Stream
-from ragblend.frameworks.model import BlendModel, Request, Turn, share_engine
+from ragblend.frameworks.model import BlendModel, Request, share_engine
 from ragblend.precompute import precompute_documents
+from ragblend.prompt.types import Prompt
 
 
 @pytest.fixture(scope="session")
@@ -60,22 +60,15 @@ SHARED = {"backend": "transformers", "dtype": "auto", "device": "auto", "system"
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Every call of a ragblend LLM in this test, in order."""
-    made: list[Call] = []
-    sent: dict[int, list[Turn]] = {}
-    prepare, start = BlendModel._prepare, BlendModel._open
-
-    def recording_prepare(self: BlendModel, content: Any, **call: Any) -> Request:
-        request = prepare(self, content, **call)
-        sent[id(request.prompt)] = [Turn("user", content)] if isinstance(content, str) else list(content)
-        return request
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Prompt, Stream]]:
+    """Every call of a ragblend LLM in this test, in order: its prompt and the answer."""
+    made: list[tuple[Prompt, Stream]] = []
+    start = BlendModel._open
 
     def recording_open(self: BlendModel, request: Request) -> Stream:
         stream = start(self, request)
-        made.append(Call(sent[id(request.prompt)], request, stream))
+        made.append((request.prompt, stream))
         return stream
 
-    monkeypatch.setattr(BlendModel, "_prepare", recording_prepare)
     monkeypatch.setattr(BlendModel, "_open", recording_open)
     return made

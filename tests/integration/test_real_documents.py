@@ -57,7 +57,7 @@ def test_a_model_of_ordinary_context_takes_full_length_chunks(cases, tmp_path):
     config = LlamaConfig.from_pretrained(demo, max_position_embeddings=16_384, num_hidden_layers=3, dtype="float32")
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "ragblend.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "model" / name).write_bytes((demo / name).read_bytes())
     with load_engine(str(tmp_path / "model"), tmp_path / "kv") as engine:
         check(engine, cases, tmp_path / "index", chunk_size=512)

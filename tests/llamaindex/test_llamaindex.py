@@ -23,10 +23,11 @@ from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from ragblend import Chunk, Prompt, open_index
+from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
-from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register
+from ragblend.frameworks.model import ChunkNotReusedError, precompute_and_register
 from ragblend.llamaindex import (
     BlendIndexRetriever,
     BlendIngestion,
@@ -177,7 +178,7 @@ def test_bad_calls(llm: BlendLLM) -> None:
         llm.complete("Q", recompute_rato=0.2)
     with pytest.raises(UsageError, match="is no function with a name"):
         llm.complete("Q", tools=[{"name": "x"}])
-    with pytest.raises(UnrecognisedChunkError):
+    with pytest.raises(ChunkNotReusedError):
         llm.complete("Q", strict=True)
     with pytest.raises(PromptTooLongError):
         llm.complete("the chunk " * 2000)
@@ -186,8 +187,10 @@ def test_bad_calls(llm: BlendLLM) -> None:
 # --- synthesizer and query engine -------------------------------------------------------------------------------------
 
 
-async def test_synthesizer_keeps_node_boundaries_and_sources(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
-    llm.registry.remove(TEXTS)  # boundaries come from the nodes, not from the registry
+async def test_synthesizer_names_the_nodes_as_chunks_and_keeps_sources(
+    llm: BlendLLM, nodes: list[NodeWithScore]
+) -> None:
+    open_registry(llm.engine.store).remove(TEXTS)  # the synthesizer names the nodes
     synthesizer = BlendSynthesizer(llm)
     response: Any = synthesizer.synthesize(QUESTION, nodes)
     assert response.response == answer(llm)
@@ -216,9 +219,14 @@ def test_synthesizer_without_nodes_and_with_a_system_text(llm: BlendLLM, nodes: 
     assert response.response == llm.engine.generate(plain, max_tokens=6).text
 
 
-def test_metadata_in_the_text_makes_another_chunk(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def test_the_text_behind_metadata_is_reused(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
     response: Any = BlendSynthesizer(llm, metadata_mode=MetadataMode.LLM).synthesize(QUESTION, nodes)
-    assert (response.metadata["ragblend"]["num_chunks"], response.metadata["ragblend"]["num_chunk_hits"]) == (2, 0)
+    report = response.metadata["ragblend"]
+    assert (report["num_chunks"], report["num_chunk_hits"]) == (2, 2)
+    assert (
+        report["prompt_tokens"]
+        > BlendSynthesizer(llm).synthesize(QUESTION, nodes).metadata["ragblend"]["prompt_tokens"]
+    )
 
 
 def test_synthesizer_refuses_other_llms() -> None:
@@ -329,7 +337,7 @@ async def test_pipeline_precomputes_and_deleting_forgets(
     assert len(response.source_nodes) == 2
     assert delete_ref_doc(index, "a", llm) == 1
     assert [llm.engine.is_stored(text) for text in (A, B)] == [False, True]
-    assert list(llm.registry.texts()) == [B]
+    assert list(open_registry(llm.engine.store).texts()) == [B]
     assert delete_ref_doc(index, "unknown", llm) == 0
 
 
@@ -344,7 +352,7 @@ def test_a_changed_document_in_a_pipeline_drops_what_it_left(tiny_engine: Callab
     run(a=A, b=B)
     run(a=TEXTS[2])
     assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [False, True, True]
-    assert set(llm.registry.texts()) == {B, TEXTS[2]}
+    assert set(open_registry(llm.engine.store).texts()) == {B, TEXTS[2]}
     run(a=B)
     run(b=A)
     assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [True, True, False], "a has B still"

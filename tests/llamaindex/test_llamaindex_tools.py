@@ -122,7 +122,7 @@ def test_calls_and_results_go_back_into_the_prompt(llm: BlendLLM) -> None:
         ChatMessage(f"{A}\n\n{B}", role="tool", additional_kwargs={"tool_call_id": "c1", "name": "search"}),
     ]
     tools = [tool.metadata.to_openai_tool() for tool in TOOLS]
-    prompt = llm.engine.renderer.tokenize(llm._chat_request(history, {"tools": tools}).prompt)
-    text = "".join(llm.engine.renderer.token_texts(prompt.token_ids))
+    matched = llm.engine.match(llm._chat_request(history, {"tools": tools}).prompt)
+    text = "".join(llm.engine.renderer.token_texts(matched.token_ids))
     assert text.index("Who?") < text.index('{"about": "lamp"}') < text.index(A)
-    assert len(prompt.chunk_segments) == 2
+    assert len(matched.runs) == 2
