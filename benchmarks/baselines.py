@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple, get_args
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.quality.cases import QaCase
 from ragblend.lab.quality.measures import FULL, Answer, generate_answer, loss, score_tokens
-from ragblend.prompt.types import Chunk, Part, Prompt, TokenizedPrompt
+from ragblend.prompt.match import MatchedPrompt
+from ragblend.prompt.types import Chunk, Part, Prompt
 
 Baseline = Literal["map_reduce", "map_rerank", "reorder"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
@@ -28,7 +29,7 @@ class Asked(NamedTuple):
     """A greedy answer, and the prompt whose KV it was decoded from."""
 
     answer: Answer
-    prompt: TokenizedPrompt
+    prompt: MatchedPrompt
     total_s: float  # prefilling and decoding
 
 
@@ -60,7 +61,7 @@ def ask_baseline(name: Baseline, engine: TransformersEngine, prompt: Prompt, cas
         last = map_rerank(ask, chunks, case, answer_tokens, lambda found: confidence(engine, found))
     else:
         last = ask(reordered(chunks), case.question, case.system, answer_tokens)
-    share = num_prefilled / engine.renderer.tokenize(prompt).num_tokens
+    share = num_prefilled / len(engine.renderer.render(prompt))
     report = replace(last.answer.report, charged_budget=share, charged_budget_32=share)
     return last._replace(answer=last.answer._replace(report=report))
 

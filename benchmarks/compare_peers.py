@@ -60,11 +60,13 @@ def topics(asked: Sequence[tuple[str, Prompt]], passages: int, seed: int = 0) ->
 def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: Prompt) -> dict[str, Any]:
     """What another project needs of a prompt: the ids of its parts, which are all its tokens, and the texts."""
     parts: list[list[int]] = []
-    for segment in engine.renderer.tokenize(prompt).segments:
-        if segment.kind == "text":  # what stands between two chunks goes with the one before
-            parts[-1].extend(segment.token_ids)
+    matched, number = engine.match(prompt), None
+    for kind, start, end, chunk in matched.segments:
+        if kind == "text" or (kind == "chunk" and chunk == number):  # what follows a chunk goes with it
+            parts[-1].extend(matched.token_ids[start:end])
         else:
-            parts.append(list(segment.token_ids))
+            parts.append(matched.token_ids[start:end])
+            number = chunk
     return {
         "topic": topic,
         "question": question,

@@ -60,7 +60,7 @@ def test_ingest_stores_the_kv_of_every_chunk(corpus, engine, tmp_path):
     assert report.num_documents == 4
     assert report.num_chunks == report.num_new_kv == len(chunks)
     assert all(engine.is_stored(chunk) for chunk in chunks)
-    num_tokens = sum(len(engine.renderer.chunk_ids(chunk)) for chunk in chunks)
+    num_tokens = sum(len(engine.renderer.chunk_ids(chunk.text)) for chunk in chunks)
     assert report.new_kv_bytes == num_tokens * engine.bytes_per_token
 
 
@@ -223,7 +223,7 @@ def test_rewriting_to_eight_bits_prefills_nothing(chunks, tmp_path, monkeypatch)
     with load_engine("demo", tmp_path / "kv") as engine:
         precompute_chunks(chunks[:-1], engine)
     with load_engine("demo", tmp_path / "kv", kv_dtype="fp8") as engine:
-        prefilled, original, missing = [], engine._prefill_chunks, engine.renderer.chunk_ids(chunks[-1])
+        prefilled, original, missing = [], engine._prefill_chunks, engine.renderer.chunk_ids(chunks[-1].text)
         monkeypatch.setattr(engine, "_prefill_chunks", lambda ids, *more: prefilled.extend(ids) or original(ids, *more))
         report = precompute_chunks(chunks, engine, rewrite=True)
     assert prefilled == [missing], "only what was missing"

@@ -22,7 +22,7 @@ from benchmarks.soak.ledger import Attempt, Ledger, Outcome, is_stored
 from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, exclude_tokens
 from ragblend.engine.vllm.base_engine import sampling
 from ragblend.engine.vllm.client import delta, events
-from ragblend.engine.vllm.params import VllmMode, report_from
+from ragblend.engine.vllm.params import BlendParams, VllmMode, report_from
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.types import Prompt
@@ -178,7 +178,8 @@ class Client(threading.Thread):
         """A prompt of one chunk, which stands where it is ingested."""
         start = len(self._work.prefix_ids)
         ids = (*self._work.prefix_ids, *text.token_ids, text.token_ids[-1])
-        return Question(-text.number, Prompt([], "?"), ids, ((start, len(ids) - 1),), ((0, 0),), (text,))
+        params = BlendParams(spans=((start, len(ids) - 1),))
+        return Question(-text.number, Prompt([], "?"), ids, params, (text,))
 
     # -- asking
 

@@ -13,7 +13,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -21,6 +21,8 @@ from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import Generation, Mode
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.vllm.base_engine import blend_params
+from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, VllmMode
 from ragblend.errors import RagblendError
 from ragblend.prompt.types import Prompt
 
@@ -44,13 +46,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt over some chunks, in order."""
+    """A prompt over some chunks, in order. `params`: where they are in it, as a server is told."""
 
     number: int
     prompt: Prompt
     token_ids: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
-    template: tuple[tuple[int, int], ...]
+    params: BlendParams
     texts: tuple[Text, ...]
 
 
@@ -108,8 +109,7 @@ class Work:
         return Text(number, self._ids(passage), owners)
 
     def _ids(self, passage: str) -> tuple[int, ...]:
-        (segment,) = self._engine.renderer.tokenize(Prompt([passage], "?")).chunk_segments
-        return segment.token_ids
+        return self._engine.renderer.chunk_ids(passage)
 
     def fresh(self) -> Text:
         """A chunk that nobody has seen, for anybody to ingest. May be called from any thread."""
@@ -133,17 +133,10 @@ class Work:
 
     def as_question(self, number: int, prompt: Prompt, texts: Sequence[Text]) -> Question:
         """A prompt as it is sent."""
-        tokenized = self._engine.renderer.tokenize(prompt)
-        segments = tokenized.chunk_segments
-        assert [segment.token_ids for segment in segments] == [text.token_ids for text in texts]
-        return Question(
-            number,
-            prompt,
-            tuple(tokenized.token_ids),
-            tuple((segment.start, segment.end) for segment in segments),
-            tuple((segment.num_lead, segment.num_tail) for segment in segments),
-            tuple(texts),
-        )
+        matched = self._engine.match(prompt)
+        assert [run.chunk_ids for run in matched.runs] == [text.token_ids for text in texts]
+        params = blend_params(matched, "blend", "auto", None, "")
+        return Question(number, prompt, tuple(matched.token_ids), params, tuple(texts))
 
 
 class References:
@@ -224,16 +217,16 @@ def exclude_tokens(token_ids: frozenset[int]) -> dict[int, float]:
     return dict.fromkeys(token_ids, -100.0)
 
 
-def body(question: Question, *, mode: str, ratio: float | None, stream: bool, more: dict[str, Any]) -> dict[str, Any]:
+def body(
+    question: Question, *, mode: VllmMode, ratio: float | None, stream: bool, more: dict[str, Any]
+) -> dict[str, Any]:
     """The JSON body of a completion request, and `more` in it. Its API key says in whose name."""
-    params: dict[str, Any] = {"version": 1, "mode": mode, "spans": [list(span) for span in question.spans]}
-    if mode != "ingest":
-        params |= {"ratio": ratio, "template": [list(pair) for pair in question.template]}
+    params = replace(question.params, mode=mode, ratio=ratio)
     return {
         "prompt": list(question.token_ids),
         "temperature": 0.0,
         "return_token_ids": True,
         "stream": stream,
-        "kv_transfer_params": {"ragblend": params},
+        "kv_transfer_params": {PARAMS_KEY: params.as_dict()},
         **more,
     }

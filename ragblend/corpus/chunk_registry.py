@@ -201,6 +201,12 @@ class ChunkRegistry:
                 connection.execute(delete, (_key(text.strip()), tokenizer, namespace))
                 self._num_id_changes += 1
 
+    def remove_ids_without_text(self) -> None:
+        """Forget the token ids of all texts that nobody has added: of chunks that prompts named."""
+        with self._write_transaction() as connection:
+            connection.execute(f"DELETE FROM {_IDS} WHERE key NOT IN (SELECT key FROM {_TABLE})")
+            self._num_id_changes += 1
+
     def ids_version(self) -> tuple[int, int]:
         """Return a value that changes with every change of the token ids, by whichever process."""
         with self._locked() as connection:

@@ -261,8 +261,9 @@ def _state(segment: PromptSegment, chunk: ChunkReport | None, is_recomputed: boo
 
 
 def _question(engine: ExplainingEngine, request: EngineRequest) -> str:
-    start = request.prompt.question_start
-    return "" if start is None else engine.renderer.plain_text(request.prompt.token_ids[start:]).strip()
+    ids, tail = request.prompt.token_ids, engine.renderer.tail_ids
+    end = len(ids) - len(tail) if tail and tuple(ids[-len(tail) :]) == tail else len(ids)
+    return engine.renderer.plain_text(ids[request.prompt.question_start or end : end]).strip()
 
 
 def _plain(tensor: Tensor | None) -> list[Any]:

@@ -111,7 +111,7 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
     try:
         if not path.exists():
             if next(disk.keys(), None) is not None:
-                report.damaged_files[REGISTRY_FILE] = "it is missing, so no text is recognised in a plain prompt"
+                report.damaged_files[REGISTRY_FILE] = "it is missing, so no stored chunk is found in prompts"
             return
         with open_registry(disk) as registry:
             problems, stored = registry.find_problems(), registry.stored()
@@ -148,6 +148,8 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             [*chunks, *again], engine, progress, index=index, register_texts=lambda: registry.add(indexed)
         )
         stored = registry.stored()
+    if REGISTRY_FILE in report.damaged_files:
+        engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
         assert disk is not None
         disk.drop_damaged(key)  # last: killed before, it is still found
@@ -209,7 +211,7 @@ _LOSS_MESSAGES = {
 
 
 class GcReport(NamedTuple):
-    """What `collect_garbage` removed, or would remove: that of `GcResult`, texts no longer recognised, and pins."""
+    """What `collect_garbage` removed, or would remove: that of `GcResult`, texts that are forgotten, and pins."""
 
     evicted: tuple[str, ...]
     num_quarantined: int
@@ -253,6 +255,7 @@ def collect_garbage(
             kept.update(text.strip() for text in opened.texts_since(used.generation))
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
+            registry.remove_ids_without_text()
             pins = _stray_pins(disk, opened, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)

@@ -35,7 +35,8 @@ from ragblend.lab.quality.cases import QaCase
 from ragblend.lab.quality.data import build_prompt, demo_cases
 from ragblend.lab.quality.measures import FULL, Answer
 from ragblend.lab.quality.study import QualityResult, measure, run_quality, table_lines
-from ragblend.prompt.types import Part, Prompt, TokenizedPrompt
+from ragblend.prompt.match import MatchedPrompt
+from ragblend.prompt.types import Part, Prompt
 
 CONFIG = QualityConfig(num_questions=28)
 TOKENS = CONFIG.answer_tokens
@@ -64,10 +65,6 @@ def result() -> QualityResult:
     return run_figure(FigureConfig(num_questions=3, rules=("cacheblend",), ratios=(0.15,), embedder="hashing"))
 
 
-def texts_of(prompt: TokenizedPrompt) -> list[str]:
-    return [segment.chunk.text for segment in prompt.chunk_segments if segment.chunk is not None]
-
-
 # -- what is asked
 
 
@@ -75,7 +72,7 @@ def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(
     engine: TransformersEngine, case: QaCase, prompt: Prompt
 ) -> None:
     last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
-    (chosen,) = texts_of(last.prompt)
+    (chosen,) = (run.chunk.text for run in last.prompt.runs)
     assert last.answer.text == case.answers[0]
     assert case.answers[0] in chosen
     assert chosen != prompt.chunks[0].text  # not the first for want of a reason
@@ -107,9 +104,9 @@ def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(
         for chunk in prompt.chunks
     ]
     last = ask_baseline("map_reduce", engine, prompt, case, TOKENS)
-    assert texts_of(last.prompt) == [text for text in said if text]
-    over = engine.generate(Prompt(texts_of(last.prompt), case.question), mode="full", max_tokens=TOKENS)
-    assert last.answer.text == over.text
+    over = Prompt([text for text in said if text], case.question)
+    assert last.prompt.token_ids == engine.renderer.render(over)
+    assert last.answer.text == engine.generate(over, mode="full", max_tokens=TOKENS).text
 
 
 def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_exact(
@@ -137,7 +134,7 @@ def test_every_prompt_that_a_baseline_prefills_is_charged(
     engine: TransformersEngine, case: QaCase, prompt: Prompt
 ) -> None:
     def count(chunks: Sequence[Part], question: str) -> int:
-        return engine.renderer.tokenize(Prompt(chunks, question, case.system)).num_tokens
+        return len(engine.renderer.render(Prompt(chunks, question, case.system)))
 
     asked = count(prompt.chunks, case.question)
     alone = sum(count([chunk], case.question) for chunk in prompt.chunks)
@@ -158,7 +155,7 @@ def scripted(texts: Sequence[str]) -> tuple[list[tuple[tuple[Part, ...], str]], 
         text = texts[len(asked)]
         asked.append((tuple(chunks), question))
         found = Answer(text, True, torch.zeros(1), BlendReport("full"), (0,), None, ttft_s=1.0)  # type: ignore[arg-type]
-        return Asked(found, TokenizedPrompt(()), 3.0)
+        return Asked(found, MatchedPrompt([]), 3.0)
 
     return asked, ask
 

@@ -55,7 +55,7 @@ def test_a_folder_of_logs_is_one_json_object(run: CommandRunner) -> None:
 
 def test_nothing_of_the_texts_is_printed_unless_asked(run: CommandRunner) -> None:
     Path("logs/c.jsonl").write_text('{"messages": "lease\n', encoding="utf-8")
-    for arguments in (("logs",), ("logs", "--json"), ("logs", "--separator", "[[RB]]")):
+    for arguments in (("logs",), ("logs", "--json")):
         code, out, err = run("analyze", *arguments)
         assert code == 0
         assert not [word for word in ("lease", "signed", "office", "question") if word in out + err]
@@ -112,7 +112,6 @@ def test_a_picture_is_drawn(run: CommandRunner) -> None:
         (("other.jsonl",), 1, "no request in other.jsonl"),
         (("logs", "--ratio", "2"), 2, "choose 0 (full reuse)"),
         (("logs", "--kv-bytes-per-token", "-1"), 2, "give 0 or more"),
-        (("logs", "--separator", " "), 2, "separator is ' '"),
         (("logs", "--rule", "best"), 2, "rule 'best' is unknown"),
         (("logs", "--profile", "none.json"), 3, "ragblend profile"),
         (("logs", "--profile", "other.jsonl"), 2, "machine profile"),
@@ -157,14 +156,3 @@ def test_a_log_can_be_piped(folder: Path) -> None:
         env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin", "XDG_CONFIG_HOME": "/nonexistent"},
     )  # fmt: skip
     assert json.loads(ended.stdout)["num_requests"] == 20
-
-
-def test_texts_that_a_store_knows_are_chunks(run: CommandRunner) -> None:
-    from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
-
-    assert run.facts("analyze", "logs")["marked_share"] == 0
-    Path("kv").mkdir()
-    ChunkRegistry(Path("kv") / REGISTRY_FILE).add(PASSAGES)
-    facts = run.facts("analyze", "logs", "--store", "kv")
-    assert facts["marked_share"] > 0.9
-    assert len(facts["chunks"]) == len(PASSAGES)

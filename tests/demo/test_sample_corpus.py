@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
-from ragblend.demo import WEIGHTS
 from ragblend.demo.corpus import sample_corpus
 from ragblend.demo.show import CHUNK_TOKENS
+from ragblend.engine.transformers.model import load_tokenizer
+from ragblend.prompt.render import Renderer
 
 
 def test_every_gold_span_stands_in_its_record_and_in_the_chunks_named() -> None:
@@ -40,11 +39,7 @@ def test_the_first_records_are_a_corpus_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_demo_cuts_records_into_their_paragraphs() -> None:
-    tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(" " + " ".join(text.split())).ids)
-
+    count = Renderer(load_tokenizer("demo")[0]).count_tokens
     for record in sample_corpus().records:
         cut = split(Document(record.markdown, record.filename), count, CHUNK_TOKENS)
         assert tuple(chunk.text for chunk in cut) == record.chunks

@@ -1,4 +1,4 @@
-"""The embedded model as it is shipped: its size, and a chat template that writes the prompt of its declared format."""
+"""The embedded model as it is shipped: its size and its chat template."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def test_limits_of_the_wheel() -> None:
     assert sum(path.stat().st_size for path in WEIGHTS.iterdir()) <= 32 * 2**20
 
 
-def test_the_chat_template_writes_the_same_prompt() -> None:
+def test_the_chat_template_takes_chunks_as_paragraphs_and_as_blocks() -> None:
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     corpus = sample_corpus()
-    chunks, question = [*corpus.records[0].chunks], corpus.questions[0].text
+    chunks, question = corpus.records[0].chunks, corpus.questions[0].text
+    paragraphs = [{"role": "user", "content": "\n\n".join([*chunks, question])}]
+    written = tokenizer.apply_chat_template(paragraphs, tokenize=False)
     with load_engine("demo") as engine:
-        ids = engine.renderer.tokenize(Prompt(chunks, question)).token_ids
-    parts = [{"type": "text", "text": text} for text in [*chunks, question]]
-    written = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
-    assert tokenizer.encode(written, add_special_tokens=False) == [*ids]
-    bare = [text.replace("\n\n", " ") for text in chunks]
-    paragraphs = [{"role": "user", "content": "\n\n".join([*bare, question])}]
-    assert tokenizer.apply_chat_template(paragraphs, tokenize=False) == written
+        ids = engine.renderer.render(Prompt(chunks, question))
+    assert ids == tokenizer.encode(written, add_special_tokens=False)
+    blocks = [{"type": "text", "text": text} for chunk in chunks for text in chunk.split("\n\n")]
+    asked = [{"role": "user", "content": [*blocks, {"type": "text", "text": question}]}]
+    assert tokenizer.apply_chat_template(asked, tokenize=False) == written
     system = [{"role": "system", "content": "Be short."}, *paragraphs]
     assert tokenizer.apply_chat_template(system, tokenize=False).startswith("<s><sys> Be short.<doc>")

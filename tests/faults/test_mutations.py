@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ragblend import Prompt, load_engine
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import machine_facts, write_profile
@@ -35,6 +37,7 @@ from ragblend.errors import RagblendError
 from ragblend.index import open_index
 from ragblend.operations.maintenance import repair_store, verify_store
 from ragblend.precompute import ingest, open_engine_index, pin_document
+from ragblend.prompt.render import Renderer
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -111,6 +114,11 @@ def mutate(work: Path, kind: str, rng: random.Random) -> str:
     return f"{kind}: {change.__name__}"
 
 
+@cache
+def demo_tokenizer() -> str:
+    return Renderer(load_tokenizer("demo")[0]).fingerprint
+
+
 def told(work: Path) -> dict[str, Any]:
     """All that an index and a store tell. Raises RagblendError where that is noticed to be damaged."""
     disk = DiskStore(work / "kv", create=False)
@@ -133,6 +141,7 @@ def told(work: Path) -> dict[str, Any]:
             "texts": sorted(registry.texts()),
             "stored": registry.stored(),
             "held": sorted(registry.texts_of("")),
+            "token ids": sorted(tuple(ids) for _, ids in registry.ids_after(0, demo_tokenizer(), "")),
         }
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from forgery import FORGERIES, PLANTS, Victim, remove
 from servers import point_s3_at, running_redis, running_s3
+from tiny_prompts import CHUNKS
 
 from ragblend.engine.store.base import VerifyResult
 from ragblend.engine.store.disk import DiskStore
@@ -27,8 +28,8 @@ from ragblend.prompt.types import Prompt
 pytestmark = pytest.mark.timeout(600)
 
 OWN, FOREIGN = StoreKey(b"o" * 32), StoreKey(b"f" * 32)
-TEXTS = ("the theory of the other chunk", "answer the question with it", "what is that, the question")
-LIE = "that is what the chunk answers"
+TEXTS = tuple(chunk.text for chunk in CHUNKS)
+LIE = "that is what the chunk answers and the other theory of that question is what the answer with the other chunk is"
 MODES: tuple[tuple[str, float], ...] = (("blend", 1.0), ("blend", 0.15), ("prefix", 0.0))
 BOMB_BYTES = 256 << 20  # a planted entry holds a few KB
 WHOLE_AND_UNSIGNED = {

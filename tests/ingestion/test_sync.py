@@ -462,6 +462,8 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
     assert sorted(DiskStore(corpus.root / "kv").keys()) == before
     with open_registry(corpus.engine.store) as registry:
         assert set(registry.texts()) == {text for _, text in corpus.index.texts()}
+    known = corpus.engine.known_chunks
+    assert [text in known for text in ("An orphan.", "Behind.", BELL)] == [False, False, True]
     assert set(disk_tier(corpus.engine.store).pins()) == {f"{corpus.docs}/b.txt", "by hand"}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_prompts import CHUNKS, PROMPT
 from transformers import DynamicCache
 
 from ragblend.engine.generation import Conversation
@@ -16,14 +17,7 @@ from ragblend.engine.transformers.layers import cache_argument
 from ragblend.errors import UsageError
 from ragblend.lab.explain import STATES, Comparison, Explanation, explain
 from ragblend.lab.explain_page import render_html
-from ragblend.prompt.types import Chunk, Prompt
-
-CHUNKS = (
-    Chunk("the theory of the other chunk is in the answer", source="one.txt"),
-    Chunk("question the chunk with that theory", source="two.txt"),
-    Chunk("what the other question is and the answer to it", source="three.txt"),
-)
-PROMPT = Prompt(CHUNKS, "what is that?")
+from ragblend.prompt.types import Prompt
 
 
 @pytest.fixture
@@ -41,19 +35,19 @@ def explanation(engine: TransformersEngine) -> Explanation:
 
 
 def test_its_tokens_are_the_prompts_in_order_and_their_texts_read_as_the_prompt(engine, explanation):
-    tokenized = engine.renderer.tokenize(PROMPT)
-    assert [token.id for token in explanation.tokens] == tokenized.token_ids
-    assert [segment.start for segment in explanation.segments] == [segment.start for segment in tokenized.segments]
+    matched = engine.match(PROMPT)
+    assert [token.id for token in explanation.tokens] == matched.token_ids == engine.renderer.render(PROMPT)
+    assert [segment.start for segment in explanation.segments] == [segment.start for segment in matched.segments]
     text = "".join(token.text for token in explanation.tokens)
     assert all(chunk.text in text for chunk in CHUNKS)
-    assert "Question: what is that?" in text
+    assert "what is that?" in text
     assert explanation.question == "what is that?"
 
 
 def test_states_are_those_of_the_report(explanation):
-    prefix, exact, joint, missed, _, blended, suffix = explanation.segments
+    prefix, exact, separator, missed, _, blended, suffix = explanation.segments
     assert {token.state for token in prefix.tokens} | {token.state for token in exact.tokens} == {"exact"}
-    assert {token.state for segment in (joint, missed, suffix) for token in segment.tokens} == {"computed"}
+    assert {token.state for segment in (separator, missed, suffix) for token in segment.tokens} == {"computed"}
     assert {token.state for token in blended.tokens} == {"recomputed", "reused"}
     report = explanation.report
     assert sum(map(explanation.count, STATES)) == report.prompt_tokens
@@ -77,21 +71,21 @@ def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_mode
     engine, explanation, stock_model, tiny_model
 ):
     """The stored chunk is moved by the stock model itself: run behind the prefix, its positions shifted."""
-    model, tokenized = stock_model("llama"), engine.renderer.tokenize(PROMPT)
-    prefix, chunk = tokenized.segments[0], tokenized.chunk_segments[2]
+    model, matched = stock_model("llama"), engine.match(PROMPT)
+    prefix, run = matched.token_ids[: matched.num_prefix], matched.runs[2]
     full, alone = DynamicCache(), DynamicCache()
-    ids = [*prefix.token_ids, *chunk.token_ids]
+    ids = [*prefix, *run.chunk_ids]
     with torch.no_grad():
-        model(torch.tensor([tokenized.token_ids]), **{cache_argument(model): full})
+        model(torch.tensor([matched.token_ids]), **{cache_argument(model): full})
         # RoPE sees only distances, so positions shifted for prefix and chunk alike leave values and attention alone.
-        shift = chunk.start - prefix.num_tokens
+        shift = run.start - len(prefix)
         positions = torch.arange(len(ids))[None] + shift
         model(torch.tensor([ids]), position_ids=positions, **{cache_argument(model): alone})
     for place, token in enumerate(explanation.segments[5].tokens):
         per_layer = []
         for ours, theirs in zip(alone.layers, full.layers, strict=True):
             for stored, fresh in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-                a, b = stored[0, :, prefix.num_tokens + place], fresh[0, :, chunk.start + place]
+                a, b = stored[0, :, len(prefix) + place], fresh[0, :, run.start + place]
                 per_layer.append(float((b - a).norm() / b.norm()))
         assert token.deviation == pytest.approx(sum(per_layer) / len(per_layer), rel=1e-3, abs=1e-5)
     unmoved = explain(engine, PROMPT, rule="cacheblend", recompute_ratio=0.3, max_tokens=2)
@@ -153,18 +147,16 @@ def test_characters_of_several_tokens_belong_to_the_last_one(renderer):
     assert renderer.token_texts([]) == []
 
 
-def test_a_boundary_that_recognition_moved_shows_in_the_comparison(engine, stock_model):
-    found = ["Content: ", Chunk(CHUNKS[0].text, found_in_prompt=True), "\nwhat is that?"]
-    prompt = Prompt.from_messages([("user", found)])
+def test_full_prefill_answers_as_the_stock_model_does_and_blending_at_ratio_one_too(engine, stock_model):
+    prompt = Prompt.from_messages([("user", ["Content: ", CHUNKS[0], "\nwhat is that?"])])
     explanation = explain(engine, prompt, recompute_ratio=1.0, max_tokens=6)
-    assert explanation.boundaries_moved
-    assert explanation.first_token_kl > 1e-4
-    assert max(token.remaining for token in explanation.tokens) < 1e-4  # of the KV of the very same tokens
-    whole = engine.renderer.tokenize(prompt.without_recognized()).token_ids
+    (chunk,) = (segment.chunk for segment in explanation.segments if segment.chunk is not None)
+    assert (chunk.hit, chunk.exact) == (True, False)
+    assert max(token.remaining for token in explanation.tokens) < 1e-4
+    whole = engine.renderer.render(prompt)
     with torch.no_grad():
         answer = stock_model("llama").generate(torch.tensor([whole]), max_new_tokens=6, do_sample=False, num_beams=1)
-    assert explanation.full_answer == engine.renderer.decode(answer[0, len(whole) :].tolist())
-    assert not explain(engine, PROMPT, max_tokens=2).boundaries_moved
+    assert explanation.full_answer == engine.renderer.decode(answer[0, len(whole) :].tolist()) == explanation.answer
 
 
 def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_each_answer(engine, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from tiny_prompts import CHUNKS
 
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.explain import Explanation, explain
@@ -68,7 +69,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def evil_chunks() -> list[Chunk]:
-    return [Chunk("the theory of the other chunk", source="a<i>.md"), Chunk(EVIL, source="b&.md"), Chunk("the answer")]
+    return [replace(CHUNKS[0], source="a<i>.md"), Chunk(EVIL, source="b&.md"), CHUNKS[2]]
 
 
 @pytest.fixture

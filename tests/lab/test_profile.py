@@ -117,7 +117,7 @@ def test_the_ratio_rises_to_what_hides_behind_loading(on_disk: Callable[[float],
     found = engine.prefill(engine.request(PROMPT, rule="cacheblend")).report
     num_chunk = sum(chunk.num_tokens for chunk in found.chunks)
     num_stored = num_chunk + found.num_prefix_tokens
-    num_fresh = engine.renderer.tokenize(PROMPT).num_tokens - num_stored
+    num_fresh = len(engine.renderer.render(PROMPT)) - num_stored
     behind = 1 - 1 / engine.layers.num_layers  # layer 1's loading hides nothing
     expected = (0.8 * behind * num_chunk - num_fresh) / num_stored
     assert found.recompute_ratio == pytest.approx(expected)

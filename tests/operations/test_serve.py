@@ -47,7 +47,7 @@ def extra(command: tuple[str, ...]) -> dict[str, Any]:
 
 def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    made = launch(store="kv")
+    made = launch(store="kv", separator="<doc>", separator_end="<q>")
     command = made.command
     assert command[:4] == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
     assert (Path(command[4]) / "config.json").is_file()
@@ -56,7 +56,7 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: P
     assert value(command, "--dtype") == "float32"
     config = extra(command)
     assert config["store"] == str(tmp_path / "kv")  # vLLM's processes may have another working directory
-    assert (config["separator_ids"], config["separator_end_ids"], made.prefix_ids) == ([3], [4], (1,))
+    assert (config["separator_ids"], config["separator_end_ids"], made.prefix_ids) == ([3], [4], (1, 3))
 
 
 def test_the_cpu_build_without_metadata_is_started_by_its_module(tmp_path: Path, monkeypatch: Any) -> None:

@@ -144,11 +144,10 @@ def lines_of(found: Mapping[str, Any]) -> list[str]:
     if found["num_media"]:
         lines.append(f"{found['num_media']} images, files or sounds, whose tokens are not counted")
     shares = found["shares"]
-    marked = f"; {found['marked_share']:.0%} of the tokens are in marked chunks" if found["marked_share"] else ""
     lines += [
         "",
         f"{shares['prefix']:>6.1%} repeat as a prefix: prefix caching reuses them",
-        f"{shares['elsewhere']:>6.1%} repeat elsewhere: only stored chunks reuse them{marked}",
+        f"{shares['elsewhere']:>6.1%} repeat elsewhere: only stored chunks reuse them",
         f"{shares['new']:>6.1%} are new",
         *_chunk_lines(found),
         *_curve_lines(found),

@@ -36,7 +36,7 @@ class AnalysisConfig(NamedTuple):
 
 
 BY_THE_PAPER = AnalysisConfig()
-"""Tokens, no marks, CacheBlend's own ratio."""
+"""Counts in tokens, with CacheBlend's own ratio."""
 
 
 def analyze(
@@ -50,14 +50,13 @@ def analyze(
     Raises EmptyCorpusError where there is no request in the logs.
     """
     requests = read_requests(paths, tokens, progress)
-    prefixes, passages, num_marked = PrefixCache(), Passages(), 0
+    prefixes, passages = PrefixCache(), Passages()
     counts = array("i"), array("i"), array("i")  # of each request: tokens, in its prefix, elsewhere
     for index, request in enumerate(requests.in_order()):
         prefix = prefixes.see(request.ids, request.answer, request.seed)
-        elsewhere = passages.see(index, request.ids, request.chunks, prefix, request.seed)
+        elsewhere = passages.see(index, request.ids, prefix, request.seed)
         for column, value in zip(counts, (len(request.ids), prefix, elsewhere), strict=True):
             column.append(value)
-        num_marked += sum(end - start for start, end in request.chunks)
         if progress is not None:
             progress("analyse", index + 1, len(requests))
     num_tokens, num_prefix, num_elsewhere = map(sum, counts)
@@ -82,7 +81,6 @@ def analyze(
             "new": (num_tokens - num_prefix - num_elsewhere) / num_tokens,
         },
         "first_use_share": int(uses.sizes.sum()) / num_tokens,  # new tokens of chunks that come again later
-        "marked_share": num_marked / num_tokens,  # tokens of chunks whose boundaries are known
         "num_chunks": len(chunks),
         "chunks": _top(chunks, passages, tokens if config.show_texts else None),
         "zipf": None if zipf is None else {"slope": zipf[0], "r_squared": zipf[1]},

@@ -41,8 +41,8 @@ _ROLES = {"developer": "system", "function": "tool"}
 Progress = Callable[[str, int, int | None], None]
 
 
-Piece = tuple[str | tuple[int, ...], bool]
-"""A text or token ids, tokenized alone, and whether it is one chunk, whole."""
+Piece = str | tuple[int, ...]
+"""A text, which is tokenized alone, or token ids."""
 
 
 class LoggedRequest(NamedTuple):
@@ -56,10 +56,9 @@ class LoggedRequest(NamedTuple):
 
 
 class TokenizedRequest(NamedTuple):
-    """One prompt as ids. `chunks`: [start, end) of marked chunks, ascending. `answer`: the turn that followed it."""
+    """One prompt as ids. `answer`: the turn that followed it."""
 
     ids: Ids
-    chunks: tuple[tuple[int, int], ...]
     answer: Ids
     seed: int  # of its namespace's hashes: no namespace finds the tokens of another
 
@@ -72,7 +71,7 @@ class RequestLog:
         self._numbers: dict[int, int] = {}  # digest of a text: its place in `_ids`
         self._ids: list[Ids] = []
         self._namespaces = {"": 0}
-        # Of each request: its namespace, the pieces of its prompt, and those and its answer's: 2 * number + is_chunk.
+        # Of each request: its namespace, the number of its prompt's pieces, and those pieces and its answer's.
         self._records, self._starts, self._times = array("i"), array("q", [0]), array("d")
         self.files: tuple[str, ...] = ()
         self.num_broken, self.broken = 0, list[str]()  # lines that could not be read, and the first places
@@ -99,12 +98,12 @@ class RequestLog:
 
     def add(self, request: LoggedRequest) -> bool:
         """Keep a request; False, and nothing, for one without a token."""
-        pieces = [2 * self._number(content) + is_chunk for content, is_chunk in request.pieces]
-        if not any(len(self._ids[piece >> 1]) for piece in pieces):
+        pieces = [self._number(piece) for piece in request.pieces]
+        if not any(len(self._ids[piece]) for piece in pieces):
             return False
         answer = [turn_header("assistant"), request.answer, "\n"] if request.answer else []
         self._records.extend((self._namespaces.setdefault(request.namespace, len(self._namespaces)), len(pieces)))
-        self._records.extend([*pieces, *(2 * self._number(text) for text in answer)])
+        self._records.extend([*pieces, *map(self._number, answer)])
         self._starts.append(len(self._records))
         # A request without a time keeps its place after the one before it.
         last_s = self._times[-1] if self._times else -math.inf
@@ -113,14 +112,14 @@ class RequestLog:
         self.num_media += request.num_media
         return True
 
-    def _number(self, content: str | tuple[int, ...]) -> int:
-        """Where the ids of a text are; tokenizes it when it comes for the first time."""
-        if isinstance(content, str):
-            key = xxhash.xxh3_128_intdigest(content.encode("utf-8", "surrogatepass"))
+    def _number(self, piece: Piece) -> int:
+        """Where the ids of a piece are; tokenizes it when it comes for the first time."""
+        if isinstance(piece, str):
+            key = xxhash.xxh3_128_intdigest(piece.encode("utf-8", "surrogatepass"))
         else:
-            key = xxhash.xxh3_128_intdigest(np.asarray(content, np.int32).tobytes(), seed=1)
+            key = xxhash.xxh3_128_intdigest(np.asarray(piece, np.int32).tobytes(), seed=1)
         if (number := self._numbers.get(key)) is None:
-            ids = self._tokens.ids(content) if isinstance(content, str) else np.asarray(content, np.int32)
+            ids = self._tokens.ids(piece) if isinstance(piece, str) else np.asarray(piece, np.int32)
             number = self._numbers[key] = len(self._ids)
             self._ids.append(ids)
         return number
@@ -130,15 +129,10 @@ class RequestLog:
         seeds = [xxhash.xxh3_64_intdigest(name.encode("utf-8", "replace")) if name else 0 for name in self._namespaces]
         for index in np.argsort(np.frombuffer(self._times, np.float64), kind="stable"):
             namespace, num_pieces, *pieces = self._records[self._starts[index] : self._starts[index + 1]]
-            texts = [self._ids[piece >> 1] for piece in pieces]
-            ends = np.cumsum([len(text) for text in texts]).tolist()
-            chunks = tuple(
-                (end - len(text), end)
-                for piece, text, end in zip(pieces, texts, ends, strict=True)
-                if piece & 1 and len(text)
-            )
-            ids, answer = np.split(np.concatenate(texts), [ends[num_pieces - 1]])
-            yield TokenizedRequest(ids, chunks, answer, seeds[namespace])
+            texts = [self._ids[piece] for piece in pieces]
+            end = sum(map(len, texts[:num_pieces]))
+            ids, answer = np.split(np.concatenate(texts), [end])
+            yield TokenizedRequest(ids, answer, seeds[namespace])
 
 
 def read_requests(paths: Sequence[str | Path], tokens: Tokens, progress: Progress | None = None) -> RequestLog:
@@ -231,16 +225,14 @@ def requests_in(value: object) -> Iterator[LoggedRequest]:
         yield LoggedRequest(pieces, answer, time_s, namespace, num_media)
         return
     for prompt in _prompts(body.get("prompt")):
-        is_text = isinstance(prompt, str)
-        found = [(prompt, False)] if is_text else list(_cut_ids(prompt, ours.get("spans") or ()))
-        yield LoggedRequest(found, answer, time_s, namespace)
+        yield LoggedRequest([prompt], answer, time_s, namespace)
 
 
 def _chat(messages: list[Any], tools: object) -> tuple[list[Piece], int]:
     """The pieces of a chat, and its number of media. A line with the role stands for what a chat template adds."""
     num_media = 0
     # Templates write tools before the first turn.
-    pieces: list[Piece] = [(f"<tools>\n{_dumped(tools)}\n", False)] if tools else []
+    pieces: list[Piece] = [f"<tools>\n{_dumped(tools)}\n"] if tools else []
     for message in messages:
         if not isinstance(message, Mapping):
             continue
@@ -249,9 +241,9 @@ def _chat(messages: list[Any], tools: object) -> tuple[list[Piece], int]:
         blocks = [_block(part) for part in parts if isinstance(part, str | Mapping)]
         texts = [block for block in blocks if block is not None]
         num_media += len(blocks) - len(texts)
-        pieces += [(turn_header(_ROLES.get(role, role)), False), *((text, False) for text in texts)]
-        pieces += [(f"\n{_dumped(call)}", False) for call in message.get("tool_calls") or ()]
-        pieces.append(("\n", False))
+        pieces += [turn_header(_ROLES.get(role, role)), *texts]
+        pieces += [f"\n{_dumped(call)}" for call in message.get("tool_calls") or ()]
+        pieces.append("\n")
     return pieces, num_media
 
 
@@ -274,7 +266,7 @@ def _dumped(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _prompts(prompt: object) -> list[Any]:
+def _prompts(prompt: object) -> list[Piece]:
     """The prompts of a completion: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
@@ -283,17 +275,6 @@ def _prompts(prompt: object) -> list[Any]:
     if prompt and all(isinstance(each, int) and 0 <= each < 1 << 31 for each in prompt):
         return [tuple(prompt)]
     return [found for each in prompt for found in _prompts(each)]
-
-
-def _cut_ids(ids: tuple[int, ...], spans: Iterable[tuple[int, int]]) -> Iterator[Piece]:
-    """Token ids, cut at the chunks that the request's parameters name; those that do not lie in them are left out."""
-    place = 0
-    for start, end in spans:
-        if place <= start < end <= len(ids):
-            yield ids[place:start], False
-            yield ids[start:end], True
-            place = end
-    yield ids[place:], False
 
 
 def _answer(response: Any) -> str:

@@ -2,11 +2,10 @@
 
 Passages are the chunks that a store of KV could have held.
 
-Where a prompt's chunks are marked, a chunk is its token ids, whole. Everywhere else repeated passages are found by
-winnowing (Schleimer, Wilkerson and Aiken, SIGMOD 2003): of any 16 neighbouring windows of 16 tokens the one with the
-smallest hash is remembered, which depends on the window's tokens alone. So a passage that stands elsewhere has the same
-remembered windows, and each that has 31 tokens or more has one. From such a window on, the tokens themselves are
-compared in both directions: what is found is repeated token for token, up to where it ends.
+Repeated passages are found by winnowing (Schleimer, Wilkerson and Aiken, SIGMOD 2003): of any 16 neighbouring windows
+of 16 tokens the one with the smallest hash is remembered, which depends on the window's tokens alone. So a passage that
+stands elsewhere has the same remembered windows, and each that has 31 tokens or more has one. From such a window on,
+the tokens themselves are compared in both directions: what is found is repeated token for token, up to where it ends.
 
 In memory are 4 bytes per new token (its id), about 12 for the windows, 16 per new passage, and 20 per use of one. Text
 that comes again adds only uses. Read `Passages.see`.
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,8 +33,8 @@ ENTRY_BYTES = 100  # of an integer in a set or dictionary, about
 WINDOW = 16  # tokens that are hashed together
 SPREAD = 16  # neighbouring windows of which one is remembered
 LEAST = 32
-"""Tokens of the shortest passage that counts where boundaries are not known: less is a turn of phrase, and no team
-stores it. At `WINDOW + SPREAD - 1` and more, none is missed."""
+"""Tokens of the shortest passage that counts: less is a turn of phrase, and no team stores it. At `WINDOW + SPREAD - 1`
+and more, none is missed."""
 
 _MIX, _BASE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _STEP = 256  # tokens that are compared at a time
@@ -86,13 +85,12 @@ class Passages:
     def __init__(self) -> None:
         self._ids, self.size = np.empty(1 << 16, np.int32), 0  # of all new text; so many are used
         self._windows: dict[int, int] = {}  # hash of a remembered window: where it was first
-        self._chunks: dict[int, int] = {}  # digest of a marked chunk: its place
         self.starts, self.first_requests = array("q"), array("q")  # of each passage that was new
         self.run_sources, self.run_lengths, self.run_requests = array("q"), array("i"), array("q")
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, about, without the dictionary of marked chunks."""
+        """Bytes in memory, about."""
         arrays = (self.starts, self.first_requests, self.run_sources, self.run_lengths, self.run_requests)
         windows = ENTRY_BYTES * len(self._windows)
         return self._ids.nbytes + windows + sum(each.itemsize * len(each) for each in arrays)
@@ -101,79 +99,60 @@ class Passages:
         """The tokens at [start, end) of all new text."""
         return self._ids[start:end]
 
-    def see(self, request: int, ids: Ids, chunks: Sequence[tuple[int, int]], prefix: int, seed: int = 0) -> int:
+    def see(self, request: int, ids: Ids, prefix: int, seed: int = 0) -> int:
         """Take note of one prompt; returns how many of its tokens behind the first `prefix` could come from a store.
 
-        chunks: [start, end) of those that are marked. `seed`: of the namespace; one never finds another's.
+        `seed`: of the namespace; one never finds another's.
         """
-        found, new = [], []
-        place = 0
-        for start, end in (*chunks, (len(ids), len(ids))):
-            runs = self._search(ids, place, start, prefix, seed)
-            found += runs
-            new += [(left, right, 0) for left, right in _between(runs, max(place, prefix), start)]
-            if end > max(start, prefix):
-                key = xxhash.xxh3_64_intdigest(ids[start:end].tobytes(), seed) or 1
-                source = self._chunks.get(key)
-                if source is None:
-                    new.append((start, end, key))
-                elif (run := _behind(RepeatedRun(start, end, source), prefix)) is not None:
-                    found.append(run)
-            place = end
-        for run in found:
+        runs = self._search(ids, prefix, seed)
+        for run in runs:
             self.run_sources.append(run.source)
             self.run_lengths.append(run.end - run.start)
             self.run_requests.append(request)
-        for start, end, key in new:
-            self._keep(request, ids[start:end], key, seed)
-        return sum(run.end - run.start for run in found)
+        for start, end in _between(runs, prefix, len(ids)):
+            self._keep(request, ids[start:end], seed)
+        return sum(run.end - run.start for run in runs)
 
-    def _search(self, ids: Ids, start: int, end: int, prefix: int, seed: int) -> list[RepeatedRun]:
-        """Repeated passages in [start, end), ascending and apart; what lies in the prefix is cut off."""
-        start = max(start, prefix - 4 * LEAST)  # a passage may begin in the prefix and go on behind it
-        if end - max(start, prefix) < 1 or end - start < LEAST:
+    def _search(self, ids: Ids, prefix: int, seed: int) -> list[RepeatedRun]:
+        """Repeated passages behind the prefix, ascending and apart."""
+        done, end = max(0, prefix - 4 * LEAST), len(ids)  # a passage may begin in the prefix and go on behind it
+        if end - prefix < 1 or end - done < LEAST:
             return []
-        hashes = window_hashes(ids[start:end], seed)
+        hashes = window_hashes(ids[done:], seed)
         anchors = winnowed(hashes)
         runs: list[RepeatedRun] = []
-        done = start
-        for anchor, window in zip((anchors + start).tolist(), hashes[anchors].tolist(), strict=True):
+        for anchor, window in zip((anchors + done).tolist(), hashes[anchors].tolist(), strict=True):
             source = self._windows.get(window)
             if source is not None and anchor >= done:
-                run = self._extended(ids, anchor, source, done, end)
+                run = self._extended(ids, anchor, source, done)
                 if run.end - run.start >= LEAST:
                     runs.append(run)
                     done = run.end
         return [clipped for run in runs if (clipped := _behind(run, prefix)) is not None]
 
-    def _extended(self, ids: Ids, place: int, source: int, low: int, high: int) -> RepeatedRun:
-        """The longest stretch around `place`, inside [low, high), that is equal to what stands around `source`."""
+    def _extended(self, ids: Ids, place: int, source: int, low: int) -> RepeatedRun:
+        """The longest stretch around `place`, from `low` on, that is equal to what stands around `source`."""
         passage = bisect_right(self.starts, source) - 1
         first = self.starts[passage]
         last = self.starts[passage + 1] if passage + 1 < len(self.starts) else self.size
-        behind = _equal(ids[place:high], self._ids[source:last])
+        behind = _equal(ids[place:], self._ids[source:last])
         before = _equal(ids[low:place][::-1], self._ids[first:source][::-1])
         return RepeatedRun(place - before, place + behind, source - before)
 
-    def _keep(self, request: int, ids: Ids, key: int, seed: int) -> None:
-        """Remember a new passage; `key`: the digest of a marked chunk, whose windows are remembered, too."""
-        if not key and len(ids) < WINDOW:
+    def _keep(self, request: int, ids: Ids, seed: int) -> None:
+        """Remember a new passage."""
+        if len(ids) < WINDOW:
             return  # it can never be found again
-        if key and key in self._chunks:
-            return  # twice in one prompt
         if self.size + len(ids) > len(self._ids):
             self._ids = np.concatenate((self._ids, np.empty(max(len(self._ids), len(ids)), np.int32)))
         place, self.size = self.size, self.size + len(ids)
         self._ids[place : self.size] = ids
         self.starts.append(place)
         self.first_requests.append(request)
-        if key:
-            self._chunks[key] = place
-        if len(ids) >= WINDOW:
-            hashes = window_hashes(ids, seed)
-            anchors = winnowed(hashes)
-            for anchor, window in zip((anchors + place).tolist(), hashes[anchors].tolist(), strict=True):
-                self._windows.setdefault(window, anchor)
+        hashes = window_hashes(ids, seed)
+        anchors = winnowed(hashes)
+        for anchor, window in zip((anchors + place).tolist(), hashes[anchors].tolist(), strict=True):
+            self._windows.setdefault(window, anchor)
 
 
 def window_hashes(ids: Ids, seed: int) -> Hashes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +19,7 @@ from ragblend.lab.bench.common.workloads import (
     make_prompts,
     model_config,
     random_model,
-    synthetic_segmenter,
+    synthetic_renderer,
 )
 
 TINY = SHAPES["tiny"]
@@ -77,15 +79,17 @@ def test_random_model_is_built_in_its_dtype() -> None:
 
 def test_prompts_have_the_same_chunks_in_other_orders_and_their_own_questions() -> None:
     work = make_prompts(5, 7, 3, num_prompts=4, vocab_size=100)
-    renderer = synthetic_segmenter(100)
-    tokenized = [renderer.tokenize(prompt) for prompt in work.prompts]
-    for prompt in tokenized:
-        assert [segment.kind for segment in prompt.segments] == ["prefix", *["chunk"] * 5, "suffix"]
-        assert [segment.num_tokens for segment in prompt.segments] == [PREFIX_TOKENS, *[7] * 5, 3]
-        assert prompt.prefix_ids == renderer.prefix_ids()
-        assert {segment.chunk for segment in prompt.chunk_segments} == set(work.chunks)
-    assert len({tuple(segment.token_ids for segment in prompt.chunk_segments) for prompt in tokenized}) > 1
-    assert len({prompt.segments[-1].token_ids for prompt in tokenized}) == 4
+    renderer = synthetic_renderer(100)
+    prefix = renderer.prefix_ids()
+    assert len(prefix) == PREFIX_TOKENS
+    rendered = [renderer.render(prompt) for prompt in work.prompts]
+    for prompt, ids in zip(work.prompts, rendered, strict=True):
+        chunks = [renderer.chunk_ids(chunk.text) for chunk in prompt.chunks]
+        assert [len(chunk) for chunk in chunks] == [7] * 5
+        assert ids[:-3] == [*prefix, *chain(*chunks)]
+        assert set(prompt.chunks) == set(work.chunks)
+    assert len({prompt.chunks for prompt in work.prompts}) > 1
+    assert len({tuple(ids[-3:]) for ids in rendered}) == 4
     assert make_prompts(5, 7, 3, num_prompts=4, vocab_size=100) == work
     assert make_prompts(5, 7, 3, num_prompts=4, vocab_size=100, seed=8) != work
 

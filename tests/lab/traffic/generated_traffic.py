@@ -38,7 +38,6 @@ class Traffic:
     question_words: int = 24
     answer_words: int = 60
     log_answers: bool = True
-    marked: bool = False  # chunks as content blocks with a `chunk_id`
     seed: int = 0
 
 
@@ -82,7 +81,7 @@ class Generated:
             books.enter([segment for turn in turns for segment in _segments(turn)], _answered(answer, self.traffic))
             if self.traffic.edit_every and (number + 1) % self.traffic.edit_every == 0:
                 world.edit()
-            body = {"model": "generated", "messages": [_message(turn, self.traffic.marked) for turn in turns]}
+            body = {"model": "generated", "messages": [_message(turn) for turn in turns]}
             entry = {"timestamp": START_S + number, "body": body}
             yield entry | ({"response": _response(answer)} if self.traffic.log_answers else {})
 
@@ -156,15 +155,9 @@ def _answered(answer: str, traffic: Traffic) -> list[tuple[str, bool]]:
     return _segments(("assistant", ((answer, False),))) if traffic.log_answers else []
 
 
-def _message(turn: Turn, marked: bool) -> dict[str, Any]:
+def _message(turn: Turn) -> dict[str, Any]:
     role, texts = turn
-    if not marked:
-        return {"role": role, "content": _JOINT.join(text for text, _ in texts)}
-    blocks: list[dict[str, Any]] = []
-    for number, (text, is_chunk) in enumerate(texts):
-        blocks += [{"type": "text", "text": _JOINT}] if number else []
-        blocks.append({"type": "text", "text": text} | ({"chunk_id": f"c{number}"} if is_chunk else {}))
-    return {"role": role, "content": blocks}
+    return {"role": role, "content": _JOINT.join(text for text, _ in texts)}
 
 
 def _response(answer: str) -> dict[str, Any]:

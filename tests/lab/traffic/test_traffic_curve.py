@@ -89,9 +89,9 @@ def ids(seed: int, count: int) -> np.ndarray:
 def test_uses_are_of_chunks_between_places_where_passages_begin_and_end() -> None:
     first, second, third = ids(0, 100), ids(1, 60), ids(2, 80)
     passages = Passages()
-    passages.see(0, np.concatenate((first, second, third)), (), 0)
-    passages.see(1, np.concatenate((third, ids(3, 40), first)), (), 0)
-    passages.see(2, np.concatenate((ids(4, 40), second, ids(5, 30), second)), (), 0)
+    passages.see(0, np.concatenate((first, second, third)), 0)
+    passages.see(1, np.concatenate((third, ids(3, 40), first)), 0)
+    passages.see(2, np.concatenate((ids(4, 40), second, ids(5, 30), second)), 0)
     found = uses_of(passages)
     assert sorted(found.sizes.tolist()) == pytest.approx([60, 80, 100], abs=3)
     assert found.counts.tolist() == [2, 2, 2], "a prompt that has a chunk twice uses it once"
@@ -120,12 +120,13 @@ def test_a_slope_needs_enough_chunks_that_differ() -> None:
     assert slope[0] == pytest.approx(-0.8, abs=0.05)
 
 
-def test_chunks_that_the_same_requests_need_are_one_and_marked_ones_never() -> None:
+def test_chunks_that_the_same_requests_need_are_one_unless_they_came_apart_at_first() -> None:
     first, second = ids(0, 100), ids(1, 60)
     together, apart = Passages(), Passages()
+    for number, text in enumerate((first, second)):
+        apart.see(number, text, 0)
     for number, order in enumerate(([first, second], [ids(2, 50), first, second], [ids(3, 50), first, second])):
-        prompt = np.concatenate(order)
-        together.see(number, prompt, (), 0)
-        apart.see(number, prompt, ((len(prompt) - 160, len(prompt) - 60), (len(prompt) - 60, len(prompt))), 0)
+        for passages in (together, apart):
+            passages.see(2 + number, np.concatenate(order), 0)
     assert [end - start for start, end, _ in merged(uses_of(together), together.starts)] == [160]
     assert [end - start for start, end, _ in merged(uses_of(apart), apart.starts)] == [100, 60]

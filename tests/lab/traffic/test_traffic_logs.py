@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans, dictionaries, floats, integers, lists, none, recursive, sampled_from, text
 
-from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.errors import NotFoundError
-from ragblend.frameworks.boundaries import recover_chunks
 from ragblend.lab.traffic import logs
 from ragblend.lab.traffic.logs import LoggedRequest, RequestLog, files_of, lines_of, requests_in
 from ragblend.lab.traffic.tokens import Estimate
@@ -26,7 +23,7 @@ AT, AT_ISO = 1_700_000_000.5, "2023-11-14T22:13:20.500000+00:00"
 
 
 def joined(request: LoggedRequest) -> str:
-    return "".join(str(content) for content, _ in request.pieces)
+    return "".join(map(str, request.pieces))
 
 
 @pytest.mark.parametrize(
@@ -91,30 +88,14 @@ def test_parts_are_read_and_media_counted() -> None:
     assert "base64" not in text_
 
 
-def test_completions_are_texts_or_ids_and_spans_mark_chunks() -> None:
+def test_completions_are_texts_or_ids() -> None:
     params = {"kv_transfer_params": {"ragblend": {"spans": [[2, 4], [4, 5]], "namespace": "acme"}}}
     (found,) = requests_in({"prompt": [1, 2, 3, 4, 5, 6]} | params)
-    assert found.pieces == [((1, 2), False), ((3, 4), True), ((), False), ((5,), True), ((6,), False)]
+    assert found.pieces == [(1, 2, 3, 4, 5, 6)]
     assert found.namespace == "acme"
     (salted,) = requests_in({"prompt": "a", "cache_salt": "s"} | params)
     assert salted.namespace not in ("", "acme", "s")
     assert [joined(each) for each in requests_in({"prompt": ["a", "b"]})] == ["a", "b"]
-    (outside,) = requests_in({"prompt": [1, 2], "kv_transfer_params": {"ragblend": {"spans": [[9, 4], [1, 3]]}}})
-    assert outside.pieces == [((1, 2), False)]
-
-
-def test_chunks_are_marked_by_blocks_separators_and_stored_texts(tmp_path: Path) -> None:
-    passage = "The lease was signed by Ada Lovelace in 1842."
-    registry = ChunkRegistry(tmp_path / "texts.sqlite")
-    registry.add([passage])
-    block = [{"type": "text", "text": passage, "chunk_id": "7"}, {"type": "text", "text": "Who?"}]
-    for body, marks in (
-        ({"messages": [{"role": "user", "content": block}]}, {}),
-        ({"prompt": f"Use [[RB]]{passage}[[RB]] Who?"}, {"separator": "[[RB]]"}),
-        ({"messages": [{"role": "user", "content": f"{passage}\n\nWho?"}]}, {"registry": registry}),
-    ):
-        (found,) = requests_in(body, partial(recover_chunks, **marks))
-        assert [content for content, is_chunk in found.pieces if is_chunk] == [passage]
 
 
 # -- files
@@ -182,25 +163,24 @@ def test_folders_are_read_in_order_of_names_and_what_is_missing_is_said(tmp_path
         files_of([tmp_path / "empty"])
 
 
-def test_ids_marks_answers_and_namespaces_come_back_in_the_order_of_the_times() -> None:
+def test_ids_answers_and_namespaces_come_back_in_the_order_of_the_times() -> None:
     requests = RequestLog(Estimate())
-    assert requests.add(LoggedRequest((((1, 2), False), ((3, 4, 5), True), ((), True)), time_s=7.0, namespace="acme"))
-    assert requests.add(LoggedRequest((((9,), False),)))  # no time: after the one before it
-    assert requests.add(LoggedRequest((((6,), False),), answer="Ada.", time_s=5.0))
-    assert not requests.add(LoggedRequest((((), False),)))
-    earliest, marked, last = requests.in_order()
-    assert (earliest.ids.tolist(), earliest.chunks, earliest.seed) == ([6], (), 0)
+    assert requests.add(LoggedRequest(((1, 2), (3, 4, 5), ()), time_s=7.0, namespace="acme"))
+    assert requests.add(LoggedRequest(((9,),)))  # no time: after the one before it
+    assert requests.add(LoggedRequest(((6,),), answer="Ada.", time_s=5.0))
+    assert not requests.add(LoggedRequest(((),)))
+    earliest, named, last = requests.in_order()
+    assert (earliest.ids.tolist(), earliest.seed) == ([6], 0)
     assert earliest.answer.tolist() == Estimate().ids("<assistant>\n").tolist() + Estimate().ids("Ada.\n").tolist()
-    assert (marked.ids.tolist(), marked.chunks) == ([1, 2, 3, 4, 5], ((2, 5),))
-    assert marked.seed != earliest.seed
+    assert named.ids.tolist() == [1, 2, 3, 4, 5]
+    assert named.seed != earliest.seed
     assert (last.ids.tolist(), last.answer.tolist()) == ([9], [])
 
 
 NAMES = sampled_from(
     [
         "messages", "prompt", "role", "content", "type", "text", "body", "response", "choices", "message", "timestamp",
-        "tool_calls", "extras", "chunk_id", "tools", "kv_transfer_params", "ragblend", "spans", "namespace",
-        "cache_salt",
+        "tool_calls", "tools", "kv_transfer_params", "ragblend", "spans", "namespace", "cache_salt",
     ]
 )  # fmt: skip
 WORDS = sampled_from(["user", "text", "image", "[", "{}", "[[1]]"])
