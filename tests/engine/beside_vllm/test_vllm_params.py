@@ -86,6 +86,7 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
         ({"spans": [[4, 4]]}, r"\(4, 4\)"),
         ({"spans": [[0, 5], [4, 9]]}, "starts at 4"),
         ({"mode": "ingest"}, "exactly one span"),
+        ({"mode": "ingest", "spans": [[1, 5]], "around": [[[], [7]]]}, "leave out around"),
         ({"spans": [[0, 5], [5, 9]], "around": [[[1], []]]}, "1 entries for 2 spans"),
         ({"around": [[[1], []]]}, "1 entries for 0 spans"),
         ({"spans": [[0, 5]], "around": [[[1], [], []]]}, r"\(\(1,\), \(\), \(\)\)"),
