@@ -33,17 +33,16 @@ class Continued(Reference):
         rule: str,
         selected: list[int],
         question: int | None = None,
-        avoid: Sequence[int] = (),
         global_layers: Sequence[int] = (),
     ) -> Blended:
         """Blend at `ratio`; `random` is told the selection, which its own tests check.
 
-        `ask` asks in every layer: the question starts at `question`, template tokens `avoid` are chosen last. The
-        others measure at layer 1. Beside layers that see a window, those are the global ones, and the first of them.
+        `ask` asks in every layer: the question starts at `question`. The others measure at layer 1. Beside layers that
+        see a window, those are the global ones, and the first of them.
         """
         if rule == "ask":
             read = global_layers or range(self.num_layers)
-            result = self.blend(parts, {0: ratio}, rule, avoid, read, question, carry=RULES[rule].drift_gain)
+            result = self.blend(parts, {0: ratio}, rule, read=read, question=question, carry=RULES[rule].drift_gain)
         elif rule == "random":
             result = self.blend(forced(parts, set(selected)), {1: 0.0})
         else:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from servers import HttpServer, free_port
 
+MARKS = ("--separator", "<doc>", "--separator-end", "<q>")
+
 # What the tests set for engines in their own process, or a user for a server of theirs.
 _NOT_PASSED_ON = (
     "VLLM_PLUGINS",
@@ -27,11 +29,11 @@ def environment(**own: str) -> dict[str, str]:
 
 
 def start_demo(home: Path, *options: str, port: int | None = None, **own: str) -> HttpServer:
-    """The embedded model served over the store `home`/kv, with vLLM's `options` and variables of its `own`. Not ready
-    yet: `wait`. The caller stops it."""
+    """The embedded model served over the store `home`/kv, with vLLM's `options` and variables of its `own`. Chunks are
+    found in stock clients' prompts by the model's own marks. Not ready yet: `wait`. The caller stops it."""
     port = free_port() if port is None else port
     command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
-    command += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), *options]
+    command += [*MARKS, "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), *options]
     return HttpServer(command, f"http://127.0.0.1:{port}", home, environment(**own))
 
 

@@ -19,7 +19,7 @@ from ragblend.engine.vllm import layers as vllm_layers
 RATIOS = (0.0, 0.05, 0.15, 0.5)
 RULES = ("cacheblend", "cacheblend_k", "random", "auto", "ask")
 PREFIX, CHUNKS, QUESTION, STEPS = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4), 8
-MISSING, GAP = random_ids(33, 5), random_ids(7, 6)
+MISSING, LABEL = random_ids(33, 5), random_ids(7, 6)
 TOLERANCE = 1e-3  # of log-probabilities, float32
 
 
@@ -29,51 +29,65 @@ class Prompt:
 
     ids: list[int]
     spans: list[list[int]]
+    around: list[list[list[int]]]
     parts: list[Span]
-
-    @property
-    def template(self) -> list[int]:
-        """Positions of template tokens: two in front of each chunk and one at its end."""
-        return [place for start, end in self.spans for place in (start, start + 1, end - 1)]
 
 
 def plain_prompt() -> Prompt:
     """Prefix, three stored chunks, question."""
-    return build([("prefix", PREFIX), *(("chunk", chunk) for chunk in CHUNKS), ("text", QUESTION)])
+    return build([PREFIX, *(Part(chunk) for chunk in CHUNKS), QUESTION])
 
 
 def patchy_prompt() -> Prompt:
-    """Another order, a chunk that is not stored, text between chunks, and a missing chunk after the last stored one."""
-    return build(
-        [
-            ("prefix", PREFIX),
-            ("chunk", CHUNKS[2]),
-            ("missing", MISSING),
-            ("chunk", CHUNKS[0]),
-            ("text", GAP),
-            ("chunk", CHUNKS[1]),
-            ("missing", MISSING[::-1]),
-            ("text", QUESTION),
-        ]
-    )
+    """The beginning of a chunk after the prefix, the last 80 % of another, chunks that are not stored, and text."""
+    first, second, third = CHUNKS
+    missing = Part(MISSING, stored=False), Part(MISSING[::-1], stored=False)
+    return build([PREFIX, Part(third, 0, 50), missing[0], Part(first, 12), LABEL, Part(second), missing[1], QUESTION])
 
 
-def build(pieces: list[tuple[str, list[int]]]) -> Prompt:
-    ids: list[int] = []
-    spans, parts = [], []
-    for kind, part in pieces:
-        start = len(ids)
-        ids = ids + part
-        if kind in ("chunk", "missing"):
-            spans.append([start, len(ids)])
-        exact = kind == "chunk" and start == len(PREFIX)
-        parts.append(Span(part, stored=kind == "chunk", exact=exact, behind=PREFIX))
-    return Prompt(ids, spans, parts)
+def labelled_prompt() -> Prompt:
+    """Chunks whose first token differs behind a label, and two parts of one chunk."""
+    first, second, third = CHUNKS
+    parts = Part(third, 1, 40), Part(third, 42)
+    return build([PREFIX, LABEL, Part(second, 1), LABEL[::-1], parts[0], LABEL, parts[1], LABEL, Part(first), QUESTION])
+
+
+@dataclass
+class Part:
+    """Tokens [start, end) of a chunk; `end` None: its last."""
+
+    chunk: list[int]
+    start: int = 0
+    end: int | None = None
+    stored: bool = True
+
+
+def build(pieces: list[list[int] | Part]) -> Prompt:
+    prompt = Prompt([], [], [], [])
+    for piece in pieces:
+        start = len(prompt.ids)
+        if isinstance(piece, list):
+            prompt.ids += piece
+            prompt.parts.append(Span(piece, stored=False))
+            continue
+        before, ids, after = cut(piece)
+        prompt.ids += ids
+        prompt.spans.append([start, len(prompt.ids)])
+        prompt.around.append([before, after])
+        exact = piece.stored and start == len(PREFIX) and not before
+        prompt.parts.append(Span(ids, stored=piece.stored, exact=exact, behind=[*PREFIX, *before]))
+    return prompt
+
+
+def cut(part: Part) -> tuple[list[int], list[int], list[int]]:
+    """The ids of its chunk before it, its own, and those after it."""
+    end = len(part.chunk) if part.end is None else part.end
+    return part.chunk[: part.start], part.chunk[part.start : end], part.chunk[end:]
 
 
 def blend_params(prompt: Prompt, ratio: float, rule: str = "cacheblend") -> dict[str, Any]:
-    template = [[2, 1] for _ in prompt.spans]
-    return {"mode": "blend", "rule": rule, "ratio": ratio, "spans": prompt.spans, "template": template}
+    asked = {"mode": "blend", "rule": rule, "ratio": ratio, "spans": prompt.spans}
+    return {**asked, "around": prompt.around, "num_prefix": len(PREFIX)}
 
 
 GLOBAL = {"gemma2": (1, 3, 5), "gemma3": (2, 5)}  # their other layers see 50 tokens and 52
@@ -136,8 +150,7 @@ def assert_like_reference(
     output: Any, prompt: Prompt, reference: Continued, selected: list[int], ratio: float, rule: str, family: str
 ) -> None:
     """Same selection, same choice at every step, log-probabilities within TOLERANCE."""
-    asked = prompt.spans[-1][1], prompt.template, GLOBAL.get(family, ())
-    expected = reference.blended(prompt.parts, ratio, rule, selected, *asked)
+    expected = reference.blended(prompt.parts, ratio, rule, selected, prompt.spans[-1][1], GLOBAL.get(family, ()))
     if rule != "random" and ratio > 0:
         assert selected == expected.selected
     answer, worst = tokens(output), 0.0
@@ -150,9 +163,10 @@ def assert_like_reference(
 
 def test_ratio_one_gives_vllms_own_tokens(served):
     _, llm = served
-    for prompt in (plain_prompt(), patchy_prompt()):
+    for prompt, num_stored in ((plain_prompt(), 3), (patchy_prompt(), 3), (labelled_prompt(), 4)):
         plain = ask(llm, prompt.ids)
         blended = ask(llm, prompt.ids, blend_params(prompt, 1.0))
+        assert report(blended)["num_chunk_hits"] == num_stored
         assert tokens(blended) == tokens(plain)
         for mine, theirs in zip(blended.outputs[0].logprobs, plain.outputs[0].logprobs, strict=True):
             for token in mine.keys() & theirs.keys():
@@ -173,18 +187,24 @@ def test_what_asks_first_gives_them_as_well_where_all_that_is_not_exact_is_recom
 def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(served, stock):
     family, llm = served
     reference = Continued(stock(family))
-    for prompt in (plain_prompt(), patchy_prompt()):
-        for rule in RULES:
-            for ratio in RATIOS if prompt.spans[0][1] == 66 or rule == "cacheblend" else (0.15,):
-                with recorded_selections() as selections:
-                    output = ask(llm, prompt.ids, blend_params(prompt, ratio, rule), STEPS)
-                assert report(output)["num_chunk_hits"] == 3
-                rule_run = report(output)["rule"]
-                if rule != "auto":
-                    assert rule_run == rule
-                else:  # in the patchy prompt, more is to be run ahead than that is worth
-                    assert rule_run == (DEFAULT_RULE if prompt.spans[0][1] == 66 else NO_PROBE_RULE)
-                assert_like_reference(output, prompt, reference, selections[-1], ratio, rule_run, family)
+    plain, patchy, labelled = plain_prompt(), patchy_prompt(), labelled_prompt()
+    asked = [(plain, rule, ratio) for rule in RULES for ratio in RATIOS]
+    asked += [(patchy, "cacheblend", ratio) for ratio in RATIOS] + [(patchy, rule, 0.15) for rule in RULES[1:]]
+    asked += [(labelled, "cacheblend", 0.0), (labelled, "ask", 0.15)]
+    for prompt, rule, ratio in asked:
+        with recorded_selections() as selections:
+            output = ask(llm, prompt.ids, blend_params(prompt, ratio, rule), STEPS)
+        stored = [part for part in prompt.parts if part.stored]
+        found = [chunk for chunk in report(output)["chunks"] if chunk["hit"]]
+        assert [(each["num_tokens"], each["exact"]) for each in found] == [
+            (len(each.ids), each.exact) for each in stored
+        ]
+        rule_run = report(output)["rule"]
+        if rule != "auto":
+            assert rule_run == rule
+        else:  # in the patchy prompt, more is to be run ahead than that is worth
+            assert rule_run == (DEFAULT_RULE if prompt is plain else NO_PROBE_RULE)
+        assert_like_reference(output, prompt, reference, selections[-1], ratio, rule_run, family)
 
 
 @pytest.mark.parametrize(("rule", "alone"), [("ask", 1), ("cacheblend", 0), ("cacheblend_k", 0)])

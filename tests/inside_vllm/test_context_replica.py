@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from harness import SIZES
 from tiny_models import FAMILIES, make_model
+from tiny_prompts import CHUNKS
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.lookup import read_context_policy
@@ -18,7 +19,7 @@ from ragblend.precompute import ingest
 
 pytestmark = pytest.mark.timeout(600)
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}
-TEXTS = ("the other chunk is in the answer", "question the other chunk", "what the answer is and the chunk")
+TEXTS = [chunk.text for chunk in CHUNKS]
 
 
 @pytest.fixture

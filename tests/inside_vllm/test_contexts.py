@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine
 from ragblend.engine.fusion.lookup import read_context_policy
@@ -18,12 +19,7 @@ from ragblend.precompute import ingest, open_engine_index, precompute_documents,
 
 pytestmark = pytest.mark.timeout(600)
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}
-TEXTS = (
-    "the other chunk is in the answer",
-    "question the other chunk",
-    "what the answer is and the chunk",
-    "that theory",
-)
+TEXTS = (*(chunk.text for chunk in CHUNKS), "that theory and the other theory is what the chunk is in the question of")
 
 
 @pytest.fixture(scope="module")

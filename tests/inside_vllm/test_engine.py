@@ -34,6 +34,14 @@ A, B, C = (
 MISSING = "Tom Ashby works for Synon. He was born in Wesstad."
 QUESTION = "Where does George Keller live?"
 PROMPT = Prompt([A, B, C], QUESTION)
+# Labels before chunks, whose first token one of them changes, and a chunk without its first fifth.
+LABELLED = f"[1] {B}\n\n[2] {A.partition(' ')[2]}\n\n({C})\n\n{QUESTION}"
+PROMPTS = {
+    "all": PROMPT,
+    "hole": Prompt([C, MISSING, A, B], QUESTION),
+    "behind": Prompt([B, C, A, MISSING], QUESTION),
+    "labelled": Prompt.from_messages([("user", LABELLED)]),
+}
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 
@@ -90,11 +98,10 @@ def test_full_prefill_beside_a_request_finds_what_asking_for_it_finds(
 
 
 @pytest.mark.parametrize("rule", ["auto", *RULES])
-@pytest.mark.parametrize("chunks", [(A, B, C), (C, MISSING, A, B), (B, C, A, MISSING)], ids=["all", "hole", "behind"])
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_every_rule_chooses_the_tokens_that_the_transformers_engine_chooses(
-    engine: Any, reference: Any, rule: str, chunks: tuple[str, ...]
+    engine: Any, reference: Any, rule: str, prompt: Prompt
 ) -> None:
-    prompt = Prompt(list(chunks), QUESTION)
     for ratio in (0.05, 0.15, 0.5):
         with recorded_selections() as selections:
             ours = engine.generate(prompt, rule=rule, recompute_ratio=ratio, max_tokens=4)
@@ -114,9 +121,12 @@ def test_what_vllm_stored_the_transformers_engine_finds(engine: Any, reference: 
     assert engine.key(A) == reference.key(A)
 
 
-def test_ratio_one_is_full_prefill(engine: Any) -> None:
-    full = engine.generate(PROMPT, mode="full", max_tokens=8)
-    assert engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8).token_ids == full.token_ids
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_ratio_one_is_full_prefill(engine: Any, prompt: Prompt) -> None:
+    full = engine.generate(prompt, mode="full", max_tokens=8)
+    whole = engine.generate(prompt, recompute_ratio=1.0, max_tokens=8)
+    assert whole.report.num_chunk_hits == 3
+    assert whole.token_ids == full.token_ids
 
 
 def test_threads_share_the_batch_and_get_their_own_answers(engine: Any) -> None:
@@ -225,7 +235,7 @@ def test_doctor_names_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch
 def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
     engine: Any, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chunks = ["Rose Bishop works for Zenco.", "Zenco sells lamps."]
+    chunks = ["Rose Bishop works for Zenco. Julia Bishop works for Synon.", "Zenco sells lamps. The firm sells knives."]
     monkeypatch.setattr(engine, "default_prefix_ids", engine.renderer.prefix_ids("Be brief."))
     monkeypatch.setattr(engine, "system", "Be brief.")
     monkeypatch.setattr(engine, "notices", ReuseDiagnostics(engine))

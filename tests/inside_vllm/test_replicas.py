@@ -26,7 +26,7 @@ import httpx
 import pytest
 import yaml
 from openai import AuthenticationError, OpenAI
-from served import environment
+from served import MARKS, environment
 from servers import HttpServer, RedisServer, free_port
 
 from ragblend import Prompt, load_engine
@@ -108,7 +108,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 def start_replica(service: Mapping[str, Any], port: int, cache: RedisServer, home: Path) -> HttpServer:
     home.mkdir()
-    command = [*ENTRYPOINT, *service["command"], *ON_CPU]
+    command = [*ENTRYPOINT, *service["command"], *ON_CPU, *MARKS]
     command[command.index("--host") + 1], command[command.index("--port") + 1] = "127.0.0.1", str(port)
     own = {name: str(value) for name, value in service["environment"].items()}
     own["RAGBLEND_REMOTE"] = replaced(own["RAGBLEND_REMOTE"], "cache:6379", f"127.0.0.1:{cache.port}")

@@ -130,7 +130,7 @@ def test_what_the_server_ingested_another_machine_gets_from_redis(engine: Any, r
         theirs = elsewhere.generate(PROMPT, rule="cacheblend_k", max_tokens=8)
         assert theirs.report.num_chunk_hits == 2
         assert theirs.token_ids == engine.generate(PROMPT, rule="cacheblend_k", max_tokens=8).token_ids
-        new = "Arthur Archer lives in Calville."
+        new = "Arthur Archer lives in Calville. He sells knives."
         elsewhere.precompute(new)
         elsewhere.store.flush(60)
     answer = engine.generate(Prompt([new, A], QUESTION), max_tokens=8)
@@ -254,9 +254,10 @@ def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:
 def test_metrics_count_hits_and_misses(engine: Any, url: str) -> None:
     before = metrics(url)
     engine.generate(PROMPT, max_tokens=1)
-    engine.generate(Prompt([A, "Ben Howard works for Xanco."], QUESTION), max_tokens=1)
+    new = "Ben Howard works for Xanco. He lives in Calville."
+    engine.generate(Prompt([A, new], QUESTION), max_tokens=1)
     engine.flush()
-    assert engine.is_stored("Ben Howard works for Xanco.")  # the miss was ingested in the background
+    assert engine.is_stored(new)  # the miss was ingested in the background
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s:
         now = metrics(url)

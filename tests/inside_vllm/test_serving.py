@@ -303,27 +303,6 @@ def test_malformed_parameters_are_answered_by_ordinary_prefill(serving):
         assert report(output)["refused_reason"]
 
 
-def test_marks_that_open_chunks_are_recomputed_last(checkpoint, tmp_path):
-    start, end = 3, 4
-    chunks = [[start, *random_ids(30, 400 + index)] for index in range(3)]
-    ids, spans = prompt_of(chunks, 0)
-    ids.insert(spans[-1][1], end)
-    marks = {span[0] for span in spans}
-    params = {"mode": "blend", "rule": "ask", "ratio": 0.5, "spans": spans}
-    extra = {"separator_ids": [start], "separator_end_ids": [end], "rule": "ask", "ratio": 0.5}
-    with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
-        for chunk in chunks:
-            ingest(llm, PREFIX, chunk)
-        with recorded_selections() as selections:
-            marked = ask(llm, ids)
-            ask(llm, ids, {**params, "template": [[1, 0]] * 3})
-            ask(llm, ids, params)
-    assert report(marked)["rule"] == "ask"
-    assert selections[0] == selections[1]
-    assert not marks & set(selections[1])
-    assert marks & set(selections[2])
-
-
 def test_aborted_requests_leak_no_block(store, checkpoint):
     from vllm import SamplingParams
 

@@ -31,12 +31,12 @@ def load(model: str, store: Path) -> TransformersEngine:
 def test_both_engines_store_the_same_kv_under_the_same_key(family, checkpoint: Callable[[str], Path], tmp_path):
     model = checkpoint(family)
     with load(str(model), tmp_path / "hf") as transformers:
-        prompt = transformers.renderer.tokenize(Prompt(TEXTS, "what?"))
+        prefix_ids, chunks = transformers.default_prefix_ids, map(transformers.renderer.chunk_ids, TEXTS)
         for text in TEXTS:
             transformers.precompute(text)
     with engine(model, tmp_path / "vllm") as llm:
-        for segment in prompt.chunk_segments:
-            ingest(llm, list(prompt.prefix_ids), list(segment.token_ids))
+        for chunk_ids in chunks:
+            ingest(llm, list(prefix_ids), list(chunk_ids))
     theirs, ours = DiskStore(tmp_path / "hf"), DiskStore(tmp_path / "vllm")
     assert sorted(theirs.keys()) == sorted(ours.keys())
     assert theirs.models().keys() == ours.models().keys()
@@ -54,17 +54,17 @@ def test_each_engine_blends_with_the_others_files(family, checkpoint: Callable[[
     asked = Prompt(TEXTS, "what is the theory?")
     options = {"recompute_ratio": 0.3, "rule": "cacheblend_k", "max_tokens": 8}
     with load(str(model), tmp_path / "hf") as transformers:
-        prompt = transformers.renderer.tokenize(asked)
+        prompt = transformers.match(asked)
         for text in TEXTS:
             transformers.precompute(text)
         own = transformers.generate(asked, **options)
-    spans = [[segment.start, segment.end] for segment in prompt.chunk_segments]
+    spans = [[run.start, run.end] for run in prompt.runs]
     params = {"mode": "blend", "rule": "cacheblend_k", "ratio": 0.3, "spans": spans}
     with engine(model, tmp_path / "hf") as llm:
         lent = ask(llm, prompt.token_ids, params)
     with engine(model, tmp_path / "vllm") as llm:
-        for segment in prompt.chunk_segments:
-            ingest(llm, list(prompt.prefix_ids), list(segment.token_ids))
+        for run in prompt.runs:
+            ingest(llm, list(prompt.prefix_ids), list(run.chunk_ids))
     with load(str(model), tmp_path / "vllm") as transformers:
         borrowed = transformers.generate(asked, **options)
     assert report(lent)["num_chunk_hits"] == borrowed.report.num_chunk_hits == 2
@@ -78,12 +78,12 @@ def test_the_demo_model_answers_as_in_transformers(tmp_path):
     chunks = [" The Lorvane station was opened in 1921 .", " Its builder was Mara Ilsen , born in Toval ."]
     asked = Prompt(chunks, "Who built the Lorvane station?")
     with load("demo", tmp_path / "kv") as transformers:
-        prompt = transformers.renderer.tokenize(asked)
+        prompt = transformers.match(asked)
         for chunk in chunks:
             transformers.precompute(chunk)
         full = transformers.generate(asked, mode="full", max_tokens=8)
         blended = transformers.generate(asked, recompute_ratio=0.15, rule="cacheblend_k", max_tokens=8)
-    spans = [[segment.start, segment.end] for segment in prompt.chunk_segments]
+    spans = [[run.start, run.end] for run in prompt.runs]
     count = len(full.token_ids)
     with engine(find_model("demo"), tmp_path / "kv", block_size=32) as llm:
         params = {"mode": "blend", "rule": "cacheblend_k", "spans": spans}
@@ -94,7 +94,7 @@ def test_the_demo_model_answers_as_in_transformers(tmp_path):
         assert tokens(part)[: len(blended.token_ids)] == blended.token_ids
         assert report(part)["num_chunk_hits"] == 2
         # A plain client that only marks its chunks gets the same.
-    doc, question = prompt.chunk_segments[0].token_ids[0], prompt.segments[-1].token_ids[0]
+    doc, question = (prompt.token_ids[place] for place in (prompt.runs[0].start - 1, prompt.question_start))
     extra = {"separator_ids": [doc], "separator_end_ids": [question], "rule": "cacheblend_k"}
     with engine(find_model("demo"), tmp_path / "kv", extra) as llm:
         marked = ask(llm, prompt.token_ids)
@@ -119,7 +119,7 @@ def test_the_memory_tier_answers_the_second_time(checkpoint: Callable[[str], Pat
     prefix, chunk = random_ids(4, 1), random_ids(40, 2)
     ids, params = [*prefix, *random_ids(30, 3), *chunk, 9, 9], {"mode": "reuse", "spans": [[34, 74]]}
     with engine(checkpoint("llama"), tmp_path, {"prefix_ids": prefix}) as llm:
-        ingest(llm, prefix, chunk)
+        assert [ingest(llm, prefix, chunk)["num_chunk_hits"] for _ in range(2)] == [0, 1]
         first, second = ask(llm, ids, params), ask(llm, ids, params)
     (found,) = report(first)["chunks"]
     assert found["prefix_match"] == "approximate"  # behind the server's default prefix

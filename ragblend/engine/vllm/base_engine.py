@@ -3,7 +3,7 @@
 `VllmEngineBase` is the Engine without a way to reach vLLM; `client` (over HTTP) and `engine` (in this process) add
 that. Text is cut into ids and put together again here, never by vLLM, so every engine answers the same characters.
 
-Knows segments, reports and the connector's parameters. Knows neither HTTP nor vLLM.
+Knows matched prompts, reports and the connector's parameters. Knows neither HTTP nor vLLM.
 """
 
 from __future__ import annotations

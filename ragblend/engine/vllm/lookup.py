@@ -122,7 +122,8 @@ class ChunkLookup:
         prefix_ids = tuple(ids[: params.spans[0][0]])
         own_key = self._key(ids, len(behind), params, prefix_ids, context_key_name(params.context))
         if self._disk.contains(own_key):
-            return (StoredSpan(*own, own_key, "exact", exact=not behind, policy=params.context),)
+            chunk_ids = tuple(ids[slice(*own)])
+            return (StoredSpan(*own, own_key, "exact", not behind, policy=params.context, chunk_ids=chunk_ids),)
         keys = [(span, self._key(ids, place, params, prefix_ids)) for place, span in enumerate(behind)]
         return tuple(
             StoredSpan(*span, key, "exact", exact=span[0] == len(prefix_ids), chunk_ids=tuple(ids[slice(*span)]))

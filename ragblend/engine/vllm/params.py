@@ -100,6 +100,8 @@ class BlendParams:
         if self.mode == "ingest" and (len(self.spans) < 2 if is_behind else len(self.spans) != 1):
             takes = "the spans of the chunks to be behind, then one" if is_behind else "exactly one span"
             raise UsageError(f"mode 'ingest' takes {takes}, {len(self.spans)} given")
+        if self.mode == "ingest" and self.around:
+            raise UsageError("mode 'ingest' takes whole chunks; leave out around")
 
     def check_length(self, num_tokens: int) -> None:
         """Raise UsageError where the spans do not fit a prompt of `num_tokens`."""

@@ -204,9 +204,8 @@ def test_a_salt_makes_a_namespace_of_its_own_and_is_not_shown() -> None:
 def test_a_request_has_a_limit_of_chunks() -> None:
     spans = [[2 * index, 2 * index + 1] for index in range(MAX_SPANS + 1)]
     assert len(parse_params({"spans": spans[:-1]}).spans) == MAX_SPANS
-    for sent in ({"spans": spans}, {"spans": [[0, 1]], "template": [[0, 0]] * (MAX_SPANS + 1)}):
-        with pytest.raises(UsageError, match=str(MAX_SPANS)):
-            parse_params(sent)
+    with pytest.raises(UsageError, match=str(MAX_SPANS)):
+        parse_params({"spans": spans})
     with pytest.raises(UsageError, match=str(MAX_SPANS)):
         BlendParams(spans=tuple(map(tuple, spans)))  # type: ignore[arg-type]
     with pytest.raises(UsageError) as error:

@@ -43,7 +43,7 @@ from ragblend.operations.doctor import run_vllm_diagnostics
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.render import Renderer
 
-A, B = "George Keller lives in Kinport.", "Julia Bishop works for Synon."
+A, B = "George Keller lives in Kinport. He sells knives.", "Julia Bishop works for Synon. She was born in Calville."
 PROMPT = Prompt([A, B], "Where does George Keller live?")
 FINGERPRINT = "0123456789abcdef"
 HIT, MISS = ChunkReport("", 0, True, "exact"), ChunkReport("", 0, False)
@@ -231,18 +231,36 @@ def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script
         stop=["."],
     )  # fmt: skip
     (body,) = script.bodies
-    tokenized = renderer.tokenize(PROMPT)
-    assert body["prompt"] == tokenized.token_ids
+    assert body["prompt"] == renderer.render(PROMPT)
     expected = {"model": "demo", "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "seed": 4, "stop": ["."]}
     assert {name: body[name] for name in expected} == expected
     assert body["stream"] is body["return_token_ids"] is True
     params = parse_params(body["kv_transfer_params"][PARAMS_KEY])
     assert (params.mode, params.rule, params.ratio, params.seed) == ("blend", "random", 0.3, 4)
-    assert params.spans == tuple((chunk.start, chunk.end) for chunk in tokenized.chunk_segments)
+    assert params.num_prefix == len(renderer.prefix_ids())
     for span, chunk in zip(params.spans, (A, B), strict=True):
         assert tuple(body["prompt"][slice(*span)]) == renderer.chunk_ids(chunk)
     assert (answer.text, answer.finish_reason) == ("Kinport", "stop")
     assert answer.token_ids == script.answer[:-1]  # the end token is no part of the answer
+
+
+def test_parts_of_a_chunk_are_sent_with_the_ids_around_them_and_reported_as_one(
+    client: VllmClient, script: Script, renderer: Renderer
+) -> None:
+    people, places = ("George Keller", "Julia Bishop", "Arthur Archer", "Ben Howard"), ("Kinport", "Synon", "Calville")
+    sentences = [f"{person} lives in {place}." for person in people for place in places]
+    client.add_known([" ".join(sentences)])
+    texts = [" ".join(sentences[1:7]), " ".join(sentences[8:])]
+    script.report = BlendReport("blend", chunks=[ChunkReport("", 36, True, num_recomputed_tokens=2), MISS])
+    report = client.generate(Prompt.from_messages([("user", f"[1] {texts[0]} and {texts[1]}\n\nWhere?")])).report
+    (body,) = script.bodies
+    params = parse_params(body["kv_transfer_params"][PARAMS_KEY])
+    parts = [tuple(body["prompt"][slice(*span)]) for span in params.spans]
+    assert parts == [renderer.chunk_ids(text) for text in texts]
+    assert {params.chunk_ids(body["prompt"], place) for place in (0, 1)} == {renderer.chunk_ids(" ".join(sentences))}
+    assert (params.chunk_start(0), params.num_prefix) == (6, len(renderer.prefix_ids()))
+    assert (report.num_chunks, report.num_chunk_hits) == (1, 1)
+    assert (report.chunks[0].num_tokens, report.chunks[0].num_recomputed_tokens) == (sum(map(len, parts)), 2)
 
 
 def test_sampling_goes_to_the_server_by_vllms_names_and_what_is_not_said_does_nothing(
@@ -297,17 +315,18 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
         load_s=0.5,
         chunks=[ChunkReport("", 3, True, "exact", True, 2, "similar"), MISS],
     )
-    report, tokenized = client.generate(PROMPT).report, renderer.tokenize(PROMPT)
-    first, second = (segment.num_tokens for segment in tokenized.chunk_segments)
+    report = client.generate(PROMPT).report
+    first, second = (len(renderer.chunk_ids(chunk)) for chunk in (A, B))
     assert report == replace(
         script.report,
         chunks=[replace(script.report.chunks[0], num_tokens=first), replace(MISS, num_tokens=second)],
-        prompt_tokens=tokenized.num_tokens,
+        prompt_tokens=len(renderer.render(PROMPT)),
         completion_tokens=len(script.answer) - 1,
+        match_s=report.match_s,
         ttft_s=report.ttft_s,
         decode_s=report.decode_s,
     )
-    assert report.ttft_s > 0
+    assert report.ttft_s > report.match_s > 0
 
 
 @pytest.mark.parametrize(

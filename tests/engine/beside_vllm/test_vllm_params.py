@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.vllm.params import (
+    MAX_SPANS,
     PARAMS_KEY,
     BlendParams,
     parse_params,
@@ -29,11 +30,21 @@ anything = st.recursive(
 
 
 def test_parameters_survive_json():
-    params = BlendParams("reuse", "random", 0.2, ((3, 9), (9, 20)), "team", 4, ((2, 0), (1, 3)))
+    around = (((), (5, 1 << 31)), ((7,), ()))
+    params = BlendParams("reuse", "random", 0.2, ((3, 9), (9, 20)), "team", 4, around, 3)
     assert parse_params(json.loads(json.dumps(params.as_dict()))) == params
     assert parse_params({}) == BlendParams()
-    assert params.separators == (3, 4, 9, 17, 18, 19)
     assert parse_params({"ratio": "auto"}).ratio == "auto"
+
+
+def test_what_stands_around_a_span_makes_its_chunk_whole():
+    params = BlendParams(spans=((2, 5), (6, 8)), around=(((8, 9), (4,)), ((), ())), num_prefix=1)
+    prompt = range(10, 20)
+    assert [params.chunk_ids(prompt, place) for place in (0, 1)] == [(8, 9, 12, 13, 14, 4), (16, 17)]
+    assert [params.chunk_start(place) for place in (0, 1)] == [2, 0]
+    assert params.prefix_ids(prompt) == (10,)
+    whole = replace(params, around=(), num_prefix=None)
+    assert (whole.chunk_ids(prompt, 0), whole.chunk_start(0), whole.prefix_ids(prompt)) == ((12, 13, 14), 0, (10, 11))
 
 
 def test_a_report_survives_json_and_newer_fields():
@@ -47,7 +58,7 @@ def test_a_report_survives_json_and_newer_fields():
     for name in ("failed", "chunks", "recompute_ratio"):
         older.pop(name, None)
     assert report_from({PARAMS_KEY: older}) == replace(report, chunks=[], recompute_ratio=0.0)
-    for change in ({"version": 2}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]}):
+    for change in ({"version": 1}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]}):
         assert report_from({PARAMS_KEY: {**report_to_json(report), **change}}) is None
     for other in (None, {}, {PARAMS_KEY: 3}):
         assert report_from(other) is None
@@ -55,8 +66,9 @@ def test_a_report_survives_json_and_newer_fields():
 
 @given(raw=anything)
 def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
-    single = [{name: raw} for name in ("spans", "mode", "ratio")]
-    for sent in (raw, *single, {"rule": raw, "spans": [[0, raw]]}, {"template": raw, "spans": [[0, 5]]}):
+    single = [{name: raw} for name in ("spans", "mode", "ratio", "num_prefix")]
+    around = [{"around": sent, "spans": [[0, 5]]} for sent in (raw, [raw], [[raw, []]], [[[], [raw]]])]
+    for sent in (raw, *single, *around, {"rule": raw, "spans": [[0, raw]]}):
         try:
             parse_params(sent).check_length(10)
         except UsageError:
@@ -66,7 +78,7 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
         ({"mode": "guess"}, "'guess'"),
         ({"ratio": 1.5}, "1.5"),
         ({"ratio": True}, "True"),
@@ -74,9 +86,20 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
         ({"spans": [[4, 4]]}, r"\(4, 4\)"),
         ({"spans": [[0, 5], [4, 9]]}, "starts at 4"),
         ({"mode": "ingest"}, "exactly one span"),
-        ({"spans": [[0, 5], [5, 9]], "template": [[1, 0]]}, "1 entries for 2 spans"),
-        ({"spans": [[0, 5]], "template": [[3, 3]]}, r"\(3, 3\)"),
-        ({"spans": [[0, 5]], "template": [[-1, 0]]}, r"\(-1, 0\)"),
+        ({"mode": "ingest", "spans": [[1, 5]], "around": [[[], [7]]]}, "leave out around"),
+        ({"spans": [[0, 5], [5, 9]], "around": [[[1], []]]}, "1 entries for 2 spans"),
+        ({"around": [[[1], []]]}, "1 entries for 0 spans"),
+        ({"spans": [[0, 5]], "around": [[[1], [], []]]}, r"\(\(1,\), \(\), \(\)\)"),
+        ({"spans": [[0, 5]], "around": [[[-1], []]]}, r"\(\(-1,\), \(\)\)"),
+        ({"spans": [[0, 5]], "around": [[[], [1 << 32]]]}, str(1 << 32)),
+        ({"spans": [[0, 5]], "around": [[[], [True]]]}, "True"),
+        ({"spans": [[0, 5]], "around": [[[], [2.5]]]}, "2.5"),
+        ({"spans": [[0, 5]], "around": [[[], "ids"]]}, "ids"),
+        ({"spans": [[0, 5]], "around": [[3, 4]]}, r"\(3, 4\)"),
+        ({"spans": [[0, 5]], "around": {"0": [[1], []]}}, "pairs of lists"),
+        ({"around": [[[], []]] * (MAX_SPANS + 1)}, f"{MAX_SPANS + 1} entries"),
+        ({"num_prefix": -1}, "num_prefix is -1"),
+        ({"num_prefix": 1.0}, "num_prefix is 1.0"),
         ({"key": "abc"}, "key"),
     ],
 )
@@ -97,9 +120,8 @@ def test_separators_give_back_the_chunks(prefix, chunks, question):
     separator = [0, 1]
     joined = prefix + separator + [token for chunk in chunks for token in [*chunk, *separator]] + question
     assert [joined[start:end] for start, end in spans_between(joined, separator)] == chunks
-    opened = [[0, *chunk] for chunk in chunks]
-    joined = prefix + [token for chunk in opened for token in chunk] + [1, *question]
-    assert [joined[start:end] for start, end in spans_between(joined, [0], [1])] == opened
+    joined = prefix + [token for chunk in chunks for token in [0, *chunk]] + [1, *question]
+    assert [joined[start:end] for start, end in spans_between(joined, [0], [1])] == chunks
 
 
 def test_a_prompt_without_separators_has_no_chunks():
