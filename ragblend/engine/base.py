@@ -134,7 +134,7 @@ class EngineBase(ABC):
         named = {ids: chunk for chunk in prompt.chunks if (ids := self.renderer.chunk_ids(chunk.text))}
         runs = self.known_chunks.find_runs(token_ids)
         if unknown := [ids for ids, chunk in named.items() if chunk.text not in self.known_chunks]:
-            runs += [run for run in find_runs_of(unknown, token_ids) if not _overlaps(run, runs)]
+            runs += [part for run in find_runs_of(unknown, token_ids) for part in run.without(runs)]
             runs.sort(key=lambda run: run.start)
         runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
         if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= self._turn_end(token_ids, prompt):
@@ -203,6 +203,8 @@ class EngineBase(ABC):
     def add_known(self, chunks: Iterable[Part]) -> None:
         """Have chunks found in prompts from now on."""
         texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
+        for text in texts:
+            check_unicode(text, "a chunk")
         self.known_chunks.add((text, ids) for text in texts if (ids := self.renderer.chunk_ids(text)))
 
     @abstractmethod
@@ -239,10 +241,10 @@ class EngineBase(ABC):
     def _check_prompt(self, prompt: Prompt, stop: Sequence[str]) -> None:
         """Raise EngineClosedError, or UsageError for text that is no Unicode."""
         self._check_usable()
-        for message in prompt.messages:
-            check_unicode(message.content, f"the {message.role} text")
         for chunk in prompt.chunks:
             check_unicode(chunk.text, "a chunk")
+        for message in prompt.messages:
+            check_unicode(message.content, f"the {message.role} text")
         for text in stop:
             check_unicode(text, "a stop string")
 
@@ -311,7 +313,3 @@ class EngineBase(ABC):
             f"{type(self).__name__} holds a model, threads and locks of this process; it cannot be pickled or copied. "
             "Send what load_engine takes and load it there; BlendLLM(model=..., store=...) does so by itself"
         )
-
-
-def _overlaps(run: ChunkRun, others: Iterable[ChunkRun]) -> bool:
-    return any(run.start < other.end and other.start < run.end for other in others)

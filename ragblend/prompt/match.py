@@ -81,10 +81,23 @@ class ChunkRun:
         """Return the source of the chunk; "" where it is not known."""
         return self.chunk.source if self.chunk is not None else ""
 
-    def starting_at(self, position: int) -> ChunkRun:
-        """Return the part of the run from `position` of the prompt on; the run itself where it starts later."""
-        cut = max(0, position - self.start)
-        return replace(self, chunk_start=self.chunk_start + cut, start=self.start + cut) if cut else self
+    def within(self, start: int, end: int) -> ChunkRun:
+        """Return the part of the run between two positions of the prompt; without tokens where they leave nothing."""
+        start = max(start, self.start)
+        end = max(start, min(end, self.end))
+        return replace(self, chunk_start=self.chunk_start + start - self.start, start=start, end=end)
+
+    def without(self, others: Iterable[ChunkRun]) -> list[ChunkRun]:
+        """Return the parts of the run that no other covers, as far as they are long enough."""
+        parts = [self]
+        for other in others:
+            parts = [
+                left
+                for part in parts
+                for left in (part.within(part.start, other.start), part.within(other.end, part.end))
+                if counts(left.num_tokens, len(self.chunk_ids))
+            ]
+        return parts
 
     def continues(self, other: ChunkRun) -> bool:
         """Whether this is a later part of the chunk that `other`, the run before it, is a part of."""

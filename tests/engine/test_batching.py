@@ -229,6 +229,9 @@ def test_who_waits_for_a_place_takes_no_time_from_who_is_being_prefilled(tiny_en
     assert looks.count(0) < 20  # a busy loop looks thousands of times
 
 
+ENDLESS: dict[str, Any] = {"max_tokens": 1500, "logit_bias": {2: -100.0}}  # without the end token
+
+
 def interrupt_beside(engine: TransformersEngine, other: threading.Thread) -> None:
     """Answer here, with `other` started at the first token, until an interrupt comes; then wait for the other."""
 
@@ -239,7 +242,7 @@ def interrupt_beside(engine: TransformersEngine, other: threading.Thread) -> Non
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        engine.batch.run_until_done([engine.stream(PROMPTS[0], max_tokens=1500)], start_other)
+        engine.batch.run_until_done([engine.stream(PROMPTS[0], **ENDLESS)], start_other)
     other.join(60)
 
 
@@ -274,9 +277,7 @@ def test_an_interrupt_while_anothers_token_is_chosen_is_an_ordinary_error_there(
         return False
 
     other = threading.Thread(
-        target=lambda: found.extend(
-            engine.batch.run_until_done([engine.stream(PROMPTS[1], max_tokens=1500)], interrupted)
-        )
+        target=lambda: found.extend(engine.batch.run_until_done([engine.stream(PROMPTS[1], **ENDLESS)], interrupted))
     )
 
     interrupt_beside(engine, other)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_prompts import CHUNKS
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
@@ -18,7 +19,8 @@ from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.precompute import precompute_documents
 
-TEXTS = [f"The lighthouse number {number} was built long ago." for number in range(12)]
+TEXTS = [f"The lighthouse number {number} was built long ago." for number in range(6)]
+OTHERS = [chunk.text for chunk in CHUNKS]
 PROMPT = Prompt(TEXTS[:3], "Who built it?")
 Make = Callable[..., TransformersEngine]
 
@@ -87,7 +89,7 @@ def test_kv_behind_a_system_text_is_found_out_by_who_has_none(tiny_engine: Make,
 
 def test_prompts_of_which_nothing_is_stored_are_said_once_after_three(tiny_engine: Make, said: Any) -> None:
     engine = tiny_engine()
-    precompute_documents(TEXTS[6:], engine)
+    precompute_documents(OTHERS, engine)
     for number in range(6):
         ask(engine)
         assert len(said()) == (number >= 2)
@@ -99,7 +101,7 @@ def test_a_remote_tier_that_does_not_answer_is_all_that_is_said(tiny_engine: Mak
         taken.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
         engine = tiny_engine(store=TieredStore(MemoryStore(1 << 28), open_remote(url)))
-        precompute_documents(TEXTS[6:], tiny_engine(store=engine.store.tiers[0]))
+        precompute_documents(OTHERS, tiny_engine(store=engine.store.tiers[0]))
         for _ in range(4):
             ask(engine)
         engine.close()
@@ -117,8 +119,8 @@ def test_no_false_alarms(tiny_engine: Make, said: Any) -> None:
         ask(engine, mode="prefix")  # both were asked to reuse nothing
     precompute_documents(TEXTS[:6], engine)
     ask(engine)
-    for start in range(4):  # later misses are a store that fills
-        ask(engine, Prompt(TEXTS[start + 3 : start + 6], "Who?"))
+    for other in OTHERS:  # later misses are a store that fills
+        ask(engine, Prompt([other], "Who?"))
     ask(engine, Prompt(TEXTS[:3], "Who?", "Be brief."))  # a prompt's own system text: reused, approximately
     engine.close()
     assert not said()
@@ -130,7 +132,7 @@ def test_looking_for_the_cause_reads_few_entries_and_disturbs_neither_counters_n
     disk, memory = DiskStore(tmp_path, fsync=False), MemoryStore(1 << 28)
     store = TieredStore(memory, disk)
     precompute_documents([f"Note number {number}." for number in range(200)], tiny_engine(store=disk))
-    precompute_documents(TEXTS[6:], tiny_engine(store=store))
+    precompute_documents(OTHERS, tiny_engine(store=store))
     order, looked, header = list(memory.keys()), [], DiskStore.header
     monkeypatch.setattr(DiskStore, "header", lambda self, key: (looked.append(key), header(self, key))[1])
     ask(tiny_engine(store=store))

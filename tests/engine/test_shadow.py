@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_prompts import CHUNKS
 
 from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.generation import Conversation
@@ -21,7 +22,6 @@ from ragblend.prompt.types import Prompt
 
 pytestmark = pytest.mark.timeout(120)
 
-CHUNKS = ["the theory of the other chunk", "question the chunk with that theory", "what the other question is"]
 QUESTIONS = ["what is that?", "the answer?", "is the theory in the chunk?", "who?", "what the other chunk is?", "that?"]
 MAX_TOKENS = 5
 

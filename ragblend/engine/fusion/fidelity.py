@@ -57,6 +57,7 @@ def record_fusion(
             chunk.num_recomputed_tokens = bisect_left(recomputed, placement.end) - bisect_left(recomputed, start)
         elif start < plan.num_resident:
             chunk.hit, chunk.prefix_match, chunk.exact = True, "exact", True
+            num_computed += max(0, start + chunk.num_tokens - plan.num_resident)
         else:
             num_computed += chunk.num_tokens
     total = plan.num_chunk_tokens + num_computed

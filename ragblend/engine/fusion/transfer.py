@@ -45,7 +45,7 @@ class HostToDeviceCopier:
         with torch.cuda.stream(self._copying):
             # torch keeps pinned blocks for the next layer, and hands none out before the copy from it is through.
             there = [
-                tensor if tensor.is_cuda else tensor.pin_memory().to(self._device, non_blocking=True)
+                tensor if tensor.is_cuda else tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
                 for tensor in layer
             ]
         self._copying.synchronize()  # of the two streams only the copies': the other one computes on

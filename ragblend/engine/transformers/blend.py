@@ -176,7 +176,7 @@ class BlendingEngine(EngineBase):
         for run in request.prompt.runs:
             if run.end <= num_resident:
                 continue
-            left = run.starting_at(num_resident)
+            left = run.within(num_resident, run.end)
             for context in self._contexts(request.prompt, left):
                 if request.mode == "prefix" and not context.exact:
                     continue

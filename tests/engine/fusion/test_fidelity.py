@@ -6,6 +6,7 @@ import pytest
 import torch
 from reference import Reference
 from test_fuse import GLOBAL, INDEPENDENT, PREFIX, Prompt, attended, blend, full_prefill, make_prompt
+from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 
 from ragblend.engine.fusion.fidelity import attention_shares, first_token_kl, record_fidelity
@@ -14,7 +15,6 @@ from ragblend.engine.fusion.plan import FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.rules import RULES, CheckLayer, check_schedule
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
-from ragblend.prompt.types import Prompt
 
 CHECK_LAYER = 1
 
@@ -111,18 +111,16 @@ def test_a_chunk_that_ends_the_prompt_leaves_its_last_token_exact():
 
 def test_the_engines_report_has_the_shares_of_the_rule_that_ran(tiny_engine):
     engine = tiny_engine("llama")
-    chunks = ["the theory of the other chunk", "question the chunk with that theory", "what the other question is"]
-    list(engine.precompute_all(chunks))
-    prompt = Prompt(chunks, "what?")
-    asked = engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=1).report
+    list(engine.precompute_all(CHUNKS))
+    asked = engine.generate(PROMPT, rule="ask", recompute_ratio=0.2, max_tokens=1).report
     assert asked.attention_exact + asked.attention_recomputed + asked.attention_stale == pytest.approx(1)
     assert f"{asked.attention_stale:.0%} of the question's attention on stale tokens" in asked.summary()
     assert asked.mean_deviation is None
-    measured = engine.generate(prompt, rule="cacheblend", recompute_ratio=0.2, max_tokens=1).report
+    measured = engine.generate(PROMPT, rule="cacheblend", recompute_ratio=0.2, max_tokens=1).report
     assert measured.attention_exact is None
     assert measured.mean_deviation > 0
     for mode in ("full", "prefix", "reuse"):
-        assert engine.generate(prompt, mode=mode, max_tokens=1).report.mean_deviation is None
+        assert engine.generate(PROMPT, mode=mode, max_tokens=1).report.mean_deviation is None
 
 
 def test_first_token_kl_is_torchs_own():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine, open_store
 from ragblend.engine.fusion.lookup import lookup_contexts, read_context_policy
@@ -15,20 +16,22 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, UsageError
 
 ids = st.lists(st.integers(0, 9), max_size=6)
-A, B, C = (Chunk(text, f"{number}.txt") for number, text in enumerate(("the first one", "and its second", "apart")))
+A, B, C = CHUNKS
 
 
 @pytest.mark.parametrize("policy", ["none", "similar"])
-@given(own=ids, between=ids, default=ids)
-def test_exact_means_that_the_context_is_all_that_stands_before(policy, own, between, default):
+@given(own=ids, between=ids, default=ids, is_beginning=st.booleans())
+def test_exact_means_a_chunks_beginning_behind_nothing_but_its_prefix(policy, own, between, default, is_beginning):
     prompt = [*own, *between, 7, 7]
     start = len(prompt) - 2
-    found = lookup_contexts(prompt, start, len(own), tuple(default), policy)
+    prefixes = (tuple(own), tuple(default))
+    found = lookup_contexts(prompt, start, prefixes, policy, is_beginning=is_beginning)
     assert all(context.exact <= (list(context.token_ids) == prompt[:start]) for context in found)
-    assert found[0].exact == (not between)
+    assert any(context.exact for context in found) == (is_beginning and tuple(prompt[:start]) in prefixes)
+    assert not any(context.exact for context in found[1:])
     assert not any(context.exact for context in found if context.policy == "similar")
     policies = ["similar", "none"] if policy == "similar" else ["none"]
-    assert sorted(context.policy for context in found if context.match == "exact") == sorted(policies)
+    assert {context.policy for context in found if context.match == "exact"} == set(policies)
     assert [context.policy for context in found if not context.exact] == sorted(
         (context.policy for context in found if not context.exact), reverse=True
     )  # similar before none
@@ -47,17 +50,17 @@ def test_a_similar_version_is_the_slice_of_a_prefill_over_the_placed_chunks(fami
     engine = tiny_engine(family, context="similar")
     for chunk in (A, B, SIMILAR):
         assert engine.precompute(chunk) > 0
-    layers, ids_of, joint = engine.layers, engine.renderer.chunk_ids, engine.renderer.separator_ids
-    prefix, ids = engine.default_prefix_ids, ids_of(C)
-    before = [*prefix, *ids_of(A), *joint, *ids_of(B), *joint]
+    layers, prefix, joint = engine.layers, engine.default_prefix_ids, engine.renderer.separator_ids
+    ids_of_a, ids_of_b, ids = (engine.renderer.chunk_ids(chunk.text) for chunk in (A, B, C))
+    before = [*prefix, *ids_of_a, *joint, *ids_of_b, *joint]
     # Independently: the chunks' own KV by the stock model, turned to their places; then, layer by layer, the joints and
     # the chunk over them.
-    second = len(prefix) + len(ids_of(A)) + len(joint)
+    second = len(prefix) + len(ids_of_a) + len(joint)
     fused = FusedKV.allocate(layers.kv_shapes, len(before) + len(ids), layers.like)
     with torch.inference_mode():
-        for start, chunk in ((len(prefix), A), (second, B)):
-            _, alone = layers.full_prefill(torch.tensor([*prefix, *ids_of(chunk)]))
-            places = torch.arange(start, start + len(ids_of(chunk)))
+        for start, chunk, own in ((len(prefix), A, ids_of_a), (second, B, ids_of_b)):
+            _, alone = layers.full_prefill(torch.tensor([*prefix, *own]))
+            places = torch.arange(start, start + len(own))
             for layer, (keys, values) in enumerate(alone):
                 if start == len(prefix):
                     fused.write(layer, slice(0, start), keys[:, :start], values[:, :start])
@@ -98,21 +101,22 @@ def test_a_similar_version_is_found_by_prompts_that_do_not_know_what_it_is_behin
     one, full = (first_logits(engine, prompt, **how) for how in ({"recompute_ratio": 1.0}, {"mode": "full"}))
     assert (one - full).abs().max() <= 1e-4
     with pytest.raises(UsageError, match="ragblend precompute"):
-        engine.precompute(Chunk("the other one", context="similar"))
+        engine.precompute(Chunk(A.text, context="similar"))
 
 
 def test_a_store_tells_its_context_to_whoever_opens_it_later(tmp_path):
-    behind = Chunk("It is in Mirton.", context="similar", context_texts=("Zenco sells nets.",))
+    first, second = "Zenco sells nets and ropes to ports.", "It is in Mirton, and so is Oston."
+    behind = Chunk(second, context="similar", context_texts=(first,))
     with load_engine("demo", tmp_path) as engine:
-        engine.precompute("Zenco sells nets.")
+        engine.precompute(first)
         assert (engine.context, read_context_policy(open_store(tmp_path))) == ("none", None)
         engine.set_context_policy("similar")
         assert engine.precompute(behind) > 0
         assert engine.precompute(behind) == 0
-        assert not engine.is_stored("It is in Mirton.")
+        assert not engine.is_stored(second)
     with load_engine("demo", tmp_path) as engine:
         assert engine.context == "similar"
-        report = engine.generate(Prompt(["Zenco sells nets.", "It is in Mirton."], "Where is Zenco?")).report
+        report = engine.generate(Prompt([first, second], "Where is Zenco?")).report
         assert [chunk.context for chunk in report.chunks] == ["none", "similar"]
     note = tmp_path / CONTEXT_FILE
     note.write_bytes(note.read_bytes().replace(b"similar", b"none"))

@@ -1,13 +1,18 @@
-"""The stored value: shapes and dtypes are checked when it is made."""
+"""The stored value: shapes and dtypes are checked when it is made; some of its tokens are read as all of them are."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from tier_support import make_kv
 
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype, dtype_name, is_in_memory, rows_of
+from ragblend.engine.store.quantize import CODE_DTYPES
 
 HEADER = KVHeader("0" * 32, "model", (1,), (5, 6, 7), 2, "float32")
 
@@ -37,3 +42,21 @@ def test_a_dtype_that_cannot_be_stored_names_those_that_can() -> None:
         MemoryKV(dataclasses.replace(HEADER, dtype="int8"), (layer(), layer()))
     with pytest.raises(ValueError, match=said):
         dtype_name(torch.int8)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", *CODE_DTYPES])
+def test_rows_of_a_chunk_are_those_of_its_layers(kv_dtype: str, tmp_path: Path) -> None:
+    """Bit for bit, from memory and from disk; with tokens at the front, which are never rounded, and without."""
+    held = convert_kv_dtype(make_kv(tokens=24, dim=16), kv_dtype)
+    assert held.header.stored_dtype == ("float32" if kv_dtype == "auto" else kv_dtype)
+    store = DiskStore(tmp_path, fsync=False)
+    store.put(held)
+    read = store.get(held.header.key)
+    assert read is not None
+    for kv, (start, end) in itertools.product((held, read), itertools.combinations(range(25), 2)):
+        part = rows_of(kv, start, end)
+        assert part.header == dataclasses.replace(kv.header, token_ids=kv.header.token_ids[start:end])
+        assert is_in_memory(part) == (kv is held)
+        for index in range(kv.header.num_layers):
+            for found, expected in zip(part.layer(index), kv.layer(index), strict=True):
+                assert torch.equal(found, expected[:, start:end])

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tiny_prompts import CHUNKS, PROMPT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -19,9 +20,7 @@ from ragblend.engine.transformers.loaded_model import pair_fingerprint
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.llm import ChatBlend
-from ragblend.prompt.types import Prompt
 
-PROMPT = Prompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 KINDS: dict[str, Any] = {
     "lora": peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=[*ATTENTION, "down_proj"]),
@@ -59,7 +58,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, saved: Path) -> Path:
 
 
 def stored(engine: Any) -> list[bool]:
-    return [engine.is_stored(chunk) for chunk in PROMPT.chunks]
+    return [engine.is_stored(chunk) for chunk in CHUNKS]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -68,7 +67,7 @@ def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, saved: Path,
     model.save_pretrained(tmp_path)
     with load_engine(str(saved), adapter=tmp_path, on_miss="inline") as engine:
         ids = torch.tensor([engine.renderer.render(PROMPT)])
-        list(engine.precompute_all(PROMPT.chunks))
+        list(engine.precompute_all(CHUNKS))
         full = engine.generate(PROMPT, mode="full", max_tokens=12).token_ids
         blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=12)
         found = engine.layers.full_prefill(ids[0])[0]
@@ -77,7 +76,7 @@ def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, saved: Path,
         plain = load(saved)(input_ids=ids).logits[0, -1]
     assert (found - plain).abs().max() > 0.1
     assert blended.token_ids == full
-    assert blended.report.num_chunk_hits == 2
+    assert blended.report.num_chunk_hits == 3
 
 
 def test_kv_of_base_and_adapter_never_mix(saved: Path, adapter: Path, tmp_path: Path) -> None:
@@ -85,8 +84,8 @@ def test_kv_of_base_and_adapter_never_mix(saved: Path, adapter: Path, tmp_path: 
     trained(saved, KINDS["lora"], seed=1).save_pretrained(other)
     store = tmp_path / "kv"
     with load_engine(str(saved), store, on_miss="inline") as engine:
-        list(engine.precompute_all(PROMPT.chunks))
-        assert stored(engine) == [True, True]
+        list(engine.precompute_all(CHUNKS))
+        assert stored(engine) == [True] * 3
     with pytest.raises(StoreMismatchError, match="holds KV of"):
         load_engine(str(saved), store, adapter=adapter)
     with (
@@ -94,9 +93,9 @@ def test_kv_of_base_and_adapter_never_mix(saved: Path, adapter: Path, tmp_path: 
         load_engine(str(saved), store, adapter=other, new_model=True, on_miss="inline") as second,
         load_engine(str(saved), store, on_miss="inline") as plain,
     ):
-        assert stored(first) == stored(second) == [False, False]
-        first.precompute(PROMPT.chunks[0])
-        assert (stored(first), stored(second), stored(plain)) == ([True, False], [False, False], [True, True])
+        assert stored(first) == stored(second) == [False] * 3
+        first.precompute(CHUNKS[0])
+        assert (stored(first), stored(second), stored(plain)) == ([True, False, False], [False] * 3, [True] * 3)
         assert first.generate(PROMPT, max_tokens=2).report.num_chunk_hits == 1
         assert second.generate(PROMPT, max_tokens=2).report.num_chunk_hits == 0
 

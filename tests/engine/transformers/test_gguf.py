@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import CHATML
+from tiny_prompts import CHUNKS, PROMPT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -22,10 +23,7 @@ from ragblend.engine.transformers import gguf as gguf_module
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, UnsupportedModelError, UsageError
 from ragblend.llm import ChatBlend
-from ragblend.prompt.types import Prompt
 from tests.gguf_files import write_gguf
-
-PROMPT = Prompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +54,13 @@ def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file: Path, con
     answers = []
     for model in (str(file), str(converted)):
         with load_engine(model, on_miss="inline") as engine:
-            list(engine.precompute_all(PROMPT.chunks))
+            list(engine.precompute_all(CHUNKS))
             blended = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=24)
             full = engine.generate(PROMPT, mode="full", max_tokens=24)
-            tokenized = engine.renderer.render(PROMPT)
-            answers.append((tokenized, blended.token_ids, full.token_ids, blended.report.num_chunk_hits))
+            ids = engine.renderer.render(PROMPT)
+            answers.append((ids, blended.token_ids, full.token_ids, blended.report.num_chunk_hits))
     assert answers[0] == answers[1]
-    assert answers[0][3] == 2
+    assert answers[0][3] == 3
     assert "de-quantizing" not in capfd.readouterr().err
 
 

@@ -26,13 +26,14 @@ from ragblend.engine.generation import Conversation, PrefillResult
 from ragblend.engine.report import MODES, BlendReport
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import ChunkKV
+from ragblend.engine.store.kv import ChunkKV, LayerKV
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
 from ragblend.lab.explain import explain
 from ragblend.options import GenerationOptions
+from ragblend.prompt.match import common_prefix_length
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, Prompt
 from tests.tier_support import assert_same, flip, path_of
@@ -153,7 +154,7 @@ def test_the_answer_ends_where_the_context_does(make_model, renderer):
 
     layers = TransformersLayers(make_model(LlamaConfig, LlamaForCausalLM, max_position_embeddings=128))
     with TransformersEngine(layers, renderer, MemoryStore(1 << 20), name="short", fingerprint="f") as engine:
-        room = 128 - engine.renderer.tokenize(PROMPT).num_tokens
+        room = 128 - len(engine.renderer.render(PROMPT))
         assert 0 < room < 100
         result = engine.generate(PROMPT, max_tokens=500, temperature=1.0, seed=3)
         if result.finish_reason == "length":
@@ -194,10 +195,10 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
         if index not in missing:
             engine.precompute(chunk)
     result = engine.generate(PROMPT, mode=mode, rule="ask", recompute_ratio=0.2, max_tokens=3)
-    report, tokenized = result.report, engine.renderer.tokenize(PROMPT)
-    assert (report.mode, report.prompt_tokens, report.num_chunks) == (mode, tokenized.num_tokens, 3)
+    report, matched = result.report, engine.match(PROMPT)
+    assert (report.mode, report.prompt_tokens, report.num_chunks) == (mode, matched.num_tokens, 3)
     assert report.completion_tokens == len(result.token_ids)
-    assert [chunk.num_tokens for chunk in report.chunks] == [s.num_tokens for s in tokenized.chunk_segments]
+    assert [chunk.num_tokens for chunk in report.chunks] == [run.num_tokens for run in matched.runs]
     assert [chunk.source for chunk in report.chunks] == ["one.txt", "two.txt", "three.txt"]
     assert report.num_chunk_hits == sum(chunk.hit for chunk in report.chunks)
     assert report.num_recomputed_tokens == sum(chunk.num_recomputed_tokens for chunk in report.chunks)
@@ -214,7 +215,7 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
     }[mode]
     assert [chunk.hit for chunk in report.chunks] == expected_hits
     assert (report.num_recomputed_tokens > 0) == (mode == "blend" and any(expected_hits))
-    assert report.num_prefix_tokens == (0 if mode == "full" else len(tokenized.prefix_ids))
+    assert report.num_prefix_tokens == (0 if mode == "full" else matched.num_prefix)
     assert 0 < report.lookup_s + report.fuse_s + report.stall_s <= report.ttft_s
     assert report.rule == ("ask" if mode == "blend" else "none")
     assert report.recompute_ratio == {"blend": 0.2, "full": 1.0}.get(mode, 0.0)
@@ -227,7 +228,7 @@ def test_the_last_token_is_not_counted_as_reused_when_a_chunk_ends_the_prompt(en
     joint = len(engine.renderer.separator_ids)
     report = engine.generate(Prompt(CHUNKS[:2]), mode="reuse", max_tokens=1).report
     at_end = engine.generate(Prompt.from_text(CHUNKS[:2]), mode="reuse", max_tokens=1).report
-    assert report.num_reused_tokens == report.prompt_tokens - joint - len(engine.renderer.text_ids("Answer:"))
+    assert report.num_reused_tokens == report.prompt_tokens - joint - len(engine.renderer.tail_ids)
     assert at_end.num_reused_tokens == at_end.prompt_tokens - joint - 1
 
 
@@ -338,6 +339,36 @@ def test_the_same_chunk_twice_is_exact_once(engine):
     assert report.num_chunk_hits == 2
 
 
+PARTS = {  # a prompt's text; where its run begins in CHUNKS[0], and how far behind the prefix; its length; exactness
+    "beginning behind the prefix": (CHUNKS[0].text[:-10] + ", or what is that?", (0, 0, 22), True),
+    "middle behind the prefix": (CHUNKS[0].text[10:-10] + ", or what is that?", (3, 0, 19), False),
+    "all of it behind a label": (f"[1]\n{CHUNKS[0].text}\nwhat is that?", (0, 4, 24), False),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "deepseek_v2"])
+@pytest.mark.parametrize(("text", "place", "is_exact"), PARTS.values(), ids=PARTS)
+def test_a_part_of_a_chunk_is_exact_only_as_its_beginning_right_behind_the_prefix(
+    text, place, is_exact, family, tiny_engine, stock_model
+):
+    engine, prompt = holding_chunks(tiny_engine(family)), Prompt.from_messages([("user", text)])
+    token_ids, (run,) = engine.renderer.render(prompt), engine.match(prompt).runs
+    assert (run.chunk_start, run.start - len(engine.default_prefix_ids), run.num_tokens) == place
+    found = prefill(engine, prompt, mode="reuse")
+    assert [(chunk.hit, chunk.exact) for chunk in found.report.chunks] == [(True, is_exact)]
+    kv, rows = engine.store.get(engine.key(CHUNKS[0])), slice(run.start, run.end)
+    _, full = engine.layers.full_prefill(torch.tensor(token_ids))
+    differences = []
+    for layer in range(6):
+        stored = LayerKV(*(each[:, run.chunk_start :][:, : run.num_tokens] for each in kv.layer(layer)))
+        placed = engine.layers.place_keys(layer, stored.keys, torch.arange(run.start, run.end))
+        torch.testing.assert_close(found.fused.keys(layer)[:, rows], placed, atol=1e-6, rtol=0)
+        assert torch.equal(found.fused.values(layer)[:, rows], stored.values)
+        differences.append(float((stored.values - full[layer].values[:, rows]).abs().max()))
+    assert (max(differences) < 1e-4) == is_exact
+    assert_full_prefill(prefill(engine, prompt, 1.0), stock_model(family), token_ids)
+
+
 # --- misses and the store ---
 
 
@@ -383,14 +414,28 @@ def test_a_full_store_costs_speed_but_no_answer(tiny_engine):
     engine.flush()  # told once
 
 
+def test_a_named_chunk_that_begins_like_a_stored_one_is_stored_for_the_next_time(tiny_engine):
+    """What it shares is reused at once, the rest is a miss."""
+    engine = tiny_engine("llama", on_miss="store")
+    engine.precompute(CHUNKS[0])
+    alike = Chunk(CHUNKS[0].text[:-10] + " and the answer to what the other question is in the theory", "alike.txt")
+    prompt = Prompt([CHUNKS[1], alike], "what is that?")
+    first = engine.generate(prompt, max_tokens=1).report
+    assert [(chunk.source, chunk.hit) for chunk in first.chunks[1:]] == [("", True), ("alike.txt", False)]
+    engine.flush()
+    assert engine.is_stored(alike)
+    again = engine.generate(prompt, max_tokens=1).report
+    assert [(chunk.source, chunk.hit) for chunk in again.chunks[1:]] == [("alike.txt", True)]
+
+
 def test_precompute_stores_a_chunk_once_and_says_how_much(tiny_engine):
     engine = tiny_engine("llama")
     nbytes = engine.precompute(CHUNKS[0])
-    assert nbytes == engine.bytes_per_token * len(engine.renderer.chunk_ids(CHUNKS[0]))
+    assert nbytes == engine.bytes_per_token * len(engine.renderer.chunk_ids(CHUNKS[0].text))
     assert engine.bytes_per_token == 6 * 2 * 2 * 16 * 4  # layers, K and V, heads, dimensions, float32
     assert engine.precompute(CHUNKS[0].text) == 0
     assert engine.store.counters.num_puts == 1
-    key = chunk_key("tiny-llama", engine.default_prefix_ids, engine.renderer.chunk_ids(CHUNKS[0]))
+    key = chunk_key("tiny-llama", engine.default_prefix_ids, engine.renderer.chunk_ids(CHUNKS[0].text))
     assert stored(engine)[key].header.prefix_ids == engine.default_prefix_ids
 
 
@@ -492,14 +537,33 @@ def test_a_conversation_from_full_prefill_serves_a_blend(chat_engine, stock_mode
     assert_full_prefill(found, stock_model("llama"), chat_engine.renderer.render(second))
 
 
-def test_another_conversation_that_parts_inside_a_chunk_keeps_that_chunk_whole(chat_engine, stock_model):
+def test_rows_of_another_conversation_may_end_inside_of_a_run_whose_rest_is_placed(chat_engine, stock_model):
     conversation = Conversation()
-    chat_engine.generate(turns(), recompute_ratio=1.0, max_tokens=2, conversation=conversation)
-    changed = Prompt.from_messages([("user", [CHUNKS[0], Chunk(CHUNKS[1].text + " too"), "what is that?"])])
-    found = prefill(chat_engine, changed, 1.0, conversation=conversation)
-    second = chat_engine.renderer.tokenize(changed).chunk_segments[1]
-    assert found.report.num_prefix_tokens == second.start
-    assert_full_prefill(found, stock_model("llama"), chat_engine.renderer.render(changed))
+    begun = CHUNKS[1].text[:60]  # the other conversation has no more of this chunk
+    other = Prompt.from_messages([("user", [CHUNKS[0], f"{begun}!", "what is that?"])])
+    chat_engine.generate(other, mode="full", max_tokens=2, conversation=conversation)
+    prompt = turns()
+    matched = chat_engine.match(prompt)
+    run, num_shared = matched.runs[1], common_prefix_length(conversation.token_ids, matched.token_ids)
+    assert run.start + 8 < num_shared < run.end - 4
+
+    placed = prefill(chat_engine, prompt, 0.0, conversation=conversation)
+    assert placed.report.num_prefix_tokens == num_shared
+    assert [(chunk.hit, chunk.exact) for chunk in placed.report.chunks] == [(True, True), (True, False)]
+    kv = chat_engine.store.get(chat_engine.key(CHUNKS[1]))
+    for layer in range(6):
+        rest = placed.fused.values(layer)[:, num_shared : run.end]
+        assert torch.equal(rest, kv.layer(layer).values[:, num_shared - run.start :])
+        resident = placed.fused.values(layer)[:, run.start : num_shared]
+        assert layer == 0 or not torch.allclose(resident, kv.layer(layer).values[:, : num_shared - run.start])
+    exact = prefill(chat_engine, prompt, 1.0, conversation=conversation)
+    assert exact.report.num_prefix_tokens == num_shared
+    assert_full_prefill(exact, stock_model("llama"), matched.token_ids)
+    assert chat_engine.forget(CHUNKS[1])  # its rest is computed, and charged
+    computed = prefill(chat_engine, prompt, 0.0, conversation=conversation)
+    assert computed.report.charged_budget == pytest.approx(1)
+    assert [run.start for run in computed.misses] == [run.start]
+    assert_full_prefill(computed, stock_model("llama"), matched.token_ids)
 
 
 def test_the_same_prompt_again_still_computes_its_last_token(chat_engine):
@@ -526,7 +590,7 @@ HALF = "half \ud83d emoji"
 @pytest.mark.parametrize(
     ("what", "prompt"),
     [
-        ("the user text", Prompt(CHUNKS, HALF)),
+        ("the user text", Prompt(question=HALF)),
         ("the system text", Prompt(CHUNKS, "what is that?", HALF)),
         ("a chunk", Prompt([CHUNKS[0], HALF], "what is that?")),
         (

@@ -28,7 +28,7 @@ from ragblend.lab.bench.common.workloads import random_model
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
 
-PROMPT = Prompt(["Kim Lee works at Oston. ", "Oston is a city. "], "Where does Kim Lee work?")
+PROMPT = Prompt(["Kim Lee works at Oston.", "Oston is a city, and so is Mirton."], "Where does Kim Lee work?")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_prompts import CHUNKS, PROMPT
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -17,9 +18,6 @@ from ragblend.engine.transformers.loaded_model import pair_fingerprint
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.prompt.types import Prompt
-
-PROMPT = Prompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 
 
 def load(saved: Path, **options: Any) -> tuple[Any, Any]:
@@ -34,12 +32,12 @@ def change(model: Any, by: float = 1e-3) -> None:
 
 def test_a_loaded_pair_answers_as_its_folder_and_finds_the_folders_kv(saved: Path, tmp_path: Path) -> None:
     with load_engine(str(saved), tmp_path, on_miss="inline") as engine:
-        list(engine.precompute_all(PROMPT.chunks))
+        list(engine.precompute_all(CHUNKS))
         expected = engine.generate(PROMPT, max_tokens=12)
     with load_engine(load(saved), tmp_path, on_miss="inline") as engine:
         found = engine.generate(PROMPT, max_tokens=12)
         assert engine.name == str(saved)
-    assert found.report.num_chunk_hits == 2
+    assert found.report.num_chunk_hits == 3
     assert found.token_ids == expected.token_ids
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
@@ -24,9 +25,7 @@ from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.load import load_engine
 from ragblend.errors import UnsupportedModelError
 from ragblend.llm import ChatBlend
-from ragblend.prompt.types import Prompt
 
-PROMPT = Prompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
 BITS: dict[str, dict[str, Any]] = {
     "8 bit": {"load_in_8bit": True},
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
@@ -56,10 +55,10 @@ def test_bitsandbytes_runs_on_a_cpu_and_finds_its_own_kv_alone(bits: str, saved:
     with load_engine(str(saved), tmp_path, model_kwargs=asked(bits), new_model=True, on_miss="inline") as engine:
         assert "bitsandbytes" in str(type(engine.layers.model.model.layers[0].self_attn.k_proj))
         assert engine.fingerprint not in marks
-        for chunk in PROMPT.chunks:
+        for chunk in CHUNKS:
             engine.precompute(chunk)
         answer = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=6)
-        assert answer.report.num_chunk_hits == 2
+        assert answer.report.num_chunk_hits == 3
     with load_engine(str(saved), tmp_path, model_kwargs=asked(bits), on_miss="inline") as again:
         assert again.fingerprint == engine.fingerprint
         assert again.generate(PROMPT, recompute_ratio=1.0, max_tokens=6).token_ids == answer.token_ids
@@ -150,10 +149,11 @@ def test_fp8_is_dequantised_on_a_cpu_and_does_not_pass_for_what_a_gpu_computes(s
         assert weight.dtype == torch.float32
         original = plain.layers.model.model.layers[0].self_attn.k_proj.weight
         assert 0 < (weight - original).abs().max() < 0.1 * original.abs().max()
-        for chunk in PROMPT.chunks:
+        for chunk in CHUNKS:
             engine.precompute(chunk)
         full = engine.generate(PROMPT, mode="full", max_tokens=8).token_ids
-        assert engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8).token_ids == full
+        blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8)
+        assert (blended.token_ids, blended.report.num_chunk_hits) == (full, 3)
         from ragblend.engine.transformers.model import model_fingerprint
 
         assert engine.fingerprint == model_fingerprint(path, "float32+dequantised")

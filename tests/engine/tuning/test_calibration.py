@@ -279,7 +279,7 @@ def engine(tiny_engine: Callable[..., TransformersEngine], tmp_path: Path) -> Tr
 
 
 def calibrated(engine: TransformersEngine, *fits: RuleFit) -> None:
-    prefix_ids = engine.renderer.tokenize(PROMPT).prefix_ids
+    prefix_ids = engine.match(PROMPT).prefix_ids
     save(
         disk_tier(engine.store).root,  # type: ignore[union-attr]
         replace(CALIBRATION, fingerprint=engine.fingerprint, prefix_ids=prefix_ids, fits=fits),
