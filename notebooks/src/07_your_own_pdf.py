@@ -129,7 +129,8 @@ for question in QUESTIONS:
     print()
 
 # %% [markdown]
-# The model is very small, and errs: a visit costs six crowns. What blending is to give is what full prefill gives.
+# The model is very small, and errs: a visit costs six crowns. How close blending comes to full prefill is measured over
+# many questions in [notebook 04](04_quality_vs_ratio.ipynb).
 #
 # ## The report
 # Every answer says what it was made of. `exact`: the chunk stands right behind the prefix that it was computed behind.
