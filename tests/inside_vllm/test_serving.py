@@ -295,6 +295,7 @@ def test_malformed_parameters_are_answered_by_ordinary_prefill(serving):
         {"mode": "blend", "ratio": 2, "spans": [[1, 4]]},
         {"mode": "blend", "version": 9, "spans": [[1, 4]]},
         {"mode": "blend", "keys": ["a"], "spans": [[1, 4]]},
+        {"mode": "blend", "around": [[[-1], []]], "spans": [[1, 4]]},
         {"mode": "ingest", "spans": []},
     ]
     for params in malformed:

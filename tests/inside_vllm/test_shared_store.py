@@ -117,7 +117,7 @@ def test_a_stopped_engine_lets_go_of_its_model(connector: bool, checkpoint: Call
 
 def test_the_memory_tier_answers_the_second_time(checkpoint: Callable[[str], Path], tmp_path):
     prefix, chunk = random_ids(4, 1), random_ids(40, 2)
-    ids, params = [*prefix, *random_ids(30, 3), *chunk, 9, 9], {"mode": "reuse", "spans": [[34, 74]]}
+    ids, params = [*random_ids(34, 3), *chunk, 9, 9], {"mode": "reuse", "spans": [[34, 74]]}
     with engine(checkpoint("llama"), tmp_path, {"prefix_ids": prefix}) as llm:
         assert [ingest(llm, prefix, chunk)["num_chunk_hits"] for _ in range(2)] == [0, 1]
         first, second = ask(llm, ids, params), ask(llm, ids, params)

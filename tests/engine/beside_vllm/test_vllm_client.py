@@ -247,8 +247,10 @@ def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script
 def test_parts_of_a_chunk_are_sent_with_the_ids_around_them_and_reported_as_one(
     client: VllmClient, script: Script, renderer: Renderer
 ) -> None:
-    people, places = ("George Keller", "Julia Bishop", "Arthur Archer", "Ben Howard"), ("Kinport", "Synon", "Calville")
-    sentences = [f"{person} lives in {place}." for person in people for place in places]
+    people = ("George Keller", "Julia Bishop", "Arthur Archer", "Ben Howard")
+    sentences = [
+        f"{name} lives in {place}." for name in people for place in ("Kinport", "Synon", "Calville", "Wesstad")
+    ]
     client.add_known([" ".join(sentences)])
     texts = [" ".join(sentences[1:7]), " ".join(sentences[8:])]
     script.report = BlendReport("blend", chunks=[ChunkReport("", 36, True, num_recomputed_tokens=2), MISS])
@@ -628,6 +630,8 @@ def test_plain_vllm_answers_and_says_that_it_reuses_nothing(
 
 def test_a_chat_sends_the_whole_conversation_each_time(client: VllmClient, script: Script) -> None:
     script.answer = [5, END]
+    precompute_documents([A, B], client)
+    script.bodies.clear()
     session = ChatSession(client)
     list(session.stream([A], "Where?"))
     list(session.stream([A, B], "And who?"))
