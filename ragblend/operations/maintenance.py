@@ -111,7 +111,7 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
     try:
         if not path.exists():
             if next(disk.keys(), None) is not None:
-                report.damaged_files[REGISTRY_FILE] = "it is missing, so no text is recognised in a plain prompt"
+                report.damaged_files[REGISTRY_FILE] = "it is missing, so no chunk is found in prompts"
             return
         with open_registry(disk) as registry:
             problems, stored = registry.find_problems(), registry.stored()
@@ -209,7 +209,7 @@ _LOSS_MESSAGES = {
 
 
 class GcReport(NamedTuple):
-    """What `collect_garbage` removed, or would remove: that of `GcResult`, texts no longer recognised, and pins."""
+    """What `collect_garbage` removed, or would remove: that of `GcResult`, texts that no prompt finds any more, and pins."""
 
     evicted: tuple[str, ...]
     num_quarantined: int
