@@ -209,7 +209,7 @@ _LOSS_MESSAGES = {
 
 
 class GcReport(NamedTuple):
-    """What `collect_garbage` removed, or would remove: that of `GcResult`, texts that no prompt finds any more, and pins."""
+    """Result of `collect_garbage`: that of `GcResult`, texts that are found in prompts no longer, and pins."""
 
     evicted: tuple[str, ...]
     num_quarantined: int

@@ -5,7 +5,7 @@ are the stale tokens: those whose stored KV was computed without the tokens that
 tensors only.
 
 Inputs: positions from the plan; deviations from the check layer, where the fusor computes fresh K and V of the
-candidates; attention weights of the question, which the fusor runs over stale KV through the layers that the rule reads.
+candidates; attention weights of the question, which the fusor runs over stale KV through the layers that a rule reads.
 """
 
 from __future__ import annotations
