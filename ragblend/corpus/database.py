@@ -80,7 +80,7 @@ class ChunkDatabase(CheckedDatabase):
         return {chunk_id: found[chunk_id] for chunk_id in wanted if chunk_id in found}
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """(chunk id, text) of every chunk, for finding chunks verbatim in a prompt."""
+        """(chunk id, text) of every chunk."""
         return ((chunk.id, chunk.text) for chunk in self.chunks())
 
     def texts_since(self, generation: int) -> list[str]:

@@ -1,1 +1,1 @@
-"""What docs/structure.md shows: the house drawn from its imports, and one request traced through it."""
+"""What docs/structure.md shows: the layers drawn from the imports, and one request traced through them."""

@@ -1,9 +1,9 @@
-"""Draw the house: its floors, the rooms on each with their size, and what each room imports.
+"""Draw the layers of the package: the modules of each with their size, and what each module imports.
 
     python -m tools.structure.draw --out docs/structure.png
 
-Floors come from the contract that `lint-imports` checks (pyproject.toml), the rest from the files themselves. Of what a
-room imports, what follows from its other imports is left out.
+The layers come from the contract that `lint-imports` checks (pyproject.toml), the rest from the files themselves. Of a
+module's imports, those that follow from its other imports are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 ROOT = Path(__file__).parents[2]
-WIDTH = 100.0  # of a house, in the units of the drawing
+WIDTH = 100.0  # of a section, in the units of the drawing
 
 
 def layer_rows(container: str) -> list[list[str]]:
@@ -86,6 +86,6 @@ def draw(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Draw the house from its imports.")
+    parser = argparse.ArgumentParser(description="Draw the layers from the imports.")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "structure.png")
     draw(parser.parse_args().out)

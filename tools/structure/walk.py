@@ -1,9 +1,9 @@
-"""One request through the house: the files and functions of ragblend that a warm `BlendLLM.invoke` passes.
+"""The files and functions of ragblend that a warm `BlendLLM.invoke` passes.
 
     python -m tools.structure.walk [--json]
 
 A function counts once, however often it is called; lambdas and comprehensions belong to the function they stand in. The
-prompt holds three stored chunks that are found in its text, and the answer is one token.
+prompt holds three stored chunks, and the answer is one token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which stale tokens to recompute: one small function per rule, all with the same signature.
 
 A rule turns `RuleInputs` about the N candidate tokens into scores [N]; the fusor recomputes the highest. Candidates
-are the tokens whose stored KV never saw the chunks before them; the chunk that stands exactly where it was computed
-is not among them. Knows tensors only.
+are the stale tokens: those whose stored KV was computed without the tokens that precede them in the prompt. Depends on
+tensors only.
 
 Where the evidence comes from: positions from the plan; deviations from the check layer, where the fusor
 computes K and V of the candidates afresh; attention from the question, which the fusor runs ahead over stale KV through
