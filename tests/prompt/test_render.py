@@ -1,144 +1,289 @@
-"""Rendered prompts against the tokenizers' own rendering, with templates of several kinds."""
+"""What prompts and chunks are in token ids, with templates and tokenizers of several kinds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from chat_templates import SPECIALS, TEMPLATES
+from hypothesis import example, given
 from hypothesis import strategies as st
-from pages import REAL_MODEL
-from tiny_models import CHATML
+from pages import SMOLLM2
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from ragblend.demo import WEIGHTS
-from ragblend.prompt.render import DELIMITER, Renderer
+from ragblend.errors import UsageError
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import CHUNK_SEPARATOR, Chunk, Prompt
 
-TEMPLATES = {
-    "chatml": CHATML,
-    "llama 2": (
-        "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content | trim }}"
-        " [/INST]{% else %} {{ message.content }}</s>{% endif %}{% endfor %}"
-    ),
-    "one line": "{% for m in messages %}{{ m.role }}: {{ m.content.split() | join(' ') }} {% endfor %}answer:",
-}
-WORDS = [
-    "the",
-    " chunk",
-    "\n",
-    "\n\n",
-    "  ",
-    "é",
-    "日本",
-    "<|im|>",
-    "<|end|>",
-    "</s>",
-    ".",
-    '"',
-    "{",
-    "ragblendcontrol",
-]
+WORDS = (
+    "the", " chunk", "\n", "\n\n", "  ", "é", "日本", "<|im|>", "<|end|>", "</s>", ".", '"', "{", "ragblendcontrol"
+)  # fmt: skip
 CONTENTS = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
-CONVERSATIONS = st.lists(CONTENTS, min_size=1, max_size=5).map(
-    lambda contents: [
-        {"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(contents)
-    ]
-)
 
 
 @pytest.fixture(scope="module", params=["byte level", "spaced"])
-def tokenizers(request: pytest.FixtureRequest, make_tokenizer: Any, make_spaced_tokenizer: Any) -> dict[str, Any]:
-    """A tokenizer for each template, of one of two kinds."""
+def renderers(
+    request: pytest.FixtureRequest, make_tokenizer: Any, make_spaced_tokenizer: Any
+) -> dict[str, Renderer]:
+    """A renderer for each template, with a tokenizer of one of two kinds."""
     make = make_tokenizer if request.param == "byte level" else make_spaced_tokenizer
-    return {name: make(template, specials=("<|im|>", "<|end|>")) for name, template in TEMPLATES.items()}
+    return {name: Renderer(make(template.text, SPECIALS)) for name, template in TEMPLATES.items()}
 
 
-def has_control(renderer: Renderer, messages: list[dict[str, str]]) -> bool:
-    return any(renderer._control.search(message["content"]) for message in messages)
+@pytest.fixture(scope="module")
+def byte_level(make_tokenizer: Any) -> dict[str, Renderer]:
+    return {name: Renderer(make_tokenizer(template.text, SPECIALS)) for name, template in TEMPLATES.items()}
 
 
-def own_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    return list(tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False))
+def text_of(renderer: Renderer, ids: Any) -> str:
+    """Every character of the ids, control tokens included."""
+    return str(renderer._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@given(messages=CONVERSATIONS)
-def test_ids_are_those_of_the_models_own_rendering(
-    name: str, messages: list[dict[str, str]], tokenizers: dict[str, Any]
-) -> None:
-    tokenizer = tokenizers[name]
-    renderer = Renderer(tokenizer)
-    if not has_control(renderer, messages):
-        assert renderer.render(messages) == own_ids(tokenizer, messages)
+def control_tokens(renderer: Renderer, ids: Any) -> list[int]:
+    return [token for token in ids if token in renderer._control_ids.values()]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@given(messages=CONVERSATIONS)
-def test_a_control_token_in_a_content_stays_text(
-    name: str, messages: list[dict[str, str]], tokenizers: dict[str, Any]
-) -> None:
-    tokenizer = tokenizers[name]
-    renderer = Renderer(tokenizer)
-    neutral = [{**m, "content": renderer._control.sub("word", m["content"])} for m in messages]
-
-    def control_tokens(ids: list[int]) -> list[int]:
-        return [token for token in ids if token in renderer._control_ids.values()]
-
-    ids = renderer.render(messages)
-    assert control_tokens(ids) == control_tokens(renderer.render(neutral))
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert "".join(tokenizer.decode(ids).split()) == "".join(text.split())
+# --- control tokens in texts ---
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@given(messages=CONVERSATIONS)
+@pytest.mark.parametrize("name", ["chatml", "last", "one line"])
+@given(messages=st.lists(CONTENTS, min_size=1, max_size=3))
 def test_cutting_at_control_tokens_changes_no_id(
-    name: str, messages: list[dict[str, str]], tokenizers: dict[str, Any]
+    name: str, messages: list[str], renderers: dict[str, Renderer]
 ) -> None:
-    tokenizer = tokenizers[name]
-    renderer = Renderer(tokenizer)
-    if not has_control(renderer, messages):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        found = renderer._encode_protected(text, "unused", [])
-        assert (found.text, found.ids, found.spans) == (text, whole.ids, whole.offsets)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-@given(chunk=CONTENTS.map(str.strip).filter(bool), rest=CONTENTS)
-def test_the_ids_of_a_chunk_stand_in_a_message_that_begins_with_it(
-    name: str, chunk: str, rest: str, tokenizers: dict[str, Any]
-) -> None:
-    renderer = Renderer(tokenizers[name])
-    inner, prefix = renderer.chunk_ids(chunk), renderer.prefix_ids()
-    ids = renderer.render([{"role": "user", "content": f"{chunk}{DELIMITER}{rest} end"}])
-    assert ids[: len(prefix)] == list(prefix)
-    assert any(ids[start:][: len(inner)] == list(inner) for start in range(len(prefix), len(prefix) + 3))
-    assert "".join(tokenizers[name].decode(inner).split()) in "".join(chunk.split())
+    renderer = renderers[name]
+    contents = [renderer._control.sub("", content) for content in messages]
+    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]
+    text = renderer._apply_template(turns)
+    whole = renderer.backend.encode(text, add_special_tokens=False)
+    found = renderer._encode_protected(text, "unused", [])
+    assert (found.text, found.ids, found.spans) == (text, whole.ids, whole.offsets)
 
 
 @given(text=CONTENTS)
-def test_plain_text_is_tokenized_as_the_tokenizer_does(text: str, tokenizers: dict[str, Any]) -> None:
-    tokenizer = tokenizers["chatml"]
-    renderer = Renderer(tokenizer)
+@example("</s></s>")
+@example("<<s>s>")
+def test_plain_text_is_tokenized_as_the_tokenizer_does(text: str, renderers: dict[str, Renderer]) -> None:
+    renderer = renderers["chatml"]
     ids = renderer.render_text(text)
     if not renderer._control.search(text):
-        assert ids == tokenizer(text).input_ids
+        assert ids == renderer._tokenizer(text).input_ids
     else:
-        assert not set(ids[1:]) & set(renderer._control_ids.values())
+        assert ids[0] == renderer._tokenizer.bos_token_id
+        assert not control_tokens(renderer, ids[1:])
+    assert not control_tokens(renderer, renderer.text_ids(text))
 
 
-@pytest.mark.parametrize("path", [pytest.param(WEIGHTS, id="demo"), REAL_MODEL])
-def test_real_tokenizers(path: Path | str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(path)
+@given(text=st.text(max_size=40) | CONTENTS)
+def test_text_reads_as_it_was_written(text: str, byte_level: dict[str, Renderer]) -> None:
+    renderer = byte_level["chatml"]
+    assert text_of(renderer, renderer.text_ids(text)) == text
+
+
+@pytest.mark.slow
+def test_thousands_of_control_tokens_in_a_text_stay_text(make_tokenizer: Any) -> None:
+    """Llama 3 reserves 250, multimodal models more; a text may hold each of them many times."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{n}|>" for n in range(1200)]})
     renderer = Renderer(tokenizer)
+    text = "".join(f"<|reserved_{n % 1300}|>" for n in range(5000))
+    ids = renderer.text_ids(text)
+    assert control_tokens(renderer, ids) == []
+    assert text_of(renderer, ids) == text
+
+
+def test_added_tokens_that_are_ordinary_text_are_read_as_such(make_tokenizer: Any) -> None:
+    """Gemma adds newlines, GPT-NeoX runs of spaces: documents are full of them. `<tool_call>` stays control."""
+    tokenizer = make_tokenizer(added=("\n\n", "    ", "漢", "<tool_call>"))
+    renderer = Renderer(tokenizer)
+    tool_call = tokenizer.convert_tokens_to_ids("<tool_call>")
+    for text in ("a\n\nb", "if:\n    pass", "漢字", "<tool_call>{}", "<tool_call>漢\n\n"):
+        ids = renderer.text_ids(text)
+        assert tokenizer.decode(ids) == text
+        assert tool_call not in ids
+    assert tokenizer.convert_tokens_to_ids("漢") in renderer.text_ids("<tool_call>漢")
+
+
+# --- chunks ---
+
+
+@pytest.mark.parametrize("name", ["chatml", "last", "strips", "one line", "merges"])
+@given(chunk=CONTENTS.map(str.strip).filter(bool), rest=CONTENTS)
+def test_the_ids_of_a_chunk_stand_in_a_message_that_begins_with_it(
+    name: str, chunk: str, rest: str, renderers: dict[str, Renderer]
+) -> None:
+    renderer = renderers[name]
+    inner, prefix = renderer.chunk_ids(chunk), renderer.prefix_ids()
+    ids = renderer.render(Prompt([Chunk(chunk)], f"{rest} end"))
+    assert ids[: len(prefix)] == list(prefix)
+    assert any(ids[start:][: len(inner)] == list(inner) for start in range(len(prefix), len(prefix) + 3))
+    assert "".join(text_of(renderer, inner).split()) in "".join(chunk.split())
+    assert renderer.count_tokens(f" {chunk}\n") == len(renderer.chunk_ids(f" {chunk}\n")) or name != "one line"
+
+
+# Of each template: what stands before the first chunk, without and with a system text; between two chunks; after the
+# question; and before an answer.
+EDGES = {
+    "chatml": ("<|im|>user\n", "<|im|>system\nS<|end|>\n<|im|>user\n", "\n\n", "<|end|>\n<|im|>assistant\n", ""),
+    "dated": (
+        "<s>Today: 26 Jul 2024\n<|im|>user\n",
+        "<s>Today: 26 Jul 2024\n<|im|>system\nS<|end|>\n<|im|>user\n",
+        "\n\n",
+        "<|end|>\n<|im|>assistant\n",
+        "",
+    ),
+    "refuses": ("<s><|im|>user\n", "<s><|im|>user\nS\n\n", "\n\n", "<|end|>\n<|im|>assistant\n", ""),
+    "merges": ("<|im|>user\n", "<|im|>user\nS\n\n", "\n\n", "<|end|>\n<|im|>assistant\n", ""),
+    "last": ("<s>[INST]", "<s>[INST] S\n\n", "\n\n", "[/INST]", " "),
+    "strips": ("<s>[INST]", "<s>[INST] <<S>>\n\n", "\n\n", " [/INST]", " "),
+    "thinks": ("<|im|>user\n", "<|im|>system\nS<|end|>\n<|im|>user\n", "\n\n", "<|end|>\n<|im|>assistant\n", ""),
+    "one line": ("user:", "system: S user:", "", " answer:", ""),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_what_a_template_writes_around_chunks_and_answers(name: str, byte_level: dict[str, Renderer]) -> None:
+    renderer = byte_level[name]
+    prefix, with_system, separator, tail, lead = EDGES[name]
+    assert text_of(renderer, renderer.prefix_ids(pins_date=True)) == prefix
+    assert text_of(renderer, renderer.prefix_ids("S", pins_date=True)) == with_system
+    assert text_of(renderer, renderer.separator_ids) == separator
+    assert text_of(renderer, renderer.tail_ids) == tail
+    assert renderer.answer_lead == lead
+    assert renderer.decode([*renderer.text_ids(f"{lead}It is."), *renderer.stop_ids()]) == "It is."
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_chunks_between_the_edges_of_a_template_are_the_whole_prompt(
+    name: str, byte_level: dict[str, Renderer]
+) -> None:
+    """Two chunks and a question are the prefix, the ids of each part, the separators and the tail."""
+    renderer = byte_level[name]
+    texts = ("the other\n chunk is\t<|end|> in the question", " what is that theory? ", "the question")
+    inner = [renderer.chunk_ids(text) for text in texts]
+    whole = text_of(renderer, renderer.render(Prompt(texts[:2], texts[2], "S")))
+    between = CHUNK_SEPARATOR if name != "one line" else ""
+    parts = between.join(text_of(renderer, ids) for ids in inner)
+    assert "".join(whole.split()).endswith("".join((parts + text_of(renderer, renderer.tail_ids)).split()))
+    ids, start = renderer.render(Prompt(texts[:2], texts[2], "S")), 0
+    for chunk in inner[:2]:
+        start = next(place for place in range(start, len(ids)) if tuple(ids[place : place + len(chunk)]) == chunk)
+    assert text_of(renderer, inner[0]).split() == texts[0].split()
+
+
+@pytest.mark.parametrize("text", ["", " \n\t"])
+def test_a_blank_text_has_no_ids(text: str, byte_level: dict[str, Renderer]) -> None:
+    for renderer in byte_level.values():
+        assert renderer.chunk_ids(text) == ()
+        assert renderer.count_tokens("") == 0
+
+
+def test_the_date_that_a_template_writes_is_todays_and_no_part_of_what_chunks_are_stored_after(
+    byte_level: dict[str, Renderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer, stored, read = byte_level["dated"], set(), set()
+    for day in (datetime(2026, 11, 21), datetime(2026, 11, 22)):
+        clock = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None, day=day: day)})
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+        stored.add(renderer.prefix_ids("be brief", pins_date=True))
+        text = text_of(renderer, renderer.render(Prompt(["one"], "what?", "be brief")))
+        assert text.startswith(text_of(renderer, renderer.prefix_ids("be brief")))
+        assert f"Today: {day:%d %b %Y}" in text
+        read.add(text)
+    assert len(read) == 2
+    assert len(stored) == 1
+
+
+# --- templates that refuse turns, and tokenizers without one ---
+
+REFUSED = {
+    "two questions": [("user", "hello"), ("user", "one\n\nb?")],
+    "two system texts": [("system", "be brief"), ("system", "be good"), ("user", "one\n\nb?")],
+    "only a system text": [("system", "use one now.")],
+}
+
+
+@pytest.mark.parametrize("turns", REFUSED)
+@pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if template.alternates])
+def test_no_text_is_lost_where_the_template_refuses_or_drops_a_turn(
+    name: str, turns: str, byte_level: dict[str, Renderer]
+) -> None:
+    renderer = byte_level[name]
+    text = text_of(renderer, renderer.render(Prompt.from_messages(REFUSED[turns])))
+    places = [text.index(part) for _, content in REFUSED[turns] for part in content.split("\n\n")]
+    assert places == sorted(places)
+    assert text.count("[INST]") + text.count("<|im|>user") == 1
+
+
+def test_a_template_that_refuses_a_system_turn_gets_its_text_in_the_first_user_turn(
+    byte_level: dict[str, Renderer],
+) -> None:
+    renderer = byte_level["refuses"]
+    ids = renderer.render(Prompt(["one"], "what?", "be brief"))
+    assert text_of(renderer, ids) == "<s><|im|>user\nbe brief\n\none\n\nwhat?<|end|>\n<|im|>assistant\n"
+    assert tuple(ids[: len(renderer.prefix_ids("be brief"))]) == renderer.prefix_ids("be brief")
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% bad", "{{ messages[0].content + 1 }}"])
+def test_a_template_that_takes_no_turns_is_an_error_with_its_words(template: str, make_tokenizer: Any) -> None:
+    with pytest.raises(UsageError, match=r"chat template rejects the turns \['user', 'assistant', 'user'\]"):
+        Renderer(make_tokenizer(template)).render(Prompt.from_messages([("user", "a"), ("assistant", "b"), ("user", "c")]))
+
+
+def test_a_template_that_wants_a_question_first_says_so(byte_level: dict[str, Renderer]) -> None:
+    with pytest.raises(UsageError, match=r"rejects the turns .*take turns"):
+        byte_level["merges"].render(Prompt.from_messages([("assistant", "Hello."), ("user", "what?")]))
+
+
+def test_a_tokenizer_without_a_template_gets_a_plain_one(renderer: Renderer) -> None:
+    turns = [("system", "be brief"), ("user", "hi"), ("assistant", "yes?"), ("user", ["note", Chunk("two"), "what?"])]
+    ids = renderer.render(Prompt.from_messages(turns))
+    assert text_of(renderer, ids) == "<s>be brief\n\nhi\nAnswer: yes?\n\nnote\n\ntwo\n\nwhat?\nAnswer:"
+
+
+def test_plain_text_gets_no_template(renderer: Renderer, chat_renderer: Renderer) -> None:
+    prompt = Prompt.from_text(["Once ", Chunk("one"), "upon"])
+    assert {text_of(each, each.render(prompt)) for each in (renderer, chat_renderer)} == {"<s>Once one\n\nupon"}
+    assert renderer.text_prefix_ids == (renderer._tokenizer.bos_token_id,)
+
+
+def test_the_fingerprint_depends_on_tokenizer_and_template(make_tokenizer: Callable[..., Any]) -> None:
+    one, other = TEMPLATES["chatml"].text, TEMPLATES["dated"].text
+    made = [Renderer(make_tokenizer(one, SPECIALS)), Renderer(make_tokenizer(), one), Renderer(make_tokenizer(), other)]
+    assert len({renderer.fingerprint for renderer in made}) == 3
+    assert Renderer(make_tokenizer(other)).fingerprint == made[2].fingerprint
+
+
+def test_a_tokenizer_that_is_written_in_python_is_refused() -> None:
+    with pytest.raises(UsageError, match="str, which is written in Python.*use_fast=True"):
+        Renderer("no tokenizer")
+
+
+# --- ids to text ---
+
+
+def test_the_text_of_a_template_is_split_at_its_control_tokens(byte_level: dict[str, Renderer]) -> None:
+    renderer = byte_level["chatml"]
+    (end,) = renderer._tokenizer.convert_tokens_to_ids(["<|end|>"])
+    assert renderer.literal("a<|end|><|end|>b") == ["a", end, end, "b"]
+    assert renderer.literal("") == []
+
+
+@pytest.mark.parametrize("path", [WEIGHTS, SMOLLM2], ids=["demo", "smollm2"])
+def test_a_chunk_has_the_same_ids_in_prompts_of_real_tokenizers(path: Path) -> None:
+    if not path.exists():
+        pytest.skip("no real model: make real-model")
+    renderer = Renderer(AutoTokenizer.from_pretrained(path))
     document = "The lease was signed by Ada Ferro.\nIt ends in 2031."
-    messages = [{"role": "user", "content": f"{document}\n\nWho signed it?"}]
-    assert renderer.render(messages) == own_ids(tokenizer, messages)
-    inner, ids = renderer.chunk_ids(document), renderer.render(messages)
+    inner, ids = renderer.chunk_ids(document), renderer.render(Prompt([document], "Who signed it?"))
     start = ids.index(inner[0])
     assert ids[start : start + len(inner)] == list(inner)
-    assert tokenizer.decode(inner).split() == document.split()
-    prefix = renderer.prefix_ids()
-    assert ids[: len(prefix)] == list(prefix)
+    assert text_of(renderer, inner).split() == document.split()
+    assert tuple(ids[: len(renderer.prefix_ids())]) == renderer.prefix_ids()
+    assert tuple(ids[-len(renderer.tail_ids) :]) == renderer.tail_ids

@@ -1,0 +1,98 @@
+"""Chat templates of the kinds that models have, and which conversations each of them takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SPECIALS = ("<|im|>", "<|end|>", "[INST]", "[/INST]")
+_LOOP = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ CONTENT }}<|end|>\n{% endfor %}"
+_ASKS = "{% if add_generation_prompt %}<|im|>assistant\n{% endif %}"
+_TAKES_TURNS = (
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('they take turns') }}{% endif %}"
+)
+_SYSTEM_APART = (
+    "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] %}{% set rest = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+)
+_LISTED = "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}{% for m in messages %}<|im|>{{ m['role'] }}\n"
+_SAID = "{{ m['content'] }}<|end|>\n{% endfor %}" + _ASKS
+
+
+class Template(NamedTuple):
+    """A chat template. alternates: users and assistants take turns. system, tools: whether it takes those."""
+
+    text: str
+    alternates: bool = False
+    system: bool = True
+    tools: bool = False
+
+
+TEMPLATES = {
+    # ChatML, SmolLM2, Qwen 2.5: everything as it is.
+    "chatml": Template(_LOOP.replace("CONTENT", "m['content']") + _ASKS),
+    # Llama 3.2: today's date, contents trimmed.
+    "dated": Template(
+        "{{ bos_token }}Today: {{ strftime_now('%d %b %Y') }}\n" + _LOOP.replace("CONTENT", "m['content'] | trim") + _ASKS
+    ),
+    # Gemma 2: no system text, turns alternate, contents trimmed.
+    "refuses": Template(
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{{ bos_token }}{% for m in messages %}"
+        + _TAKES_TURNS
+        + "<|im|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
+        + _ASKS,
+        alternates=True,
+        system=False,
+    ),
+    # Gemma 3: the system text opens the first user turn.
+    "merges": Template(
+        _SYSTEM_APART
+        + "{% for m in rest %}"
+        + _TAKES_TURNS
+        + "<|im|>{{ m['role'] }}\n{% if loop.first and first %}{{ first + '\n\n' }}{% endif %}"
+        + "{{ m['content'] | trim }}<|end|>\n{% endfor %}"
+        + _ASKS,
+        alternates=True,
+    ),
+    # Mistral 7B v0.3: the system text stands in the last user turn; answers alone are trimmed.
+    "last": Template(
+        _SYSTEM_APART
+        + "{{ bos_token }}{% for m in rest %}"
+        + _TAKES_TURNS
+        + "{% if m['role'] == 'user' %}[INST] {{ first + '\n\n' if loop.last and first else '' }}{{ m['content'] }}"
+        + "[/INST]{% else %} {{ m['content'] | trim }}</s>{% endif %}{% endfor %}",
+        alternates=True,
+    ),
+    # Llama 2: system and question are stripped together.
+    "strips": Template(
+        _SYSTEM_APART
+        + "{% for m in rest %}"
+        + _TAKES_TURNS
+        + "{% set said = '<<' + first + '>>\n\n' + m['content'] if loop.first and first else m['content'] %}"
+        + "{% if m['role'] == 'user' %}{{ bos_token }}[INST] {{ said.strip() }} [/INST]"
+        + "{% else %} {{ said.strip() }} </s>{% endif %}{% endfor %}",
+        alternates=True,
+    ),
+    # Qwen 3: what was thought for earlier answers is left out.
+    "thinks": Template(
+        "{% for m in messages %}{% set said = m['content'] %}{% if m['role'] == 'assistant' and '</think>' in said %}"
+        "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+        "<|im|>{{ m['role'] }}\n{{ said }}<|end|>\n{% endfor %}" + _ASKS
+    ),
+    # The demo model: words with one space between them.
+    "one line": Template("{% for m in messages %}{{ m.role }}: {{ m.content.split() | join(' ') }} {% endfor %}answer:"),
+    # Hermes, Qwen 2.5: a tag for each call.
+    "calls": Template(
+        _LISTED + "{% for c in m.tool_calls or [] %}{{ '\\n' if not loop.first else '' }}<tool_call>\n"
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+        + _SAID,
+        tools=True,
+    ),
+    # Mistral: a list of calls.
+    "list of calls": Template(
+        _LISTED + "{% if m.tool_calls %}[CALLS] [{% for c in m.tool_calls %}{{ ', ' if not loop.first else '' }}"
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}]{% endif %}'
+        + _SAID,
+        tools=True,
+    ),
+}

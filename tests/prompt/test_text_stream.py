@@ -1,0 +1,74 @@
+"""The pieces of a streamed answer, joined, are its text, and each costs the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.text_stream import TextStream
+
+
+@given(text=st.text(max_size=40))
+@example(text="🙂é漢字")
+@example(text="<s>a</s>")
+def test_a_stream_of_tokens_reads_as_the_whole_answer(text: str, renderer: Renderer) -> None:
+    ids, stream = renderer.text_ids(text), TextStream(renderer)
+    pieces = [stream.push(token) for token in ids]
+    assert "".join([*pieces, stream.flush()]) == text
+    assert all(renderer.decode(ids[: end + 1]).startswith("".join(pieces[: end + 1])) for end in range(len(ids)))
+
+
+@given(ids=st.lists(st.integers(0, 299), max_size=30))
+def test_a_stream_of_any_tokens_holds_back_no_more_than_an_unfinished_character(
+    ids: list[int], renderer: Renderer
+) -> None:
+    stream = TextStream(renderer)
+    shown = "".join(stream.push(token) for token in ids)
+    rest = stream.flush()
+    assert shown + rest == renderer.decode(ids)
+    assert set(rest) <= {"\ufffd"}
+    assert stream.flush() == ""
+
+
+@given(text=st.text(max_size=30))
+def test_a_stream_reads_as_the_answer_with_tokenizers_that_spell_letters_in_bytes(
+    text: str, make_spaced_tokenizer: Callable[..., Any]
+) -> None:
+    renderer = Renderer(make_spaced_tokenizer())
+    ids, stream = renderer.text_ids(text), TextStream(renderer)
+    assert "".join([*map(stream.push, ids), stream.flush()]) == renderer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, 270), max_size=30))
+def test_bytes_that_make_no_text_break_no_stream(ids: list[int], make_spaced_tokenizer: Callable[..., Any]) -> None:
+    stream = TextStream(Renderer(make_spaced_tokenizer()))
+    for token in ids:
+        stream.push(token)
+    stream.flush()
+
+
+def test_streaming_a_token_costs_the_same_however_long_the_answer_is(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    decode = type(renderer._tokenizer).decode
+    noting = lambda self, ids, **options: decoded.append(len(ids)) or decode(self, ids, **options)  # noqa: E731
+    monkeypatch.setattr(type(renderer._tokenizer), "decode", noting)
+    stream, text = TextStream(renderer), "the chunk 🙂 " * 300
+    assert "".join(stream.push(token) for token in renderer.text_ids(text)) + stream.flush() == text
+    assert max(decoded) <= 12
+
+
+def test_an_answer_is_shown_without_control_tokens_and_the_space_that_the_template_writes_before_it(
+    renderer: Renderer,
+) -> None:
+    ids = [*renderer.text_ids(" the chunk"), *renderer.stop_ids()]
+    assert renderer.answer_lead == " "
+    assert renderer.decode(ids) == "the chunk"
+    stream = TextStream(renderer)
+    assert "".join(stream.push(token) for token in ids) == "the chunk"
