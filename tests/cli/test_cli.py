@@ -199,7 +199,7 @@ def test_verify_repairs_a_damaged_registry_and_every_text_is_there_again(run, ho
 
     def rows():
         with closing(sqlite3.connect(path)) as file:
-            tables = ("registered_texts", "text_holders", "stored_kv")
+            tables = ("registered_texts", "text_holders", "stored_kv", "chunk_token_ids")
             return [sorted(row[-2:] for row in file.execute(f"SELECT * FROM {table}")) for table in tables]
 
     whole = rows()
