@@ -100,6 +100,15 @@ def test_our_client_gets_the_answer_from_stored_chunks(engine: Any) -> None:
     assert answer.report.num_reused_tokens < answer.report.prompt_tokens
 
 
+def test_chunks_behind_labels_and_parts_of_them_are_reused(engine: Any) -> None:
+    prompt = Prompt.from_messages([("user", f"[1] {A}\n\n(2) {B.partition(' ')[2]}\n\n{QUESTION}")])
+    full, whole = (engine.generate(prompt, max_tokens=8, **how) for how in ({"mode": "full"}, {"recompute_ratio": 1.0}))
+    assert whole.token_ids == full.token_ids
+    assert (full.report.num_chunk_hits, whole.report.num_chunk_hits) == (0, 2)
+    reused = engine.generate(prompt, mode="reuse", max_tokens=8).report
+    assert [(chunk.hit, chunk.exact, chunk.num_recomputed_tokens) for chunk in reused.chunks] == [(True, False, 0)] * 2
+
+
 def test_an_answer_that_a_stop_string_ended_has_its_report(engine: Any) -> None:
     stopped, whole = (engine.generate(PROMPT, max_tokens=8, stop=stop) for stop in (["port"], None))
     assert stopped.text == "Kin"
