@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from datetime import datetime
 from pathlib import Path
 
@@ -177,6 +178,31 @@ def test_thousands_of_control_tokens_in_a_text_are_cut(make_tokenizer):
     ids = segmenter.text_ids(text)
     assert control_ids(segmenter, ids) == []
     assert text_of(segmenter, ids) == text
+
+
+def test_two_threads_are_never_in_the_tokenizer_at_once(make_tokenizer):
+    """It keeps the last caller's `split_special_tokens`, and one thread would read the other's."""
+    tokenizer = make_tokenizer()
+    has_come, may_go = threading.Event(), threading.Event()
+
+    class Waiting(type(tokenizer)):
+        def __call__(self, *args, **options):
+            has_come.set()
+            may_go.wait(30)
+            return super().__call__(*args, **options)
+
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer))
+    tokenizer.__class__ = Waiting
+    threads = [threading.Thread(target=segmenter.chunk_ids, args=(text,)) for text in ("the one", "the other")]
+    threads[0].start()
+    assert has_come.wait(30)
+    has_come.clear()
+    threads[1].start()
+    assert not has_come.wait(0.1)
+    may_go.set()
+    for thread in threads:
+        thread.join(30)
+    assert has_come.is_set()
 
 
 def test_added_tokens_that_are_ordinary_text_are_read_as_such(make_tokenizer):
