@@ -326,6 +326,11 @@ def test_the_plain_format_writes_question_and_answer(segmenters):
     )
 
 
+def test_a_chunks_frame_is_what_the_format_writes_before_and_behind_its_text(make_tokenizer):
+    declared = DeclaredFormat(prefix="<s>", chunk_prefix="<doc>", chunk_end="</s><a>")
+    assert Segmenter(make_tokenizer(), declared).chunk_frame("the one") == (1, 2)
+
+
 def test_plain_parts_get_no_frame(segmenters):
     prompt = SegmentedPrompt.from_parts(["Once ", Chunk("one"), "upon"])
     assert text_of(segmenters["plain"], segmenters["plain"].tokenize(prompt).token_ids) == "<s>Once one\n\nupon"
