@@ -280,6 +280,16 @@ def test_a_changed_row_is_noticed_when_read_and_by_check(folder, column):
         assert index.find_problems() == []
 
 
+@pytest.mark.parametrize(("table", "column"), [("documents", "content_hash"), ("meta", "value")])
+def test_a_changed_row_of_another_table_is_noticed_when_read(folder, table, column):
+    db = sqlite3.connect(folder / DATABASE)
+    db.execute(f"UPDATE {table} SET {column} = '{{}}'")
+    db.commit()
+    db.close()
+    with pytest.raises(CorruptError, match=f"a row of {table} is not what was written"), reopen(folder) as index:
+        index.documents()
+
+
 @pytest.mark.slow
 @given(position=st.floats(0, 1, exclude_max=True), name=st.sampled_from([DATABASE, VECTORS_FILE, MANIFEST]))
 @settings(max_examples=60, deadline=None)

@@ -14,12 +14,14 @@ from similar_texts import TEXTS, texts_behind
 from ragblend import Chunk, Prompt, load_engine
 from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
+from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.contexts import chunk_variants
+from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_store
 from ragblend.precompute import (
     ingest,
@@ -205,6 +207,12 @@ def test_a_document_that_goes_while_others_are_computed_behind_it_leaves_nothing
     left = {header.key: texts_behind(engine, header) for header in DiskStore(tmp_path / "kv").headers()}
     assert not any("fox" in behind for behind in left.values())
     assert engine.key(similar("moss")) in left
+
+
+@pytest.mark.parametrize(("gone", "is_orphaned"), [((5, 6), True), ((7,), True), ((9,), True), ((8,), False)])
+def test_what_stands_between_two_chunks_belongs_to_neither_where_an_entry_is_looked_for(gone, is_orphaned):
+    header = KVHeader("key", "model", (1, 5, 6, 0, 7, 0), (9,), 1, "float32", context=(3, 2))
+    assert list(find_orphaned_keys([header], {gone: "why"}.get, joint=(0,))) == [("key", "why")] * is_orphaned
 
 
 def test_upkeep_works_on_similar_versions(docs, opened, tmp_path):

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from test_chunk_file import run_threads
 from tier_support import assert_same, make_kv, path_of
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.eviction import auto_limit
+from ragblend.engine.store.eviction import DiskEvictor, auto_limit
 from ragblend.engine.store.kv import MemoryKV
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import disk_tier
@@ -240,6 +241,22 @@ def test_threads_that_write_at_once_stay_within_the_budget(tmp_path: Path) -> No
 
     run_threads(4, work)
     assert store.nbytes() <= store.capacity_bytes  # type: ignore[operator]
+
+
+def test_of_two_threads_that_write_one_waits_and_they_do_not_take_the_same_room(tmp_path: Path) -> None:
+    evictor = DiskEvictor(tmp_path, 1000, pinned=frozenset, evicted=lambda key: None)
+    has_room = threading.Event()
+
+    def write_second() -> None:
+        with evictor.reserve("second", 600):
+            has_room.set()
+
+    second = threading.Thread(target=write_second)
+    with evictor.reserve("first", 600):
+        second.start()
+        assert not has_room.wait(0.1)
+    second.join(30)
+    assert has_room.is_set()
 
 
 # --- no limit set: a store holds as much as it leaves free. On real, small file systems ---

@@ -22,6 +22,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 
 KV_DTYPES = ["auto", *CODE_DTYPES]
+SLOW_RULES = [pytest.param(rule, marks=pytest.mark.slow) for rule in ("auto", "ask", "random")]
 
 
 def as_file(kv: ChunkKV | None) -> bytes:
@@ -118,7 +119,7 @@ def logits(engine: TransformersEngine, ratio: float, mode: Any = "blend", rule: 
     return engine.prefill(engine.request(PROMPT, mode=mode, rule=rule, recompute_ratio=ratio)).logits
 
 
-@pytest.mark.parametrize("rule", ["auto", "ask", "cacheblend", "random"])
+@pytest.mark.parametrize("rule", ["cacheblend", *SLOW_RULES])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_ratio_one_is_full_prefill_from_any_store(engines: Any, kv_dtype: str, rule: str) -> None:
     """The chunk behind its own prefix is recomputed too, where rounding moved it."""
@@ -129,6 +130,7 @@ def test_ratio_one_is_full_prefill_from_any_store(engines: Any, kv_dtype: str, r
     assert [chunk.num_recomputed_tokens > 0 for chunk in report.chunks] == [kv_dtype != "auto", True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 def test_below_ratio_one_the_chunk_behind_its_prefix_stays_and_is_not_called_exact(engines: Any, kv_dtype: str) -> None:
     engine = engines[kv_dtype]
@@ -143,6 +145,7 @@ def test_below_ratio_one_the_chunk_behind_its_prefix_stays_and_is_not_called_exa
     assert report.charged_budget == plain.charged_budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 def test_prefix_mode_reuses_nothing_that_was_rounded(engines: Any, kv_dtype: str) -> None:
     """Mode `prefix` is exact: a chunk in eight bits is computed there."""
@@ -153,6 +156,7 @@ def test_prefix_mode_reuses_nothing_that_was_rounded(engines: Any, kv_dtype: str
     assert [chunk.kv_dtype for chunk in report.chunks] == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_dtype", "bound"), [("int8", 0.05), ("fp8", 0.3)])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7])
 def test_eight_bits_move_the_logits_little_beside_reuse_itself(
@@ -165,6 +169,7 @@ def test_eight_bits_move_the_logits_little_beside_reuse_itself(
     assert 0 < moved <= bound * reuse_error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 def test_damage_in_eight_bits_is_a_miss_and_the_answer_full_prefills(
     tiny_engine: Any, tmp_path: Path, kv_dtype: str
@@ -182,6 +187,7 @@ def test_damage_in_eight_bits_is_a_miss_and_the_answer_full_prefills(
         assert (prefilled.logits - full).abs().max() <= 1e-4
 
 
+@pytest.mark.slow
 def test_known_is_known_whatever_the_dtype(tiny_engine: Any, tmp_path: Path) -> None:
     kept = {}
     for first, second in (("int8", "auto"), ("auto", "int8"), ("fp8", "int8")):

@@ -17,6 +17,7 @@ from test_chunk_file import run_threads
 from tier_support import DictValues, assert_same, flip, make_kv, path_of
 
 from ragblend.engine.load import load_engine
+from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskKV, DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized
@@ -369,6 +370,23 @@ def test_an_entry_of_the_remote_moves_into_memory_at_once_and_onto_disk_behind_t
     slow.set()
     assert store.close()
     assert_same(tiers.disk.get(kv.header.key), kv)
+
+
+def test_an_entry_deleted_while_the_remote_sends_it_does_not_come_back(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, ask = make_kv(), tiers.values.get
+    tiers.values.data[kv.header.key] = encode_chunk(kv)
+
+    def answer(name: str) -> bytes | None:
+        data = ask(name)
+        tiers.store.delete(name)
+        return data
+
+    monkeypatch.setattr(tiers.values, "get", answer)
+    assert_same(tiers.store.get(kv.header.key), kv)
+    assert tiers.store.flush(10)
+    assert not tiers.store.contains(kv.header.key)
 
 
 def test_put_writes_through_and_a_second_machine_finds_it(tiers: Tiers, tmp_path: Path) -> None:
