@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_prompts import CHUNKS
 from torch import Tensor
 
-from ragblend.engine import batching, generation
+from ragblend.engine import base, batching, generation
 from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
 from ragblend.engine.generation import DecodeStep, GenerationStream
 from ragblend.engine.report import Generation
@@ -229,7 +229,9 @@ def test_who_waits_for_a_place_takes_no_time_from_who_is_being_prefilled(tiny_en
     assert looks.count(0) < 20  # a busy loop looks thousands of times
 
 
-ENDLESS: dict[str, Any] = {"max_tokens": 1500, "logit_bias": {2: -100.0}}  # without the end token
+def endless(engine: TransformersEngine, prompt: Prompt) -> GenerationStream:
+    """An answer that shows a letter at every step."""
+    return engine.stream(prompt, max_tokens=1500, logit_bias={engine.renderer.text_ids("a")[0]: 100.0})
 
 
 def interrupt_beside(engine: TransformersEngine, other: threading.Thread) -> None:
@@ -242,7 +244,7 @@ def interrupt_beside(engine: TransformersEngine, other: threading.Thread) -> Non
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        engine.batch.run_until_done([engine.stream(PROMPTS[0], **ENDLESS)], start_other)
+        engine.batch.run_until_done([endless(engine, PROMPTS[0])], start_other)
     other.join(60)
 
 
@@ -277,7 +279,7 @@ def test_an_interrupt_while_anothers_token_is_chosen_is_an_ordinary_error_there(
         return False
 
     other = threading.Thread(
-        target=lambda: found.extend(engine.batch.run_until_done([engine.stream(PROMPTS[1], **ENDLESS)], interrupted))
+        target=lambda: found.extend(engine.batch.run_until_done([endless(engine, PROMPTS[1])], interrupted))
     )
 
     interrupt_beside(engine, other)
@@ -312,7 +314,7 @@ def test_reports_of_a_batch_tell_each_answers_own_times(engine, monkeypatch) -> 
 
         return slow
 
-    for module in (generation, batching):
+    for module in (base, generation, batching):
         monkeypatch.setattr(module, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(engine, "prefill", passing(100.0, prefill))
     monkeypatch.setattr(engine.batch, "_decode", passing(1.0, decode))

@@ -131,7 +131,7 @@ def test_looking_for_the_cause_reads_few_entries_and_disturbs_neither_counters_n
 ) -> None:
     disk, memory = DiskStore(tmp_path, fsync=False), MemoryStore(1 << 28)
     store = TieredStore(memory, disk)
-    precompute_documents([f"Note number {number}." for number in range(200)], tiny_engine(store=disk))
+    precompute_documents([f"Remark {number} of many." for number in range(200)], tiny_engine(store=disk))
     precompute_documents(OTHERS, tiny_engine(store=store))
     order, looked, header = list(memory.keys()), [], DiskStore.header
     monkeypatch.setattr(DiskStore, "header", lambda self, key: (looked.append(key), header(self, key))[1])

@@ -339,10 +339,11 @@ def test_the_same_chunk_twice_is_exact_once(engine):
     assert report.num_chunk_hits == 2
 
 
-PARTS = {  # a prompt's text; where its run begins in CHUNKS[0], and how far behind the prefix; its length; exactness
-    "beginning behind the prefix": (CHUNKS[0].text[:-10] + ", or what is that?", (0, 0, 22), True),
-    "middle behind the prefix": (CHUNKS[0].text[10:-10] + ", or what is that?", (3, 0, 19), False),
-    "all of it behind a label": (f"[1]\n{CHUNKS[0].text}\nwhat is that?", (0, 4, 24), False),
+LONG = f"{CHUNKS[0].text} {CHUNKS[2].text}"
+PARTS = {  # text of a prompt; tokens that LONG has before the run, the prompt between prefix and run, and LONG after it
+    "beginning behind the prefix": (LONG[:-5] + ", or what is that?", (0, 0, 1), True),
+    "middle behind the prefix": (LONG[10:-5] + ", or what is that?", (3, 0, 1), False),
+    "all of it behind a label": (f"[1]\n{LONG}\nwhat is that?", (0, 4, 0), False),
 }
 
 
@@ -351,12 +352,14 @@ PARTS = {  # a prompt's text; where its run begins in CHUNKS[0], and how far beh
 def test_a_part_of_a_chunk_is_exact_only_as_its_beginning_right_behind_the_prefix(
     text, place, is_exact, family, tiny_engine, stock_model
 ):
-    engine, prompt = holding_chunks(tiny_engine(family)), Prompt.from_messages([("user", text)])
+    engine, prompt = tiny_engine(family), Prompt.from_messages([("user", text)])
+    assert engine.precompute(LONG) > 0
     token_ids, (run,) = engine.renderer.render(prompt), engine.match(prompt).runs
-    assert (run.chunk_start, run.start - len(engine.default_prefix_ids), run.num_tokens) == place
+    num_after = len(run.chunk_ids) - run.chunk_start - run.num_tokens
+    assert (run.chunk_start, run.start - len(engine.default_prefix_ids), num_after) == place
     found = prefill(engine, prompt, mode="reuse")
     assert [(chunk.hit, chunk.exact) for chunk in found.report.chunks] == [(True, is_exact)]
-    kv, rows = engine.store.get(engine.key(CHUNKS[0])), slice(run.start, run.end)
+    kv, rows = engine.store.get(engine.key(LONG)), slice(run.start, run.end)
     _, full = engine.layers.full_prefill(torch.tensor(token_ids))
     differences = []
     for layer in range(6):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_prompts import CHUNKS, PROMPT
 
 from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, NO_PROBE_RULE, RULES
 from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
@@ -33,9 +34,6 @@ from ragblend.engine.tuning.calibration import (
 )
 from ragblend.errors import StoreFullError, StoreNotWritableError, UsageError
 from ragblend.prompt.types import Prompt
-
-CHUNKS = ("the theory of the other chunk", " and the question: what is that?", " answer the question with it.")
-PROMPT = Prompt(CHUNKS, "what is the question?")
 
 
 def curve(*shares: tuple[float, float]) -> tuple[CurvePoint, ...]:
