@@ -132,8 +132,7 @@ class EngineBase(ABC):
         named = {ids: chunk for chunk in prompt.chunks if (ids := self.renderer.chunk_ids(chunk.text))}
         runs = self.known_chunks.find_runs(token_ids)
         if unknown := [ids for ids, chunk in named.items() if chunk.text not in self.known_chunks]:
-            runs += [run for run in find_runs_of(unknown, token_ids) if not _overlaps(run, runs)]
-            runs.sort(key=lambda run: run.start)
+            runs = _longer_of(runs, find_runs_of(unknown, token_ids))
         runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
         if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= self._turn_end(token_ids, prompt):
             is_elsewhere = any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
@@ -310,5 +309,17 @@ class EngineBase(ABC):
         )
 
 
-def _overlaps(run: ChunkRun, others: Iterable[ChunkRun]) -> bool:
-    return any(run.start < other.end and other.start < run.end for other in others)
+def _longer_of(known: Sequence[ChunkRun], unknown: Sequence[ChunkRun]) -> list[ChunkRun]:
+    """Return the runs without the shorter one of each two that overlap, in the order of the prompt.
+
+    Neighbouring chunks often share sentences: a part of a known chunk stands in an unknown one.
+    """
+
+    def overlaps(run: ChunkRun, other: ChunkRun) -> bool:
+        return run.start < other.end and other.start < run.end
+
+    longest = [
+        run for run in unknown if all(run.num_tokens > other.num_tokens for other in known if overlaps(run, other))
+    ]
+    others = [run for run in known if not any(overlaps(run, other) for other in longest)]
+    return sorted([*longest, *others], key=lambda run: run.start)
