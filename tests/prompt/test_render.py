@@ -122,7 +122,6 @@ def test_the_ids_of_a_chunk_stand_in_a_message_that_begins_with_it(
     assert ids[: len(prefix)] == list(prefix)
     assert any(ids[start:][: len(inner)] == list(inner) for start in range(len(prefix), len(prefix) + 3))
     assert "".join(text_of(renderer, inner).split()) in "".join(chunk.split())
-    assert renderer.count_tokens(f" {chunk}\n") == len(renderer.chunk_ids(f" {chunk}\n")) or name != "one line"
 
 
 # Of each template: what stands before the first chunk, without and with a system text; between two chunks; after the
@@ -170,7 +169,7 @@ def test_chunks_between_the_edges_of_a_template_are_the_whole_prompt(
     parts = between.join(text_of(renderer, ids) for ids in inner)
     assert "".join(whole.split()).endswith("".join((parts + text_of(renderer, renderer.tail_ids)).split()))
     ids, start = renderer.render(Prompt(texts[:2], texts[2], "S")), 0
-    for chunk in inner[:2]:
+    for chunk in (ids[1:] for ids in inner[:2]):  # the first token has the space that a template may write before it
         start = next(place for place in range(start, len(ids)) if tuple(ids[place : place + len(chunk)]) == chunk)
     assert text_of(renderer, inner[0]).split() == texts[0].split()
 
