@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SPECIALS = ("<|im|>", "<|end|>", "[INST]", "[/INST]")
+SPECIALS = ("<|im|>", "<|end|>", "[INST]", "[/INST]", '<|"|>')
 _LOOP = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ CONTENT }}<|end|>\n{% endfor %}"
 _ASKS = "{% if add_generation_prompt %}<|im|>assistant\n{% endif %}"
 _TAKES_TURNS = (
@@ -32,7 +32,9 @@ TEMPLATES = {
     "chatml": Template(_LOOP.replace("CONTENT", "m['content']") + _ASKS),
     # Llama 3.2: today's date, contents trimmed.
     "dated": Template(
-        "{{ bos_token }}Today: {{ strftime_now('%d %b %Y') }}\n" + _LOOP.replace("CONTENT", "m['content'] | trim") + _ASKS
+        "{{ bos_token }}Today: {{ strftime_now('%d %b %Y') }}\n"
+        + _LOOP.replace("CONTENT", "m['content'] | trim")
+        + _ASKS
     ),
     # Gemma 2: no system text, turns alternate, contents trimmed.
     "refuses": Template(
@@ -80,7 +82,9 @@ TEMPLATES = {
         "<|im|>{{ m['role'] }}\n{{ said }}<|end|>\n{% endfor %}" + _ASKS
     ),
     # The demo model: words with one space between them.
-    "one line": Template("{% for m in messages %}{{ m.role }}: {{ m.content.split() | join(' ') }} {% endfor %}answer:"),
+    "one line": Template(
+        "{% for m in messages %}{{ m.role }}: {{ m.content.split() | join(' ') }} {% endfor %}answer:"
+    ),
     # Hermes, Qwen 2.5: a tag for each call.
     "calls": Template(
         _LISTED + "{% for c in m.tool_calls or [] %}{{ '\\n' if not loop.first else '' }}<tool_call>\n"

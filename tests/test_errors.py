@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from commands import run_command
-from ragblend.prompt.formats import DeclaredFormat
 from typer.main import get_command
 
 import ragblend
@@ -107,7 +106,7 @@ def test_commands_print_flags_where_the_library_names_arguments(command, tmp_pat
 def test_the_tokenizer_does_not_warn_of_a_long_document(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.model_max_length = 2
-    Renderer(tokenizer, DeclaredFormat()).text_ids("the other theory of the other chunk")
+    Renderer(tokenizer).text_ids("the other theory of the other chunk")
     assert not tokenizer.deprecation_warnings  # transformers notes there that it has warned
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import tracemalloc
 from collections.abc import Callable, Iterable
@@ -18,16 +17,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ragblend.frameworks.boundaries import _may_cut, recover_chunks
 from transformers import AutoTokenizer
 
-import ragblend.demo
-from ragblend import Chunk
 from ragblend.chunker import Document, split
-from ragblend.corpus.chunk_registry import ChunkRegistry
+from ragblend.corpus import pages
 from ragblend.corpus.documents import open_source, read_documents
 from ragblend.corpus.folder_scan import scan_folders
 from ragblend.corpus.pages import read_page
+from ragblend.demo import WEIGHTS
 from ragblend.errors import UnreadableDocumentError
 from ragblend.index import open_index
 from ragblend.ingestion.sync import ChunkerConfig, sync_index
@@ -79,21 +76,19 @@ def test_short_words_cost_a_few_bytes_each_and_not_sixty() -> None:
     assert peak < 9 * len(text)  # the chunks are two of them
 
 
-def demo_segmenter() -> Renderer:
-    folder = Path(ragblend.demo.__file__).parent / "weights"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Renderer(tokenizer, prompt_format(tokenizer, folder))
+def demo_renderer() -> Renderer:
+    return Renderer(AutoTokenizer.from_pretrained(WEIGHTS))
 
 
 @pytest.mark.parametrize(
     ("max_tokens", "num_chunks", "digest"),
     [(48, 285, "20bbdd6f1915fb0c9919a070e566724f"), (512, 27, "89ead143c0b912c1632c39ad5870c171")],
 )
-def test_boundaries_and_ids_of_the_texts_in_this_repository_are_what_they_were(
+def test_edges_and_ids_of_the_chunks_of_texts_in_this_repository_are_what_they_were(
     max_tokens: int, num_chunks: int, digest: str
 ) -> None:
     """The keys of existing stores are made of them."""
-    renderer, found, count = demo_segmenter(), hashlib.sha256(), 0
+    renderer, found, count = demo_renderer(), hashlib.sha256(), 0
     for path in [*sorted((ROOT / "ragblend" / "demo" / "records").glob("*.md")), ROOT / "LICENSE"]:
         for chunk in split(Document(path.read_text()), renderer.count_tokens, max_tokens):
             found.update(repr((path.name, chunk.start, chunk.end, renderer.chunk_ids(chunk))).encode())
@@ -187,79 +182,15 @@ def test_tags_with_open_quotes_read_the_rest_of_a_page_a_few_times_only(monkeypa
             looked_at += (len(page) if found is None else found.end()) - place
             return found
 
-    attributes = ragblend.corpus.pages._ATTRIBUTES
-    monkeypatch.setattr("ragblend.corpus.pages._ATTRIBUTES", Counting())
+    attributes = pages._ATTRIBUTES
+    monkeypatch.setattr(pages, "_ATTRIBUTES", Counting())
     page = "<x y='<a z=\"" * 3000 + ">"
     assert "<x y=" in page
     read_page(page)
     assert looked_at < 40 * len(page)
 
 
-# --- segments ---
-
-
-def _plain_explicit(text: str, segments: list[str]) -> list[tuple[int, int]]:
-    """Places of segments the plain way: all places, in the order in which they count."""
-    wanted = {segment.strip(): 0 for segment in segments if segment.strip()}
-    for segment in segments:
-        if segment.strip():
-            wanted[segment.strip()] += 1
-    places = []
-    for known in wanted:
-        for start in range(len(text)):
-            end = start + len(known)
-            if text.startswith(known, start) and _may_cut(text, start) and _may_cut(text, end):
-                before, behind = text[:start].rpartition("\n")[2], text[end:].partition("\n")[0]
-                places.append((bool(before.strip(" \t") or behind.strip(" \t\r")), start, -len(known), known))
-    taken: list[tuple[int, int]] = []
-    for _, start, size, known in sorted(places):
-        end = start - size
-        if wanted[known] and not any(a < end and start < b for a, b in taken):
-            wanted[known] -= 1
-            taken.append((start, end))
-    return sorted(taken)
-
-
-_BITS = st.sampled_from(["a", "b", "a b", "x", "\n", " ", "\n\n", ".", "x y z", "今日", "1", ",", "yes"])
-
-
-@given(
-    text=st.lists(_BITS, max_size=25).map("".join),
-    segments=st.lists(st.lists(_BITS, min_size=1, max_size=3).map("".join), min_size=1, max_size=7),
-)
-def test_segments_are_found_where_the_plain_way_finds_them(text: str, segments: list[str]) -> None:
-    places, place = [], 0
-    for part in recover_chunks(text, segments=segments):
-        size = len(part.text if isinstance(part, Chunk) else part)
-        if isinstance(part, Chunk):
-            places.append((place, place + size))
-        place += size
-    assert places == _plain_explicit(text, segments) or not text.strip()
-
-
-# --- prompts of very many parts ---
-
-
 # --- limits ---
-
-
-def test_a_message_full_of_known_words_is_recognised_up_to_the_limit_and_says_its_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    registry = ChunkRegistry()
-    registry.add(["yes"])
-    text = "yes\n" * 30_000
-    with caplog.at_level(logging.WARNING):
-        parts = recover_chunks(text, registry=registry)
-    assert sum(isinstance(part, Chunk) for part in parts) == 10_000
-    assert "".join(part.text if isinstance(part, Chunk) else part for part in parts) == text
-    assert "more than 10000 ingested texts" in caplog.text
-    assert "raise max_matches" in caplog.text
-    caplog.clear()
-    assert (
-        sum(isinstance(part, Chunk) for part in recover_chunks(text[:400], registry=registry, max_matches=100)) == 100
-    )
-    assert not caplog.text
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.html", "a.log"])

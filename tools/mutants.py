@@ -57,7 +57,7 @@ quantised-kept-at-ratio-one     fusion     _candidates
 deviations-swapped              fusion     _select_at_check_layer
     replace(A, key_deviation=B, value_deviation=C)  ->  replace(A, key_deviation=C, value_deviation=B)
 exact-at-any-position           fusion     lookup_contexts
-    A and B == "none" and C == D  ->  A and B == "none"
+    A and B == "none" and C == D and E  ->  A and B == "none" and E
 drift-sign                      fusion     drift
     A.float() - B.float()  ->  B.float() - A.float()
 key-without-namespace           store      chunk_key
@@ -76,14 +76,14 @@ kv-dtype-ignored                store      TieredStore.put
     convert_kv_dtype(A, B)  ->  A
 deleted-entry-promoted          store      _moving_up
     self._num_deletes == A  ->  True
-tokenizer-lock-lost             prompt     _encode
-    self._lock  ->  __import__("contextlib").nullcontext()
-control-token-not-cut           prompt     _cut_inside
-    A.append(B.start() + 1)  ->  A.append(B.start())
-chunk-frame-swapped             prompt     chunk_frame
-    (sum(A), sum(B))  ->  (sum(B), sum(A))
-date-in-prefix                  prompt     ChatTemplateFormat.undated
-    "strftime_now" in A  ->  False
+ids-of-run-not-compared         prompt     TokenIndex._runs_on
+    A[B:C] == D[E:F]  ->  A[B:C] == A[B:C]
+control-token-not-protected     prompt     Renderer._render
+    not self._control.search(A)  ->  True
+todays-date-in-prefix           prompt     Renderer.prefix_ids
+    pins_date and A in B  ->  False
+ids-without-namespace           corpus     ChunkRegistry.add_ids
+    (A, namespace, B, C)  ->  (A, "", B, C)
 chunker-version-ignored         ingestion  _make_file_version
     f"{A}:{B}:{C}"  ->  f"{A}:{B}"
 removes-outside-of-scan         ingestion  remove_missing

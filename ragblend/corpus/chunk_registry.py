@@ -60,6 +60,7 @@ _DAMAGED_ROWS = {
     "vectors of texts": f"FROM {_SIMILAR} WHERE checksum IS NOT row_checksum(entry, key, embedder, vector)",
 }
 
+_SOUND_IDS = "checksum IS row_checksum(tokenizer, namespace, key, ids)"
 _INSERT = "INSERT OR IGNORE INTO {} VALUES (?1, ?2, row_checksum(?1, ?2))"
 
 
@@ -179,10 +180,10 @@ class ChunkRegistry:
     # --- token ids ---
 
     def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
-        """Keep the token ids of texts, by the tokenizer of this fingerprint, for this namespace; known ones stay."""
-        known = f"SELECT 1 FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ?"
+        """Keep the token ids of texts, by the tokenizer of this fingerprint, for this namespace; sound rows stay."""
+        known = f"SELECT 1 FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ? AND {_SOUND_IDS}"
         insert = (
-            f"INSERT OR IGNORE INTO {_IDS} (tokenizer, namespace, key, ids, checksum) "
+            f"INSERT OR REPLACE INTO {_IDS} (tokenizer, namespace, key, ids, checksum) "
             "VALUES (?1, ?2, ?3, ?4, row_checksum(?1, ?2, ?3, ?4))"
         )
         rows = {_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
@@ -213,17 +214,17 @@ class ChunkRegistry:
             return int(connection.execute("PRAGMA data_version").fetchone()[0]), self._num_id_changes
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
-        """Return the number and the token ids of each text that was added after the one of `number`."""
-        query = f"SELECT id, ids FROM {_IDS} WHERE id > ? AND tokenizer = ? AND namespace = ? ORDER BY id"
+        """Return the number and the token ids of each text that was added after the one of `number`; of sound rows."""
+        owned = f"FROM {_IDS} WHERE id > ? AND tokenizer = ? AND namespace = ?"
+        query = f"SELECT id, ids {owned} AND {_SOUND_IDS} ORDER BY id"
         with self._locked() as connection:
             rows = connection.execute(query, (number, tokenizer, namespace)).fetchall()
         return [(row_id, np.frombuffer(ids, "<u4")) for row_id, ids in rows]
 
     def read_ids(self, number: int) -> NDArray[np.uint32] | None:
         """Return the token ids of the text of this number; None where it is gone or its row is damaged."""
-        sound = "checksum IS row_checksum(tokenizer, namespace, key, ids)"
         with self._locked() as connection:
-            row = connection.execute(f"SELECT ids FROM {_IDS} WHERE id = ? AND {sound}", (number,)).fetchone()
+            row = connection.execute(f"SELECT ids FROM {_IDS} WHERE id = ? AND {_SOUND_IDS}", (number,)).fetchone()
         return np.frombuffer(row[0], "<u4") if row is not None else None
 
     def count_ids(self, tokenizer: str, namespace: str) -> int:
@@ -233,10 +234,10 @@ class ChunkRegistry:
             return int(connection.execute(query, (tokenizer, namespace)).fetchone()[0])
 
     def has_ids(self, text: str, tokenizer: str, namespace: str) -> bool:
-        """Whether the token ids of this text are known."""
-        query = f"SELECT 1 FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ?"
+        """Whether the token ids of this text are known, in a sound row."""
+        query = f"SELECT 1 FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ? AND {_SOUND_IDS}"
         with self._locked() as connection:
-            return connection.execute(query, (_key(text.strip()), tokenizer, namespace)).fetchone() is not None
+            return connection.execute(query, (_key(_normalize(text)), tokenizer, namespace)).fetchone() is not None
 
     # --- what is stored beside it ---
 

@@ -38,7 +38,7 @@ PLAIN_TEMPLATE = (
 
 _HEAD, _TAIL = "ragblendhead", "ragblendtail"
 _PROBE = _HEAD + CHUNK_SEPARATOR + _TAIL  # two paragraphs: the demo model's template frames all but the last
-_SENTINEL = "\ue0ff"  # a control token of `_plain_backend` alone: what is behind it is not the first text of a prompt
+_WORD = "ragblendcontrol"  # stands for a control token in a content while the template writes it
 _CHARACTER_TOKENS = 4  # the most tokens that make one character together: the bytes of one in UTF-8
 _CACHED_CHUNKS = 4096
 
@@ -97,6 +97,7 @@ class Renderer:
         self._cached_chunk_ids = lru_cache(_CACHED_CHUNKS)(self._find_chunk_ids)
         is_dated = "strftime_now" in template
         self._cached_prefix_ids = self._find_prefix_ids if is_dated else lru_cache(64)(self._find_prefix_ids)
+        self._plain_backend = lru_cache(2)(self._make_plain_backend)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -309,7 +310,7 @@ class Renderer:
     # --- the template ---
 
     def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
-        written = json.dumps([*turns, *tools], ensure_ascii=False, default=str)
+        written = "\n".join(_texts_in([*turns, *tools]))
         if not self._control.search(written):
             text = self._apply_template(turns, tools)
             encoding = self.backend.encode(text, add_special_tokens=False)
@@ -348,7 +349,7 @@ class Renderer:
 
             return self._control.sub(replace, value)
         if isinstance(value, Mapping):
-            return {name: self._protect(item, word, found) for name, item in value.items()}
+            return {self._protect(name, word, found): self._protect(item, word, found) for name, item in value.items()}
         if isinstance(value, Iterable):
             return [self._protect(item, word, found) for item in value]
         return value
@@ -367,11 +368,12 @@ class Renderer:
                 whole += piece
             elif piece:
                 plain = placeholder.sub(lambda match: found[int(match.group(1))], piece)
-                lead = _SENTINEL if whole else ""
-                encoding = self._plain_backend.encode(lead + plain, add_special_tokens=False)
+                # Behind a control token, the word, it is not the first text of a prompt.
+                lead, num_lead = (word, 1) if whole else ("", 0)
+                encoding = self._plain_backend(word).encode(lead + plain, add_special_tokens=False)
                 shift = len(whole) - len(lead)
-                ids += [self._original_ids.get(each, each) for each in encoding.ids[len(lead) :]]
-                spans += [(first + shift, last + shift) for first, last in encoding.offsets[len(lead) :]]
+                ids += [self._original_ids.get(each, each) for each in encoding.ids[num_lead:]]
+                spans += [(first + shift, last + shift) for first, last in encoding.offsets[num_lead:]]
                 whole += plain
         return Rendered(whole, ids, spans)
 
@@ -385,21 +387,20 @@ class Renderer:
         ]
         return re.compile(f"({'|'.join(patterns)})")
 
-    @cached_property
-    def _plain_backend(self) -> Tokenizer:
-        """The tokenizer without its control tokens."""
+    def _make_plain_backend(self, word: str) -> Tokenizer:
+        """Return the tokenizer without its control tokens, but with `word` as one."""
         state = json.loads(self.backend.to_str())
         state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in self._control_ids]
         state |= {"post_processor": None, "truncation": None, "padding": None}
         backend = Tokenizer.from_str(json.dumps(state))
-        backend.add_special_tokens([_SENTINEL])
+        backend.add_special_tokens([word])
         return backend
 
     @cached_property
     def _original_ids(self) -> dict[int, int]:
         """The ids of added tokens that `_plain_backend` numbers otherwise."""
         original = self._tokenizer.get_added_vocab()
-        added = self._plain_backend.get_added_tokens_decoder()
+        added = self._plain_backend(_WORD).get_added_tokens_decoder()
         return {number: original[token.content] for number, token in added.items() if token.content in original}
 
 
@@ -446,12 +447,13 @@ def _arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
     Calls with ids of nine letters (Mistral); neighbours of one role as one (Gemma, Mistral); the system text at the
     front of the first user turn, or in its place.
     """
-    yield prompt.messages
-    if any(message.calls or message.call_id for message in prompt.messages):
-        yield _with_short_call_ids(prompt.messages)
+    messages = _with_tool_names(prompt.messages)
+    yield messages
+    if any(message.calls or message.call_id for message in messages):
+        yield _with_short_call_ids(messages)
         return
     merged: list[Message] = []
-    for message in prompt.messages:
+    for message in messages:
         if merged and merged[-1].role == message.role:
             message = replace(message, content=merged.pop().content + CHUNK_SEPARATOR + message.content)
         merged.append(message)
@@ -469,14 +471,23 @@ def _with_short_call_ids(messages: Sequence[Message]) -> list[Message]:
     def short(call_id: str) -> str:
         return ids.setdefault(call_id, f"call{len(ids):05}")
 
-    names = {call.id: call.name for message in messages for call in message.calls}
     return [
         replace(
             message,
             calls=tuple(replace(call, id=short(call.id)) for call in message.calls),
             call_id=short(message.call_id) if message.role == "tool" else message.call_id,
-            name=message.name or names.get(message.call_id, ""),
         )
+        for message in messages
+    ]
+
+
+def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the name of the tool that was called in each turn of a tool that lacks it."""
+    names = {call.id: call.name for message in messages for call in message.calls}
+    return [
+        replace(message, name=names.get(message.call_id, ""))
+        if message.role == "tool" and not message.name
+        else message
         for message in messages
     ]
 
@@ -492,9 +503,20 @@ _PINNED_CLOCK = (
 )
 
 
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield all strings in `value`, those that name something as well."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_in([*value, *value.values()])
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from _texts_in(item)
+
+
 def _unused_word(text: str) -> str:
     """Return a word that `text` does not have."""
-    word = "ragblendcontrol"
+    word = _WORD
     while word in text:
         word += "x"
     return word

@@ -29,6 +29,7 @@ from ragblend.precompute import precompute_documents
 from ragblend.prompt.render import Renderer
 
 A, B, C = "The bakery was founded by Maren Holt.", "The lighthouse is painted green.", "The market is on Thursdays."
+LONG = "The ferry leaves at nine, at noon and at six; in winter it waits for the train from the north, which is late."
 ASSISTANT, SYSTEM, TOOL, USER = MessageRole.ASSISTANT, MessageRole.SYSTEM, MessageRole.TOOL, MessageRole.USER
 CALL = AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])
 
@@ -36,7 +37,7 @@ CALL = AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])
 @pytest.fixture
 def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
     made = tiny_engine(renderer=chat_renderer)
-    precompute_documents([A, B, C], made)
+    precompute_documents([A, B, C, LONG], made)
     return made
 
 
@@ -58,7 +59,8 @@ FORMS: dict[str, tuple[int, list[BaseMessage]]] = {
             HumanMessage(f"{C}\n\nWhen?"),
         ],
     ),
-    "after the question": (2, [HumanMessage(f"Who?\n\n{A}\n\n{B}")]),
+    "after the question": (2, [HumanMessage(f"Who?\n\n{A}\n\n{LONG}")]),
+    "a question that is a short text known": (1, [HumanMessage(f"{A}\n\n{B}")]),
     "between question and instructions": (2, [HumanMessage(f"Who?\n\n{A}\n\n{B}\n\nBe brief.")]),
     "marked, after the question": (2, [HumanMessage([text("Who?"), marked(A), marked("Never ingested.")])]),
     "marked in an answer": (1, [HumanMessage("Hi"), AIMessage([text("It says: "), marked(A)]), HumanMessage("Who?")]),
@@ -94,7 +96,7 @@ def test_what_a_tool_returned_is_found_where_it_stands_too(form: str, engine: Tr
 def test_a_marked_text_is_set_apart_though_its_mark_is_empty_and_it_is_known(engine: TransformersEngine) -> None:
     blocks_sent = [{**text(A), "extras": {"chunk_id": ""}}, text("Who?")]
     request = ChatBlend(engine=engine)._request([HumanMessage(blocks_sent)], None)
-    read = engine.renderer.plain_text(engine.renderer.tokenize(request.prompt).token_ids)
+    read = engine.renderer.plain_text(engine.renderer.render(request.prompt))
     assert f"{A}\n\nWho?" in read
 
 
@@ -121,7 +123,7 @@ LLAMA_FORMS: dict[str, tuple[int, Sequence[ChatMessage]]] = {
             ChatMessage(role=USER, content=f"{C}\n\nWhen?"),
         ],
     ),
-    "after the question": (2, [ChatMessage(role=USER, content=f"Who?\n\n{A}\n\n{B}")]),
+    "after the question": (2, [ChatMessage(role=USER, content=f"Who?\n\n{A}\n\n{LONG}")]),
     "text blocks": (2, [blocks(USER, TextBlock(text=A), TextBlock(text=B), TextBlock(text="Who?"))]),
     "blocks to cite": (2, [blocks(USER, cited(A, B), CachePoint(cache_control={"type": "x"}), TextBlock(text="Who?"))]),
     "what a tool returned": (
@@ -186,4 +188,4 @@ def test_what_a_model_thought_is_no_part_of_the_conversation(engine: Transformer
     thought = AIMessage([{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": "Hello."}])
     chat = ChatBlend(engine=engine)
     turns = chat._request([HumanMessage("Hi"), thought, HumanMessage("Who?")], None).prompt.messages
-    assert [turn.parts for turn in turns] == [("Hi",), ("Hello.",), ("Who?",)]
+    assert [turn.content for turn in turns] == ["Hi", "Hello.", "Who?"]

@@ -1,0 +1,174 @@
+"""KnownChunks find what their registry has for one tokenizer and one namespace, whoever added it."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
+from ragblend.corpus.known_chunks import KnownChunks, open_known_chunks
+from ragblend.prompt.match import ChunkRun
+
+Ids = tuple[int, ...]
+
+
+def ids_of(number: int, length: int = 40) -> Ids:
+    """The ids of the chunk of this number."""
+    rng = random.Random(number)
+    return tuple(rng.randrange(50_000) for _ in range(length))
+
+
+def chunks_found(known: KnownChunks, count: int) -> set[int]:
+    """The numbers below `count` of the chunks that are found, whole, in a prompt of all of them."""
+    prompt = [token for number in range(count) for token in (1, *ids_of(number))]
+    starts = {1 + 41 * number: number for number in range(count)}
+    runs = known.find_runs(prompt)
+    assert runs == [ChunkRun(ids_of(starts[run.start]), 0, run.start, run.start + 40) for run in runs]
+    return {starts[run.start] for run in runs}
+
+
+def add(known: KnownChunks, numbers: Sequence[int]) -> None:
+    known.add((f"text {number}", ids_of(number)) for number in numbers)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / REGISTRY_FILE
+
+
+def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(path: Path) -> None:
+    one, other = (KnownChunks(ChunkRegistry(path), "t", "") for _ in range(2))
+    assert chunks_found(one, 3) == chunks_found(other, 3) == set()
+    add(one, [0, 1])
+    assert chunks_found(one, 3) == chunks_found(other, 3) == {0, 1}
+    add(other, [2])
+    other.remove("text 0")
+    assert chunks_found(one, 3) == chunks_found(other, 3) == {1, 2}
+    assert ("text 0" in one, "text 2" in one) == (False, True)
+    one.add([("text 0", ids_of(3))])  # the text again, with the ids of another tokenization
+    assert chunks_found(other, 4) == {1, 2, 3}
+
+
+def test_processes_see_what_the_other_adds_and_removes(path: Path) -> None:
+    known = KnownChunks(ChunkRegistry(path), "t", "")
+    add(known, [0, 1])
+    assert chunks_found(known, 3) == {0, 1}
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "from ragblend.corpus.chunk_registry import ChunkRegistry\n"
+        "from ragblend.corpus.known_chunks import KnownChunks\n"
+        "from corpus.test_known_chunks import add, chunks_found\n"
+        "known = KnownChunks(ChunkRegistry(sys.argv[1]), 't', '')\n"
+        "assert chunks_found(known, 3) == {0, 1}; add(known, [2]); known.remove('text 0')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path), str(Path(__file__).parents[1])], check=True)
+    assert chunks_found(known, 3) == {1, 2}
+
+
+def test_additions_and_removals_in_any_order_are_followed(path: Path) -> None:
+    """Few removals leave the index as it is, many have it built anew; the registry may be closed in between."""
+    rng, count, expected = random.Random(0), 30, set[int]()
+    writer, reader = (KnownChunks(ChunkRegistry(path), "t", "") for _ in range(2))
+    for _ in range(40):
+        numbers = rng.sample(range(count), rng.choice([1, 2, 20]))
+        if rng.random() < 0.5:
+            add(writer, numbers)
+            expected |= {*numbers}
+        else:
+            for number in numbers:
+                writer.remove(f"text {number}")
+            expected -= {*numbers}
+        if rng.random() < 0.3:
+            rng.choice([writer, reader]).close()
+        if rng.random() < 0.7:
+            assert chunks_found(rng.choice([writer, reader]), count) == expected
+    assert chunks_found(writer, count) == chunks_found(reader, count) == expected
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_namespaces_and_tokenizers_are_apart(is_file: bool, path: Path) -> None:
+    registry = ChunkRegistry(path if is_file else None)
+    owners = [("t", ""), ("t", "a"), ("u", ""), ("u", "a")]
+    known = [open_known_chunks(registry, *owner) for owner in owners]
+    for number, each in enumerate(known):
+        each.add([("the same text", ids_of(number)), (f"text {number}", ids_of(number + 4))])
+    for number, each in enumerate(known):
+        assert chunks_found(each, 8) == {number, number + 4}
+        assert [f"text {other}" in each for other in range(4)] == [other == number for other in range(4)]
+    known[0].remove("the same text")
+    assert [len(chunks_found(each, 8)) for each in known] == [1, 2, 2, 2]
+    registry.remove(["the same text"])  # the text is gone, whoever had its ids
+    assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
+
+
+def test_all_who_use_a_file_share_one_index_and_registries_in_memory_have_their_own(path: Path) -> None:
+    one, other = (open_known_chunks(ChunkRegistry(path), "t", "") for _ in range(2))
+    assert one is other
+    assert one is not open_known_chunks(ChunkRegistry(path), "t", "a")
+    registries = [ChunkRegistry(), ChunkRegistry()]
+    first, second = (open_known_chunks(registry, "t", "") for registry in registries)
+    assert first is open_known_chunks(registries[0], "t", "")
+    add(first, [0])
+    assert (chunks_found(first, 1), chunks_found(second, 1)) == ({0}, set())
+
+
+DAMAGES = {
+    "other ids": "UPDATE chunk_token_ids SET ids = (SELECT ids FROM chunk_token_ids WHERE id = 2) WHERE id = 1",
+    "ids cut": "UPDATE chunk_token_ids SET ids = substr(ids, 1, 81) WHERE id = 1",
+    "no bytes": "UPDATE chunk_token_ids SET ids = 'text' WHERE id = 1",
+    "other namespace": "UPDATE chunk_token_ids SET namespace = '' WHERE id = 4",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(
+    damage: str, is_indexed: bool, path: Path
+) -> None:
+    registry = ChunkRegistry(path)
+    known = KnownChunks(registry, "t", "")
+    add(known, [0, 1, 2])
+    KnownChunks(registry, "t", "a").add([("text 3", ids_of(3))])
+    if is_indexed:
+        assert chunks_found(known, 4) == {0, 1, 2}
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.execute(DAMAGES[damage])
+    left = {1, 2} if damage != "other namespace" else {0, 1, 2}
+    assert chunks_found(known, 4) == chunks_found(KnownChunks(ChunkRegistry(path), "t", ""), 4) == left
+    assert ("text 0" in known, "text 3" in known) == (0 in left, False)
+    assert [problem.rpartition(": ")[2] for problem in registry.find_problems()] == [
+        "1 token ids of texts are not what was written"
+    ]
+    if damage == "ids cut":
+        registry.drop_damaged()
+    add(known, [0, 1, 2, 3])
+    assert chunks_found(known, 4) == {0, 1, 2, 3}
+    assert registry.find_problems() == []
+
+
+def test_a_registry_of_the_version_without_token_ids_is_extended(path: Path) -> None:
+    with ChunkRegistry(path) as registry:
+        registry.add(["a text", "another"], "doc")
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.execute("DROP TABLE chunk_token_ids")
+        file.execute("PRAGMA user_version = 3")
+    registry = ChunkRegistry(path)
+    assert registry.texts_of("doc") == {"a text", "another"}
+    add(known := KnownChunks(registry, "t", ""), [0])
+    assert chunks_found(known, 1) == chunks_found(KnownChunks(ChunkRegistry(path), "t", ""), 1) == {0}
+    assert registry.find_problems() == []
+
+
+def test_text_that_is_no_unicode_is_not_known() -> None:
+    known = KnownChunks(ChunkRegistry(), "t", "")
+    known.add([("\ud800 is half a character", ids_of(0)), (" text 1\n", ids_of(1))])
+    assert chunks_found(known, 2) == {1}
+    assert "\ud800 is half a character" not in known
+    assert "text 1" in known
