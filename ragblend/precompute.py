@@ -127,6 +127,7 @@ def ingest(
     in `report.skipped`. Raises EmptyCorpusError when there is nothing to ingest, StoreFullError before prefilling when
     the forecast does not fit the disk, StoreMismatchError for another model's index or another embedder.
     """
+    engine.check_process()
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     on_progress = progress or (lambda stage, done, total: None)
@@ -292,6 +293,7 @@ def precompute_index(
     Another `context` than the store's is remembered first, and the versions that it has not are dropped last, so killed
     in between, the same call goes on. `rewrite`: see `precompute_chunks`; `workers`: see `ingest`.
     """
+    engine.check_process()
     if context is not None:
         engine.set_context_policy(context)
     else:
@@ -333,6 +335,7 @@ def precompute_documents(
     not.
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
+    engine.check_process()
     resolve_context_policy(engine, None)
     given = list(documents)
     chunks = [as_chunk(document) for document in given]

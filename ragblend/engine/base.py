@@ -129,6 +129,7 @@ class EngineBase(ABC):
         short run at the end of the last user turn is a question that quotes a document: it is left out, unless the
         prompt names its chunk and has it nowhere else.
         """
+        self.check_process()
         start_s = perf_counter()
         token_ids = self.renderer.render(prompt)
         named = {ids: chunk for chunk in prompt.chunks if (ids := self.renderer.chunk_ids(chunk.text))}
@@ -202,6 +203,7 @@ class EngineBase(ABC):
 
     def add_known(self, chunks: Iterable[Part]) -> None:
         """Have chunks found in prompts from now on."""
+        self.check_process()
         texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
         for text in texts:
             check_unicode(text, "a chunk")

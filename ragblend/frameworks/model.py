@@ -372,7 +372,7 @@ class BlendModel(BaseModel):
             )
         for run in matched.runs:
             if not self.engine.has_kv(run.chunk_ids):
-                text = self.engine.renderer.plain_text(run.chunk_ids)
+                text = self.engine.renderer.plain_text(run.chunk_ids).strip()
                 raise ChunkNotReusedError(
                     f"the chunk {text[:60]!r} has no KV in the store; precompute it "
                     "(ragblend.precompute.precompute_documents), or call with strict=False"

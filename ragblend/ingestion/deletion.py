@@ -237,6 +237,5 @@ def find_registered_texts(names: Iterable[str], model: Any) -> list[str]:
 
 
 def registry_for(model: Any) -> ChunkRegistry:
-    """The registry of a framework's model, or of an engine."""
-    engine: Engine = getattr(model, "engine", model)
-    return getattr(model, "registry", None) or open_registry(engine.store)
+    """The registry of the store of a framework's model, or of an engine."""
+    return open_registry(getattr(model, "engine", model).store)
