@@ -21,7 +21,7 @@ from ragblend.engine.generation import DecodingEngine, EngineKeywords, EngineReq
 from ragblend.engine.report import BlendReport, ChunkReport, Generation, Mode, RatioChoice
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UsageError
-from ragblend.prompt.match import PromptSegment, SegmentKind
+from ragblend.prompt.match import SegmentKind
 from ragblend.prompt.types import Prompt
 
 TokenState = Literal["exact", "computed", "recomputed", "reused"]
@@ -229,14 +229,14 @@ def _segments(
     """The prompt's spans, their tokens told apart."""
     recomputed = set(_plain(blended.recomputed))
     attention = _plain(blended.attention) or None
-    last = request.prompt.num_tokens - 1
+    last, num_resident = request.prompt.num_tokens - 1, blended.report.num_prefix_tokens
     for segment in request.prompt.segments:
         chunk = None if segment.chunk is None else blended.report.chunks[segment.chunk]
         is_stored = chunk is not None and chunk.hit and segment.chunk in found
         tokens, token_ids = [], request.prompt.token_ids[segment.start : segment.end]
         for place, text in enumerate(engine.renderer.token_texts(token_ids)):
             row = segment.start + place
-            state = _state(segment, chunk, row in recomputed, row == last)
+            state = _state(chunk, row < num_resident, row in recomputed, row == last)
             tokens.append(
                 ExplainedToken(
                     token_ids[place],
@@ -250,13 +250,15 @@ def _segments(
         yield ExplainedSegment(segment.kind, segment.start, tuple(tokens), chunk, blended.read_s.get(segment.start))
 
 
-def _state(segment: PromptSegment, chunk: ChunkReport | None, is_recomputed: bool, is_last: bool) -> TokenState:
+def _state(chunk: ChunkReport | None, is_resident: bool, is_recomputed: bool, is_last: bool) -> TokenState:
     if is_last:
         return "computed"  # its logits are the answer, whatever is stored
-    if segment.kind == "prefix" or (chunk is not None and chunk.exact):
+    if is_resident:
         return "exact"
     if chunk is None or not chunk.hit:
         return "computed"
+    if chunk.exact:
+        return "exact"
     return "recomputed" if is_recomputed else "reused"
 
 

@@ -152,6 +152,7 @@ def test_full_prefill_answers_as_the_stock_model_does_and_blending_at_ratio_one_
     explanation = explain(engine, prompt, recompute_ratio=1.0, max_tokens=6)
     (chunk,) = (segment.chunk for segment in explanation.segments if segment.chunk is not None)
     assert (chunk.hit, chunk.exact) == (True, False)
+    assert explanation.count("exact") + explanation.count("reused") == explanation.report.num_reused_tokens
     assert max(token.remaining for token in explanation.tokens) < 1e-4
     whole = engine.renderer.render(prompt)
     with torch.no_grad():
