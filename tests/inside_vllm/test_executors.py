@@ -21,6 +21,7 @@ from harness import (
     tokens,
 )
 from reference import Span
+from test_blend import CHUNKS, PREFIX, QUESTION, blend_params, labelled_prompt
 
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.store.disk import DiskStore
@@ -29,7 +30,6 @@ from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.loading import MemoryTierDelta
 from ragblend.options import ModelOptions
 
-PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
 SPANS = [[5, 66], [66, 106], [106, 181]]
 
@@ -50,6 +50,11 @@ def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
         expected = reference.blended(parts, ratio, rule, [])
         assert report(output)["num_recomputed_tokens"] == len(expected.selected)
         assert_close(output, reference)
+    labelled = labelled_prompt()
+    output = ask(llm, labelled.ids, blend_params(labelled, 0.15))
+    assert report(output)["num_chunk_hits"] == 4
+    reference.blended(labelled.parts, 0.15, "cacheblend", [])
+    assert_close(output, reference)
 
 
 def assert_close(output: Any, reference: Continued) -> None:
