@@ -34,8 +34,10 @@ MAX_EQUAL_ANCHORS = 32
 """Anchors that are kept of one hash: a sentence that stands in more chunks is found through these."""
 MAX_HITS_PER_TOKEN = 4
 TOKENS_PER_DIAGONAL = 16
+TOKENS_PER_RUN = 64
 """Of a prompt of T tokens about MAX_HITS_PER_TOKEN * T hits are collected and T / TOKENS_PER_DIAGONAL + 64 diagonals
-looked at, those with most hits first. Only repetitive text has more."""
+looked at, those with most hits first; after T / TOKENS_PER_RUN + 64 runs only where a longer one is possible. Only
+repetitive text has more."""
 
 _EMPTY = np.uint32(0xFFFFFFFF)
 _SLOTS_PER_ANCHOR, _MAX_LOAD, _SLACK = 1.6, 0.75, 1024
@@ -242,9 +244,15 @@ class TokenIndex:
         return _longest_first(self._runs_on(diagonals, prompt))
 
     def _runs_on(self, diagonals: Iterable[tuple[int, int]], prompt: IntArray) -> list[tuple[Run, int]]:
-        """Return the maximal runs on diagonals (chunk, position minus offset), each with the length of its chunk."""
+        """Return the maximal runs on diagonals (chunk, position minus offset), each with the length of its chunk.
+
+        In repetitive text there are many more than the prompt has room for. So after one run for TOKENS_PER_RUN tokens
+        a diagonal is left out where longer runs, or as long ones, stand all along it.
+        """
+        num_plenty = len(prompt) // TOKENS_PER_RUN + 64
         runs: list[tuple[Run, int]] = []
         ids_of: dict[int, IntArray] = {}
+        longest = np.zeros(len(prompt), np.int64)  # at each position: the length of the longest run that covers it
         for chunk, diagonal in diagonals:
             if chunk not in ids_of:
                 found = self._read_ids(chunk)
@@ -253,14 +261,16 @@ class TokenIndex:
             first, last = max(0, -diagonal), min(len(ids), len(prompt) - diagonal)
             if last - first < WINDOW:
                 continue
+            if len(runs) > num_plenty and longest[first + diagonal : last + diagonal].min() >= last - first:
+                continue
             equal = np.zeros(last - first + 2, np.int8)
             equal[1:-1] = ids[first:last] == prompt[first + diagonal : last + diagonal]
             edges = (np.flatnonzero(np.diff(equal)) + first).tolist()
-            runs += [
-                (Run(chunk, start, start + diagonal, end - start), len(ids))
-                for start, end in zip(edges[::2], edges[1::2], strict=True)
-                if counts(end - start, len(ids))
-            ]
+            for start, end in zip(edges[::2], edges[1::2], strict=True):
+                if counts(end - start, len(ids)):
+                    runs.append((Run(chunk, start, start + diagonal, end - start), len(ids)))
+                    covered = longest[start + diagonal : end + diagonal]
+                    np.maximum(covered, end - start, out=covered)
         return runs
 
     # --- the table ---
