@@ -367,7 +367,7 @@ def test_a_part_of_a_chunk_is_exact_only_as_its_beginning_right_behind_the_prefi
         placed = engine.layers.place_keys(layer, stored.keys, torch.arange(run.start, run.end))
         torch.testing.assert_close(found.fused.keys(layer)[:, rows], placed, atol=1e-5, rtol=0)
         assert torch.equal(found.fused.values(layer)[:, rows], stored.values)
-        differences.append(float((stored.values - full[layer].values[:, rows]).abs().max()))
+        differences.append((stored.values - full[layer].values[:, rows]).abs().max().item())
     assert (max(differences) < 1e-4) == is_exact
     assert_full_prefill(prefill(engine, prompt, 1.0), stock_model(family), token_ids)
 
