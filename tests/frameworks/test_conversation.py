@@ -49,7 +49,9 @@ def test_rephrasing_stores_nothing_and_leaves_the_conversation_as_it_was(engine:
     for session in (plain, asked):
         ask(session, [CHUNKS[2]], FOLLOW_UP)
     assert asked.messages == plain.messages
-    assert asked.messages[2].content == f"{CHUNKS[2]}\n\n{FOLLOW_UP}", "what was typed is answered, not what was searched for"
+    assert asked.messages[2].content == f"{CHUNKS[2]}\n\n{FOLLOW_UP}", (
+        "what was typed is answered, not what was searched for"
+    )
 
 
 def test_the_first_question_and_one_that_the_model_cannot_rephrase_are_searched_for_as_they_are(
