@@ -47,7 +47,7 @@ def extra(command: tuple[str, ...]) -> dict[str, Any]:
 
 def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    made = launch(store="kv", separator="<doc>", separator_end="<q>")
+    made = launch(store="kv")
     command = made.command
     assert command[:4] == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
     assert (Path(command[4]) / "config.json").is_file()
