@@ -213,7 +213,9 @@ def test_what_cannot_be_served_is_a_usage_error(
         launch(*flags, store=str(tmp_path), **options)
 
 
-def test_a_separator_is_what_the_tokenizer_reads() -> None:
+def test_a_separator_is_what_the_tokenizer_reads(tmp_path: Path) -> None:
+    config = extra(launch(store=str(tmp_path), separator="<doc>", separator_end="<q>").command)
+    assert (config["separator_ids"], config["separator_end_ids"]) == ([3], [4])
     tokenizer, _ = load_tokenizer("demo")
     assert separator_ids("<doc>", tokenizer) == [3]
     assert len(separator_ids("lives in", tokenizer)) > 1
