@@ -43,7 +43,8 @@ def test_json_has_every_token_and_the_figures_of_ask(run):
     tokens = [token for segment in facts["segments"] for token in segment["tokens"]]
     assert all(set(token) >= TOKEN for token in tokens)
     assert len(tokens) == facts["report"]["prompt_tokens"]
-    assert [segment["kind"] for segment in facts["segments"]] == ["prefix", "chunk", "chunk", "chunk", "suffix"]
+    kinds = ["prefix", "chunk", "text", "chunk", "text", "chunk", "suffix"]
+    assert [segment["kind"] for segment in facts["segments"]] == kinds
 
     asked = run.facts("ask", QUESTION, "--ratio", "0.2", *common)
     full = run.facts("ask", QUESTION, "--mode", "full", *common)

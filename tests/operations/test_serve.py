@@ -47,7 +47,7 @@ def extra(command: tuple[str, ...]) -> dict[str, Any]:
 
 def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    made = launch(store="kv", separator="<doc>", separator_end="<q>")
+    made = launch(store="kv")
     command = made.command
     assert command[:4] == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
     assert (Path(command[4]) / "config.json").is_file()
@@ -213,7 +213,9 @@ def test_what_cannot_be_served_is_a_usage_error(
         launch(*flags, store=str(tmp_path), **options)
 
 
-def test_a_separator_is_what_the_tokenizer_reads() -> None:
+def test_a_separator_is_what_the_tokenizer_reads(tmp_path: Path) -> None:
+    config = extra(launch(store=str(tmp_path), separator="<doc>", separator_end="<q>").command)
+    assert (config["separator_ids"], config["separator_end_ids"]) == ([3], [4])
     tokenizer, _ = load_tokenizer("demo")
     assert separator_ids("<doc>", tokenizer) == [3]
     assert len(separator_ids("lives in", tokenizer)) > 1
