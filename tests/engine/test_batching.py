@@ -235,10 +235,10 @@ def endless(engine: TransformersEngine, prompt: Prompt) -> GenerationStream:
 
 
 def interrupt_beside(engine: TransformersEngine, other: threading.Thread) -> None:
-    """Answer here, with `other` started at the first token, until an interrupt comes; then wait for the other."""
+    """Answer here, with `other` started at the second token, until an interrupt comes; then wait for the other."""
 
     def start_other(stream: GenerationStream) -> bool:
-        if not other.ident:
+        if not other.ident and len(stream.result.token_ids) > 1:  # from then on this thread makes the steps of both
             other.start()
         time.sleep(0.02)  # the answer must not end before the other thread had a turn
         return False
