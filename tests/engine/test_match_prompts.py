@@ -23,7 +23,7 @@ LONG = Chunk(" ".join(chunk.text for chunk in CHUNKS), "long.txt")
 def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
     """An engine that knows ONE and TWO."""
     engine = tiny_engine(renderer=chat_renderer)
-    engine.precompute_all([replace(chunk, source="") for chunk in (ONE, TWO)])
+    list(engine.precompute_all([replace(chunk, source="") for chunk in (ONE, TWO)]))
     return engine
 
 
