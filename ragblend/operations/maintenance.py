@@ -182,6 +182,9 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
                 continue
             if not is_sound:  # SQLite's own structure is damaged, beyond what deleting rows mends
                 drop_registry(disk.root)
+                known = getattr(engine, "known_chunks", None)
+                if known is not None:
+                    known.close()  # of the file that is gone
                 report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place]}")
             _record_stored(disk)
         elif place in still:
