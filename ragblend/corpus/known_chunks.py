@@ -55,8 +55,11 @@ class KnownChunks:
         return [_chunk_run(run, ids) for run in runs if (ids := self._cached_ids(run.chunk)) is not None]
 
     def close(self) -> None:
-        """Free the registry's file; the next call opens it again."""
-        self._registry.close()
+        """Free the registry's file; the next call opens it again, be it the same file or another in its place."""
+        with self._lock:
+            self._registry.close()
+            self._cached_ids.cache_clear()
+            self._clear()
 
     def _clear(self) -> None:
         self._index = TokenIndex(self._cached_ids)

@@ -171,6 +171,8 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
     still = {result.key for result in disk.verify_metadata(calibration_error)}
     for place, reason in report.damaged_files.items():
         if place == REGISTRY_FILE:
+            if (known := getattr(engine, "known_chunks", None)) is not None:
+                known.close()  # it may have a file open that is gone
             try:
                 with open_registry(disk) as registry:
                     registry.drop_damaged()

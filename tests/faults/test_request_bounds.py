@@ -44,7 +44,7 @@ class Checked(TieredStore):
     waited_s = 0.0
     num_fetched = 0
 
-    def fetch_ahead(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
+    def fetch_many(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
         start_s = time.perf_counter()
         found = super().fetch_many(keys)
         self.waited_s = time.perf_counter() - start_s
@@ -104,6 +104,7 @@ def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(
         outcomes["hits"] += answer.report.num_chunk_hits
         outcomes["misses"] += answer.report.num_chunks - answer.report.num_chunk_hits
     assert outcomes["hits"] > NUM_REQUESTS / 2
+    assert store.num_fetched > 0
     assert outcomes["misses"] > NUM_REQUESTS / 2
     assert far.counters.num_failures > NUM_REQUESTS / 20
     assert far.counters.num_damaged > 0
