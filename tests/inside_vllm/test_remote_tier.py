@@ -202,7 +202,10 @@ def run_until(core: Any, name: str) -> dict[str, list[int]]:
     return done
 
 
-TEXTS = ["George Keller lives in Kinport. Julia Bishop works for Synon.", "The company sells knives. It sells them in Wesstad."]
+TEXTS = [
+    "George Keller lives in Kinport. Julia Bishop works for Synon.",
+    "The company sells knives. It sells them in Wesstad.",
+]
 ASKED = Prompt(TEXTS, "Where does George Keller live?")
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 

@@ -12,7 +12,10 @@ import pytest
 from ragblend import Prompt, load_engine
 from ragblend.precompute import precompute_documents
 
-TEXTS = ["George Keller lives in Kinport. Julia Bishop works for Synon.", "The company sells knives. It sells them in Wesstad."]
+TEXTS = [
+    "George Keller lives in Kinport. Julia Bishop works for Synon.",
+    "The company sells knives. It sells them in Wesstad.",
+]
 ASKED = Prompt(TEXTS, "Where does George Keller live?")
 OPTIONS = {"tensor_parallel_size": 2, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
