@@ -1,9 +1,9 @@
 """What a store of before still is: its keys, its entries and index, and the tokens that rules select over it.
 
-Commit 19c4dfd wrote `golden/store`: `ragblend ingest` of two files (`--model demo --context similar --embedder
-hashing`), then `precompute_documents` of two documents. It also wrote `golden/selections.json`: the keys of the
-demo corpus' chunks and, for 20 prompts, the tokens that each rule recomputed. `golden/left` has notes of
-contexts and rules that left, as it wrote them, for tests of contexts and of calibrations.
+`tests/golden/write.py` wrote `golden/store`: `ragblend ingest` of two files (the demo model, context `similar`, embedder
+`hashing`), then `precompute_documents` of two documents. It also wrote `golden/selections.json`: the keys of the demo
+corpus' chunks and, for 20 prompts that commit 19c4dfd drew, the tokens that each rule recomputed. `golden/left` has
+notes of contexts and rules that left, as that commit wrote them, for tests of contexts and of calibrations.
 """
 
 from __future__ import annotations

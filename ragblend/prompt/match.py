@@ -410,10 +410,13 @@ def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
 def anchor_offsets(chunk_length: int) -> range:
     """Return the offsets of the anchors of a chunk of `chunk_length` tokens, the last of them below 2**16.
 
-    A chunk of fewer than MIN_RUN tokens has one at every offset, so that it is found without its edges.
+    A chunk of fewer than MIN_RUN tokens has one at every offset, so that it is found without its edges; one that has
+    room for a single anchor otherwise has one every WINDOW ids, because its first word may be other tokens in a prompt.
     """
     end = min(chunk_length - WINDOW + 1, 1 << 16)
-    return range(end) if chunk_length < MIN_RUN else range(1, end, STRIDE)
+    if chunk_length < MIN_RUN:
+        return range(end)
+    return range(1, end, STRIDE if end > STRIDE + 1 else WINDOW)
 
 
 def counts(length: int, chunk_length: int) -> bool:

@@ -43,9 +43,9 @@ def test_stored_chunks_are_found_in_any_turn_by_their_ids(engine: TransformersEn
         ("user", QUESTION),
     ]
     matched = engine.match(Prompt.from_messages(turns))
-    # Before text that follows without a blank line, a chunk's last token may be another.
+    # Beside text that no blank line separates from it, a chunk's first and last tokens may be others.
     assert all(
-        chunk.text.startswith(text[:-1]) or chunk.text.endswith(text)
+        text in chunk.text and len(text) > 0.8 * len(chunk.text)
         for text, chunk in zip(texts_of(matched, engine.renderer), (ONE, TWO, ONE), strict=True)
     )
     assert {run.chunk for run in matched.runs} == {None}

@@ -43,7 +43,7 @@ def write_selections() -> None:
         golden["keys"] = {number: engine.key(Chunk(chunks[int(number)])) for number in golden["keys"]}
         for entry in golden["prompts"]:
             prompt = Prompt([Chunk(chunks[number]) for number in entry["chunks"]], entry["question"])
-            engine.precompute_all(prompt.chunks)
+            list(engine.precompute_all(prompt.chunks))
             for rule in entry["recomputed"]:
                 request = engine.request(prompt, rule=rule, recompute_ratio=golden["recompute_ratio"], max_tokens=1)
                 entry["recomputed"][rule] = engine.prefill(request).recomputed.tolist()

@@ -65,16 +65,17 @@ def test_cutting_at_control_tokens_changes_no_id(
 
 
 @given(text=CONTENTS)
-@example("</s></s>")
-@example("<<s>s>")
+@example(text="</s></s>")
+@example(text="<<s>s>")
 def test_plain_text_is_tokenized_as_the_tokenizer_does(text: str, renderers: dict[str, Renderer]) -> None:
     renderer = renderers["chatml"]
     ids = renderer.render_text(text)
     if not renderer._control.search(text):
         assert ids == renderer._tokenizer(text).input_ids
     else:
-        assert ids[0] == renderer._tokenizer.bos_token_id
-        assert not control_tokens(renderer, ids[1:])
+        num_prefix = len(renderer.text_prefix_ids)
+        assert tuple(ids[:num_prefix]) == renderer.text_prefix_ids
+        assert not control_tokens(renderer, ids[num_prefix:])
     assert not control_tokens(renderer, renderer.text_ids(text))
 
 
@@ -202,13 +203,12 @@ def test_the_date_that_a_template_writes_is_todays_and_no_part_of_what_chunks_ar
 REFUSED = {
     "two questions": [("user", "hello"), ("user", "one\n\nb?")],
     "two system texts": [("system", "be brief"), ("system", "be good"), ("user", "one\n\nb?")],
-    "only a system text": [("system", "use one now.")],
 }
 
 
 @pytest.mark.parametrize("turns", REFUSED)
 @pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if template.alternates])
-def test_no_text_is_lost_where_the_template_refuses_or_drops_a_turn(
+def test_no_text_is_lost_where_the_template_refuses_a_turn(
     name: str, turns: str, byte_level: dict[str, Renderer]
 ) -> None:
     renderer = byte_level[name]
