@@ -1,6 +1,6 @@
 """What a store of before still is: its keys, its entries and index, and the tokens that rules select over it.
 
-`tests/golden/write.py` wrote `golden/store`: `ragblend ingest` of two files (the demo model, context `similar`, embedder
+`tests/golden/write.py` wrote `golden/store`: `ragblend ingest` of two files (demo model, context `similar`, embedder
 `hashing`), then `precompute_documents` of two documents. It also wrote `golden/selections.json`: the keys of the demo
 corpus' chunks and, for 20 prompts that commit 19c4dfd drew, the tokens that each rule recomputed. `golden/left` has
 notes of contexts and rules that left, as that commit wrote them, for tests of contexts and of calibrations.
