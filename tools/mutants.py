@@ -333,7 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="Processes of pytest-xdist. Default: 2. 0: without it.")
     options = parser.parse_args(arguments)
     out: Path | None = options.out
-    results = {each["name"]: each for each in json.loads(out.read_text())["faults"]} if out and out.exists() else {}
+    known = json.loads(out.read_text())["faults"] if out and out.exists() else []
+    results = {each["name"]: each for each in known if each["name"] in {fault.name for fault in faults}}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = TreeCopy(Path(folder), options.workers)
