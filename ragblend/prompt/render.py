@@ -101,8 +101,12 @@ class Renderer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits; equal when the tokenizer and the chat template give the same ids."""
-        return hashlib.blake2b(f"{self.backend.to_str()}\0{self._template}".encode(), digest_size=8).hexdigest()
+        """16 hex digits; equal when the tokenizers are, and both or neither of them have a chat template.
+
+        The names in it are those of classes of before, so that an index which was made then keeps its fingerprint.
+        """
+        kind = "PlainFormat" if self._template.endswith(PLAIN_TEMPLATE) else "ChatTemplateFormat"
+        return hashlib.blake2b(f"{kind}\0\0{self.backend.to_str()}".encode(), digest_size=8).hexdigest()
 
     # --- prompts ---
 
