@@ -134,6 +134,8 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     Killed at any moment, what was not mended is found again by the next `verify`.
     """
     disk = disk_tier(engine.store)
+    if disk is not None:
+        disk.clean()
     if report.index_problems:
         index.rebuild()
     if disk is not None and report.damaged_files:
