@@ -85,7 +85,7 @@ def measure(
         return [engine.generate(prompt, max_tokens=max_tokens) for prompt in prompts[:NUM_ALONE]]
 
     def together(size: int) -> list[Generation]:
-        engine.batch.max_num_seqs = size
+        engine.loop.max_num_seqs = size
         return engine.generate_batch(prompts[:size], max_tokens=answer_tokens)
 
     engine.generate_batch(prompts[:2], max_tokens=2)  # warm-up

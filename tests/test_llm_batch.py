@@ -19,8 +19,7 @@ from llama_index.core.llms import ChatMessage as LlamaIndexMessage
 from torch import Tensor
 
 from ragblend import BlendLLM, ChatBlend, load_engine
-from ragblend.engine.batching import _Sequence
-from ragblend.engine.generation import DecodeStep
+from ragblend.engine.generation import Answer, DecodeStep
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.model import precompute_and_register
@@ -48,8 +47,8 @@ def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Render
 def sizes(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of every step, how many answers it was made for."""
     found: list[int] = []
-    decode = engine.batch._decode
-    monkeypatch.setattr(engine.batch, "_decode", lambda steps: found.append(len(steps)) or decode(steps))
+    decode = engine.loop._decode
+    monkeypatch.setattr(engine.loop, "_decode", lambda steps: found.append(len(steps)) or decode(steps))
     return found
 
 
@@ -197,7 +196,7 @@ def test_a_call_that_is_cancelled_takes_no_other_with_it(
     chat, _ = models(engine)
     expected = [chat.invoke(question).content for question in QUESTIONS[:3]]
     all_run, is_cancelled, ended = threading.Event(), threading.Event(), []
-    decode, end = engine.batch._decode, _Sequence.end
+    decode, end = engine.loop._decode, Answer.end
 
     def held(steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         if len(steps) == 3:
@@ -206,8 +205,13 @@ def test_a_call_that_is_cancelled_takes_no_other_with_it(
         all_run.wait(0.3)  # for the others to begin, on a busy machine
         return decode(steps)
 
-    monkeypatch.setattr(engine.batch, "_decode", held)
-    monkeypatch.setattr(_Sequence, "end", lambda member, error=None: ended.append(member.stream) or end(member, error))
+    monkeypatch.setattr(engine.loop, "_decode", held)
+
+    def note_end(answer: Answer, error: BaseException | None = None) -> None:
+        ended.append(answer.result)
+        end(answer, error)
+
+    monkeypatch.setattr(Answer, "end", note_end)
 
     async def ask() -> list[Any]:
         tasks = [asyncio.create_task(chat.ainvoke(question)) for question in QUESTIONS[:3]]
@@ -220,9 +224,8 @@ def test_a_call_that_is_cancelled_takes_no_other_with_it(
     first, second, third = asyncio.run(ask())
     assert isinstance(second, asyncio.CancelledError)
     assert [first.content, third.content] == [expected[0], expected[2]]
-    (stream,) = ended
-    assert stream.result.finish_reason == "cancelled"
-    assert len(stream.result.token_ids) < 20
+    (cancelled,) = [result for result in ended if result.finish_reason == "cancelled"]
+    assert len(cancelled.token_ids) < 20
 
 
 def test_a_timeout_is_of_each_answer(engine: TransformersEngine) -> None:
@@ -240,10 +243,10 @@ def test_a_cached_answer_is_not_made_again(engine: TransformersEngine, sizes: li
 
 
 def test_how_many_is_a_setting(tmp_path: Path, tiny_engine: Callable[..., TransformersEngine]) -> None:
-    assert load_engine("demo").batch.max_num_seqs == 8
-    assert load_engine("demo", max_num_seqs=2).batch.max_num_seqs == 2
+    assert load_engine("demo").loop.max_num_seqs == 8
+    assert load_engine("demo", max_num_seqs=2).loop.max_num_seqs == 2
     llm = BlendLLM(model="demo", store=tmp_path, engine_options={"max_num_seqs": 3})
-    assert llm.engine.batch.max_num_seqs == 3
+    assert llm.engine.loop.max_num_seqs == 3
     with pytest.raises(UsageError, match="max_num_seqs is 0; choose"):
         load_engine("demo", max_num_seqs=0)
     with pytest.raises(UsageError, match="vllm_options="):

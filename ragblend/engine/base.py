@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
@@ -45,6 +46,7 @@ class EngineBase(ABC):
     """The Engine protocol without prefilling and answering. Use as a context manager, or `close()` it.
 
     `on_miss`: "store" precomputes a missing chunk alone, in the background, for the next time; "inline" does not.
+    `worker` does so, by default a thread of its own.
     `context`: what this store's chunks are computed behind besides the prefix (see `lookup`); None: what its disk tier
     remembers, or the default for a model of `num_layers`. `flags`: how a command of ours names the model and the store,
     for messages that say what to type.
@@ -67,6 +69,7 @@ class EngineBase(ABC):
         context: ContextPolicy | None = None,
         num_layers: int = 0,
         flags: str = "",
+        worker: Executor | None = None,
     ) -> None:
         if on_miss not in ("store", "inline"):
             raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
@@ -88,7 +91,8 @@ class EngineBase(ABC):
         self._knows_context = known is not None
         self.flags = flags
         self.notices = ReuseDiagnostics(self)
-        self._backfill = Backfill(self._store_missing) if on_miss == "store" else None
+        self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
+        self._backfill = Backfill(self._store_missing, self._worker) if on_miss == "store" else None
         self._shadow = Shadow(shadow, shadow_seed)
 
     @property
@@ -296,8 +300,7 @@ class EngineBase(ABC):
             return
         self.closed = True
         self._shadow.close()
-        if self._backfill is not None:
-            self._backfill.close()
+        self._worker.shutdown()
         if "known_chunks" in self.__dict__:
             self.known_chunks.close()
 

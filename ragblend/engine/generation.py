@@ -1,8 +1,7 @@
-"""One request from its first logits to its last word, for engines that decode token by token themselves.
+"""One request from its first logits to its last word, for an engine that decodes token by token itself.
 
-`GenerationStream` drives an engine's `prefill` and `decode_step`; or somebody else makes its steps beside those of
-others, see `batching`. Knows reports, sampling and text; nothing of how
-KV is stored or fused.
+An `Answer` is taken from step to step by the engine's loop (see `loop`); a `GenerationStream` is what its caller reads.
+Knows reports, sampling and text; nothing of how KV is stored or fused.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Protocol
 
@@ -21,7 +21,6 @@ from ragblend.engine.decoding import Sampler, StopScanner
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import RuleFit
-from ragblend.errors import RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
@@ -120,8 +119,15 @@ class LookupObserver(Protocol):
     def record_lookup(self, prompt: MatchedPrompt, hits: Sequence[bool]) -> None: ...
 
 
+class AnswerLoop(Protocol):
+    """Makes answers, on a thread of its own; see `loop.EngineLoop`."""
+
+    def start(self, answer: Answer) -> None: ...
+    def cancel(self, answer: Answer) -> None: ...
+
+
 class DecodingEngine(Protocol):
-    """What a GenerationStream needs of its engine. Every call may wait for the other requests' turn."""
+    """What a GenerationStream needs of its engine."""
 
     @property
     def renderer(self) -> Renderer: ...
@@ -132,65 +138,88 @@ class DecodingEngine(Protocol):
     def check_process(self) -> None: ...
     @property
     def notices(self) -> LookupObserver: ...
+    @property
+    def loop(self) -> AnswerLoop: ...
     def prefill(self, request: EngineRequest) -> PrefillResult: ...
-    def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor: ...
+    def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]: ...  # fetches, and may wait
     def stop_ids(self) -> frozenset[int]: ...
     def backfill(self, misses: Sequence[ChunkRun]) -> None: ...
 
 
 OnEnd = Callable[[PrefillResult, Generation], None]
-"""Told once an answer has ended, cancelled ones too. The KV has the answer's tokens behind the prompt's by then."""
+"""Called once an answer has ended, cancelled ones too. The KV has the answer's tokens behind the prompt's by then."""
 
 
-class GenerationStream:
-    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends.
+class Answer:
+    """One answer while the engine loop makes it; a GenerationStream is what its caller holds.
 
-    When the engine is closed it ends, at the next token, with what there is: "cancelled", and no error.
+    `advance` takes it to the step that it needs next. Its texts go to `pieces`, a None after the last one.
     """
 
-    def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
+    def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None) -> None:
         self._engine = engine
         self._request = request
         self._on_end = on_end
-        self._pieces = self._run()
-        self.start_s = 0.0  # when its turn came
+        self._prefill: Callable[[], PrefillResult] | None = None
+        self.cancel_check: CancelCheck | None = None
+        self.is_cancelled = False
+        self.ended = threading.Event()
+        self.pieces: SimpleQueue[str | None] = SimpleQueue()
+        self.error: BaseException | None = None
+        self.step: DecodeStep | None = None  # what it waits for, once it is prefilled
+        self.start_s = 0.0  # when its prefill began
+        self.since_s = 0.0  # since when it has waited for `step`
         self.waited_s = 0.0  # for others, with its next token chosen
         report = BlendReport(request.mode, request.rule, request.ratio)
         self.result = Generation("", [], "cancelled", report)
+        self._steps = self._run()
 
-    def __iter__(self) -> Iterator[str]:
-        return self
+    def prepare(self) -> None:
+        """Fetch what remote tiers have of the chunks, on the caller's thread: the loop waits for no network."""
+        self._prefill = self._engine.prepare_prefill(self._request)
 
-    def __next__(self) -> str:
-        self._engine.check_process()
-        got = self.advance()
-        while isinstance(got, DecodeStep):
-            try:
-                found: Tensor | BaseException = self._engine.decode_step(got.tokens, got.fused)
-            except BaseException as error:
-                found = error
-            got = self.advance(found)
-        return got
+    def advance(self, logits: Tensor | BaseException | None = None) -> None:
+        """Go on, with the logits [vocabulary] of `step` or their error, to the next step or to the end."""
+        if self.end_if_cancelled():
+            return
+        try:
+            got = self._steps.throw(logits) if isinstance(logits, BaseException) else self._steps.send(logits)
+            while isinstance(got, str):
+                self.pieces.put(got)
+                if self.cancel_check is not None and self.cancel_check(self):
+                    self.end()
+                    return
+                got = self._steps.send(None)
+            self.step, self.since_s = got, perf_counter()
+        except StopIteration:
+            self.end()
+        except BaseException as error:
+            self.end(error)
 
-    def advance(self, logits: Tensor | BaseException | None = None) -> str | DecodeStep:
-        """To the next piece of text, or to the step whose logits it needs first: hand in those, or their error.
+    def end_if_cancelled(self) -> bool:
+        """End it where its caller has left; whether it has ended."""
+        if self.is_cancelled:
+            self.end()
+        return self.ended.is_set()
 
-        Raises StopIteration at the end, as `__next__` does, which makes the steps itself.
-        """
-        if isinstance(logits, BaseException):
-            return self._pieces.throw(logits)
-        return self._pieces.send(logits)
-
-    def close(self) -> None:
-        """Stop generating. The result keeps what was made so far."""
-        self._pieces.close()
+    def end(self, error: BaseException | None = None) -> None:
+        """End it as far as it came. Safe to call again."""
+        if self.ended.is_set():
+            return
+        try:
+            self._steps.close()
+        except Exception as failed:  # of what is done at the end
+            error = error or failed
+        self.step, self.error = None, error
+        self.pieces.put(None)
+        self.ended.set()
 
     def _run(self) -> Generator[str | DecodeStep, Tensor | None]:
         engine, request, result = self._engine, self._request, self.result
-        if engine.closed:
+        if engine.closed or self._prefill is None:
             return
         self.start_s = perf_counter()
-        prefilled = engine.prefill(request)
+        prefilled = self._prefill()
         sampler = Sampler(request.options, request.prompt.token_ids)
         guide = request.grammar.guide() if request.grammar is not None else None
         token = sampler.sample(prefilled.logits if guide is None else guide.mask_logits(prefilled.logits))
@@ -254,42 +283,97 @@ class GenerationStream:
             conversation.token_ids, conversation.fused = ids[: fused.length], fused
 
 
-class Backfill:
-    """Precomputes missed chunks on a thread of its own, one at a time, so a request waits for at most one chunk.
+CancelCheck = Callable[[Answer], bool]
+"""Asked after every piece of an answer whether that one is to be broken off; what it raises is the answer's error."""
 
-    An executor, because the interpreter joins its thread at exit: a thread still inside torch then would abort it.
+
+class GenerationStream:
+    """An answer as it is made. Iterating yields text; `result` is complete when the iteration ends.
+
+    The engine's loop makes the answer from `start`, or the first `next`, on, however fast its texts are taken. When the
+    engine is closed the answer ends, at the next token, with what there is: "cancelled", and no error.
     """
 
-    def __init__(self, precompute: Callable[[ChunkRun], None]) -> None:
-        self._precompute = precompute
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
+    def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
+        self.request = request
+        self._engine = engine
+        self._answer = Answer(engine, request, on_end)
+        self.result: Generation = self._answer.result
+        self._is_started = False
+
+    def start(self, cancel_check: CancelCheck | None = None) -> None:
+        """Have the loop make the answer, and return at once; `cancel_check` may break it off. Safe to call again."""
+        self._engine.check_process()
+        if self._is_started:
+            return
+        self._is_started = True
+        self._answer.cancel_check = cancel_check
+        self._answer.prepare()
+        self._engine.loop.start(self._answer)
+
+    def wait(self) -> BaseException | None:
+        """Return when the answer has ended, with its error."""
+        self._answer.ended.wait()
+        return self._answer.error
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.start()
+        piece = self._answer.pieces.get()
+        if piece is not None:
+            return piece
+        self._answer.pieces.put(None)  # for the next call
+        error, self._answer.error = self._answer.error, None
+        raise StopIteration if error is None else error
+
+    def close(self) -> None:
+        """Stop generating, and return when that has ended. The result keeps what was made so far."""
+        if self._is_started:
+            self._engine.loop.cancel(self._answer)
+        else:
+            self._is_started = True
+            self._answer.end()
+
+    def __del__(self) -> None:
+        self._answer.is_cancelled = True  # nobody reads what it says
+
+
+class Backfill:
+    """Precomputes missed chunks in the background, one at a time, so a request waits for at most one chunk.
+
+    `worker` runs them.
+    """
+
+    def __init__(self, precompute: Callable[[ChunkRun], None], worker: Executor) -> None:
+        self._precompute, self._worker = precompute, worker
         self._pending: list[Future[None]] = []
+        self._error: Exception | None = None  # the latest
         self._lock = threading.Lock()
 
     def add(self, run: ChunkRun) -> None:
-        """Queue the chunk of a run. Once this is closed, or the interpreter going away, the chunk stays a miss."""
+        """Queue the chunk of a run. Once the engine is closed, or the interpreter ends, the chunk stays a miss."""
         with self._lock:
-            self._pending = [future for future in self._pending if not future.done() or future.exception()]
+            self._pending = [future for future in self._pending if not future.done()]
             try:
-                self._pending.append(self._executor.submit(self._work, run))
+                self._pending.append(self._worker.submit(self._work, run))
             except RuntimeError as error:
                 log.debug("a missed chunk is not stored: %s", error)
 
     def flush(self) -> None:
-        """Wait for what is queued; raises what failed."""
+        """Wait for what is queued; raises the latest error there was since the last call."""
         with self._lock:
             pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
-
-    def close(self) -> None:
-        """Finish what is queued and end the thread."""
-        self._executor.shutdown(wait=True)
+        wait(pending)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _work(self, run: ChunkRun) -> None:
         try:
             self._precompute(run)
-        except (RagblendError, OSError) as error:
-            # The answer is out already; a full disk must not take the process down. flush() raises.
+        except Exception as error:
+            # The answer is out already; a full disk must not take the process down.
             log.warning("a missed chunk was not stored: %s", error)
-            raise
+            self._error = error

@@ -156,7 +156,7 @@ def load_engine(
         raise UsageError(
             f"backend is {redact(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
         )
-    from ragblend.engine.batching import MAX_NUM_SEQS
+    from ragblend.engine.loop import MAX_NUM_SEQS
     from ragblend.engine.store.kv import KVSpec, dtype_name
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.transformers.layers import TransformersLayers

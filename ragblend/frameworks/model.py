@@ -54,8 +54,7 @@ from ragblend.redaction import hide_secrets, redact
 
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine, Stream
-    from ragblend.engine.batching import ContinuousBatch
-    from ragblend.engine.generation import GenerationStream
+    from ragblend.engine.generation import Answer
 
 T = TypeVar("T")
 
@@ -402,20 +401,20 @@ class BlendModel(BaseModel):
     def _answers(self, requests: Sequence[Request], cancelled: threading.Event | None = None) -> list[list[Generation]]:
         """The `n` answers to each request; a set `cancelled` ends them early.
 
-        An engine in this process decodes them together, see `engine.batching`, beside those of other threads.
+        An engine in this process decodes them together, see `engine.loop`, beside those of other threads.
         Raises the first error there was, once the others have ended.
         """
         asked = [self._split_answers(request) if request.options.n else [request] for request in requests]
         streams = [[self._open(request) for request in several] for several in asked]
-        batch: ContinuousBatch | None = getattr(self.engine, "batch", None)
-        if batch is None:
+        run_to_end = getattr(self.engine, "run_to_end", None)
+        if run_to_end is None:
             for request, stream in zip(chain(*asked), chain(*streams), strict=True):
                 for _ in self._pieces(stream, request, cancelled):
                     pass
         else:
             timeout_s = requests[0].options.timeout if requests else None  # of one call, and so of all
             watch = None if timeout_s is None and cancelled is None else partial(_should_stop, timeout_s, cancelled)
-            for error in batch.run_until_done(list(chain(*streams)), watch):  # type: ignore[arg-type]  # the engine's own
+            for error in run_to_end(list(chain(*streams)), watch):
                 if error is not None:
                     raise error
         return [[stream.result for stream in several] for several in streams]
@@ -462,11 +461,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; the nearest is {found[0]!r}" if found else ""
 
 
-def _should_stop(timeout_s: float | None, cancelled: threading.Event | None, stream: GenerationStream) -> bool:
+def _should_stop(timeout_s: float | None, cancelled: threading.Event | None, answer: Answer) -> bool:
     """Whether an answer is to end here. Raises TimeoutError."""
     if cancelled is not None and cancelled.is_set():
         return True
-    _check_time(stream.start_s, timeout_s)
+    _check_time(answer.start_s, timeout_s)
     return False
 
 

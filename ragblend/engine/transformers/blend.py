@@ -7,7 +7,6 @@ what is left is computed by the fusor. Knows the model's layers, the store and r
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ragblend.engine.fusion.lookup import IngestionContext, LookupContext, looku
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule, plan_selection
 from ragblend.engine.generation import EngineRequest, PrefillResult
+from ragblend.engine.loop import EngineLoop
 from ragblend.engine.report import BlendReport, ChunkReport, chunk_reports, join_runs
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, rows_of
@@ -81,12 +81,14 @@ class BlendingEngine(EngineBase):
         layers: TransformersLayers,
         renderer: Renderer,
         store: KVStore,
+        loop: EngineLoop,
         *,
         machine: MachineProfile | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(renderer, store, num_layers=layers.num_layers, **options)
+        super().__init__(renderer, store, num_layers=layers.num_layers, worker=loop, **options)
         self.layers = layers
+        self.loop = loop
         self.shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
         if isinstance(store, SpecValidatingStore):
             store.set_expected_spec(self.fingerprint, self.shape)
@@ -95,19 +97,29 @@ class BlendingEngine(EngineBase):
         )
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses
         self._has_warned_fallback = False
-        self._lock = threading.Lock()
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
 
     def prefill(self, request: EngineRequest) -> PrefillResult:
-        """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""
+        """Return the prompt's KV and first logits."""
+        return self.loop.call(self.prepare_prefill(request))
+
+    def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:
+        """Fetch what remote tiers have of the prompt's chunks, and return what prefills it on the loop's thread.
+
+        A request waits for remote tiers this once, on its caller's thread: meanwhile the loop computes for others.
+        """
+        return partial(self._prefill, request, self._bind_store_get(request))
+
+    @torch.inference_mode()
+    def _prefill(self, request: EngineRequest, store_get: StoreGet) -> PrefillResult:
+        """`prefill`. A damaged entry met on the way makes its chunk a miss and starts again."""
         damaged: set[str] = set()
-        find = self._bind_store_get(request)
         while True:
             try:
-                with self._lock, torch.inference_mode():
-                    prefilled = (
-                        self._full_prefill(request) if request.mode == "full" else self._blend(request, damaged, find)
-                    )
+                if request.mode == "full":
+                    prefilled = self._full_prefill(request)
+                else:
+                    prefilled = self._blend(request, damaged, store_get)
             except DamagedEntryError as error:
                 log.warning("%s; answering without it", error)
                 damaged.add(error.key)  # the store has moved it aside already
@@ -138,11 +150,7 @@ class BlendingEngine(EngineBase):
     # -- look up
 
     def _bind_store_get(self, request: EngineRequest) -> StoreGet:
-        """How the request is to look up chunks.
-
-        What a remote tier has of them is fetched now, before the engine's lock: meanwhile another request computes. A
-        request waits for remote tiers this once.
-        """
+        """Return how the request looks up chunks, with what a remote tier has of them fetched."""
         if request.mode == "full" or not has_remote_tier(self.store):
             return self.store.get
         keys = [

@@ -1,8 +1,8 @@
 """Answer prompts from fused KV with a transformers model on one machine.
 
 Chunks are precomputed behind the default prefix; a request is settled, prefilled (see `blend`) and decoded. Safe to
-share between threads: one request is prefilled at a time, and answers that are being made at the same time are decoded
-together (see `engine.batching`).
+share between threads: one thread runs the model, and answers that are made at the same time are decoded together (see
+`engine.loop`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.batch_order import order_by_shared_chunks
-from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.packing import (
     CPU_PASS_TOKENS,
@@ -30,6 +29,7 @@ from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import (
+    CancelCheck,
     Conversation,
     DecodeStep,
     EngineKeywords,
@@ -37,6 +37,7 @@ from ragblend.engine.generation import (
     GenerationStream,
     PrefillResult,
 )
+from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
 from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
@@ -76,8 +77,7 @@ class TransformersEngine(BlendingEngine):
         max_num_seqs: int = MAX_NUM_SEQS,
         **options: Any,
     ) -> None:
-        super().__init__(layers, renderer, store, machine=machine, **options)
-        self.batch = ContinuousBatch(self._decode, max_num_seqs)
+        super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
         disk = disk_tier(store)
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
@@ -150,17 +150,19 @@ class TransformersEngine(BlendingEngine):
             headers.append(KVHeader(*facts, namespace=self.namespace, context=behind.lengths))
         num_more = LEAST_PASS_TOKENS - sum(map(len, chunks)) if self.layers.device.type == "cpu" else 0
         filler = [replace(headers[0], token_ids=chunks[0][:1] * num_more)] if num_more > 0 else []
-        with self._lock:
+
+        def prefill() -> list[MemoryKV]:
             context = self._ingestion_context_kv(behind)
-            found = prefill_chunks(self.layers, context, [*headers, *filler])[: len(headers)]
-        return [convert_kv_dtype(kv, kv_dtype_of(self.store)) for kv in found]
+            return prefill_chunks(self.layers, context, [*headers, *filler])[: len(headers)]
+
+        return [convert_kv_dtype(kv, kv_dtype_of(self.store)) for kv in self.loop.call(prefill)]
 
     # -- answering
 
     def generate(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Generation:
         """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
         stream = self.stream(prompt, **options)
-        (error,) = self.batch.run_until_done([stream])
+        (error,) = self.run_to_end([stream])
         if error is not None:
             raise error
         return stream.result
@@ -172,10 +174,23 @@ class TransformersEngine(BlendingEngine):
         other (see `many`). Raises the first error there was, once the others have ended.
         """
         streams = {place: self.stream(prompts[place], **options) for place in self._grouped(prompts)}
-        for error in self.batch.run_until_done(list(streams.values())):
+        for error in self.run_to_end(list(streams.values())):
             if error is not None:
                 raise error
         return [streams[place].result for place in range(len(prompts))]
+
+    def run_to_end(
+        self, streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None
+    ) -> list[BaseException | None]:
+        """Make the answers of all `streams`, beside whatever else is being answered, and return the error of each."""
+        try:
+            for stream in streams:
+                self.loop.wait_for_place()  # so that what was fetched for a prompt does not wait long
+                stream.start(cancel_check)
+            return [stream.wait() for stream in streams]
+        finally:
+            for stream in streams:  # of those that still run, where an interrupt ended the wait
+                stream.close()
 
     def _grouped(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """The order in which prompts are to be answered, by place."""
@@ -243,27 +258,25 @@ class TransformersEngine(BlendingEngine):
             else None,
         )
 
-    @torch.inference_mode()
     def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor:
         """Append `tokens` to `fused` and return the logits [vocabulary] of what follows them."""
-        with self._lock:
-            rows = torch.arange(fused.length, fused.length + len(tokens), device=self.layers.device)
-            hidden = self.layers.embed(self._ids(tokens))
-            for layer in range(self.layers.num_layers):
-                hidden = self.layers.run_layer(layer, hidden, rows, fused)
-            fused.length += len(tokens)
-            return self.layers.logits(hidden[-1:])[0]
+        return self.loop.call(lambda: self._decode([DecodeStep(tokens, fused)]))[0]
 
     @torch.inference_mode()
     def _decode(self, steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         """`decode_step` of each, at once; of several they are the same up to float noise."""
         if len(steps) == 1:
-            return [self.decode_step(steps[0].tokens, steps[0].fused)]
-        with self._lock:
+            tokens, fused = steps[0].tokens, steps[0].fused
+            rows = torch.arange(fused.length, fused.length + len(tokens), device=self.layers.device)
+            hidden = self.layers.embed(self._ids(tokens))
+            for layer in range(self.layers.num_layers):
+                hidden = self.layers.run_layer(layer, hidden, rows, fused)
+            logits = self.layers.logits(hidden[-1:])
+        else:
             logits = self.layers.run_decode_batch([step.tokens for step in steps], [step.fused for step in steps])
-            for step in steps:
-                step.fused.length += len(step.tokens)
-            return logits.unbind()
+        for step in steps:
+            step.fused.length += len(step.tokens)
+        return logits.unbind()
 
     def close(self) -> None:
         """Finish background work, the store's within its time limit, and release the threads."""

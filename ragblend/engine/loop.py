@@ -1,0 +1,171 @@
+"""The engine loop: one thread runs everything that a model computes, in an order that keeps every request moving.
+
+Requests, streams, batches, ingestion and backfill are its queue. Read `EngineLoop._run_round` first. Knows answers and
+steps; nothing of models, KV or text.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ragblend.engine.generation import Answer, DecodeStep
+from ragblend.options import int_at_least
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_NUM_SEQS = 8
+"""Answers that are decoded together, unless `load_engine` is told another number."""
+
+
+class EngineLoop(Executor):
+    """Owns a model: what computes with it runs on this loop's thread. Safe to share between threads.
+
+    `decode` takes the steps of several answers and returns the logits [vocabulary] of each. At most `max_num_seqs`
+    answers are decoded together. The error of one answer leaves the others as they are. The thread starts with the
+    first work; the interpreter waits at its exit for the work that is queued.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[DecodeStep]], Sequence[Tensor]], max_num_seqs: int = MAX_NUM_SEQS
+    ) -> None:
+        self.max_num_seqs: int = int_at_least(1).validate("max_num_seqs", max_num_seqs)
+        self._decode = decode
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-engine")
+        self._changed = threading.Condition()  # guards what follows
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._waiting: deque[Answer] = deque()
+        self._is_running = False
+        self._is_closed = False
+        self._thread_id: int | None = None
+        self._running: list[Answer] = []  # the loop's thread alone reads and changes them
+        self._known_errors: set[str] = set()
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **keywords: Any) -> Future[T]:
+        """Queue a call, which runs between two steps. Raises RuntimeError once the loop is shut down."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("the engine is closed")
+            self._calls.append((future, partial(function, *args, **keywords)))
+            self._wake()
+        return future
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the loop's thread and return what it returns, or raise what it raises."""
+        if self._is_own_thread():
+            return function()
+        return self.submit(function).result()
+
+    def start(self, answer: Answer) -> None:
+        """Queue an answer and return at once; a closed loop ends it as it is."""
+        with self._changed:
+            if not self._is_closed:
+                self._waiting.append(answer)
+                self._wake()
+                return
+        answer.end()
+
+    def wait_for_place(self) -> None:
+        """Wait until fewer than `max_num_seqs` answers wait for their prefill."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < self.max_num_seqs)
+
+    def cancel(self, answer: Answer) -> None:
+        """End an answer that was started, at its next token, and return when it has ended."""
+        answer.is_cancelled = True
+        with self._changed:
+            is_waiting = answer in self._waiting
+            if is_waiting:
+                self._waiting.remove(answer)
+        if is_waiting:
+            answer.end()
+        elif not self._is_own_thread():
+            answer.ended.wait()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take nothing more, and return when everything that was queued has ended."""
+        with self._changed:
+            self._is_closed = True
+        self._executor.shutdown(wait=wait and not self._is_own_thread())
+
+    def _is_own_thread(self) -> bool:
+        return threading.get_ident() == self._thread_id
+
+    def _wake(self) -> None:
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            self._executor.submit(self._run)
+        except RuntimeError:  # executors take nothing while the interpreter ends; threads are still waited for
+            threading.Thread(target=self._run).start()
+
+    def _run(self) -> None:
+        while self._run_round():
+            pass
+
+    def _run_round(self) -> bool:
+        """Run one call, the prefills that have a place and one decode step; False, at rest, with nothing to do."""
+        with self._changed:
+            call = self._calls.popleft() if self._calls else None
+            num_free = max(0, self.max_num_seqs - len(self._running))
+            starting = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
+            self._is_running = bool(call or starting or self._running)
+            self._thread_id = threading.get_ident() if self._is_running else None
+            self._changed.notify_all()
+        if call is not None:
+            _run_call(*call)
+        for answer in starting:
+            answer.advance()
+        self._running += [answer for answer in starting if answer.step is not None]
+        if self._running:
+            self._decode_running()
+        return self._is_running
+
+    def _decode_running(self) -> None:
+        """Choose the next token of every running answer, and let go of those that have ended."""
+        running = [answer for answer in self._running if not answer.end_if_cancelled()]
+        start_s = perf_counter()
+        for answer in running:
+            answer.waited_s += start_s - answer.since_s
+        results = self._logits_or_errors([answer.step for answer in running if answer.step is not None])
+        for answer, logits in zip(running, results, strict=True):
+            answer.advance(logits)
+        end_s = perf_counter()
+        for answer in running:
+            answer.since_s = end_s  # choosing the tokens of the others is a part of the step
+        self._running = [answer for answer in running if answer.step is not None]
+
+    def _logits_or_errors(self, steps: Sequence[DecodeStep]) -> Sequence[Tensor | BaseException]:
+        """Return the logits of each step; where they cannot be had together, each by itself, or its error."""
+        if not steps:
+            return []
+        try:
+            return self._decode(steps)
+        except Exception as error:
+            if len(steps) == 1:
+                return [error]
+            level = logging.DEBUG if str(error) in self._known_errors else logging.WARNING  # once, not at every step
+            self._known_errors.add(str(error))
+            log.log(level, "%d answers cannot be decoded together (%s); one after another", len(steps), error)
+            return [each for step in steps for each in self._logits_or_errors([step])]
+
+
+def _run_call(future: Future[T], function: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
