@@ -122,7 +122,7 @@ class LookupObserver(Protocol):
 class AnswerLoop(Protocol):
     """Makes answers, on a thread of its own; see `loop.EngineLoop`."""
 
-    def start(self, answer: Answer) -> None: ...
+    def start(self, answers: Sequence[Answer]) -> None: ...
     def cancel(self, answer: Answer) -> None: ...
 
 
@@ -303,13 +303,7 @@ class GenerationStream:
 
     def start(self, cancel_check: CancelCheck | None = None) -> None:
         """Have the loop make the answer, and return at once; `cancel_check` may break it off. Safe to call again."""
-        self._engine.check_process()
-        if self._is_started:
-            return
-        self._is_started = True
-        self._answer.cancel_check = cancel_check
-        self._answer.prepare()
-        self._engine.loop.start(self._answer)
+        start_streams([self], cancel_check)
 
     def wait(self) -> BaseException | None:
         """Return when the answer has ended, with its error."""
@@ -338,6 +332,18 @@ class GenerationStream:
 
     def __del__(self) -> None:
         self._answer.is_cancelled = True  # nobody reads what it says
+
+
+def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None) -> None:
+    """Have the loop of their engine make the answers of `streams` together, save those that were started."""
+    fresh = [stream for stream in streams if not stream._is_started]
+    for stream in fresh:
+        stream._engine.check_process()
+        stream._is_started = True
+        stream._answer.cancel_check = cancel_check
+        stream._answer.prepare()
+    if fresh:
+        fresh[0]._engine.loop.start([stream._answer for stream in fresh])
 
 
 class Backfill:

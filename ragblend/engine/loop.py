@@ -67,14 +67,15 @@ class EngineLoop(Executor):
             return function()
         return self.submit(function).result()
 
-    def start(self, answer: Answer) -> None:
-        """Queue an answer and return at once; a closed loop ends it as it is."""
+    def start(self, answers: Sequence[Answer]) -> None:
+        """Queue answers and return at once; a closed loop ends them as they are."""
         with self._changed:
             if not self._is_closed:
-                self._waiting.append(answer)
+                self._waiting.extend(answers)
                 self._wake()
                 return
-        answer.end()
+        for answer in answers:
+            answer.end()
 
     def wait_for_place(self) -> None:
         """Wait until fewer than `max_num_seqs` answers wait for their prefill."""

@@ -174,8 +174,10 @@ def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_
     assert [token.state for token in compared.explanation().tokens] == [token.state for token in once.tokens]
 
     prefilled: list[str] = []
-    prefill = engine.prefill
-    monkeypatch.setattr(engine, "prefill", lambda request: (prefilled.append(request.mode), prefill(request))[1])
+    prefill = engine._prefill
+    monkeypatch.setattr(
+        engine, "_prefill", lambda request, get: (prefilled.append(request.mode), prefill(request, get))[1]
+    )
     for ratio in (0.0, 1.0):
         list(compared.stream("blend", ratio))
         explanation = compared.explanation()

@@ -36,6 +36,7 @@ from ragblend.engine.generation import (
     EngineRequest,
     GenerationStream,
     PrefillResult,
+    start_streams,
 )
 from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
 from ragblend.engine.report import Generation
@@ -44,7 +45,14 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.quantize import stored_bytes_per_token
-from ragblend.engine.store.tiered import BackgroundWriter, PrefetchingStore, disk_tier, kv_dtype_of, tiers_of
+from ragblend.engine.store.tiered import (
+    BackgroundWriter,
+    PrefetchingStore,
+    disk_tier,
+    has_remote_tier,
+    kv_dtype_of,
+    tiers_of,
+)
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised
@@ -183,10 +191,12 @@ class TransformersEngine(BlendingEngine):
         self, streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None
     ) -> list[BaseException | None]:
         """Make the answers of all `streams`, beside whatever else is being answered, and return the error of each."""
+        # What is fetched for a prompt is held until its prefill: so no more than a few are fetched ahead.
+        num_at_a_time = 1 if has_remote_tier(self.store) else max(1, len(streams))
         try:
-            for stream in streams:
-                self.loop.wait_for_place()  # so that what was fetched for a prompt does not wait long
-                stream.start(cancel_check)
+            for first in range(0, len(streams), num_at_a_time):
+                self.loop.wait_for_place()
+                start_streams(streams[first : first + num_at_a_time], cancel_check)
             return [stream.wait() for stream in streams]
         finally:
             for stream in streams:  # of those that still run, where an interrupt ended the wait

@@ -112,8 +112,8 @@ def test_forced_tokens_take_no_step_and_leave_the_kv_that_steps_would(
 ) -> None:
     """Where there is a choice, it is the stock model's own: the most likely token that the schema allows."""
     steps: list[int] = []
-    step = engine.decode_step
-    monkeypatch.setattr(engine, "decode_step", lambda tokens, fused: steps.append(len(tokens)) or step(tokens, fused))
+    decode = engine.loop._decode
+    monkeypatch.setattr(engine.loop, "_decode", lambda asked: steps.append(len(asked[0].tokens)) or decode(asked))
     answer = engine.generate(PROMPT, mode="full", structured_outputs={"json": SCHEMA}, max_tokens=400)
     assert len(steps) < len(answer.token_ids) - 10
     prompt_ids = engine.renderer.render(PROMPT)
