@@ -21,12 +21,16 @@ from ragblend.engine.decoding import Sampler, StopScanner
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import RuleFit
+from ragblend.errors import EngineClosedError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.text_stream import TextStream
 
 log = logging.getLogger(__name__)
+
+MAX_UNREAD_PIECES = 16
+"""Texts of a stream that are made before somebody reads them. So an answer that is left unread ends no later."""
 
 
 @dataclass(slots=True)
@@ -124,6 +128,7 @@ class AnswerLoop(Protocol):
 
     def start(self, answers: Sequence[Answer]) -> None: ...
     def cancel(self, answer: Answer) -> None: ...
+    def wake(self) -> None: ...
 
 
 class DecodingEngine(Protocol):
@@ -163,6 +168,7 @@ class Answer:
         self._prefill: Callable[[], PrefillResult] | None = None
         self.cancel_check: CancelCheck | None = None
         self.is_cancelled = False
+        self.is_streamed = False  # whether its texts are read one by one
         self.ended = threading.Event()
         self.pieces: SimpleQueue[str | None] = SimpleQueue()
         self.error: BaseException | None = None
@@ -195,6 +201,12 @@ class Answer:
             self.end()
         except BaseException as error:
             self.end(error)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it waits for its reader before its next step."""
+        is_behind = self.is_streamed and self.pieces.qsize() >= MAX_UNREAD_PIECES
+        return is_behind and not self.is_cancelled and not self._engine.closed
 
     def end_if_cancelled(self) -> bool:
         """End it where its caller has left; whether it has ended."""
@@ -290,8 +302,9 @@ CancelCheck = Callable[[Answer], bool]
 class GenerationStream:
     """An answer as it is made. Iterating yields text; `result` is complete when the iteration ends.
 
-    The engine's loop makes the answer from `start`, or the first `next`, on, however fast its texts are taken. When the
-    engine is closed the answer ends, at the next token, with what there is: "cancelled", and no error.
+    The engine's loop makes the answer from `start`, or the first `next`, on; one that is read waits for its reader
+    after MAX_UNREAD_PIECES texts. When the engine is closed the answer ends, at the next token, with what there is:
+    "cancelled", and no error.
     """
 
     def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
@@ -307,6 +320,8 @@ class GenerationStream:
 
     def wait(self) -> BaseException | None:
         """Return when the answer has ended, with its error."""
+        self._answer.is_streamed = False
+        self._engine.loop.wake()
         self._answer.ended.wait()
         return self._answer.error
 
@@ -314,8 +329,12 @@ class GenerationStream:
         return self
 
     def __next__(self) -> str:
-        self.start()
+        if not self._is_started:
+            self._answer.is_streamed = True
+            self.start()
         piece = self._answer.pieces.get()
+        if self._answer.pieces.qsize() == MAX_UNREAD_PIECES - 1:  # it was paused
+            self._engine.loop.wake()
         if piece is not None:
             return piece
         self._answer.pieces.put(None)  # for the next call
@@ -364,7 +383,7 @@ class Backfill:
             self._pending = [future for future in self._pending if not future.done()]
             try:
                 self._pending.append(self._worker.submit(self._work, run))
-            except RuntimeError as error:
+            except (EngineClosedError, RuntimeError) as error:
                 log.debug("a missed chunk is not stored: %s", error)
 
     def flush(self) -> None:

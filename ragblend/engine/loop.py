@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ragblend.engine.generation import Answer, DecodeStep
+from ragblend.errors import EngineClosedError
 from ragblend.options import int_at_least
 
 log = logging.getLogger(__name__)
@@ -52,13 +53,13 @@ class EngineLoop(Executor):
         self._known_errors: set[str] = set()
 
     def submit(self, function: Callable[..., T], /, *args: Any, **keywords: Any) -> Future[T]:
-        """Queue a call, which runs between two steps. Raises RuntimeError once the loop is shut down."""
+        """Queue a call, which runs between two steps. Raises EngineClosedError once the loop is shut down."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
-                raise RuntimeError("the engine is closed")
+                raise EngineClosedError("the engine is closed; load it again")
             self._calls.append((future, partial(function, *args, **keywords)))
-            self._wake()
+            self.wake()
         return future
 
     def call(self, function: Callable[[], T]) -> T:
@@ -72,7 +73,7 @@ class EngineLoop(Executor):
         with self._changed:
             if not self._is_closed:
                 self._waiting.extend(answers)
-                self._wake()
+                self.wake()
                 return
         for answer in answers:
             answer.end()
@@ -89,6 +90,7 @@ class EngineLoop(Executor):
             is_waiting = answer in self._waiting
             if is_waiting:
                 self._waiting.remove(answer)
+            self.wake()
         if is_waiting:
             answer.end()
         elif not self._is_own_thread():
@@ -98,15 +100,18 @@ class EngineLoop(Executor):
         """Take nothing more, and return when everything that was queued has ended."""
         with self._changed:
             self._is_closed = True
+            self.wake()
         self._executor.shutdown(wait=wait and not self._is_own_thread())
 
     def _is_own_thread(self) -> bool:
         return threading.get_ident() == self._thread_id
 
-    def _wake(self) -> None:
-        if self._is_running:
-            return
-        self._is_running = True
+    def wake(self) -> None:
+        """Go on, where an answer that was paused may do so."""
+        with self._changed:
+            if self._is_running:
+                return
+            self._is_running = True
         try:
             self._executor.submit(self._run)
         except RuntimeError:  # executors take nothing while the interpreter ends; threads are still waited for
@@ -120,23 +125,24 @@ class EngineLoop(Executor):
         """Run one call, the prefills that have a place and one decode step; False, at rest, with nothing to do."""
         with self._changed:
             call = self._calls.popleft() if self._calls else None
-            num_free = max(0, self.max_num_seqs - len(self._running))
-            starting = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
-            self._is_running = bool(call or starting or self._running)
+            ready = [answer for answer in self._running if not answer.is_paused][: self.max_num_seqs]
+            num_free = min(self.max_num_seqs - len(ready), len(self._waiting))
+            starting = [self._waiting.popleft() for _ in range(num_free)]
+            self._is_running = bool(call or ready or starting)
             self._thread_id = threading.get_ident() if self._is_running else None
             self._changed.notify_all()
         if call is not None:
             _run_call(*call)
         for answer in starting:
             answer.advance()
-        self._running += [answer for answer in starting if answer.step is not None]
-        if self._running:
-            self._decode_running()
+        self._decode_together([*ready, *(answer for answer in starting if answer.step is not None)])
+        others = [answer for answer in self._running if answer not in ready]
+        self._running = [answer for answer in (*others, *ready, *starting) if answer.step is not None]
         return self._is_running
 
-    def _decode_running(self) -> None:
-        """Choose the next token of every running answer, and let go of those that have ended."""
-        running = [answer for answer in self._running if not answer.end_if_cancelled()]
+    def _decode_together(self, answers: Sequence[Answer]) -> None:
+        """Choose the next token of every answer."""
+        running = [answer for answer in answers if not answer.end_if_cancelled()]
         start_s = perf_counter()
         for answer in running:
             answer.waited_s += start_s - answer.since_s
@@ -146,7 +152,6 @@ class EngineLoop(Executor):
         end_s = perf_counter()
         for answer in running:
             answer.since_s = end_s  # choosing the tokens of the others is a part of the step
-        self._running = [answer for answer in running if answer.step is not None]
 
     def _logits_or_errors(self, steps: Sequence[DecodeStep]) -> Sequence[Tensor | BaseException]:
         """Return the logits of each step; where they cannot be had together, each by itself, or its error."""

@@ -16,7 +16,7 @@ from tiny_prompts import CHUNKS
 from torch import Tensor
 
 from ragblend.engine import base, generation, loop
-from ragblend.engine.generation import Answer, DecodeStep, GenerationStream
+from ragblend.engine.generation import MAX_UNREAD_PIECES, Answer, DecodeStep, GenerationStream
 from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
@@ -231,7 +231,7 @@ def is_at_rest(engine: TransformersEngine) -> bool:
 
 def endless(engine: TransformersEngine, prompt: Prompt) -> GenerationStream:
     """An answer that shows a letter at every step."""
-    return engine.stream(prompt, max_tokens=1500, logit_bias={engine.renderer.text_ids("a")[0]: 100.0})
+    return engine.stream(prompt, max_tokens=300, logit_bias={engine.renderer.text_ids("a")[0]: 100.0})
 
 
 def test_a_stream_that_is_left_takes_no_more_steps(engine) -> None:
@@ -249,10 +249,28 @@ def test_a_stream_that_is_left_takes_no_more_steps(engine) -> None:
     same(finished(engine, [other])[0], expected)
     assert is_at_rest(engine)
     assert closed.result.finish_reason == waiting.result.finish_reason == "cancelled"
-    assert 0 < len(closed.result.token_ids) < 1500
+    assert 0 < len(closed.result.token_ids) < 300
     assert waiting.result.token_ids == []
     assert list(closed) == list(closed.result.text[1:])  # what was made can still be read
     assert next(closed, None) is None
+
+
+def test_a_stream_that_nobody_reads_rests_and_keeps_no_place(tiny_engine) -> None:
+    engine = tiny_engine("llama", max_num_seqs=1)
+    expected = engine.generate(PROMPTS[1], max_tokens=12)
+    unread = [endless(engine, PROMPTS[0]) for _ in range(3)]
+    for stream in unread:
+        assert next(stream) == "a"
+    same(engine.generate(PROMPTS[1], max_tokens=12), expected)
+    engine.loop.call(lambda: None)
+    assert [len(stream.result.token_ids) for stream in unread] == [MAX_UNREAD_PIECES + 1] * 3
+    assert [next(unread[0]) for _ in range(40)] == ["a"] * 40  # it goes on where it is read
+    assert unread[1].wait() is None  # and where its end is waited for
+    assert len(unread[1].result.token_ids) == 300
+    unread[0].close()
+    assert unread[0].result.finish_reason == "cancelled"
+    engine.close()
+    assert len("".join(unread[2])) == MAX_UNREAD_PIECES
 
 
 def test_an_interrupt_ends_the_answers_that_its_thread_waits_for_and_no_other(engine, monkeypatch) -> None:
@@ -286,7 +304,7 @@ def test_a_call_runs_between_steps_and_its_error_is_its_callers(engine) -> None:
     with pytest.raises(ZeroDivisionError):
         engine.loop.call(lambda: 1 / 0)
     assert engine.loop.call(lambda: engine.loop.call(threading.get_ident)) != threading.get_ident()
-    assert len(stream.result.token_ids) < 1500  # the call did not wait for the answer's end
+    assert len(stream.result.token_ids) < 300  # the call did not wait for the answer's end
     stream.close()
 
 
