@@ -49,10 +49,10 @@ USER_FILE = "config.toml"
 USER_ONLY_SETTINGS = ("remote", "store_key_file", "trust_remote_code")
 """Settings that no folder's file may set, whatever to."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
-_WITHOUT_FLAG = ("memory_gib", "disk_gib", "remote_timeout_s", "store_key_file", "max_file_mib")
+_WITHOUT_FLAG = ("memory_gib", "disk_gib", "remote_timeout_s", "store_key_file", "max_file_mib", "gpus_per_worker")
 """Settings that no command has a flag for: the environment sets them."""
 _ARGUMENT_FLAGS = {  # arguments of functions that are no settings, and the flag that sets each
-    "address": "--ray",
+    "address": "--workers",
     "api_key": "--api-key",
     "count": "--workers",
     "keys": "--api-keys-file",
@@ -86,6 +86,7 @@ class Settings(TierOptions):
     embedder: str = option("auto", "minilm, hashing, a Hugging Face id or a path.")  # auto: minilm if installed
     chunk_size: int | None = option(None, "Most tokens per chunk; else the index's own, 512 in a new one.", at_least(1))
     max_file_mib: float = option(256.0, "Larger files are not read, which is said; 0: none.", at_least(0, "no limit"))
+    gpus_per_worker: float = option(0.0, "GPUs that each worker of ingestion has for itself.", at_least(0))
     context: ContextPolicy | None = option(
         None,
         "What chunks are computed behind: none, or similar (also behind the two most similar chunks); else what the "

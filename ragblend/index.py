@@ -487,7 +487,7 @@ class ChunkIndex(ChunkDatabase):
         number = self.read_metadata().get("vectors_number")
         return (
             f"{said}, under {number}, and are in {VECTORS_FILE} now; delete there what is left. To search a database "
-            "of your own, wrap its LangChain store in ragblend.vectorstores.PrecomputingVectorStore (docs/indexes.md)"
+            "of your own, wrap its LangChain store in ragblend.vectorstores.BlendVectorStore (docs/indexes.md)"
         )
 
     def _sync_vectors(self, *, force: bool = False) -> None:

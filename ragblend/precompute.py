@@ -43,7 +43,7 @@ from ragblend.ingestion.contexts import (
     explain_unfit_text,
     resolve_context_policy,
 )
-from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_kv, find_pending_sources, registry_for
+from ragblend.ingestion.deletion import delete_orphaned_kv, find_pending_sources, registry_for, replace_documents
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, prefill_again, quantize_stored
 from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.sync import ChunkerConfig, find_moved_files, sync_index
@@ -53,6 +53,9 @@ from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)
+
+LANGCHAIN_COLLECTION = "langchain"
+"""The collection of documents whose caller names none."""
 
 DEFAULT_CHUNK_TOKENS = 512
 """Of an index that is new, where nobody said otherwise."""
@@ -317,15 +320,16 @@ def precompute_documents(
     llm_or_engine: Any,
     progress: Progress | None = None,
     *,
-    names: Sequence[str] = (),
+    ids: Sequence[str] = (),
+    collection: str = LANGCHAIN_COLLECTION,
     workers: Workers | None = None,
 ) -> IngestReport:
     """Precompute the KV of documents that are chunks already: strings, Chunks, LangChain Documents, LlamaIndex nodes.
 
-    `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend). `names`: for each document
-    what it is known by, the same for all chunks of one, "" for none; by default the `id` of LangChain Documents. What
-    was precomputed under a name before, and is not now, is dropped unless something else has it. `workers`: processes
-    that prefill instead of this one (`RayWorkers`).
+    `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend). `ids`: the id of each
+    document, the same for all chunks of one, "" for none; by default the `id` of LangChain Documents. Documents of an
+    id replace those that it had in its `collection`, and KV that no other document has is deleted. `workers`:
+    processes that prefill instead of this one (`RayWorkers`).
 
     A document that the engine cannot prefill (longer than the model's context, or not Unicode) stops no other: it is
     in `report.failures` with its id and source, and logged. One without visible text is in `report.skipped`.
@@ -342,7 +346,8 @@ def precompute_documents(
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
     texts_of: dict[str, list[str]] = {}
-    for document, chunk, name in zip(given, chunks, names or map(_document_name, given), strict=True):
+    for document, chunk, found in zip(given, chunks, ids or map(_document_id, given), strict=True):
+        name = _registered_name(found, collection)
         texts_of.setdefault(name, [])  # a document that has nothing to prefill now loses what it had
         if problem := problems.get(chunk.text):
             failures.append(ReadFailure(_describe_document(document, chunk), problem))
@@ -372,23 +377,33 @@ def precompute_documents(
     if finder is not None:
         finder.mark_stored(wanted)
     named = {name: texts for name, texts in texts_of.items() if name}
-    gone = [text for name, texts in named.items() for text in registry.preview_release(name, texts)]
-
-    def unregister() -> None:
-        for name, texts in named.items():
-            registry.replace(name, texts)
-
-    report.num_removed_kv, problem = delete_texts_kv(gone, engine, registry, unregister)
-    if gone:
-        registry.truncate_log()
+    report.num_removed_kv, problem = replace_documents(named, engine, registry)
     if problem:
         logger.warning("what is gone stays in the remote tier until it is evicted there: %s", problem)
     return report
 
 
-def _document_name(document: Any) -> str:
-    found = getattr(document, "id", None) if hasattr(document, "page_content") else None
-    return f"langchain/{found}" if found else ""
+def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: str = LANGCHAIN_COLLECTION) -> int:
+    """Delete the KV of documents that `precompute_documents` was given with these ids. Return the number of entries.
+
+    KV of a text that another document has stays. Unknown ids are passed over. Raises BackendUnreachableError when a
+    remote tier could not be told.
+    """
+    engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
+    named = {name: list[str]() for each in ids if (name := _registered_name(each, collection))}
+    num_removed, problem = replace_documents(named, engine, registry_for(engine))
+    if problem:
+        raise BackendUnreachableError(problem)
+    return num_removed
+
+
+def _document_id(document: Any) -> str:
+    return getattr(document, "id", None) or "" if hasattr(document, "page_content") else ""
+
+
+def _registered_name(document_id: str, collection: str) -> str:
+    """Return the name of a document in the chunk registry; "" for one without an id."""
+    return f"{collection}/{document_id}" if document_id else ""
 
 
 def _describe_document(document: Any, chunk: Chunk) -> str:

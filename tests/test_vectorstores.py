@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.embeddings import CacheBackedEmbeddings
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.indexing import InMemoryRecordManager, index
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.stores import InMemoryByteStore
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
@@ -21,8 +24,8 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError, UsageError
 from ragblend.llm import ChatBlend
-from ragblend.precompute import precompute_documents
-from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore, PrecomputingVectorStore
+from ragblend.precompute import ingest, precompute_documents
+from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
 
 A = "The lighthouse on Gull Rock was built long ago."
 B = "Its lamp is repaired by Tomas each spring."
@@ -35,8 +38,8 @@ def chat(tiny_engine: Callable[..., TransformersEngine]) -> ChatBlend:
 
 
 @pytest.fixture
-def store(chat: ChatBlend) -> PrecomputingVectorStore:
-    return PrecomputingVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=64)), chat)
+def store(chat: ChatBlend) -> BlendVectorStore:
+    return BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=64)), llm=chat)
 
 
 def known(chat: ChatBlend, *texts: str) -> list[bool]:
@@ -47,7 +50,7 @@ def known(chat: ChatBlend, *texts: str) -> list[bool]:
 
 
 def test_documents_are_precomputed_as_they_arrive_and_dropped_as_they_go(
-    store: PrecomputingVectorStore, chat: ChatBlend
+    store: BlendVectorStore, chat: ChatBlend
 ) -> None:
     store.add_documents([Document(A, id="a"), Document(f" {B}\n", id="b")])
     assert known(chat, A, B) == [True, True]
@@ -56,7 +59,7 @@ def test_documents_are_precomputed_as_they_arrive_and_dropped_as_they_go(
     assert store.get_by_ids(["a"]) == []
 
 
-def test_kv_of_a_text_that_another_document_has_stays(store: PrecomputingVectorStore, chat: ChatBlend) -> None:
+def test_kv_of_a_text_that_another_document_has_stays(store: BlendVectorStore, chat: ChatBlend) -> None:
     store.add_documents([Document(A, id="1"), Document(A, id="2"), Document(B, id="3")])
     store.delete(["1"])
     assert known(chat, A) == [True]
@@ -71,7 +74,7 @@ def test_a_document_that_comes_again_under_its_id_replaces_what_it_was(chat: Cha
         def get_by_ids(self, ids: Any, /) -> list[Document]:
             raise NotImplementedError
 
-    mute = PrecomputingVectorStore(Mute(DeterministicFakeEmbedding(size=64)), chat)
+    mute = BlendVectorStore(Mute(DeterministicFakeEmbedding(size=64)), llm=chat)
     mute.add_documents([Document(A, id="1")])
     mute.add_documents([Document(B, id="1")])
     assert known(chat, A, B) == [False, True]
@@ -93,19 +96,73 @@ def test_precomputed_documents_with_ids_follow_too(chat: ChatBlend) -> None:
     assert known(chat, A, B) == [True, True], "that without an id has it still"
 
 
+def test_documents_that_are_replaced_together_leave_nothing_of_the_text_that_they_had(
+    store: BlendVectorStore, chat: ChatBlend
+) -> None:
+    store.add_texts([A, A], ids=["1", "2"])
+    store.add_texts([B, B], ids=["1", "2"])
+    assert known(chat, A, B) == [False, True]
+    store.delete(["1", "2"])
+    assert known(chat, A, B) == [False, False]
+
+
+def test_collections_and_ingested_files_keep_the_texts_that_another_store_deletes(
+    store: BlendVectorStore, chat: ChatBlend, tmp_path: Path
+) -> None:
+    other = BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=64)), llm=chat, collection="faq")
+    store.add_texts([A], ids=["0"])
+    other.add_texts([B], ids=["0"])
+    assert known(chat, A, B) == [True, True]
+    with open_index(tmp_path / "index", HashingEmbedder(), create=True) as opened:
+        (tmp_path / "a.txt").write_text(A)
+        ingest(tmp_path / "a.txt", chat.engine, opened)
+    store.delete(["0"])
+    assert known(chat, A, B) == [True, True], "the file has it still"
+    other.delete(["0"])
+    assert known(chat, A, B) == [True, False]
+
+
+@pytest.mark.parametrize("is_index", [True, False], ids=["index", "another store"])
+def test_a_chain_over_the_store_reuses_every_document_that_it_retrieves(
+    is_index: bool, chat: ChatBlend, tmp_path: Path
+) -> None:
+    with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
+        inner = opened if is_index else InMemoryVectorStore(BlendEmbeddings("hashing"))
+        store = BlendVectorStore(inner, llm=chat)
+        assert len(store.add_texts([A, B])) == 2
+        template = ChatPromptTemplate.from_template("{context}\n\n{input}")
+        chain = create_retrieval_chain(store.as_retriever(), create_stuff_documents_chain(chat, template))
+        chain.invoke({"input": QUESTION})
+        prompt = Prompt(question=f"{A}\n\n{B}\n\n{QUESTION}")
+        assert len(chat.engine.match(prompt).runs) == 2
+        store.delete([document.id or "" for document in store.similarity_search(QUESTION, k=2)])
+        assert known(chat, A, B) == [False, False]
+
+
+def test_a_store_without_an_llm_has_no_kv(chat: ChatBlend) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=64)))
+    store.add_texts([A], ids=["a"])
+    assert [document.page_content for document in store.similarity_search(A)] == [A]
+    assert store.delete(["a"]) is not False
+    assert known(chat, A) == [False]
+
+
 def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat: ChatBlend, tmp_path: Path) -> None:
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
-        store = PrecomputingVectorStore(BlendVectorStore(opened), chat)
+        store = BlendVectorStore(opened, llm=chat)
         store.add_documents([Document(A, id="a")])
         store.add_documents([Document(B, id="a")])
         assert known(chat, A, B) == [False, True]
         store.delete(["a"])
         assert known(chat, A, B) == [False, False]
+        store.add_documents([Document(A, id="a"), Document(B)])
+        store.delete()
+        assert known(chat, A, B) == [False, False]
         assert opened.orphaned_texts().last_id == 0
 
 
 def test_an_overlong_document_is_indexed_and_stops_no_other(
-    store: PrecomputingVectorStore, chat: ChatBlend, caplog: pytest.LogCaptureFixture
+    store: BlendVectorStore, chat: ChatBlend, caplog: pytest.LogCaptureFixture
 ) -> None:
     long = "the chunk " * 2000
     assert store.add_documents([Document(A, id="a"), Document(long, id="b"), Document(B, id="c")]) == ["a", "b", "c"]
@@ -114,14 +171,14 @@ def test_an_overlong_document_is_indexed_and_stops_no_other(
     assert "not prefilled: b: it takes" in caplog.text
 
 
-async def test_async_methods_precompute_too(store: PrecomputingVectorStore, chat: ChatBlend) -> None:
+async def test_async_methods_precompute_too(store: BlendVectorStore, chat: ChatBlend) -> None:
     await store.aadd_documents([Document(A, id="a")])
     assert known(chat, A) == [True]
     await store.adelete(["a"])
     assert known(chat, A) == [False]
 
 
-def test_langchains_indexing_api(store: PrecomputingVectorStore, chat: ChatBlend) -> None:
+def test_langchains_indexing_api(store: BlendVectorStore, chat: ChatBlend) -> None:
     records = InMemoryRecordManager(namespace="test")
     records.create_schema()
     documents = [Document(A, metadata={"source": "a"}), Document(B, metadata={"source": "b"})]
@@ -132,13 +189,12 @@ def test_langchains_indexing_api(store: PrecomputingVectorStore, chat: ChatBlend
     assert known(chat, A, B) == [False, True]
 
 
-def test_from_texts(chat: ChatBlend) -> None:
+def test_from_texts(chat: ChatBlend, tmp_path: Path) -> None:
     embedding = DeterministicFakeEmbedding(size=8)
-    store = PrecomputingVectorStore.from_texts([A], embedding, inner=InMemoryVectorStore, llm=chat)
+    store = BlendVectorStore.from_texts([A], embedding, path=tmp_path, llm=chat)
     assert known(chat, A) == [True]
     assert [document.page_content for document in store.similarity_search(A)] == [A]
-    with pytest.raises(UsageError, match="inner="):
-        PrecomputingVectorStore.from_texts([A], embedding)
+    store.index.close()
 
 
 # --- our index as a vector store --------------------------------------------------------------------------------------
@@ -247,8 +303,8 @@ async def test_retrievers_take_filters_and_every_search_type(both_stores: tuple[
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"texts": [A, B], "ids": ["1"]}, "ids has 1 items for 2 texts"),
-        ({"texts": [A], "ids": ["1", "2"]}, "ids has 2 items for 1 texts"),
+        ({"texts": [A, B], "ids": ["1"]}, "ids has 1 items for 2 documents"),
+        ({"texts": [A], "ids": ["1", "2"]}, "ids has 2 items for 1 documents"),
         ({"texts": [A, B], "metadatas": [{}]}, "metadatas has 1 items for 2 texts"),
         ({"texts": [A, B], "ids": "12"}, "ids is one string, '12'"),
         ({"texts": A}, "texts is one string"),
@@ -260,7 +316,7 @@ def test_arguments_of_another_length_or_type_are_refused_before_anything_is_stor
     wrapped: bool,
     arguments: dict[str, Any],
     reason: str,
-    store: PrecomputingVectorStore,
+    store: BlendVectorStore,
     chat: ChatBlend,
     tmp_path: Path,
 ) -> None:
@@ -302,7 +358,7 @@ def test_a_text_that_is_not_unicode_can_be_deleted_from_a_wrapped_store(chat: Ch
         def embed_query(self, text: str) -> list[float]:
             return [1.0, float(len(text))]
 
-    store = PrecomputingVectorStore(InMemoryVectorStore(CountingEmbedding()), chat)
+    store = BlendVectorStore(InMemoryVectorStore(CountingEmbedding()), llm=chat)
     store.add_texts([f"{B} \udc80"], ids=["b"])
     store.delete(["b"])
     assert store.get_by_ids(["b"]) == []
@@ -311,9 +367,7 @@ def test_a_text_that_is_not_unicode_can_be_deleted_from_a_wrapped_store(chat: Ch
 @pytest.mark.parametrize("wrapped", [False, True], ids=["index", "wrapper"])
 def test_ids_may_be_integers(wrapped: bool, chat: ChatBlend, tmp_path: Path) -> None:
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
-        store: VectorStore = (
-            PrecomputingVectorStore(BlendVectorStore(opened), chat) if wrapped else BlendVectorStore(opened)
-        )
+        store: VectorStore = BlendVectorStore(opened, llm=chat) if wrapped else BlendVectorStore(opened)
         ids: Any = [0, 17]
         assert store.add_texts([A, B], ids=ids) == ["0", "17"]
         assert [document.id for document in store.get_by_ids(ids)] == ["0", "17"]
@@ -332,7 +386,7 @@ def test_blank_and_zero_width_texts_are_skipped_and_reported(tmp_path: Path, cap
         assert caplog.messages == ["not stored: blank, space, zero: no visible text"]
 
 
-def test_attributes_of_the_inner_store_are_reached(store: PrecomputingVectorStore, tmp_path: Path) -> None:
+def test_attributes_of_the_inner_store_are_reached(store: BlendVectorStore, tmp_path: Path) -> None:
     store.add_texts([A], ids=["a"])
     store.dump(str(tmp_path / "dumped"))
     assert InMemoryVectorStore.load(str(tmp_path / "dumped"), store.embedding).get_by_ids(["a"]) == store.get_by_ids(

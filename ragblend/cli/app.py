@@ -24,7 +24,7 @@ from ragblend.cli.lab.calibrate import calibrate_app
 from ragblend.cli.lab.explain import explain
 from ragblend.cli.lab.plan import register as register_plan
 from ragblend.cli.lab.ui import ui
-from ragblend.cli.options import JsonOption, with_settings
+from ragblend.cli.options import JsonOption, explain_missing_flag, with_settings
 from ragblend.cli.printing import (
     FlagFormatter,
     escape_unprintable,
@@ -39,7 +39,7 @@ from ragblend.cli.session import quiet_libraries, terminal_log, use_one_thread
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
 from ragblend.config import Settings, with_flags
-from ragblend.errors import RagblendError
+from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import user_path
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _mark(check: DiagnosticResult) -> str:
     return "ok " if check.ok else "-  " if check.optional else "NO "
 
 
-@with_settings("store remote rule ratio system context dtype kv_dtype trust_remote_code")
+@with_settings("store remote rule ratio system context dtype trust_remote_code", unflagged="kv_dtype")
 def serve(
     settings: Settings,
     given: typer.Context,
@@ -110,6 +110,10 @@ def serve(
     from ragblend.operations.serve import ServeOptions, build_server_command
     from ragblend.operations.serve import serve as run
 
+    unflagged = serve.unflagged  # type: ignore[attr-defined]  # vLLM would reject these flags without naming a cause
+    for argument in given.args:
+        if hint := explain_missing_flag(argument, unflagged):
+            raise UsageError(f"ragblend serve has no {argument.partition('=')[0]}; {hint}")
     keys_file = None if keys is None else user_path(keys, "--api-keys-file")
     options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys_file)
     if dry_run:

@@ -23,24 +23,23 @@ from ragblend.config import Settings
 ENGINE_SETTINGS = "model backend index store remote"
 SEARCH_SETTINGS = "k neighbours order"
 PLACE_SETTINGS = "embedder system namespace dtype device trust_remote_code"
-_ANSWER = f"{ENGINE_SETTINGS} mode rule ratio {SEARCH_SETTINGS} max_tokens temperature shadow {PLACE_SETTINGS}"
+_UNFLAGGED = "device dtype embedder namespace neighbours order shadow temperature trust_remote_code"
 
 
-@with_settings(_ANSWER)
+@with_settings(f"{ENGINE_SETTINGS} mode rule ratio k max_tokens system", unflagged=_UNFLAGGED)
 def ask(
     settings: Settings,
     question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
-    stream: Annotated[
-        bool | None,
-        typer.Option("--stream/--no-stream", help="Print the answer as it is made; the default in a terminal."),
-    ] = None,
     show_sources: ShowSources = False,
     json_: JsonOption = False,
 ) -> None:
-    """Answer a question from the fused KV caches of the chunks it retrieves."""
+    """Answer a question from the fused KV caches of the chunks it retrieves.
+
+    A terminal shows the answer as it is made; elsewhere it is printed as a whole.
+    """
     from ragblend.prompt.types import Prompt
 
-    streams = not json_ and (sys.stdout.isatty() if stream is None else stream)
+    streams = not json_ and sys.stdout.isatty()
     with (
         waiting_lines("answering"),
         open_engine(settings) as engine,
@@ -72,7 +71,11 @@ def ask(
     print_notice(answer.report.summary())
 
 
-@with_settings(_ANSWER, demo="Chat about the demo's corpus; nothing else is needed.")
+@with_settings(
+    f"{ENGINE_SETTINGS} k max_tokens system",
+    unflagged=f"{_UNFLAGGED} mode ratio rule",
+    demo="Chat about the demo's corpus; nothing else is needed.",
+)
 def chat(
     settings: Settings,
     show_sources: ShowSources = False,
@@ -119,7 +122,7 @@ def chat(
         print_shadow(engine, settings)
 
 
-@with_settings(f"index {SEARCH_SETTINGS} embedder")
+@with_settings("index k neighbours", unflagged="embedder order")
 def search(
     settings: Settings,
     question: Annotated[str, typer.Argument(help="What to look for.")],

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.options import DocumentArgument, GpusPerWorker, JsonOption, RayAddress, Workers, with_settings
+from ragblend.cli.options import DocumentArgument, JsonOption, Workers, with_settings
 from ragblend.cli.printing import count_of, print_ingest, print_message, print_result, progress_bars
 from ragblend.cli.session import embedder_name, open_engine, open_settings_index, open_workers, wait_for_remote
 from ragblend.config import Settings
@@ -16,7 +16,8 @@ EXIT_PARTIAL = 6
 
 @with_settings(
     "model backend index store remote chunk_size context embedder system namespace dtype kv_dtype device "
-    "trust_remote_code"
+    "trust_remote_code",
+    unflagged="disk_gib gpus_per_worker max_file_mib memory_gib remote_timeout_s",
 )
 def ingest(
     settings: Settings,
@@ -27,9 +28,6 @@ def ingest(
     ] = False,
     precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
     workers: Workers = None,
-    ray: RayAddress = None,
-    gpus_per_worker: GpusPerWorker = 0.0,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name every file that is gone or left out.")] = False,
     json_: JsonOption = False,
 ) -> None:
     """Chunk, embed, index and precompute documents. Run it again after an interruption: it goes on where it was.
@@ -41,7 +39,7 @@ def ingest(
     with (
         progress_bars() as progress,
         open_engine(settings, new_model=True) as engine,
-        open_workers(settings, workers, ray, gpus_per_worker) as others,
+        open_workers(settings, workers) as others,
     ):
         report = run(
             list(paths),
@@ -59,18 +57,19 @@ def ingest(
             notify=print_message,
         )
         wait_for_remote(engine, progress)
-    print_ingest(report, settings, json_, verbose)
+    print_ingest(report, settings, json_)
     if report.failures:
         raise typer.Exit(EXIT_PARTIAL)
 
 
-@with_settings("model backend index store remote context system namespace dtype kv_dtype device trust_remote_code")
+@with_settings(
+    "model backend index store remote context system namespace dtype kv_dtype device trust_remote_code",
+    unflagged="disk_gib gpus_per_worker memory_gib remote_timeout_s",
+)
 def precompute(
     settings: Settings,
     kv_dtype: str | None = None,
     workers: Workers = None,
-    ray: RayAddress = None,
-    gpus_per_worker: GpusPerWorker = 0.0,
     json_: JsonOption = False,
 ) -> None:
     """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text.
@@ -84,7 +83,7 @@ def precompute(
         progress_bars() as progress,
         open_engine(settings, new_model=True) as engine,
         open_settings_index(settings, engine) as opened,
-        open_workers(settings, workers, ray, gpus_per_worker) as others,
+        open_workers(settings, workers) as others,
     ):
         rewrite = kv_dtype is not None
         report = precompute_index(
@@ -96,7 +95,7 @@ def precompute(
         raise typer.Exit(EXIT_PARTIAL)
 
 
-@with_settings("model backend index store remote system namespace dtype")
+@with_settings("model backend index store remote", unflagged="device dtype namespace system trust_remote_code")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Forget documents: chunks, pins, and KV and texts that no other document has. What is still there comes back with
     the next `ingest` of its folder. Killed, or with the remote tier down (exit 5), the same command does the rest."""

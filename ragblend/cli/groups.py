@@ -5,8 +5,12 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from typer import Typer
+from typer import BadParameter, Typer
 from typer.core import TyperGroup
+
+from ragblend.cli.options import explain_missing_flag
+
+_ParserError: type[Any] = BadParameter.__bases__[0]  # typer's UsageError, which it does not export
 
 GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "Begin": {
@@ -82,6 +86,18 @@ class FullHelpGroup(TyperGroup):
 
 class SectionedHelpGroup(FullHelpGroup):
     """That of `ragblend` itself, with a heading for each group."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. The error for a flag that it lacks names the variable that has the setting."""
+        try:
+            return super().invoke(ctx)
+        except _ParserError as error:
+            command = getattr(error.ctx, "command", None)
+            unflagged = getattr(getattr(command, "callback", None), "unflagged", ())
+            if hint := explain_missing_flag(getattr(error, "option_name", ""), unflagged):
+                error.message = f"No such option: {error.option_name}; {hint}"
+                error.possibilities = None
+            raise
 
     def heading(self, name: str) -> str:
         """Its group."""

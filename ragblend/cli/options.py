@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -23,11 +23,12 @@ from ragblend.options import RATIO, OptionSpec
 Command = Callable[..., None]
 
 
-def with_settings(names: str, *, demo: str = "") -> Callable[[Command], Command]:
+def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callable[[Command], Command]:
     """Flags for the settings `names`, between a command's own arguments and options; it is called with `settings`.
 
     A parameter of its own that is named like a setting sets it as well; one that is named like a flag is handed what
-    was given. `demo`: help of a flag `--demo`, which puts the demo's settings behind those that are given.
+    was given. `unflagged`: settings that the command reads and has no flag for, which its help lists. `demo`: help of a
+    flag `--demo`, which puts the demo's settings behind those that are given.
     """
 
     def decorate(command: Command) -> Command:
@@ -50,11 +51,24 @@ def with_settings(names: str, *, demo: str = "") -> Callable[[Command], Command]
             settings = settings_for_demo(asked) if given.get("demo") else settings_from(asked)
             command(settings=settings, **{name: value for name, value in given.items() if name in own})
 
+        run.unflagged = unflagged.split()  # type: ignore[attr-defined]
+        if unflagged:
+            listed = ", ".join(sorted(unflagged.split()))
+            run.__doc__ = (
+                f"{inspect.cleandoc(command.__doc__ or '')}\n\nSettings without an option, as RAGBLEND_NAME in the "
+                f"environment or as name in ragblend.toml: {listed}."
+            )
         run.__signature__ = Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in found])  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in found}
         return run
 
     return decorate
+
+
+def explain_missing_flag(argument: str, unflagged: Sequence[str]) -> str:
+    """Return where `argument`, a flag that a command lacks, is set; "" if it is none of its `unflagged` settings."""
+    name = {flag_name(each): each for each in unflagged if flag_name(each)}.get(argument.partition("=")[0])
+    return f"set RAGBLEND_{name.upper()}=..., or {name} in ragblend.toml" if name else ""
 
 
 def flag(name: str) -> Any:
@@ -81,14 +95,33 @@ def parse_ratio(text: str) -> float | str:
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DocumentArgument = Annotated[str, typer.Argument(help="A file, a folder, or a record (data.jsonl#3).")]
 ShowSources = Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")]
+
+
+class WorkerCount(NamedTuple):
+    """The value of `--workers`: number of processes, and whether they are those of a running Ray cluster."""
+
+    number: int
+    on_cluster: bool = False
+
+
+def parse_workers(text: str) -> WorkerCount:
+    """`4` or `ray:4`; raises UsageError for anything else."""
+    where, _, count = text.rpartition(":")
+    if where not in ("", "ray") or not count.isdecimal() or int(count) < 1 or text.startswith(":"):
+        raise UsageError(f"--workers is {text!r}; choose their number, as in 4, or ray:4 on a running Ray cluster")
+    return WorkerCount(int(count), where == "ray")
+
+
 Workers = Annotated[
-    int | None,
-    typer.Option("--workers", help="Processes that embed and prefill, by Ray; without --ray on this machine."),
+    Any,
+    typer.Option(
+        "--workers",
+        parser=parse_workers,
+        metavar="N|ray:N",
+        help="Processes that embed and prefill: on this machine, or with ray: on the running Ray cluster, which "
+        "RAY_ADDRESS names where it is not this machine's. RAGBLEND_GPUS_PER_WORKER: GPUs of each.",
+    ),
 ]
-RayAddress = Annotated[
-    str | None, typer.Option("--ray", help="A running Ray cluster for the workers; auto finds this machine's.")
-]
-GpusPerWorker = Annotated[float, typer.Option("--gpus-per-worker", help="GPUs that each worker has for itself.")]
 VllmOptions = Annotated[
     str | None,
     typer.Option("--vllm-options", help="vLLM's own engine arguments, as JSON: '{\"enforce_eager\": false}'."),

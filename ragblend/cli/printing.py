@@ -97,8 +97,8 @@ def print_json(facts: dict[str, Any]) -> None:
     print(json.dumps({"schema_version": SCHEMA_VERSION, **facts}, default=str))
 
 
-def print_ingest(report: Any, settings: Settings, json_: bool, verbose: bool = False) -> None:
-    """What an ingestion did and cost. `verbose` names every file that is gone or left out, not the first few."""
+def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
+    """What an ingestion did and cost. `ragblend --verbose` names every file that is gone or left out, not a few."""
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.tiered import format_bytes
 
@@ -106,8 +106,8 @@ def print_ingest(report: Any, settings: Settings, json_: bool, verbose: bool = F
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
         where = f"store of {redact(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
-    most = None if verbose or logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
-    shown = functools.partial(join_names, most=most, flag="--verbose")
+    most = None if logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
+    shown = functools.partial(join_names, most=most, flag="ragblend --verbose")
     skipped = [f"{display_source(path)} {with_flags(reason.partition(';')[0])}" for path, reason in report.skipped]
     lines = [
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "

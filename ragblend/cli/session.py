@@ -21,6 +21,7 @@ from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ragblend.cli.options import WorkerCount
     from ragblend.engine.api import Engine
     from ragblend.index import ChunkIndex, SearchHit
     from ragblend.ingestion.ray_workers import RayWorkers
@@ -99,21 +100,26 @@ def _engine_options(settings: Settings) -> dict[str, Any]:
 
 
 @contextmanager
-def open_workers(settings: Settings, count: int | None, ray: str | None, gpus: float) -> Iterator[RayWorkers | None]:
-    """Workers on Ray where a number of them, or a cluster, is named; else none."""
-    if count is None and ray is None:
+def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[RayWorkers | None]:
+    """Workers on Ray where a number of them is given; else none."""
+    if workers is None:
         yield None
         return
     from ragblend.ingestion.ray_workers import RayWorkers
 
-    counted = {} if count is None else {"count": count}
-    options = _engine_options(settings)
     # Ray tells of workers that died on stdout, which is for the report.
     with (
         redirect_stdout(sys.stderr),
-        RayWorkers(settings.model, settings.store, address=ray, num_gpus=gpus, **counted, **options) as workers,
+        RayWorkers(
+            settings.model,
+            settings.store,
+            count=workers.number,
+            address="auto" if workers.on_cluster else None,
+            num_gpus=settings.gpus_per_worker,
+            **_engine_options(settings),
+        ) as opened,
     ):
-        yield workers
+        yield opened
 
 
 def open_settings_index(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:

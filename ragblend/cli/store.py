@@ -38,7 +38,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
         raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
 
 
-@with_settings("model index store system namespace dtype")
+@with_settings("model index store", unflagged="device dtype namespace system trust_remote_code")
 def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Keep documents' KV: no budget evicts it, until `unpin`. Ingested again, their new chunks are kept."""
     from ragblend.precompute import find_documents, pin_document
@@ -121,7 +121,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     print_result(facts, "\n".join(lines), json_)
 
 
-@with_settings("model backend index store remote system namespace dtype")
+@with_settings("model index store remote", unflagged="backend device dtype namespace system trust_remote_code")
 def verify(
     settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Drop damaged entries and prefill them again.")] = False,

@@ -13,7 +13,7 @@ import hashlib
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -129,20 +129,19 @@ class ChunkRegistry:
                     connection.executemany(_INSERT.format(_HOLDERS), missing)
         return len(new)
 
-    def preview_release(self, document: str, texts: Iterable[str]) -> list[str]:
-        """What `replace` would return: the texts of a document that would be nobody's."""
-        stay = set(map(_normalize, texts))
-        with self._locked():
+    def preview_release(self, texts_of: Mapping[str, Iterable[str]]) -> list[str]:
+        """Return the texts that no document would have if each of these documents had the texts given here alone."""
+        lost: dict[str, set[str]] = {}
+        with self._locked() as connection:
+            for document, texts in texts_of.items():
+                for text in self.texts_of(document) - set(map(_normalize, texts)):
+                    lost.setdefault(text, set()).add(document)
+            holders = f"SELECT document FROM {_HOLDERS} WHERE key = ? LIMIT ?"
             return sorted(
-                text for text in self.texts_of(document) - stay if not self._has_other_document(text, but=document)
+                text
+                for text, losing in lost.items()
+                if losing.issuperset(name for (name,) in connection.execute(holders, (_key(text), len(losing) + 1)))
             )
-
-    def replace(self, document: str, texts: Iterable[str]) -> list[str]:
-        """Know these texts for a document, in place of those it had; none: it is gone. What `release` returns."""
-        has_now = {text for text in map(_normalize, texts) if text}
-        with self._locked():
-            self.add(has_now, document)
-            return self.release(self.texts_of(document) - has_now, document)
 
     def release(self, texts: Iterable[str], document: str = "") -> list[str]:
         """Know these texts no longer for `document`; those that nobody else has are forgotten, and returned."""
@@ -152,7 +151,7 @@ class ChunkRegistry:
         with self._write_transaction() as connection:
             rows = ((document, _key(text)) for text in released)
             connection.executemany(f"DELETE FROM {_HOLDERS} WHERE document = ? AND key = ?", rows)
-            gone = [text for text in released if not self._has_other_document(text)]
+            gone = [text for text in released if not self._has_document(text)]
             self.remove(gone)
         return gone
 
@@ -336,11 +335,11 @@ class ChunkRegistry:
             self._connection = None
             self._num_id_changes += 1
 
-    def _has_other_document(self, text: str, but: str | None = None) -> bool:
-        """Whether a document has the text, other than the one named in `but`."""
-        query = f"SELECT 1 FROM {_HOLDERS} WHERE key = ? AND document IS NOT ? LIMIT 1"
+    def _has_document(self, text: str) -> bool:
+        """Return True if a document has the text."""
+        query = f"SELECT 1 FROM {_HOLDERS} WHERE key = ? LIMIT 1"
         with self._locked() as connection:
-            return connection.execute(query, (_key(text), but)).fetchone() is not None
+            return connection.execute(query, (_key(text),)).fetchone() is not None
 
     @contextmanager
     def _locked(self) -> Iterator[sqlite3.Connection]:

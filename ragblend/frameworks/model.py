@@ -488,12 +488,6 @@ def _backend_options(model: BlendModel) -> dict[str, Any]:
     return {"vllm_options": model.vllm_options} if model.vllm_options else {}
 
 
-def _as_chunk(document: Any) -> Chunk:
-    from ragblend.precompute import as_chunk
-
-    return as_chunk(document)
-
-
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 _ENGINES: WeakValueDictionary[tuple[Any, ...], Engine] = WeakValueDictionary()
@@ -536,21 +530,11 @@ def _close_engines() -> None:
         getattr(engine, "close", lambda: None)()
 
 
-def delete_documents_kv(documents: Iterable[Any], llm_or_engine: Any, still_used: Callable[[str], bool]) -> int:
-    """Drop the KV and the registered texts of `documents`, save those whose text is `still_used`. How many had KV."""
-    from ragblend.ingestion.deletion import delete_chunks_kv
-
-    return delete_chunks_kv(map(_as_chunk, documents), llm_or_engine, still_used)
-
-
-def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any, names: Sequence[str] = ()) -> None:
-    """Precompute documents that are chunks already, and have them found in prompts.
-
-    `names`: what their documents are known by, see `precompute_documents`.
-    """
+def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any) -> None:
+    """Precompute documents that are chunks already, and have them found in prompts."""
     from ragblend.precompute import precompute_documents
 
-    precompute_documents(documents, llm_or_engine, names=names)
+    precompute_documents(documents, llm_or_engine)
 
 
 # --- async ------------------------------------------------------------------------------------------------------------

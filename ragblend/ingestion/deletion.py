@@ -7,7 +7,7 @@ index, engines and stores; nothing of files or frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import PinnableStore, TieredStore, disk_tier, tiers_of
-from ragblend.errors import BackendUnreachableError, is_unicode
+from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import every_version
 from ragblend.prompt.types import Chunk
@@ -213,27 +213,22 @@ def _iter_context_ids(header: KVHeader, joint: Ids) -> Iterator[Ids]:
         end -= length
 
 
-def delete_chunks_kv(chunks: Iterable[Chunk], model: Any, still_used: Callable[[str], bool]) -> int:
-    """Drop KV and registered texts of what a framework has deleted, save what is `still_used`. How many had KV.
-
-    `model`: an engine, or an object with one at `.engine`. Raises BackendUnreachableError when a remote tier cannot be
-    told.
+def replace_documents(
+    texts_of: Mapping[str, Collection[str]], engine: Engine, registry: ChunkRegistry
+) -> tuple[int, str]:
+    """Release the texts that these documents, by their registered names, had besides those given here, and delete the
+    KV of texts that no document has any more. What `delete_texts_kv` returns.
     """
-    texts = dict.fromkeys(chunk.text for chunk in chunks if is_unicode(chunk.text))  # other text never had KV
-    gone = [text for text in texts if not still_used(text)]
-    registry = registry_for(model)
-    engine: Engine = getattr(model, "engine", model)
-    num_removed, problem = delete_texts_kv(gone, engine, registry, lambda: registry.remove(gone))
-    registry.truncate_log()
-    if problem:
-        raise BackendUnreachableError(problem)
-    return num_removed
+    gone = registry.preview_release(texts_of)
 
+    def unregister() -> None:
+        for name, texts in texts_of.items():
+            registry.release(registry.texts_of(name).difference(map(str.strip, texts)), name)
 
-def find_registered_texts(names: Iterable[str], model: Any) -> list[str]:
-    """The texts of documents that were precomputed under these names."""
-    registry = registry_for(model)
-    return [text for name in names if name for text in registry.texts_of(name)]
+    removed = delete_texts_kv(gone, engine, registry, unregister)
+    if gone:
+        registry.truncate_log()
+    return removed
 
 
 def registry_for(model: Any) -> ChunkRegistry:

@@ -17,9 +17,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ragblend.errors import UsageError
-from ragblend.frameworks.model import delete_documents_kv, precompute_and_register, run_in_thread
+from ragblend.frameworks.model import run_in_thread
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.llamaindex.llm import BlendLLM
+from ragblend.precompute import delete_precomputed, precompute_documents
 
 try:
     from llama_index.core.base.base_retriever import BaseRetriever
@@ -314,18 +315,23 @@ def _node(hit: SearchHit) -> NodeWithScore:
 # --- ingestion --------------------------------------------------------------------------------------------------------
 
 
+_COLLECTION = "llamaindex"  # of documents whose caller names none
+
+
 class BlendIngestion(TransformComponent):
     """Last step of an IngestionPipeline: precomputes the KV of its nodes, and returns them unchanged.
 
     Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the older one of its id:
     KV and texts that only the older one had are deleted. A pipeline does not report deletions; `delete_ref_doc` deletes
-    a document and its KV. Nodes that cannot be prefilled are logged with their id, and returned like the others.
+    a document and its KV. Pipelines whose documents may have equal ids need a `collection` each. Nodes that cannot be
+    prefilled are logged with their id, and returned like the others.
 
     The pipeline's cache never skips this step: stored KV costs one look-up. A pipeline with a docstore passes changed
     documents only, so give a new store its documents once with `precompute_documents`.
     """
 
     llm: Any = Field(exclude=True)
+    collection: str = _COLLECTION
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Return the fields with an id that never repeats: LlamaIndex derives the key of its cache from them."""
@@ -338,8 +344,8 @@ class BlendIngestion(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute `nodes`, all of each document that is among them."""
-        names = [f"llamaindex/{node.ref_doc_id}" if node.ref_doc_id else "" for node in nodes]
-        precompute_and_register(nodes, self.llm, names)
+        ids = [node.ref_doc_id or "" for node in nodes]
+        precompute_documents(nodes, self.llm, ids=ids, collection=self.collection)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -347,13 +353,10 @@ class BlendIngestion(TransformComponent):
         return await run_in_thread(lambda cancelled: self(nodes, **kwargs))
 
 
-def delete_ref_doc(index: BaseIndex[Any], ref_doc_id: str, llm: Any) -> int:
-    """`index.delete_ref_doc`, and drop the KV of the document's nodes. How many had KV.
+def delete_ref_doc(index: BaseIndex[Any], ref_doc_id: str, llm: Any, *, collection: str = _COLLECTION) -> int:
+    """Delete a document from `index` and from its docstore, and the KV that `BlendIngestion` made of its nodes.
 
-    For indexes that keep their nodes in the docstore (the default). KV of a text that another node still has stays.
+    Return the number of deleted entries. KV of a text that another document has stays.
     """
-    known = index.docstore.get_ref_doc_info(ref_doc_id)
-    nodes = index.docstore.get_nodes(known.node_ids, raise_error=False) if known is not None else []
     index.delete_ref_doc(ref_doc_id, delete_from_docstore=True)
-    left = {node.get_content(metadata_mode=MetadataMode.NONE).strip() for node in index.docstore.docs.values()}
-    return delete_documents_kv(nodes, llm, still_used=left.__contains__)
+    return delete_precomputed([ref_doc_id], llm, collection=collection)

@@ -22,8 +22,10 @@ from servers import RedisServer, running_redis
 
 from ragblend import __version__
 from ragblend.cli import app as cli
+from ragblend.cli.options import parse_workers
 from ragblend.cli.session import terminal_log
 from ragblend.demo import WEIGHTS
+from ragblend.errors import UsageError
 
 MODES = ("full", "prefix", "reuse", "blend")
 SHORT = ("-k", "4", "--max-tokens", "8")
@@ -88,24 +90,23 @@ def test_ask_hits_every_chunk_and_ratio_one_equals_full_on_every_question(run, q
         assert blend["report"]["num_chunk_hits"] == blend["report"]["num_chunks"] == 4
 
 
-def test_ask_streams_the_same_answer_and_lists_sources(run, questions):
+def test_ask_streams_the_same_answer_and_lists_sources(run, questions, monkeypatch):
     question = questions[0]["question"]
     plain = run("ask", question, "-k", "2", "--max-tokens", "8", *PLACE)
-    streamed = run("ask", question, "-k", "2", "--max-tokens", "8", "--stream", "--show-sources", *PLACE)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    streamed = run("ask", question, "-k", "2", "--max-tokens", "8", "--show-sources", *PLACE)
     assert streamed[1].splitlines()[0] == plain[1].strip()
     assert streamed[1].count(".md:") == 2
     assert "chunks from the store" in streamed[2]
 
 
-@pytest.mark.parametrize(
-    ("is_terminal", "flags"), [(True, ()), (False, ()), (False, ("--stream",)), (True, ("--no-stream",))]
-)
-def test_ask_streams_in_a_terminal_unless_it_is_told_otherwise(run, questions, monkeypatch, is_terminal, flags):
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_ask_streams_in_a_terminal(run, questions, monkeypatch, is_terminal):
     pieces = []
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     monkeypatch.setattr("builtins.print", lambda *text, end="\n", **more: pieces.append(end))
-    run("ask", questions[0]["question"], "-k", "2", "--max-tokens", "8", *flags, *PLACE)
-    assert ("" in pieces) is ((is_terminal and not flags) or flags == ("--stream",))
+    run("ask", questions[0]["question"], "-k", "2", "--max-tokens", "8", *PLACE)
+    assert ("" in pieces) is is_terminal
 
 
 def test_ingest_again_changes_nothing_and_says_what_the_store_costs(run):
@@ -152,7 +153,9 @@ def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, m
 def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions, monkeypatch):
     question = questions[0]["question"]
     common = ("-k", "3", "--max-tokens", "8", *PLACE)
-    code, out, err = run("ask", question, "--shadow", "1", "--json", *common)
+    monkeypatch.setenv("RAGBLEND_SHADOW", "1")
+    code, out, err = run("ask", question, "--json", *common)
+    monkeypatch.delenv("RAGBLEND_SHADOW")
     found = json.loads(out)
     full = run.facts("ask", question, "--mode", "full", *common)
     assert code == 0
@@ -165,12 +168,43 @@ def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions,
     assert (code, "beside 2 of 2 answers: first token the same in" in err.splitlines()[-1]) == (0, True)
 
 
-def test_precompute_fills_the_store_for_another_dtype(run):
-    code, _, err = run("ask", "Who?", "--dtype", "bfloat16", *PLACE)
+def test_precompute_fills_the_store_for_another_dtype(run, monkeypatch):
+    with monkeypatch.context() as changed:
+        changed.setenv("RAGBLEND_DTYPE", "bfloat16")
+        code, _, err = run("ask", "Who?", *PLACE)
     assert code == 1
     assert "ragblend precompute --model demo" in err
     assert run.facts("precompute", "--dtype", "bfloat16", *PLACE)["num_new_kv"] > 0
-    assert run.facts("ask", "Who?", "--dtype", "bfloat16", "--max-tokens", "2", *PLACE)["report"]["num_chunk_hits"] > 0
+    monkeypatch.setenv("RAGBLEND_DTYPE", "bfloat16")
+    assert run.facts("ask", "Who?", "--max-tokens", "2", *PLACE)["report"]["num_chunk_hits"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        (("ask", "Who?", "--device", "cpu"), "RAGBLEND_DEVICE=..., or device in ragblend.toml"),
+        (("chat", "--trust-remote-code"), "RAGBLEND_TRUST_REMOTE_CODE="),
+        (("search", "Who?", "--embedder", "minilm"), "RAGBLEND_EMBEDDER="),
+        (("pin", "a.md", "--namespace", "mine"), "RAGBLEND_NAMESPACE="),
+        (("serve", "demo", "--kv-dtype=int8", "--dry-run"), "RAGBLEND_KV_DTYPE="),
+    ],
+)
+def test_a_flag_that_a_command_lacks_names_the_variable_of_its_setting(run, arguments, setting):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert setting in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("4", (4, False)), ("ray:64", (64, True)), ("0", None), ("ray:", None), ("dask:2", None)]
+)
+def test_workers_are_a_number_here_or_on_a_ray_cluster(text, expected):
+    if expected is None:
+        with pytest.raises(UsageError, match=f"--workers is '{text}'; choose their number, as in 4, or ray:4"):
+            parse_workers(text)
+    else:
+        assert parse_workers(text) == expected
 
 
 def test_verify_repairs_what_it_finds_damaged(run, home):
@@ -440,7 +474,6 @@ BAD_INPUT = {
     "missing model": (["ask", "Who?", "--model", "./gone", *PLACE], 3, "--model demo|local path"),
     "ratio": (["ask", "Who?", "--ratio", "1.5", *PLACE], 2, "0 .* to 1.*auto|auto.*0 .* to 1"),
     "a ratio that is no number": (["ask", "Who?", "--ratio", "all", *PLACE], 2, "auto"),
-    "shadow": (["ask", "Who?", "--shadow", "2", *PLACE], 2, "0 .* to 1"),
     "mode": (["ask", "Who?", "--mode", "fast", *PLACE], 2, "blend, full"),
     "remote": (["ask", "Who?", "--remote", "cache:6379", *PLACE], 2, "redis://HOST"),
     "rule": (["ask", "Who?", "--rule", "best", *PLACE], 2, "cacheblend"),
@@ -449,8 +482,9 @@ BAD_INPUT = {
     "prompt too long": (["ask", "Who? " * 3000, *PLACE], 1, "reads .*-k"),
     "bytes that are no text": (["ask", "Where is the caf\udce9?", *PLACE], 2, "lone surrogate.*'Where is the caf"),
     "a system text that is none": (["ask", "Who?", "--system", "caf\udce9", *PLACE], 2, "the system text holds"),
-    "a namespace that is none": (["ask", "Who?", "--namespace", "caf\udce9", *PLACE], 2, "the namespace holds"),
-    "no such device": (["ask", "Who?", "--device", "quantum", *PLACE], 2, "device is 'quantum'"),
+    "a namespace that is none": (["precompute", "--namespace", "caf\udce9", *PLACE], 2, "the namespace holds"),
+    "no such device": (["precompute", "--device", "quantum", *PLACE], 2, "device is 'quantum'"),
+    "workers": (["precompute", "--workers", "many", *PLACE], 2, "ray:4 on a running Ray cluster"),
     "unknown document": (["remove", "gone.md", *PLACE], 3, "gone.md"),
     "no document": (["remove", "", *PLACE], 2, "name is empty"),
     "nothing named": (["ingest", "docs", "--glob", "/etc/*", *PLACE], 2, "relative pattern"),

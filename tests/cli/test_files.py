@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -196,13 +197,14 @@ def test_one_step_that_takes_long_is_reported_while_it_runs():
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_files_that_are_left_out_are_named(capsys, verbose):
+def test_files_that_are_left_out_are_named(capsys, monkeypatch, verbose):
+    monkeypatch.setattr(logging.getLogger(), "isEnabledFor", lambda level: verbose)
     skipped = [ReadFailure(f"/docs/{name}", "is a named pipe, not a file; remove it") for name in "abcdef"]
-    printing.print_ingest(IngestReport(skipped=skipped), Settings(), False, verbose)
+    printing.print_ingest(IngestReport(skipped=skipped), Settings(), False)
     printing.print_ingest(IngestReport(skipped=skipped[:4]), Settings(), False)
     six, four = (line for line in capsys.readouterr().out.splitlines() if "no documents" in line)
     assert ("/docs/f is a named pipe" in six) is verbose
-    assert ("and 3 more (--verbose lists all)" in six) is not verbose
+    assert ("and 3 more (ragblend --verbose lists all)" in six) is not verbose
     assert "/docs/d is a named pipe, not a file" in four
 
 

@@ -42,18 +42,25 @@ def test_remove_forgets(registry: ChunkRegistry) -> None:
     assert LONG in registry
 
 
-def test_a_text_stays_until_the_last_that_has_it_lets_it_go(registry: ChunkRegistry) -> None:
+def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry: ChunkRegistry) -> None:
     registry.add([LONG, "both", "index"])
-    assert registry.replace("doc", [LONG, " both\n", "doc"]) == []
+    registry.add([LONG, " both\n", "doc"], "doc")
+    assert registry.preview_release({"doc": [LONG, "both", "doc"]}) == []
     assert registry.texts_of("doc") == {LONG, "both", "doc"}
     assert registry.release([LONG, "index", "unknown"]) == ["index", "unknown"]
     assert set(registry.texts()) == {LONG, "both", "doc"}
-    assert sorted(registry.replace("doc", ["new"])) == sorted([LONG, "doc"])
-    assert set(registry.texts()) == {"both", "new"}
-    assert registry.replace("doc", []) == ["new"]
+    assert registry.preview_release({"doc": [" doc"]}) == [LONG]
+    assert registry.release([LONG, "doc"], "doc") == [LONG, "doc"]
     assert registry.remove(["both"]) == 1
     assert registry.release(["both"]) == ["both"]
     assert len(registry) == 0
+
+
+def test_a_text_that_two_documents_release_together_is_previewed(registry: ChunkRegistry) -> None:
+    registry.add([LONG], "first")
+    registry.add([LONG], "second")
+    assert registry.preview_release({"first": []}) == []
+    assert registry.preview_release({"first": [], "second": []}) == [LONG]
 
 
 def test_lone_surrogates_are_skipped_not_fatal(registry: ChunkRegistry) -> None:

@@ -56,8 +56,8 @@ def as_searched_otherwise(folder: Path, former: str) -> None:
 @pytest.mark.parametrize(
     ("former", "said"),
     [
-        ("postgresql://me@db.invalid:5432/rag?sslmode=require", ["9f0c8e3d2b1a7645", "PrecomputingVectorStore"]),
-        ("qdrant:///srv/qdrant", ["qdrant:///srv/qdrant", "9f0c8e3d2b1a7645", "PrecomputingVectorStore"]),
+        ("postgresql://me@db.invalid:5432/rag?sslmode=require", ["9f0c8e3d2b1a7645", "BlendVectorStore"]),
+        ("qdrant:///srv/qdrant", ["qdrant:///srv/qdrant", "9f0c8e3d2b1a7645", "BlendVectorStore"]),
         ("faiss:HNSW16", ["searched in faiss:HNSW16", "flat vectors.faiss"]),
     ],
 )

@@ -21,10 +21,9 @@ from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion import registered_similar
-from ragblend.ingestion.deletion import delete_chunks_kv
 from ragblend.llamaindex import BlendIngestion, delete_ref_doc
-from ragblend.precompute import precompute_documents, precompute_index
-from ragblend.vectorstores import BlendEmbeddings, PrecomputingVectorStore
+from ragblend.precompute import delete_precomputed, precompute_documents, precompute_index
+from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
 
 Open = Callable[..., TransformersEngine]
 FOX, KERN, BELL, MOSS = ALL = tuple(TEXTS.values())
@@ -83,8 +82,8 @@ def test_chunks_that_came_alone_get_a_similar_version_when_others_are_there(open
     assert (seen_by(engine, FOX), seen_by(engine, BELL)) == ({BELL}, {FOX})
 
 
-def langchain_store(engine: TransformersEngine) -> PrecomputingVectorStore:
-    store = PrecomputingVectorStore(InMemoryVectorStore(BlendEmbeddings("hashing")), engine)
+def langchain_store(engine: TransformersEngine) -> BlendVectorStore:
+    store = BlendVectorStore(InMemoryVectorStore(BlendEmbeddings("hashing")), llm=engine)
     store.add_documents([Document(text, id=text) for text in ALL])
     return store
 
@@ -107,8 +106,8 @@ def in_llamaindex(engine: TransformersEngine) -> Callable[[str], object]:
 
 
 def by_name(engine: TransformersEngine) -> Callable[[str], object]:
-    precompute_documents(ALL, engine, names=ALL)
-    return lambda text: precompute_documents(["Another text."], engine, names=[text])
+    precompute_documents(ALL, engine, ids=ALL)
+    return lambda text: precompute_documents(["Another text."], engine, ids=[text])
 
 
 @pytest.mark.parametrize("brought", [in_langchain, in_langchain_replaced, in_llamaindex, by_name])
@@ -143,14 +142,12 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
     def precompute(chunk: Any, compute: Callable[..., int] = engine.precompute) -> int:
         if chunk.context == "similar" and BELL in chunk.context_texts and not first:
             first.append(chunk.text)
-            delete_chunks_kv(
-                [Chunk(BELL)], other, lambda text: False
-            )  # from another process, before this one is stored
+            delete_precomputed([BELL], other)  # from another process, before this one is stored
         return compute(chunk)
 
     monkeypatch.setattr(engine, "precompute", precompute)
     monkeypatch.setattr(engine, "precompute_all", None, raising=False)
-    precompute_documents(ALL, engine)
+    precompute_documents(ALL, engine, ids=ALL)
     assert first
     for header in disk_tier(engine.store).headers():
         assert BELL not in texts_in(engine, header)
@@ -179,9 +176,9 @@ def test_blank_texts_are_no_chunks_even_where_nothing_else_is_there(opened, blan
 def test_an_engine_that_keeps_chunks_alone_forgets_what_another_computed_behind_them(opened):
     alone = opened(context="none")
     engine = opened()
-    precompute_documents(ALL, engine)
+    precompute_documents(ALL, engine, ids=ALL)
     assert BELL in (seen_by(engine, FOX) or ())
-    delete_chunks_kv([Chunk(BELL)], alone, lambda text: False)
+    delete_precomputed([BELL], alone)
     assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
 
 

@@ -32,7 +32,7 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.api import Engine
 from ragblend.index import ChunkIndex
 from ragblend.llm import ChatBlend
-from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore, LangChainEmbedder, PrecomputingVectorStore
+from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore, LangChainEmbedder
 
 
 def _words(engine: Engine) -> Iterator[tuple[int, str]]:
@@ -180,10 +180,17 @@ class TestBlendVectorStore(VectorStoreIntegrationTests):
             yield BlendVectorStore(index)
 
 
-class TestPrecomputingVectorStore(VectorStoreIntegrationTests):
+class TestBlendVectorStoreWithKV(VectorStoreIntegrationTests):
+    @pytest.fixture
+    def vectorstore(self, tmp_path: Path, chat_engine: Engine) -> Iterator[VectorStore]:
+        with open_index(tmp_path, LangChainEmbedder(self.get_embeddings()), create=True) as index:
+            yield BlendVectorStore(index, llm=chat_engine)
+
+
+class TestBlendVectorStoreOverAnotherStore(VectorStoreIntegrationTests):
     @pytest.fixture
     def vectorstore(self, chat_engine: Engine) -> VectorStore:
-        return PrecomputingVectorStore(InMemoryVectorStore(self.get_embeddings()), chat_engine)
+        return BlendVectorStore(InMemoryVectorStore(self.get_embeddings()), llm=chat_engine)
 
 
 class _Embeddings:

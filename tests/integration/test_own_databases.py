@@ -24,7 +24,7 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.frameworks.model import share_engine
 from ragblend.llm import ChatBlend
 from ragblend.precompute import ingest
-from ragblend.vectorstores import BlendEmbeddings, PrecomputingVectorStore
+from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
 
 PROMPT = ChatPromptTemplate.from_messages([("human", "{context}\n\n{input}")])
 DIM = 256
@@ -81,7 +81,7 @@ def test_what_a_database_gets_is_prefilled_and_goes_with_its_document(
     database: VectorStore, tmp_path: Path, chat_model_path: Path, passages: list[str]
 ) -> None:
     chat = ChatBlend(model=str(chat_model_path), store=tmp_path / "kv", on_miss="inline", max_tokens=4, strict=True)
-    store = PrecomputingVectorStore(database, chat)
+    store = BlendVectorStore(database, llm=chat)
     ids = store.add_documents([Document(text, metadata={"number": place}) for place, text in enumerate(passages[:4])])
     assert all(chat.engine.is_stored(text) for text in passages[:4])
 
