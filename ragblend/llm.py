@@ -21,15 +21,9 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
+from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import is_media, text_and_chunks
-from ragblend.frameworks.model import (
-    BlendModel,
-    NamedMessage,
-    Request,
-    iterate_in_thread,
-    redact_setting,
-    run_in_thread,
-)
+from ragblend.frameworks.model import BlendModel, NamedMessage, Request, redact_setting
 from ragblend.frameworks.tools import may_return_calls
 from ragblend.prompt.tools import CallReader
 from ragblend.prompt.types import Chunk, Message, ToolCall
@@ -568,7 +562,7 @@ def _ls_params(model: BlendModel, params: LangSmithParams, stop: list[str] | Non
     """LangChain's own reading of our fields, with what it cannot know."""
     params["ls_provider"] = "ragblend"
     if stop or model.stop:
-        params["ls_stop"] = stop or list(model.stop or ())
+        params["ls_stop"] = stop or list(model._options({}).stops)
     return params
 
 

@@ -15,8 +15,9 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
+from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import Block, refuse_block, text_and_chunks
-from ragblend.frameworks.model import BlendModel, NamedMessage, Request, iterate_in_thread, run_in_thread
+from ragblend.frameworks.model import BlendModel, NamedMessage, Request
 from ragblend.frameworks.tools import may_return_calls, read_answer
 from ragblend.prompt.tools import CallFormat, CallReader
 from ragblend.prompt.types import Chunk, Message, ToolCall

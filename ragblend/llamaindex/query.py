@@ -17,7 +17,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ragblend.errors import UsageError
-from ragblend.frameworks.model import delete_documents_kv, precompute_and_register, run_in_thread
+from ragblend.frameworks.aio import run_in_thread
+from ragblend.frameworks.model import delete_documents_kv, precompute_and_register
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.llamaindex.llm import BlendLLM
 
