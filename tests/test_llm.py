@@ -501,6 +501,61 @@ def test_texts_that_are_never_found_are_said(chat: ChatBlend, caplog: Any) -> No
     assert record.getMessage().startswith("nothing was reused: nothing in 3 prompts is stored")
 
 
+class CountingCache(InMemoryCache):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"lookup": 0, "update": 0}
+
+    def lookup(self, prompt: str, llm_string: str) -> Any:
+        self.counts["lookup"] += 1
+        return super().lookup(prompt, llm_string)
+
+    def update(self, prompt: str, llm_string: str, return_val: Any) -> None:
+        self.counts["update"] += 1
+        super().update(prompt, llm_string, return_val)
+
+
+class CountingCallbacks(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.counts = {"start": 0, "token": 0, "end": 0}
+
+    def on_llm_start(self, *_: Any, **__: Any) -> None:
+        self.counts["start"] += 1
+
+    def on_chat_model_start(self, *_: Any, **__: Any) -> None:
+        self.counts["start"] += 1
+
+    def on_llm_new_token(self, *_: Any, **__: Any) -> None:
+        self.counts["token"] += 1
+
+    def on_llm_end(self, *_: Any, **__: Any) -> None:
+        self.counts["end"] += 1
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+@pytest.mark.parametrize("way", ["invoke", "ainvoke", "batch", "generate_prompt", "stream", "astream"])
+async def test_callbacks_fire_once_and_the_cache_is_asked_once(kind: Any, way: str) -> None:
+    cache, callbacks = CountingCache(), CountingCallbacks()
+    llm, engine = scripted(kind, permits=99, cache=cache)
+    config: Any = {"callbacks": [callbacks]}
+    if way == "ainvoke":
+        await llm.ainvoke("Q", config)
+    elif way == "batch":
+        llm.batch(["Q"], config)
+    elif way == "generate_prompt":
+        llm.generate_prompt([ChatPromptValue(messages=[HumanMessage("Q")])], callbacks=[callbacks])
+    elif way == "astream":
+        assert [piece async for piece in llm.astream("Q", config)]
+    else:
+        assert list(getattr(llm, way)("Q", config))
+    is_stream = "stream" in way
+    assert len(engine.prompts) == 1
+    assert (callbacks.counts["start"], callbacks.counts["end"]) == (1, 1)
+    last = int(kind is ChatBlend)  # LangChain reports the empty chunk that ends a chat stream, too
+    assert callbacks.counts["token"] == (3 + last if is_stream else 0)
+    assert cache.counts == ({"lookup": 0, "update": 0} if is_stream else {"lookup": 1, "update": 1})
+
+
 # --- streaming, concurrency, cancelling -------------------------------------------------------------------------------
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pydantic import ConfigDict
-
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
 from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
@@ -69,10 +67,6 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     Agents, `structured_predict` and `as_structured_llm` hold the answer to calls and schemas while it is written (extra
     `structured`, save with vLLM); streams show a call once it is complete.
     """
-
-    model_config = ConfigDict(
-        arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid", hide_input_in_errors=True
-    )
 
     is_chat_model: bool = True
     raw: bool = False
