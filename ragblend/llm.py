@@ -13,29 +13,22 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 from uuid import UUID
 
-from pydantic import ConfigDict
-
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
+from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import is_media, text_and_chunks
-from ragblend.frameworks.model import (
-    BlendModel,
-    NamedMessage,
-    Request,
-    iterate_in_thread,
-    redact_setting,
-    run_in_thread,
-)
+from ragblend.frameworks.model import BlendModel, NamedMessage, Request, redact_setting
 from ragblend.frameworks.tools import may_return_calls
 from ragblend.prompt.tools import CallReader
 from ragblend.prompt.types import Chunk, Message, ToolCall
 
 try:
-    from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
+    from langchain_core.callbacks import Callbacks
     from langchain_core.documents import Document
     from langchain_core.exceptions import ContextOverflowError
     from langchain_core.language_models import BaseChatModel, BaseLLM, LangSmithParams, LanguageModelInput, ModelProfile
@@ -60,7 +53,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from ragblend.engine.api import Stream
 
-_CONFIG = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid", hide_input_in_errors=True)
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -78,7 +70,7 @@ class PromptOverflowError(PromptTooLongError, ContextOverflowError):
 
 
 class _LangChainModel(BlendModel):
-    """What ChatBlend and BlendLLM share besides their engine."""
+    """The behaviour of ChatBlend and BlendLLM. They differ in their requests, results and chunks."""
 
     @classmethod
     def from_model_id(cls, model_id: str, task: str | None = "text-generation", **settings: Any) -> Self:
@@ -165,6 +157,92 @@ class _LangChainModel(BlendModel):
             configs[0] = {**configs[0], "max_concurrency": batch.max_num_seqs}
         return configs
 
+    # --- answers ---
+
+    def _generate(self, prompts: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any) -> Any:
+        return self._answer_all(prompts, stop, kwargs)
+
+    async def _agenerate(
+        self, prompts: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> Any:
+        return await run_in_thread(partial(self._answer_all, prompts, stop, kwargs))
+
+    def _answer_all(
+        self, prompts: Any, stop: list[str] | None, call: Mapping[str, Any], cancelled: threading.Event | None = None
+    ) -> Any:
+        requests = self._requests(prompts, stop, call)
+        return self._result(requests, self._answers(requests, cancelled))
+
+    def _stream(
+        self,
+        prompt: Any,
+        stop: list[str] | None = None,
+        run_manager: Any = None,
+        *,
+        stream_usage: bool | None = None,
+        **kwargs: Any,
+    ) -> Generator[Any]:
+        request = self._request(prompt, stop, **kwargs)
+        if request.options.n not in (None, 1):
+            raise UsageError(
+                f"n is {request.options.n}; a stream has one answer: use invoke, generate or batch for several"
+            )
+        stream = self._open(request)
+        for chunk in self._chunks(request, self._pieces(stream, request)):
+            if run_manager is not None:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+        yield self._last_chunk(stream.result, stream_usage)
+
+    async def _astream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        async for chunk in iterate_in_thread(self._stream(prompt, stop, **kwargs)):
+            calls = getattr(getattr(chunk, "message", None), "tool_call_chunks", None)
+            if run_manager is not None and (chunk.text or calls):
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    def _request(self, prompt: Any, stop: list[str] | None, **call: Any) -> Request:
+        raise NotImplementedError
+
+    def _requests(self, prompts: Any, stop: list[str] | None, call: Mapping[str, Any]) -> list[Request]:
+        """The requests of one `_generate`."""
+        raise NotImplementedError
+
+    def _result(self, requests: Sequence[Request], answers: Sequence[Sequence[Generation]]) -> Any:
+        """LangChain's result of one or more answers to each request."""
+        raise NotImplementedError
+
+    def _chunks(self, request: Request, pieces: Iterator[str]) -> Iterator[Any]:
+        """LangChain's chunks of a streamed answer, without the last one."""
+        raise NotImplementedError
+
+    def _last_chunk(self, result: Generation, stream_usage: bool | None) -> Any:
+        """The chunk that ends a streamed answer, with the report."""
+        raise NotImplementedError
+
+    def _facts(self, result: Generation) -> dict[str, Any]:
+        """What goes into `response_metadata`; the report is under "ragblend"."""
+        facts = {
+            "model_name": self.model,
+            "model_provider": "ragblend",
+            "finish_reason": result.finish_reason,
+            "ragblend": result.report.as_dict(),
+        }
+        return facts if result.logprobs is None else facts | {"logprobs": self._logprobs(result)}
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        return self._settings()
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        whole: Any = super()  # LangChain's half
+        params: LangSmithParams = whole._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "ragblend"
+        stops = stop or list(self._options({}).stops)
+        return params | {"ls_stop": stops} if stops else params
+
     def _open(self, request: Request) -> Stream:
         with _translate_overflow():
             return super()._open(request)
@@ -183,7 +261,8 @@ def _translate_overflow() -> Iterator[None]:
         raise PromptOverflowError(str(error)) from error
 
 
-class ChatBlend(_LangChainModel, BaseChatModel):
+# LangChain names the first argument of `_generate` and `_stream` differently in its two classes.
+class ChatBlend(_LangChainModel, BaseChatModel):  # type: ignore[misc]
     """A LangChain chat model that answers from fused chunk KV.
 
     `ChatBlend(model="demo", store="kv/")`, or `ChatBlend(engine=engine)`. Every call may set mode, rule,
@@ -196,21 +275,12 @@ class ChatBlend(_LangChainModel, BaseChatModel):
     PromptOverflowError: our PromptTooLongError, and LangChain's ContextOverflowError.
     """
 
-    model_config = _CONFIG
-
     streaming: bool = False  # True: `invoke` streams inside, so that token callbacks fire
     stream_usage: bool = True  # whether a stream ends with the tokens that it took
 
     @property
     def _llm_type(self) -> str:
         return "ragblend-chat"
-
-    @property
-    def _identifying_params(self) -> Mapping[str, Any]:
-        return self._settings()
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return _ls_params(self, super()._get_ls_params(stop=stop, **kwargs), stop)
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         # A key of LangChain's answer cache. By itself it would take the serialised form, which says nothing of the
@@ -277,10 +347,10 @@ class ChatBlend(_LangChainModel, BaseChatModel):
 
         return bind_structured_output(self, schema, method=method, include_raw=include_raw, strict=strict, **kwargs)
 
-    def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, **call: Any) -> Request:
-        if not messages:
+    def _request(self, prompt: Sequence[BaseMessage], stop: list[str] | None, **call: Any) -> Request:
+        if not prompt:
             raise UsageError("no messages given; pass at least one message with text")
-        return self._prepare(map(_named_message, messages), stop=stop, **call)
+        return self._prepare(map(_named_message, prompt), stop=stop, **call)
 
     def generate(
         self,
@@ -310,71 +380,36 @@ class ChatBlend(_LangChainModel, BaseChatModel):
             run=[info for result in results for info in result.run or ()] or None,
         )
 
-    def _generate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> ChatResult:
-        request = self._request(messages, stop, **kwargs)
-        ((first, *others),) = self._answers([request])
-        result = _chat_result(self, request, first)
-        result.generations += [_chat_result(self, request, each).generations[0] for each in others]
-        return result
+    def _requests(self, prompts: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]) -> list[Request]:
+        return [self._request(prompts, stop, **call)]
 
-    async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> ChatResult:
-        def answer(cancelled: threading.Event) -> tuple[Request, list[Generation]]:
-            request = self._request(messages, stop, **kwargs)
-            return request, self._answers([request], cancelled)[0]
+    def _result(self, requests: Sequence[Request], answers: Sequence[Sequence[Generation]]) -> ChatResult:
+        return ChatResult(generations=[self._generation(requests[0], each) for each in answers[0]])
 
-        request, answers = await run_in_thread(answer)
-        return ChatResult(generations=[_chat_result(self, request, each).generations[0] for each in answers])
+    def _generation(self, request: Request, result: Generation) -> ChatGeneration:
+        said: dict[str, Any] = {"content": result.text}
+        if request.options.tools and may_return_calls(request.options):
+            from ragblend.chat_tools import tool_fields
 
-    def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        *,
-        stream_usage: bool | None = None,
-        **kwargs: Any,
-    ) -> Generator[ChatGenerationChunk]:
-        request = self._request(messages, stop, **kwargs)
-        _reject_multiple_answers(request)
+            said = tool_fields(result.text, self.engine.renderer.calls_shown)
+        message = AIMessage(**said, usage_metadata=_usage(result), response_metadata=self._facts(result))
+        return ChatGeneration(message=message)
+
+    def _chunks(self, request: Request, pieces: Iterator[str]) -> Iterator[ChatGenerationChunk]:
+        if request.options.tools and may_return_calls(request.options):
+            from ragblend.chat_tools import tool_chunks
+
+            messages = tool_chunks(CallReader(self.engine.renderer.calls_shown), pieces)
+        else:
+            messages = (AIMessageChunk(content=piece) for piece in pieces)
+        return (ChatGenerationChunk(message=message) for message in messages)
+
+    def _last_chunk(self, result: Generation, stream_usage: bool | None) -> ChatGenerationChunk:
         wants_usage = self.stream_usage if stream_usage is None else stream_usage
-        stream = self._open(request)
-        for message in _chunks(self, request, self._pieces(stream, request)):
-            chunk = ChatGenerationChunk(message=message)
-            if run_manager is not None:
-                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-            yield chunk
-        yield ChatGenerationChunk(
-            message=AIMessageChunk(
-                content="",
-                usage_metadata=_usage(stream.result) if wants_usage else None,
-                response_metadata=_facts(self, stream.result),
-                chunk_position="last",
-            )
+        usage, facts = _usage(result) if wants_usage else None, self._facts(result)
+        return ChatGenerationChunk(
+            message=AIMessageChunk(content="", usage_metadata=usage, response_metadata=facts, chunk_position="last")
         )
-
-    async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        async for chunk in iterate_in_thread(self._stream(messages, stop, **kwargs)):
-            if run_manager is not None and (chunk.text or getattr(chunk.message, "tool_call_chunks", None)):
-                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-            yield chunk
 
 
 class BlendLLM(_LangChainModel, BaseLLM):
@@ -385,8 +420,6 @@ class BlendLLM(_LangChainModel, BaseLLM):
     settings that differ to the constructor.
     """
 
-    model_config = _CONFIG
-
     raw: bool = False
     streaming: bool = False  # accepted for compatibility; use `stream`
 
@@ -394,12 +427,8 @@ class BlendLLM(_LangChainModel, BaseLLM):
     def _llm_type(self) -> str:
         return "ragblend"
 
-    @property
-    def _identifying_params(self) -> Mapping[str, Any]:
-        return {**self._settings(), "raw": self.raw}
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return _ls_params(self, super()._get_ls_params(stop=stop, **kwargs), stop)
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "raw": self.raw}
 
     def as_chat(self) -> ChatBlend:
         """The chat model over the same engine, with the same settings."""
@@ -451,55 +480,26 @@ class BlendLLM(_LangChainModel, BaseLLM):
             return self._prepare(map(_named_message, prompt.messages), stop=stop, **call)
         return self._prepare(prompt, raw=self.raw, stop=stop, **call)
 
-    def _generate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> LLMResult:
-        return _llm_result(self, self._answers([self._request(prompt, stop, **kwargs) for prompt in prompts]))
+    def _requests(self, prompts: list[str], stop: list[str] | None, call: Mapping[str, Any]) -> list[Request]:
+        return [self._request(prompt, stop, **call) for prompt in prompts]
 
-    async def _agenerate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> LLMResult:
-        def answers(cancelled: threading.Event) -> list[list[Generation]]:
-            return self._answers([self._request(prompt, stop, **kwargs) for prompt in prompts], cancelled)
+    def _result(self, requests: Sequence[Request], answers: Sequence[Sequence[Generation]]) -> LLMResult:
+        usages = [_usage(result) for results in answers for result in results]
+        names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
+        token_usage = {theirs: sum(usage[ours] for usage in usages) for ours, theirs in names.items()}  # type: ignore[literal-required]
+        return LLMResult(
+            generations=[
+                [TextGeneration(text=result.text, generation_info=self._facts(result)) for result in results]
+                for results in answers
+            ],
+            llm_output={"model_name": self.model, "token_usage": token_usage},
+        )
 
-        return _llm_result(self, await run_in_thread(answers))
+    def _chunks(self, request: Request, pieces: Iterator[str]) -> Iterator[GenerationChunk]:
+        return (GenerationChunk(text=piece) for piece in pieces)
 
-    def _stream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Generator[GenerationChunk]:
-        request = self._request(prompt, stop, **kwargs)
-        _reject_multiple_answers(request)
-        stream = self._open(request)
-        for piece in self._pieces(stream, request):
-            chunk = GenerationChunk(text=piece)
-            if run_manager is not None:
-                run_manager.on_llm_new_token(piece, chunk=chunk)
-            yield chunk
-        yield GenerationChunk(text="", generation_info=_facts(self, stream.result))
-
-    async def _astream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[GenerationChunk]:
-        async for chunk in iterate_in_thread(self._stream(prompt, stop, **kwargs)):
-            if run_manager is not None and chunk.text:
-                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-            yield chunk
+    def _last_chunk(self, result: Generation, stream_usage: bool | None) -> GenerationChunk:
+        return GenerationChunk(text="", generation_info=self._facts(result))
 
 
 class _PromptWithRoles(str):
@@ -564,14 +564,6 @@ def _document_chunk(document: Document | Chunk) -> Chunk:
     return Chunk(document.page_content.strip(), str(document.metadata.get("source") or ""), metadata=document.metadata)
 
 
-def _ls_params(model: BlendModel, params: LangSmithParams, stop: list[str] | None) -> LangSmithParams:
-    """LangChain's own reading of our fields, with what it cannot know."""
-    params["ls_provider"] = "ragblend"
-    if stop or model.stop:
-        params["ls_stop"] = stop or list(model.stop or ())
-    return params
-
-
 def _usage(result: Generation) -> UsageMetadata:
     report = result.report
     return UsageMetadata(
@@ -580,54 +572,3 @@ def _usage(result: Generation) -> UsageMetadata:
         total_tokens=report.prompt_tokens + report.completion_tokens,
         input_token_details={"cache_read": report.num_reused_tokens},
     )
-
-
-def _facts(model: BlendModel, result: Generation) -> dict[str, Any]:
-    """What goes into `response_metadata`; the report is under "ragblend"."""
-    facts = {
-        "model_name": model.model,
-        "model_provider": "ragblend",
-        "finish_reason": result.finish_reason,
-        "ragblend": result.report.as_dict(),
-    }
-    return facts if result.logprobs is None else facts | {"logprobs": model._logprobs(result)}
-
-
-def _chunks(model: BlendModel, request: Request, pieces: Iterator[str]) -> Iterator[AIMessageChunk]:
-    """A streamed answer's messages."""
-    if request.options.tools and may_return_calls(request.options):
-        from ragblend.chat_tools import tool_chunks
-
-        return tool_chunks(CallReader(model.engine.renderer.calls_shown), pieces)
-    return (AIMessageChunk(content=piece) for piece in pieces)
-
-
-def _chat_result(model: BlendModel, request: Request, result: Generation) -> ChatResult:
-    said: dict[str, Any] = {"content": result.text}
-    if request.options.tools and may_return_calls(request.options):
-        from ragblend.chat_tools import tool_fields
-
-        said = tool_fields(result.text, model.engine.renderer.calls_shown)
-    message = AIMessage(**said, usage_metadata=_usage(result), response_metadata=_facts(model, result))
-    return ChatResult(generations=[ChatGeneration(message=message)])
-
-
-def _llm_result(model: BlendModel, answers: Sequence[Sequence[Generation]]) -> LLMResult:
-    """`answers`: of every prompt, one or more."""
-    usages = [_usage(result) for results in answers for result in results]
-    names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
-    token_usage = {theirs: sum(usage[ours] for usage in usages) for ours, theirs in names.items()}  # type: ignore[literal-required]
-    return LLMResult(
-        generations=[
-            [TextGeneration(text=result.text, generation_info=_facts(model, result)) for result in results]
-            for results in answers
-        ],
-        llm_output={"model_name": model.model, "token_usage": token_usage},
-    )
-
-
-def _reject_multiple_answers(request: Request) -> None:
-    if request.options.n not in (None, 1):
-        raise UsageError(
-            f"n is {request.options.n}; a stream has one answer: use invoke, generate or batch for several"
-        )

@@ -24,7 +24,8 @@ from langchain_core.runnables import (
 from langchain_core.runnables.base import RunnableBindingBase
 
 from ragblend.errors import UsageError
-from ragblend.frameworks.model import precompute_and_register, run_in_thread
+from ragblend.frameworks.aio import run_in_thread
+from ragblend.frameworks.model import precompute_and_register
 from ragblend.frameworks.windows import DocumentWindow, chunk_token_budget, windows_of
 
 _COUNTS = ("prompt_tokens", "num_reused_tokens", "num_recomputed_tokens")

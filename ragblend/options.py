@@ -7,8 +7,9 @@ models and vLLM's connector take their fields from here. Knows values, and nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
 
@@ -141,9 +142,22 @@ def check_options(options: _Dataclass) -> None:
         _check_option(each, getattr(options, each.name))
 
 
-def check_option(options: type, name: str, value: Any) -> None:
-    """Raise UsageError where the field `name` of the dataclass `options` may not have `value`."""
-    _check_option(options.__dataclass_fields__[name], value)  # type: ignore[attr-defined]
+def check_names(what: str, given: Mapping[str, Any], options: type) -> None:
+    """Raise UsageError for a name in `given` that no field of the dataclass `options` has, with the nearest one."""
+    known = [each.name for each in fields(options)]
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{what} has no option {name!r}{nearest(name, known)}; it has {', '.join(sorted(known))}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest known one, or "" if none is similar.
+
+    >>> nearest("max_token", ["max_tokens", "seed"]), nearest("k", ["seed"])
+    ("; the nearest is 'max_tokens'", '')
+    """
+    found = get_close_matches(name, known, 1)
+    return f"; the nearest is {found[0]!r}" if found else ""
 
 
 def _check_option(each: Field[Any], value: Any) -> None:
@@ -279,7 +293,36 @@ class ModelKeywords(TypedDict, total=False):
 
 
 class LoadKeywords(TierKeywords, ModelKeywords, total=False):
-    """Keyword arguments that are ModelOptions or TierOptions, for type checkers."""
+    """Keyword arguments that are LoadOptions or ModelOptions, for type checkers."""
+
+    system: str | None
+    namespace: str
+    on_miss: str
+    shadow: float
+    context: ContextPolicy | None
+    new_model: bool
+    max_num_seqs: int | None
+    vllm_options: Mapping[str, Any] | None
+    api_key: str | None
+    timeout: float | None
+    max_retries: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions(TierOptions):
+    """Arguments of `load_engine` besides model, store, backend and ModelOptions."""
+
+    system: str | None = None
+    namespace: str = ""
+    on_miss: str = "store"
+    shadow: float = 0.0
+    context: ContextPolicy | None = None
+    new_model: bool = False
+    max_num_seqs: int | None = None
+    vllm_options: Mapping[str, Any] | None = None
+    api_key: str | None = None
+    timeout: float | None = None
+    max_retries: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ from langchain_core.messages.ai import add_ai_message_chunks
 from langchain_core.prompt_values import ChatPromptValue
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableLambda
-from pydantic import ValidationError
 
 from ragblend import Chunk, Prompt
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
@@ -44,7 +43,8 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, UsageError
-from ragblend.frameworks.model import ChunkNotReusedError, precompute_and_register, share_engine
+from ragblend.frameworks.engines import share_engine
+from ragblend.frameworks.model import ChunkNotReusedError, precompute_and_register
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
@@ -232,7 +232,7 @@ def test_usage_and_metadata(chat: ChatBlend) -> None:
 
 
 def test_sampling_is_said_as_other_chat_models_say_it(engine: TransformersEngine) -> None:
-    chat = ChatBlend(engine=engine, max_tokens=8, temperature=1.0, seed=3, top_k=5, min_p=0.01)
+    chat = ChatBlend(engine=engine, max_tokens=8, temperature=1.0, seed=3, top_k=5, call_options={"min_p": 0.01})
     plain = chat.invoke(CONTEXT)
     assert chat.invoke(CONTEXT).content == plain.content
     first = engine.generate(chat._prepare(CONTEXT).prompt, max_tokens=1).token_ids[0]
@@ -319,7 +319,9 @@ def rebuilt(model: Any) -> Any:
 @pytest.mark.parametrize("copied", [copy.deepcopy, rebuilt, lambda model: model.model_copy(deep=True)])
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind: Any, copied: Any, tmp_path: Path) -> None:
-    model = kind(store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, stop=["never"], strict=True)
+    model = kind(
+        model="demo", store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, stop=["never"], strict=True
+    )
     precompute_and_register([A, B], model)
     other = copied(model)
     assert other.engine is model.engine
@@ -337,7 +339,7 @@ def test_a_store_named_by_a_relative_path_is_the_same_from_every_working_folder(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    llm = BlendLLM(store="kv")
+    llm = BlendLLM(model="demo", store="kv")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     for other in (rebuilt(llm), copy.deepcopy(llm), llm.as_chat()):
@@ -348,7 +350,7 @@ def test_a_store_named_by_a_relative_path_is_the_same_from_every_working_folder(
 
 @pytest.mark.slow
 def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
-    chat = ChatBlend(store=str(tmp_path / "kv"), max_tokens=4, namespace="mine")
+    chat = ChatBlend(model="demo", store=str(tmp_path / "kv"), max_tokens=4, namespace="mine")
     precompute_and_register([A, B], chat)
     answer = chat.invoke(CONTEXT)
     chain = PromptTemplate.from_template("{text}") | chat
@@ -363,7 +365,7 @@ def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
 def test_a_forked_process_is_told_to_load_its_own_instead_of_hanging(tmp_path: Path) -> None:
     code = (
         "import os, sys; from ragblend.llm import ChatBlend\n"
-        "chat = ChatBlend(store=sys.argv[1], max_tokens=1)\n"
+        "chat = ChatBlend(model='demo', store=sys.argv[1], max_tokens=1)\n"
         "chat.invoke('Who?')\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -371,7 +373,7 @@ def test_a_forked_process_is_told_to_load_its_own_instead_of_hanging(tmp_path: P
         "        chat.invoke('Who?')\n"
         "    except Exception as error:\n"
         "        print(error)\n"
-        "    own = ChatBlend(store=sys.argv[1], max_tokens=1)\n"
+        "    own = ChatBlend(model='demo', store=sys.argv[1], max_tokens=1)\n"
         "    print(own.engine is chat.engine)\n"
         "    sys.exit()\n"  # at exit, the child leaves its parent's engine alone
         "os.waitpid(child, 0)\n"
@@ -391,7 +393,7 @@ def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_
         from ragblend.corpus.chunk_registry import open_registry
         from ragblend.llm import BlendLLM
         from ragblend.precompute import precompute_documents
-        llm = BlendLLM(store=sys.argv[1], max_tokens=3)
+        llm = BlendLLM(model='demo', store=sys.argv[1], max_tokens=3)
         texts = [f"The red boat number {n} is in the harbour of Oslo, long enough to be found." for n in range(8)]
         precompute_documents(texts, llm)
         def ask():
@@ -452,7 +454,7 @@ def test_what_cannot_be_pickled_says_why_and_is_shared_by_deep_copies(engine: Tr
 
 def test_configurable_fields_open_the_engine_that_they_name(tmp_path: Path) -> None:
     options = {"memory_gib": 1}
-    model = ChatBlend(store=tmp_path / "a", max_tokens=2, engine_options=options)
+    model = ChatBlend(model="demo", store=tmp_path / "a", max_tokens=2, engine_options=options)
     fields = {"temperature": ConfigurableField("t"), "store": ConfigurableField("s")}
     configurable: Any = model.configurable_fields(**fields)
     warm, _ = configurable._prepare({"configurable": {"t": 0.5}})
@@ -470,7 +472,7 @@ LONG = "Context: " + "Nobody has ingested this text about the harbour. " * 30 + 
 
 
 def test_a_chain_over_a_store_that_was_never_filled_is_told_to_ingest(tmp_path: Path, caplog: Any) -> None:
-    llm = BlendLLM(store=tmp_path, max_tokens=1, engine_options={"memory_gib": 1})
+    llm = BlendLLM(model="demo", store=tmp_path, max_tokens=1, engine_options={"memory_gib": 1})
     for _ in range(4):
         llm.invoke(LONG, max_tokens=1)
     llm.engine.close()
@@ -481,7 +483,7 @@ def test_a_chain_over_a_store_that_was_never_filled_is_told_to_ingest(tmp_path: 
 
 
 def test_a_model_that_is_asked_without_documents_is_not_warned(tmp_path: Path, caplog: Any) -> None:
-    chat = ChatBlend(store=tmp_path, max_tokens=1)
+    chat = ChatBlend(model="demo", store=tmp_path, max_tokens=1)
     for _ in range(4):
         chat.invoke("Who are you?")
     precompute_and_register([A, B], chat)
@@ -497,6 +499,61 @@ def test_texts_that_are_never_found_are_said(chat: ChatBlend, caplog: Any) -> No
         chat.invoke(LONG, max_tokens=1)
     (record,) = caplog.records
     assert record.getMessage().startswith("nothing was reused: nothing in 3 prompts is stored")
+
+
+class CountingCache(InMemoryCache):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"lookup": 0, "update": 0}
+
+    def lookup(self, prompt: str, llm_string: str) -> Any:
+        self.counts["lookup"] += 1
+        return super().lookup(prompt, llm_string)
+
+    def update(self, prompt: str, llm_string: str, return_val: Any) -> None:
+        self.counts["update"] += 1
+        super().update(prompt, llm_string, return_val)
+
+
+class CountingCallbacks(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.counts = {"start": 0, "token": 0, "end": 0}
+
+    def on_llm_start(self, *_: Any, **__: Any) -> None:
+        self.counts["start"] += 1
+
+    def on_chat_model_start(self, *_: Any, **__: Any) -> None:
+        self.counts["start"] += 1
+
+    def on_llm_new_token(self, *_: Any, **__: Any) -> None:
+        self.counts["token"] += 1
+
+    def on_llm_end(self, *_: Any, **__: Any) -> None:
+        self.counts["end"] += 1
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+@pytest.mark.parametrize("way", ["invoke", "ainvoke", "batch", "generate_prompt", "stream", "astream"])
+async def test_callbacks_fire_once_and_the_cache_is_asked_once(kind: Any, way: str) -> None:
+    cache, callbacks = CountingCache(), CountingCallbacks()
+    llm, engine = scripted(kind, permits=99, cache=cache)
+    config: Any = {"callbacks": [callbacks]}
+    if way == "ainvoke":
+        await llm.ainvoke("Q", config)
+    elif way == "batch":
+        llm.batch(["Q"], config)
+    elif way == "generate_prompt":
+        llm.generate_prompt([ChatPromptValue(messages=[HumanMessage("Q")])], callbacks=[callbacks])
+    elif way == "astream":
+        assert [piece async for piece in llm.astream("Q", config)]
+    else:
+        assert list(getattr(llm, way)("Q", config))
+    is_stream = "stream" in way
+    assert len(engine.prompts) == 1
+    assert (callbacks.counts["start"], callbacks.counts["end"]) == (1, 1)
+    last = int(kind is ChatBlend)  # LangChain reports the empty chunk that ends a chat stream, too
+    assert callbacks.counts["token"] == (3 + last if is_stream else 0)
+    assert cache.counts == ({"lookup": 0, "update": 0} if is_stream else {"lookup": 1, "update": 1})
 
 
 # --- streaming, concurrency, cancelling -------------------------------------------------------------------------------
@@ -603,12 +660,12 @@ async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind: Any
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"mode": "fast"}, ValidationError),
-        ({"recompute_ratio": 2.0}, ValidationError),
-        ({"recompute_ratio": "most"}, ValidationError),
-        ({"max_tokens": 0}, ValidationError),
+        ({"mode": "fast"}, UsageError),
+        ({"recompute_ratio": 2.0}, UsageError),
+        ({"recompute_ratio": "most"}, UsageError),
+        ({"max_tokens": 0}, UsageError),
         ({"rule": "best"}, UsageError),
-        ({"temperature": -1.0}, ValidationError),
+        ({"temperature": -1.0}, UsageError),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], error: type[Exception], engine: TransformersEngine) -> None:
@@ -658,15 +715,15 @@ def test_an_option_of_a_wrong_type_is_named_by_a_call_and_by_a_model(
     with pytest.raises(UsageError, match=f"^{name} is .*; choose "):
         kind(engine=engine)._options(option)
     if name in kind.model_fields:
-        with pytest.raises(ValidationError, match=f"{name} is .*; choose "):
+        with pytest.raises(UsageError, match=f"{name} is .*; choose "):
             kind(engine=engine, **option)
 
 
 @pytest.mark.parametrize("option", [{"max_retries": -1}, {"max_retries": "2"}, {"store": 5}])
 def test_a_field_of_a_wrong_type_is_named(option: dict[str, Any]) -> None:
     (name,) = option
-    with pytest.raises(ValidationError, match=f"{name} is .*; choose "):
-        ChatBlend(**option)
+    with pytest.raises(UsageError, match=f"{name} is .*; choose "):
+        ChatBlend(model="demo", **option)
 
 
 def test_unknown_roles_are_refused(chat: ChatBlend) -> None:
@@ -689,28 +746,28 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 def test_how_a_model_is_loaded_is_said_as_transformers_says_it(kind: Any, tmp_path: Path) -> None:
-    model = kind(store=tmp_path, torch_dtype="bfloat16", device_map="cpu", model_kwargs={"token": "hf_secret"})
+    options = {"device_map": "cpu", "model_kwargs": {"token": "hf_secret"}}
+    model = kind(model="demo", store=tmp_path, torch_dtype="bfloat16", engine_options=options)
     assert str(model.engine.layers.dtype) == "torch.bfloat16"
-    assert (model.dtype, kind(store=tmp_path, dtype=model.engine.layers.dtype, device_map="cpu").dtype) == (
-        "bfloat16", "bfloat16",
-    )  # fmt: skip
+    again = kind(model="demo", store=tmp_path, dtype=model.engine.layers.dtype, engine_options=options)
+    assert (model.dtype, again.dtype, again.engine) == ("bfloat16", "bfloat16", model.engine)
     assert "hf_secret" not in f"{model!r} {model.model_dump()} {model._identifying_params}"
     assert model.configurable_fields(dtype=ConfigurableField("d")) is not None
     model.engine.close()
-    with pytest.raises(ValidationError, match="dtype is 'float8'; choose one of auto"):
+    with pytest.raises(UsageError, match="dtype is 'float8'; choose one of auto"):
         kind(torch_dtype="float8")
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_the_ingestion_context_is_a_field(kind: Any, tmp_path: Path) -> None:
-    model = kind(store=tmp_path, context="similar")
+def test_the_ingestion_context_is_an_engine_option(kind: Any, tmp_path: Path) -> None:
+    model = kind(model="demo", store=tmp_path, engine_options={"context": "similar"})
     assert model.engine.context == "similar"
     precompute_and_register([A, B], model)
     assert model.engine.is_stored(Chunk(B, context="similar"))
-    assert kind(store=tmp_path, context="none").engine is not model.engine
+    assert kind(model="demo", store=tmp_path, engine_options={"context": "none"}).engine is not model.engine
     model.engine.close()
-    with pytest.raises(ValidationError, match="'none' or 'similar'"):
-        kind(store=tmp_path / "other", context="some")
+    with pytest.raises(UsageError, match="context is 'some'; choose one of none, similar"):
+        kind(model="demo", store=tmp_path / "other", engine_options={"context": "some"})
 
 
 def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(tmp_path: Path) -> None:
@@ -730,14 +787,14 @@ def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 def test_engine_options_that_nothing_could_use_are_refused(kind: Any, engine: TransformersEngine) -> None:
-    with pytest.raises(ValidationError, match=r"engine_options has memory.*choose from disk_gib.*memory_gib.*shadow"):
+    with pytest.raises(UsageError, match=r"engine_options has memory.*nearest is 'memory_gib'; choose from .*shadow"):
         kind(engine_options={"memory": 8})
-    with pytest.raises(ValidationError, match="engine_options has device"):
+    with pytest.raises(UsageError, match="engine_options has device"):
         kind(engine_options={"device": "cpu"})
-    with pytest.raises(ValidationError, match="hand them to load_engine"):
+    with pytest.raises(UsageError, match="hand them to load_engine"):
         kind(engine=engine, engine_options={"memory_gib": 8})
-    with pytest.raises(ValidationError, match="memory_gib cannot be set here"):
-        kind(backend="http://127.0.0.1:1", engine_options={"memory_gib": 8})
+    with pytest.raises(UsageError, match="memory_gib cannot be set here"):
+        kind(model="demo", backend="http://127.0.0.1:1", engine_options={"memory_gib": 8})
 
 
 @pytest.mark.slow
@@ -745,7 +802,7 @@ def test_a_script_that_closes_nothing_ends_well_and_stores_its_misses(tmp_path: 
     code = (
         "import sys; from ragblend import load_engine; from ragblend.llm import ChatBlend\n"
         "own, given = sys.argv[1:]\n"
-        "for chat in (ChatBlend(store=own), ChatBlend(engine=load_engine('demo', given))):\n"
+        "for chat in (ChatBlend(model='demo', store=own), ChatBlend(engine=load_engine('demo', given))):\n"
         f"    chat.invoke([('user', [{{'type': 'text', 'text': {A!r}, 'chunk_id': '1'}}, 'Who?'])], max_tokens=1)"
     )
     stores = [tmp_path / "own", tmp_path / "given"]

@@ -8,8 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreMismatchError, UsageError
 from ragblend.files.places import user_path
+from ragblend.options import (
+    MODEL_NAMES,
+    TIER_NAMES,
+    LoadKeywords,
+    LoadOptions,
+    ModelOptions,
+    TierOptions,
+    check_names,
+    is_url,
+)
 from ragblend.redaction import has_secret, redact
 
 if TYPE_CHECKING:
@@ -18,178 +29,120 @@ if TYPE_CHECKING:
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.vllm.client import VllmClient
     from ragblend.engine.vllm.engine import VllmEngine
-from ragblend.engine.store.open import open_store
-from ragblend.options import (
-    TIER_NAMES,
-    ContextPolicy,
-    LoadKeywords,
-    ModelOptions,
-    TierKeywords,
-    TierOptions,
-    is_url,
-)
 
 
 @overload
 def load_engine(
-    model: str | Path | tuple[Any, Any] = "demo",
+    model: str | Path | tuple[Any, Any] | None = None,
     store: str | Path | KVStore | None = None,
     *,
     backend: Literal["transformers"] = "transformers",
-    system: str | None = None,
-    namespace: str = "",
-    on_miss: str = "store",
-    shadow: float = 0.0,
-    context: ContextPolicy | None = None,
-    new_model: bool = False,
-    max_num_seqs: int | None = None,
-    **loading: Unpack[LoadKeywords],
+    **options: Unpack[LoadKeywords],
 ) -> TransformersEngine: ...
 
 
 @overload
 def load_engine(
-    model: str | Path | tuple[Any, Any] = "demo",
+    model: str | Path | tuple[Any, Any] | None = None,
     store: str | Path | KVStore | None = None,
     *,
     backend: str,
-    system: str | None = None,
-    namespace: str = "",
-    on_miss: str = "store",
-    shadow: float = 0.0,
-    context: ContextPolicy | None = None,
-    new_model: bool = False,
-    max_num_seqs: int | None = None,
-    vllm_options: Mapping[str, Any] | None = None,
-    api_key: str | None = None,
-    timeout: float | None = None,
-    max_retries: int | None = None,
-    **loading: Unpack[LoadKeywords],
+    **options: Unpack[LoadKeywords],
 ) -> Engine: ...
 
 
 def load_engine(
-    model: str | Path | tuple[Any, Any] = "demo",
+    model: str | Path | tuple[Any, Any] | None = None,
     store: str | Path | KVStore | None = None,
     *,
     backend: str = "transformers",
-    system: str | None = None,
-    namespace: str = "",
-    on_miss: str = "store",
-    shadow: float = 0.0,
-    context: ContextPolicy | None = None,
-    new_model: bool = False,
-    max_num_seqs: int | None = None,
-    vllm_options: Mapping[str, Any] | None = None,
-    api_key: str | None = None,
-    timeout: float | None = None,
-    max_retries: int | None = None,
-    **loading: Unpack[LoadKeywords],
+    **options: Unpack[LoadKeywords],
 ) -> Engine:
-    """A model with its store, ready to precompute and answer.
+    """Return a model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded, whose
-    attention is then ours, with its own inside for its own forward. `store`: a directory, any KVStore, or None for
-    memory only. `loading`: ModelOptions (dtype or torch_dtype, device or device_map, attn_implementation, revision,
-    cache_dir, local_files_only, trust_remote_code, model_kwargs), and TierOptions, the budgets, remote and dtype of
-    `open_store`; a KVStore that is passed has its own.
-    `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
-    KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added. `context`: what the
-    store's chunks were computed behind besides the prefix; None is what it remembers, so it is said where the KV is
-    in a remote tier that somebody else fills.
-
-    `shadow`: full prefill also runs, after the answer, for this share of the requests answered from fused KV;
-    `engine.shadow` counts how often they agree, each report's `shadow` says what was found.
-
-    `max_num_seqs`: answers whose tokens are decoded together at most, each with its KV in memory; None is 8, and 1 is
-    one after another. With vLLM it is one of `vllm_options`.
+    attention is then ours, with its own inside for its own forward. None is the model whose KV the store holds.
+    `store`: a directory, any KVStore, or None for memory only.
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
     server that `ragblend serve` started. Over HTTP the KV is the server's: `store` only remembers the chunks' texts,
     and what loads the model or is a tier's is set where the server starts (UsageError here), save where the tokenizer
     is found. `api_key`, `timeout` (seconds) and `max_retries` are for HTTP.
+
+    `options` are LoadOptions. How the model is loaded: ModelOptions (dtype or torch_dtype, device or device_map,
+    attn_implementation, revision, cache_dir, local_files_only, trust_remote_code, adapter, model_kwargs). The store's
+    tiers: TierOptions, the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
+
+    `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
+    KV is rejected with StoreMismatchError, unless `new_model` says that this one is to be added. `context`: what the
+    store's chunks were computed behind besides the prefix; None is what the store remembers, so it is given where the
+    KV is in a remote tier that another process fills.
+
+    `shadow`: full prefill also runs, after the answer, for this share of the requests answered from fused KV;
+    `engine.shadow` counts how often they agree, each report's `shadow` has what was found.
+
+    `max_num_seqs`: answers whose tokens are decoded together at most, each with its KV in memory; None is 8, and 1 is
+    one after another. With vLLM it is one of `vllm_options`.
     """
-    tiers: TierKeywords = {name: value for name, value in loading.items() if name in TIER_NAMES}  # type: ignore[assignment]
-    asked = ModelOptions.from_keywords(**{name: value for name, value in loading.items() if name not in tiers})
+    given: dict[str, Any] = {**options}
+    loading = {name: given.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in given}
+    asked = ModelOptions.from_keywords(**loading)
+    check_names("load_engine", given, LoadOptions)
+    settings = LoadOptions(**given)
     if isinstance(store, str | Path):
         store = user_path(store, "store")
+    elif store is not None and not is_url(backend) and not (hasattr(store, "get") and hasattr(store, "put")):
+        raise UsageError(f"store is {store!r}; choose the path of a folder, a KVStore, or None for memory only")
+    if backend not in ("transformers", "vllm") and not is_url(backend):
+        raise UsageError(
+            f"backend is {redact(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
+        )
+    if settings.max_num_seqs is not None and backend != "transformers":
+        raise UsageError(
+            f"max_num_seqs is for an engine that decodes in this process, not for backend={redact(backend)!r}; vLLM "
+            "takes it where it starts: vllm_options={'max_num_seqs': ...}, or `ragblend serve MODEL --max-num-seqs ...`"
+        )
     pair: tuple[Any, Any] | None = None
-    if isinstance(model, str | Path):
-        model = str(model)
-    else:
+    if model is None:
+        model = remembered_model(store)
+    elif not isinstance(model, str | Path):
         from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
 
         pair = validate_loaded_model(model)
         model = pair_name(pair)
         if backend != "transformers":
             raise UsageError(f"a loaded model is run here; with backend={redact(backend)!r} give its name or path")
-    options: dict[str, Any] = {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow}
-    options["context"] = context
-    if max_num_seqs is not None and backend != "transformers":
-        raise UsageError(
-            f"max_num_seqs is for an engine that decodes in this process, not for backend={redact(backend)!r}; vLLM "
-            "takes it where it starts: vllm_options={'max_num_seqs': ...}, or `ragblend serve MODEL --max-num-seqs ...`"
+    model = str(model)
+    shared = {name: getattr(settings, name) for name in ("system", "namespace", "on_miss", "shadow", "context")}
+    if (store is None or isinstance(store, Path)) and pair is None:
+        remote = None if settings.remote is None or has_secret(settings.remote) else settings.remote
+        shared["flags"] = _command_flags(
+            model=model, store=store, backend=backend, remote=remote, namespace=settings.namespace, **asked.non_defaults
         )
-    if (store is None or isinstance(store, str | Path)) and pair is None:
-        options["flags"] = _command_flags(
-            model=model, store=store, backend=backend, remote=_without_password(tiers.get("remote")),
-            namespace=namespace, **asked.non_defaults,
-        )  # fmt: skip
     if is_url(backend):
-        _reject_loading_options(asked, "set where the server starts, not", f"with {redact(backend)}", vllm_options)
-        _reject_tier_settings(tiers, redact(backend))
-        http: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
-        given = {name: value for name, value in http.items() if value is not None}
-        return _load_client(model, store, backend, given, options, asked)
-    if not (store is None or isinstance(store, str | Path) or (hasattr(store, "get") and hasattr(store, "put"))):
-        raise UsageError(f"store is {store!r}; choose the path of a folder, a KVStore, or None for memory only")
+        return _load_client(model, store, backend, asked, settings, shared)
     if backend == "vllm":
-        if asked.device != "auto":
-            raise UsageError(
-                f"device is {asked.device!r}; vLLM takes the device it was built for, choose one with its flags"
-            )
-        _reject_loading_options(
-            replace(asked, dtype="auto"), "set by vllm_options, vLLM's own arguments, not", "with vLLM"
-        )
-        return _load_vllm(model, store, asked, vllm_options or {}, TierOptions(**tiers).tiers, options, new_model)
-    if backend != "transformers":
-        raise UsageError(
-            f"backend is {redact(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
-        )
-    from ragblend.engine.loop import MAX_NUM_SEQS
-    from ragblend.engine.store.kv import KVSpec, dtype_name
-    from ragblend.engine.transformers.engine import TransformersEngine
-    from ragblend.engine.transformers.layers import TransformersLayers
-    from ragblend.engine.transformers.loaded_model import adopt_loaded_model
-    from ragblend.engine.transformers.model import load_model
-    from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
-    from ragblend.prompt.render import Renderer
+        return _load_vllm(model, store, asked, settings, shared)
+    return _load_transformers(model, pair, store, asked, settings, shared)
 
-    if store is None or isinstance(store, str | Path):
-        kv_store: KVStore = open_store(store, **tiers)
-    elif tiers.get("remote") is not None:
-        raise UsageError("a remote tier goes into the store that you pass: TieredStore(your_store, open_remote(URL))")
-    elif tiers.get("kv_dtype", "auto") != "auto":
-        raise UsageError(f"the store that you pass has its dtype: TieredStore(..., kv_dtype={tiers['kv_dtype']!r})")
-    else:
-        kv_store = store
-    loaded = load_model(model, asked) if pair is None else adopt_loaded_model(pair, asked)
-    layers = TransformersLayers(loaded.model)
-    if isinstance(store, str | Path):
-        shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
-        register_model(Path(store), loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, new_model)
-    renderer = Renderer(loaded.tokenizer)
-    return TransformersEngine(
-        layers,
-        renderer,
-        kv_store,
-        name=loaded.name,
-        fingerprint=loaded.fingerprint,
-        **options,
-        max_num_seqs=MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs,
-        machine=read_machine_profile(Path(store), loaded.fingerprint, machine_facts(layers.device))
-        if isinstance(store, str | Path)
-        else None,
+
+def remembered_model(store: Any) -> str:
+    """Return the name of the model whose KV the folder `store` holds.
+
+    Raises UsageError if it holds the KV of no model, or of several.
+    """
+    from ragblend.engine.store.disk import DiskStore
+
+    names: list[str] = []
+    if isinstance(store, str | Path) and user_path(store, "store").is_dir():
+        names = sorted({str(facts["model"]) for facts in DiskStore(store).models().values() if facts.get("model")})
+    if len(names) == 1:
+        return names[0]
+    held = f"{store} holds KV of {', '.join(names)}" if names else f"the store {store} remembers none"
+    if store is None:
+        held = "no store is given that remembers one"
+    raise UsageError(
+        f'model is not given, and {held}; give a Hugging Face id or a local path, or model="demo" for a trial'
     )
 
 
@@ -197,8 +150,9 @@ _FLAGS = {"model", "backend", "remote", "dtype", "device", "namespace", "trust_r
 
 
 def _command_flags(store: str | Path | None, **settings: Any) -> str:
-    """The flags by which a command of ours opens the same engine; "" for KV in memory, which no command sees, and for
-    a model that no flags describe."""
+    """Return the flags by which a command of ours opens the same engine; "" for KV in memory, which no command sees,
+    and for a model that no flags describe.
+    """
     if (store is None and not is_url(settings["backend"])) or not set(settings) <= _FLAGS:
         return ""
     defaults = {"backend": "transformers"}
@@ -209,74 +163,105 @@ def _command_flags(store: str | Path | None, **settings: Any) -> str:
     return shlex.join(words)
 
 
-def _without_password(url: str | None) -> str | None:
-    """The URL, for a log; None where it holds a password, which the environment has then."""
-    return None if url is None or has_secret(url) else url
-
-
-def _reject_loading_options(asked: ModelOptions, where: str, how: str, more: Mapping[str, Any] | None = None) -> None:
-    """Raise UsageError for what says how weights are loaded, where they are not loaded here; finding them is."""
-    names = [*set(asked.non_defaults) - {"revision", "cache_dir", "local_files_only", "trust_remote_code"}]
-    names += ["vllm_options"] if more else []
+def _reject_loading_options(asked: ModelOptions, reason: str, *more: str) -> None:
+    """Raise UsageError for options that load weights, where this process loads none; finding them is allowed."""
+    names = {*asked.non_defaults, *more} - {"revision", "cache_dir", "local_files_only", "trust_remote_code"}
     if names:
-        raise UsageError(f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} {where} {how}")
+        raise UsageError(f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} {reason}")
 
 
-def _reject_tier_settings(tiers: TierKeywords, url: str) -> None:
-    """Raise UsageError for settings of a store that is not opened here: with `url` it is the server's."""
-    changed = sorted(name for name, value in tiers.items() if value != getattr(TierOptions(), name))
-    if changed:
-        settings = " ".join(f"RAGBLEND_{name.upper()}=..." for name in changed)
-        raise UsageError(
-            f"{', '.join(changed)} cannot be set here: the store is that of the server at {url}. Start that one with "
-            f"it ({settings} ragblend serve MODEL), and leave it out of this command's flags, environment and "
-            "ragblend.toml"
-        )
+def _load_transformers(
+    model: str,
+    pair: tuple[Any, Any] | None,
+    store: Path | KVStore | None,
+    asked: ModelOptions,
+    settings: LoadOptions,
+    shared: dict[str, Any],
+) -> TransformersEngine:
+    """Return an engine that runs the model in this process."""
+    from ragblend.engine.loop import MAX_NUM_SEQS
+    from ragblend.engine.store.kv import KVSpec, dtype_name
+    from ragblend.engine.transformers.engine import TransformersEngine
+    from ragblend.engine.transformers.layers import TransformersLayers
+    from ragblend.engine.transformers.loaded_model import adopt_loaded_model
+    from ragblend.engine.transformers.model import load_model
+    from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
+    from ragblend.prompt.render import Renderer
+
+    if store is None or isinstance(store, Path):
+        kv_store: KVStore = open_store(store, **settings.tiers)
+    elif settings.remote is not None:
+        raise UsageError("a remote tier goes into the store that you pass: TieredStore(your_store, open_remote(URL))")
+    elif settings.kv_dtype != "auto":
+        raise UsageError(f"the store that you pass has its dtype: TieredStore(..., kv_dtype={settings.kv_dtype!r})")
+    else:
+        kv_store = store
+    loaded = load_model(model, asked) if pair is None else adopt_loaded_model(pair, asked)
+    layers = TransformersLayers(loaded.model)
+    machine = None
+    if isinstance(store, Path):
+        shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
+        register_model(store, loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, settings.new_model)
+        machine = read_machine_profile(store, loaded.fingerprint, machine_facts(layers.device))
+    return TransformersEngine(
+        layers,
+        Renderer(loaded.tokenizer),
+        kv_store,
+        name=loaded.name,
+        fingerprint=loaded.fingerprint,
+        max_num_seqs=MAX_NUM_SEQS if settings.max_num_seqs is None else settings.max_num_seqs,
+        machine=machine,
+        **shared,
+    )
 
 
 def _load_client(
     model: str,
-    store: str | Path | KVStore | None,
+    store: Path | KVStore | None,
     url: str,
-    connection: dict[str, Any],
-    options: dict[str, Any],
-    model_options: ModelOptions,
+    asked: ModelOptions,
+    settings: LoadOptions,
+    shared: dict[str, Any],
 ) -> VllmClient:
-    """An engine over the server at `url`, with `model`'s tokenizer from this machine."""
+    """Return an engine over the server at `url`, with `model`'s tokenizer from this machine."""
     from ragblend.engine.transformers.model import load_tokenizer
     from ragblend.engine.vllm.client import Connection, VllmClient, server_facts
     from ragblend.prompt.render import Renderer
 
-    if store is not None and not isinstance(store, str | Path):
+    more = ["vllm_options"] if settings.vllm_options else []
+    _reject_loading_options(asked, f"set where the server starts, not with {redact(url)}", *more)
+    changed = sorted(name for name in TIER_NAMES if getattr(settings, name) != getattr(TierOptions(), name))
+    if changed:
+        variables = " ".join(f"RAGBLEND_{name.upper()}=..." for name in changed)
+        raise UsageError(
+            f"{', '.join(changed)} cannot be set here: the store is that of the server at {redact(url)}. Start that "
+            f"one with it ({variables} ragblend serve MODEL), and leave it out of this command's flags, environment "
+            "and ragblend.toml"
+        )
+    if store is not None and not isinstance(store, Path):
         raise UsageError(
             f"store is a {type(store).__name__}; with {redact(url)} the store is the server's, give a directory"
         )
-    opened = Connection(url, **connection)
+    http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
+    opened = Connection(url, **{name: value for name, value in http.items() if value is not None})
     try:
         facts = server_facts(opened, model)
-        tokenizer, _ = load_tokenizer(model, model_options)
+        tokenizer, _ = load_tokenizer(model, asked)
         if model not in (facts.model, facts.root):
             raise StoreMismatchError(
                 f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; choose it: `model={facts.model!r}`"
             )
-        renderer = Renderer(tokenizer)
-        root = Path(store).absolute() if store is not None else None
-        return VllmClient(opened, facts, renderer, name=model, root=root, **options)
+        root = store.absolute() if store is not None else None
+        return VllmClient(opened, facts, Renderer(tokenizer), name=model, root=root, **shared)
     except BaseException:
         opened.close()
         raise
 
 
 def _load_vllm(
-    model: str,
-    store: str | Path | KVStore | None,
-    model_options: ModelOptions,
-    vllm_options: Mapping[str, Any],
-    tiers: Mapping[str, Any],
-    options: dict[str, Any],
-    new_model: bool,
+    model: str, store: Path | KVStore | None, asked: ModelOptions, settings: LoadOptions, shared: dict[str, Any]
 ) -> VllmEngine:
-    """An engine with vLLM in this process."""
+    """Return an engine with vLLM in this process."""
     from tempfile import TemporaryDirectory
 
     from ragblend.engine.transformers.model import load_tokenizer
@@ -284,26 +269,30 @@ def _load_vllm(
     from ragblend.engine.vllm.launch import find_checkpoint, require_vllm, transfer_config
     from ragblend.prompt.render import Renderer
 
-    if store is not None and not isinstance(store, str | Path):
+    if asked.device != "auto":
+        raise UsageError(
+            f"device is {asked.device!r}; vLLM takes the device it was built for, choose one with its flags"
+        )
+    _reject_loading_options(replace(asked, dtype="auto"), "set by vllm_options, vLLM's own arguments, not with vLLM")
+    if store is not None and not isinstance(store, Path):
         raise UsageError(
             f"store is a {type(store).__name__}; vLLM's workers open the store themselves, give a directory"
         )
     require_vllm()
-    trust = model_options.trust_remote_code
-    checkpoint = find_checkpoint(model, model_options)
+    trust = asked.trust_remote_code
+    checkpoint = find_checkpoint(model, asked)
     found = str(checkpoint.path)
-    place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store).absolute()
+    place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else store.absolute()
     root = place if isinstance(place, Path) else Path(place.name)
-    register_model(root, checkpoint.fingerprint, checkpoint.facts(), new_model)
+    register_model(root, checkpoint.fingerprint, checkpoint.facts(), settings.new_model)
     transfer = transfer_config(
-        root, tiers, model=found, system=options["system"], context=options["context"], trust_remote_code=trust,
-    )  # fmt: skip
+        root, settings.tiers, model=found, system=settings.system, context=settings.context, trust_remote_code=trust
+    )
     tokenizer, _ = load_tokenizer(found, ModelOptions(trust_remote_code=trust))
-    renderer = Renderer(tokenizer)
+    options = settings.vllm_options or {}
     return VllmEngine(
-        checkpoint, renderer, transfer, place,
-        vllm_options=vllm_options, trust_remote_code=trust, **options,
-    )  # fmt: skip
+        checkpoint, Renderer(tokenizer), transfer, place, vllm_options=options, trust_remote_code=trust, **shared
+    )
 
 
 def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool) -> None:

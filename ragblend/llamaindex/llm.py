@@ -11,12 +11,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pydantic import ConfigDict
-
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
+from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import Block, refuse_block, text_and_chunks
-from ragblend.frameworks.model import BlendModel, NamedMessage, Request, iterate_in_thread, run_in_thread
+from ragblend.frameworks.model import BlendModel, NamedMessage, Request
 from ragblend.frameworks.tools import may_return_calls, read_answer
 from ragblend.prompt.tools import CallFormat, CallReader
 from ragblend.prompt.types import Chunk, Message, ToolCall
@@ -68,10 +67,6 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     Agents, `structured_predict` and `as_structured_llm` hold the answer to calls and schemas while it is written (extra
     `structured`, save with vLLM); streams show a call once it is complete.
     """
-
-    model_config = ConfigDict(
-        arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid", hide_input_in_errors=True
-    )
 
     is_chat_model: bool = True
     raw: bool = False

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ragblend.errors import UsageError
-from ragblend.frameworks.model import run_in_thread
+from ragblend.frameworks.aio import run_in_thread
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.llamaindex.llm import BlendLLM
 from ragblend.precompute import delete_precomputed, precompute_documents

@@ -16,7 +16,7 @@ from ragblend.engine.transformers.model import find_model
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import user_path
-from ragblend.frameworks.model import share_engine
+from ragblend.frameworks.engines import share_engine
 from ragblend.index import open_index
 from ragblend.lab.bench.common.configs import TtftConfig
 from ragblend.lab.bench.common.plots import check_plot

@@ -11,7 +11,8 @@ from tiny_models import CHATML
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from ragblend.engine.api import Engine, Stream
-from ragblend.frameworks.model import BlendModel, Request, share_engine
+from ragblend.frameworks.engines import share_engine
+from ragblend.frameworks.model import BlendModel, Request
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Prompt
 

@@ -190,7 +190,7 @@ def test_chunks_are_reused_under_a_schema(chat: ChatBlend, passages: list[str]) 
 def test_answers_are_held_without_any_framework_words_too(chat: ChatBlend, chat_engine: Engine) -> None:
     held = {"regex": "[a-z]{4}"}
     assert chat.invoke("Q", structured_outputs=held).content.isalpha()
-    assert BlendLLM(engine=chat_engine, structured_outputs=held).invoke("Q").isalpha()
+    assert BlendLLM(engine=chat_engine, call_options={"structured_outputs": held}).invoke("Q").isalpha()
     assert (
         chat.invoke("Q", response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}}).content[0] == "{"
     )

@@ -49,11 +49,11 @@ class _Chat:
 
     @pytest.fixture(autouse=True, scope="class")
     def _engine(self, chat_model_path: Path, store_path: Path, chat_engine: Engine, passages: list[str]) -> None:
-        _Chat.params = {"model": str(chat_model_path), "store": store_path, "on_miss": "inline"}
+        _Chat.params = {"model": str(chat_model_path), "store": store_path, "engine_options": {"on_miss": "inline"}}
         _Chat.passages = passages
         # A random model that takes the likeliest token never ends a string: these quotes are made likely.
         quotes = {id: 4.0 for id, text in _words(chat_engine) if text in ('"', '"}')}
-        _Chat.sampling = {"temperature": 1.0, "seed": 5, "max_tokens": 400, "logit_bias": quotes}
+        _Chat.sampling = {"temperature": 1.0, "seed": 5, "max_tokens": 400, "call_options": {"logit_bias": quotes}}
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -139,7 +139,7 @@ class TestChatBlendUnderstands:
 
     @pytest.fixture(scope="class")
     def model(self) -> BaseChatModel:
-        return ChatBlend(model=str(SMOLLM2), on_miss="inline", max_tokens=128)
+        return ChatBlend(model=str(SMOLLM2), engine_options={"on_miss": "inline"}, max_tokens=128)
 
     async def test_it_passes_on_the_argument_that_was_asked_for(self, model: BaseChatModel) -> None:
         suite = _Suite()

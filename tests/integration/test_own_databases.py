@@ -21,7 +21,7 @@ from qdrant_client import QdrantClient, models
 from ragblend import Prompt, open_index
 from ragblend.chains import create_blend_chain
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.frameworks.model import share_engine
+from ragblend.frameworks.engines import share_engine
 from ragblend.llm import ChatBlend
 from ragblend.precompute import ingest
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
@@ -80,7 +80,13 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[VectorS
 def test_what_a_database_gets_is_prefilled_and_goes_with_its_document(
     database: VectorStore, tmp_path: Path, chat_model_path: Path, passages: list[str]
 ) -> None:
-    chat = ChatBlend(model=str(chat_model_path), store=tmp_path / "kv", on_miss="inline", max_tokens=4, strict=True)
+    chat = ChatBlend(
+        model=str(chat_model_path),
+        store=tmp_path / "kv",
+        engine_options={"on_miss": "inline"},
+        max_tokens=4,
+        strict=True,
+    )
     store = BlendVectorStore(database, llm=chat)
     ids = store.add_documents([Document(text, metadata={"number": place}) for place, text in enumerate(passages[:4])])
     assert all(chat.engine.is_stored(text) for text in passages[:4])

@@ -275,7 +275,9 @@ def test_arguments_that_would_do_nothing_are_refused(
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_the_llm_answers_as_the_llm_and_shares_its_engine(copied: Any, tmp_path: Path, caplog: Any) -> None:
-    llm = BlendLLM(store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, recompute_ratio=0.5)
+    llm = BlendLLM(
+        model="demo", store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, recompute_ratio=0.5
+    )
     precompute_and_register(TEXTS, llm)
     other = copied(llm)
     assert other.engine is llm.engine
@@ -291,7 +293,7 @@ def test_an_engine_in_a_pipeline_is_refused_by_pickle_and_an_llm_is_taken(llm: B
         pickle.dumps(BlendIngestion(llm=llm.engine))
     with pytest.raises(TypeError, match="given its engine"):
         pickle.dumps(BlendIngestion(llm=llm))
-    own = BlendLLM(store=str(tmp_path), max_tokens=4)
+    own = BlendLLM(model="demo", store=str(tmp_path), max_tokens=4)
     assert pickle.loads(pickle.dumps(BlendIngestion(llm=own))).llm.engine is own.engine
     own.engine.close()
 

@@ -548,7 +548,8 @@ def test_texts_are_remembered_in_a_directory_of_the_client(url: str, script: Scr
         precompute_documents([A, B], engine)
     script.answer = [5, END]
     script.bodies.clear()
-    chat = ChatBlend(model="demo", store=str(tmp_path / "texts"), backend=url, on_miss="inline", api_key="k")
+    options = {"on_miss": "inline"}
+    chat = ChatBlend(model="demo", store=str(tmp_path / "texts"), backend=url, engine_options=options, api_key="k")
     message = chat.invoke(f"Context:\n\n{A}\n\n{B}\n\nWhere does George Keller live?")
     assert isinstance(message, AIMessage)
     assert len(script.bodies[-1]["kv_transfer_params"][PARAMS_KEY]["spans"]) == 2

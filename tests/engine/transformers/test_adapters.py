@@ -118,7 +118,7 @@ def test_an_adapter_by_its_own_name_brings_its_base(saved: Path, adapter: Path, 
     with load_engine(str(adapter)) as own, load_engine(str(saved), adapter=str(adapter)) as named:
         assert own.fingerprint == named.fingerprint
         assert (own.name, named.name) == (str(adapter), f"{saved}+{adapter}")
-    chat = ChatBlend(model=str(saved), adapter=adapter, max_tokens=2)
+    chat = ChatBlend(model=str(saved), engine_options={"adapter": adapter}, max_tokens=2)
     assert chat.engine.fingerprint == named.fingerprint
     chat.engine.close()
     (tmp_path / "doc.txt").write_text("the theory of the chunk and the other question with that answer")

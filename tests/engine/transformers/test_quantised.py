@@ -62,7 +62,7 @@ def test_bitsandbytes_runs_on_a_cpu_and_finds_its_own_kv_alone(bits: str, saved:
     with load_engine(str(saved), tmp_path, model_kwargs=asked(bits), on_miss="inline") as again:
         assert again.fingerprint == engine.fingerprint
         assert again.generate(PROMPT, recompute_ratio=1.0, max_tokens=6).token_ids == answer.token_ids
-    chat = ChatBlend(model=str(saved), store=tmp_path, model_kwargs=asked(bits), max_tokens=2)
+    chat = ChatBlend(model=str(saved), store=tmp_path, engine_options={"model_kwargs": asked(bits)}, max_tokens=2)
     assert chat.engine.fingerprint == engine.fingerprint
     chat.engine.close()
 

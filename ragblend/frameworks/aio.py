@@ -1,0 +1,57 @@
+"""Blocking answers for asynchronous callers, each on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+ASYNC_ANSWERS = 64
+"""Calls of asynchronous methods that are answered at a time. An event loop's own threads are fewer than an engine may
+decode together: four more than there are cores."""
+
+_threads: dict[int, ThreadPoolExecutor] = {}  # by process: a forked one has none of its parent's
+
+
+async def run_in_thread(function: Callable[[threading.Event], T]) -> T:
+    """`function` on a thread of ours; its event is set when the caller is cancelled."""
+    cancelled = threading.Event()
+    call = partial(contextvars.copy_context().run, function, cancelled)
+    pool = _threads.get(os.getpid()) or _threads.setdefault(os.getpid(), ThreadPoolExecutor(ASYNC_ANSWERS, "ragblend"))
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise
+
+
+async def iterate_in_thread(generator: Generator[T]) -> AsyncIterator[T]:
+    """The items of `generator`, each made on a thread; it is closed however this ends, after the step under way."""
+    loop, done = asyncio.get_running_loop(), object()
+    step: asyncio.Future[Any] | None = None
+    try:
+        while True:
+            call = partial(contextvars.copy_context().run, next, generator, done)
+            step = loop.run_in_executor(None, call)
+            item = await asyncio.shield(step)  # cancelling the caller must not lose track of the thread
+            if item is done:
+                return
+            yield item
+    finally:
+        if step is not None and not step.done():
+            step.add_done_callback(partial(_close_after, generator))
+        else:
+            generator.close()
+
+
+def _close_after(generator: Generator[Any], step: asyncio.Future[Any]) -> None:
+    if not step.cancelled():
+        step.exception()  # looked at, so that the loop does not warn about it
+    generator.close()

@@ -1,0 +1,61 @@
+"""One engine for all models of this process that name the same model, store and options."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, WeakValueDictionary
+
+from ragblend.files.places import user_path
+from ragblend.options import MODEL_NAMES, ModelOptions
+
+if TYPE_CHECKING:
+    from ragblend.engine.api import Engine
+
+_ENGINES: WeakValueDictionary[tuple[Any, ...], Engine] = WeakValueDictionary()
+_ENGINES_LOCK = threading.Lock()
+_CLOSE_AT_EXIT: WeakSet[Any] = WeakSet()
+
+
+def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
+    """Return `load_engine(model, store, **options)`, or the engine that was loaded with the same arguments before and
+    is still in use. A store that is an object always gets its own engine.
+    """
+    from ragblend.engine.load import load_engine
+
+    loading = {name: options.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in options}
+    options |= ModelOptions.from_keywords(**loading).non_defaults
+
+    def load() -> Engine:
+        loaded: Engine = load_engine(model, store, **options)
+        close_at_exit(loaded)
+        return loaded
+
+    if store is not None and not isinstance(store, str | Path):
+        return load()
+    given = sorted((name, value) for name, value in options.items() if value is not None)
+    key = (model, resolve_store(store), repr(given))
+    with _ENGINES_LOCK:
+        engine = _ENGINES.get(key)
+        if engine is None or not getattr(engine, "is_usable", True):
+            engine = _ENGINES[key] = load()
+        return engine
+
+
+def resolve_store(store: Any) -> Any:
+    """Return a directory's absolute path, the same from every working folder; any other store as it is."""
+    return str(user_path(store, "store").resolve()) if isinstance(store, str | Path) else store
+
+
+def close_at_exit(engine: Any) -> None:
+    """Close `engine` when the interpreter exits, if it is still in use then."""
+    _CLOSE_AT_EXIT.add(engine)
+
+
+@atexit.register
+def _close_engines() -> None:
+    """Let background precomputation end before the interpreter exits."""
+    for engine in list(_CLOSE_AT_EXIT):
+        getattr(engine, "close", lambda: None)()
