@@ -54,8 +54,8 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Measure": {
         "analyze": (
-            "analyze requests.jsonl.gz",
-            "analyze logs/ --model models/smollm2 --plot analyze.png   # tokens and KV of your model",
+            "analyze requests.jsonl --model models/smollm2 --plot analyze.png   # tokens and KV of your model",
+            "analyze -   # of stdin: jq -c .body batch.jsonl | ragblend analyze -",
         ),
         "bench": (
             "bench ttft --shape llama-200m --threads 1",

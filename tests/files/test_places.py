@@ -19,10 +19,10 @@ from ragblend.files.places import user_path
 from ragblend.frameworks.model import share_engine
 from ragblend.index import open_index
 from ragblend.lab.bench.common.configs import TtftConfig
-from ragblend.lab.bench.common.plots import check_plot
+from ragblend.lab.plan import read_profile
+from ragblend.lab.plots import check_plot
 from ragblend.lab.quality.data import find_data
-from ragblend.lab.traffic.logs import files_of
-from ragblend.lab.traffic.models import read_profile
+from ragblend.lab.traffic.logs import RequestLog
 from ragblend.prompt.types import Chunk
 
 MAKERS = {
@@ -42,7 +42,7 @@ READERS = {
     "model": find_model,
     "bench --store": lambda place: TtftConfig(store=place, tier="disk"),
     "bench --data": find_data,
-    "analyze": lambda place: files_of([place]),
+    "analyze": lambda place: RequestLog([place]),
     "--profile": read_profile,
     "--plot": check_plot,
 }

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import typer
 
 from ragblend.cli.groups import FullHelpGroup
+from ragblend.cli.lab.options import PlotOption
 from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
 from ragblend.cli.printing import print_json, print_line, print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
@@ -32,8 +33,6 @@ from ragblend.lab.bench.common.configs import (
 bench_app = typer.Typer(
     help="Measure, side by side in one process.", cls=FullHelpGroup, no_args_is_help=True, rich_markup_mode=None
 )
-
-PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Write a picture, FILE.png.")]
 
 
 def options_of(config: type[BenchConfig]) -> list[Parameter]:

@@ -63,7 +63,7 @@ def calibrate(
         )
     settings = replace(settings, backend="transformers")  # vLLM uses the calibration, too
     from ragblend.lab import calibrate as fitting
-    from ragblend.lab.bench.common.plots import check_plot
+    from ragblend.lab.plots import check_plot
 
     place = check_plot(plot)
 
@@ -95,7 +95,7 @@ def calibrate(
         )
     facts = facts_of(found, settings.model, questions)
     if place is not None:
-        from ragblend.lab.bench.common.plots import plot_calibration
+        from ragblend.lab.plots import plot_calibration
 
         plot_calibration(facts, place)
         print_notice(f"plot in {place}")

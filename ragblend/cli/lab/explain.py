@@ -34,9 +34,9 @@ def explain(
             f"explain compares the KV itself, which {redact(settings.backend)} keeps; use --backend transformers"
         )
     from ragblend.engine.transformers.engine import TransformersEngine
-    from ragblend.lab.bench.common.plots import check_plot
     from ragblend.lab.explain import explain as explain_prompt
     from ragblend.lab.explain_page import plot_explanation, summary_lines, write_html
+    from ragblend.lab.plots import check_plot
     from ragblend.prompt.types import Prompt
 
     page, picture = check_output(html, "--html") if html is not None else None, check_plot(png, "--png")

@@ -31,7 +31,6 @@ from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
-from ragblend.lab.bench.common.plots import plot_load
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import (
     PromptSet,
@@ -40,6 +39,7 @@ from ragblend.lab.bench.common.workloads import (
     open_directory,
     torch_threads,
 )
+from ragblend.lab.plots import plot_load
 from ragblend.lab.profile import ProfileConfig, measure_machine
 from ragblend.prompt.types import Prompt
 

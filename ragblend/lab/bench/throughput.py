@@ -25,9 +25,9 @@ from ragblend.engine.vllm.base_engine import OutputDelta, VllmRequest
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
 from ragblend.lab.bench.common.output import BenchResult, Column, format_table, run_benchmark
-from ragblend.lab.bench.common.plots import plot_throughput
 from ragblend.lab.bench.common.workloads import make_config_prompts, torch_threads
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
+from ragblend.lab.plots import plot_throughput
 from ragblend.options import Mode
 from ragblend.prompt.types import Prompt
 

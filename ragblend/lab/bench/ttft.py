@@ -25,7 +25,6 @@ from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
-from ragblend.lab.bench.common.plots import plot_ttft
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import (
     PromptSet,
@@ -35,6 +34,7 @@ from ragblend.lab.bench.common.workloads import (
     open_directory,
     torch_threads,
 )
+from ragblend.lab.plots import plot_ttft
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
 

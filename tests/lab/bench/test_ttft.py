@@ -11,9 +11,9 @@ import pytest
 
 from ragblend.engine.report import BlendReport
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
-from ragblend.lab.bench.common.plots import plot_ttft
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.ttft import TtftSample, bench_ttft, run_ttft, summarize
+from ragblend.lab.plots import plot_ttft
 
 NUM_CHUNKS, CHUNK_TOKENS = 4, 20
 SMALL: dict[str, Any] = {
