@@ -46,8 +46,8 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Tune": {
         "calibrate": ("calibrate --model Qwen/Qwen3-8B --target 0.9",),
-        "profile": ("profile --model Qwen/Qwen3-8B --store kv/",),
-        "plan": ("plan --model Qwen/Qwen3-8B --store kv/ --storage nvme:3.5:0.2 --usd-per-hour 2",),
+        "profile": ("profile --model Qwen/Qwen3-8B --store kv/ --json",),
+        "plan": ("plan --profile machine.json --storage nvme:3.5:0.2 --usd-per-hour 2",),
     },
     "Serve": {
         "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),

@@ -18,7 +18,7 @@ from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import user_path
 from ragblend.frameworks.model import share_engine
 from ragblend.index import open_index
-from ragblend.lab.bench.common.configs import TtftConfig
+from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.plan import read_profile
 from ragblend.lab.plots import check_plot
 from ragblend.lab.quality.data import find_data
@@ -40,7 +40,7 @@ READERS = {
     "vLLM's connector": lambda place: ConnectorConfig.read({"store": place}),
     "ingest": lambda place: scan_folders([place]),
     "model": find_model,
-    "bench --store": lambda place: TtftConfig(store=place, tier="disk"),
+    "bench --store": lambda place: LoadConfig(store=place),
     "bench --data": find_data,
     "analyze": lambda place: RequestLog([place]),
     "--profile": read_profile,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,7 @@ from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import (
     PromptSet,
     engine_for,
-    make_config_prompts,
+    make_prompts,
     open_directory,
     torch_threads,
 )
@@ -208,7 +208,7 @@ def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEng
             worker = worker_of_this_process()
             yield StoreSwitchableEngine(served, vocab_size, vllm_card(), worker.read_from, worker)
         return
-    with engine_for(config.shape, disk, find_dtype(config.dtype), config.seed) as engine:
+    with engine_for(config.shape, disk, find_dtype(config.dtype)) as engine:
 
         def read_from(store: KVStore) -> None:
             engine.store = store
@@ -413,7 +413,8 @@ def _prompts(config: LoadConfig, vocab_size: int) -> PromptSet:
     """Prompts without a chunk in common, as many as the store has room for."""
     num_prompts = max(config.store_factor, config.repeats + 1)
     sets = [
-        make_config_prompts(replace(config, seed=config.seed + number), vocab_size) for number in range(num_prompts)
+        make_prompts(config.num_chunks, config.chunk_tokens, config.question_tokens, 1, vocab_size, seed)
+        for seed in range(num_prompts)
     ]
     chunks = tuple(chunk for each in sets for chunk in each.chunks)
     return PromptSet(chunks, tuple(each.prompts[0] for each in sets))

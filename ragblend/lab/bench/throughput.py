@@ -135,7 +135,7 @@ def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | N
             idle_s = measure_idle_ttfts(cases, work.prompts, answer)
             bound_s = config.bound_s or BOUND_FACTOR * idle_s[_FULL]
             rates = config.rates or tuple(_rounded(load / idle_s[_FULL]) for load in LOADS)
-            gaps = arrival_times(1.0, config.num_requests, config.seed)
+            gaps = arrival_times(1.0, config.num_requests)
 
             def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
                 return answer(case, work.prompts, [moment / rate for moment in gaps])

@@ -122,7 +122,7 @@ def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
         with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as (engine, vocab_size):
             yield EngineUnderTest(engine, vocab_size, vllm_card(), prepare)
         return
-    with open_directory(config.store) as directory:
+    with open_directory() as directory:
         in_memory = config.tier == "memory"
         store: KVStore = MemoryStore(_NO_LIMIT_BYTES) if in_memory else open_store(directory, memory_gib=0)
         with _engine(config, store) as stock:
@@ -221,4 +221,4 @@ def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:
     if config.model is not None:
         return engine_for_model(load_model(config.model, ModelOptions(config.dtype, config.device)), store)
     assert config.shape is not None
-    return engine_for(config.shape, store, find_dtype(config.dtype), config.seed, config.device)
+    return engine_for(config.shape, store, find_dtype(config.dtype), device=config.device)

@@ -276,7 +276,6 @@ def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["throughput", "--backend", "transformers"],
         ["throughput", "--vllm-options", "{"],
         ["throughput", "--vllm-options", "[1]"],
         ["throughput", "--rates", "0"],
