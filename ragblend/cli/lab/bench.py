@@ -36,7 +36,8 @@ bench_app = typer.Typer(
 
 def options_of(config: type[BenchConfig]) -> list[Parameter]:
     """A keyword parameter for typer per field of `config`."""
-    found, defaults = [], {each.name: each.default for each in fields(config)}
+    found: list[Parameter] = []
+    defaults: dict[str, Any] = {each.name: each.default for each in fields(config)}
     for name, (kind, option) in get_options(config).items():
         default = defaults[name] if defaults[name] is not MISSING else None
         if _is_list(kind) or get_origin(kind) is Mapping:
