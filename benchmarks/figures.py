@@ -19,14 +19,15 @@ import typer
 from typer import Option
 
 from benchmarks.baselines import BASELINES, Baseline, ask_baseline
-from ragblend.cli.lab.bench import PlotOption, config_from, options_of
+from ragblend.cli.lab.bench import config_from, options_of
+from ragblend.cli.lab.options import PlotOption
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Echo, ProgressCallback, run_benchmark
-from ragblend.lab.bench.common.plots import Panel, plot_quality
+from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.cases import QaCase
 from ragblend.lab.quality.measures import Configuration, score_tokens
 from ragblend.lab.quality.study import QualityRecord, QualityResult, engine_for, expect, run_quality, table_lines

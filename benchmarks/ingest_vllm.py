@@ -66,7 +66,7 @@ def bench_ingest_vllm(
     """
     config = ThroughputConfig(
         shape=shape, model=model, num_chunks=chunks, pool=chunks, chunk_tokens=chunk_tokens, dtype=dtype,
-        threads=threads, store=None if store is None else str(store), seed=seed, vllm_options=vllm_options or {},
+        threads=threads, vllm_options=vllm_options or {},
     )  # fmt: skip
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; choose 1 or more")
@@ -75,7 +75,8 @@ def bench_ingest_vllm(
 
         torch.set_num_threads(threads)
     rounds: list[tuple[_Taken, _Taken]] = []
-    with open_vllm(config, num_prompts=INGEST_AT_ONCE, prompt_tokens=PREFIX_TOKENS + chunk_tokens + 2) as (
+    length = PREFIX_TOKENS + chunk_tokens + 2
+    with open_vllm(config, num_prompts=INGEST_AT_ONCE, prompt_tokens=length, store=store) as (
         engine,
         vocab_size,
     ):

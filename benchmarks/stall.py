@@ -128,7 +128,7 @@ def measure(
         tempfile.TemporaryDirectory(prefix="ragblend-stall-") as directory,
         open_vllm(config, num_prompts=2, prompt_tokens=length, store=Path(directory)) as (engine, vocab),
     ):
-        work = make_prompts(config.num_chunks, config.chunk_tokens, QUESTION_TOKENS, repeats + 1, vocab, config.seed)
+        work = make_prompts(config.num_chunks, config.chunk_tokens, QUESTION_TOKENS, repeats + 1, vocab)
         notify(f"precomputing {len(work.chunks)} chunks")
         for _ in engine.precompute_all(work.chunks):
             pass
@@ -168,7 +168,6 @@ def main(
     repeats: int = 3,
     alone_s: float = 8.0,
     out: Path | None = None,
-    seed: int = 0,
 ) -> None:
     """A table on stderr, one line of JSON on stdout, and in `out`."""
     set_num_threads(threads)
@@ -176,7 +175,7 @@ def main(
     config = ThroughputConfig(
         shape=shape, num_chunks=num_chunks, pool=num_chunks, chunk_tokens=chunk_tokens, dtype="float32",
         threads=threads,
-        seed=seed, vllm_options={"max_num_batched_tokens": 512},
+        vllm_options={"max_num_batched_tokens": 512},
     )  # fmt: skip
     runs = measure(config, read_s, rule, repeats, alone_s, print_notice)
     facts = {
@@ -185,7 +184,7 @@ def main(
         "hardware": vllm_card(),
         "config": {
             "shape": shape, "chunks": num_chunks, "chunk_tokens": chunk_tokens, "read_s": read_s, "rule": rule,
-            "threads": threads, "repeats": repeats, "alone_s": alone_s, "seed": seed,
+            "threads": threads, "repeats": repeats, "alone_s": alone_s,
         },
         "runs": [asdict(run) for run in runs],
     }  # fmt: skip

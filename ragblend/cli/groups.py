@@ -50,16 +50,16 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Tune": {
         "calibrate": ("calibrate --model Qwen/Qwen3-8B --target 0.9",),
-        "profile": ("profile --model Qwen/Qwen3-8B --store kv/",),
-        "plan": ("plan --model Qwen/Qwen3-8B --store kv/ --storage nvme:3.5:0.2 --usd-per-hour 2",),
+        "profile": ("profile --model Qwen/Qwen3-8B --store kv/ --json",),
+        "plan": ("plan --profile machine.json --storage nvme:3.5:0.2 --usd-per-hour 2",),
     },
     "Serve": {
         "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
     },
     "Measure": {
         "analyze": (
-            "analyze requests.jsonl.gz",
-            "analyze logs/ --model models/smollm2 --plot analyze.png   # tokens and KV of your model",
+            "analyze requests.jsonl --model models/smollm2 --plot analyze.png   # tokens and KV of your model",
+            "analyze -   # of stdin: jq -c .body batch.jsonl | ragblend analyze -",
         ),
         "bench": (
             "bench ttft --shape llama-200m --threads 1",

@@ -1,12 +1,11 @@
-"""Fit recompute to a corpus: how close to full prefill each ratio comes, and which ratio keeps a promise.
+"""Calibration of a corpus: the agreement of each ratio with full prefill, and the smallest ratio that meets a target.
 
-Questions retrieve their chunks as `ask` does. Each prompt is prefilled in full, and blended by every rule, check layer
-and ratio of the grid; what counts is the first token: whether it is full prefill's, and KL(full || blend). No answers
-or labels are needed. The ratio that is fitted is the smallest one that meets the target for certain: the lower bound
-of its agreement's 95 % interval does, and that of every larger ratio. The engine picks the calibration up by itself
-(`engine.tuning.calibration`).
+Questions retrieve their chunks as `ask` does. Each prompt is prefilled in full, and blended by every rule and ratio.
+Compared is the first token: whether it is full prefill's, and KL(full || blend). No answers or labels are needed. The
+fitted ratio is the smallest one whose agreement has a 95 % interval above the target, as every larger ratio does. The
+engine loads the calibration from its store (`engine.tuning.calibration`).
 
-Read `calibrate` first, then `fit_ratio`. Knows the transformers engine and the index; prints nothing.
+Read `calibrate` first, then `fit_ratio`. Depends on the transformers engine and the index.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from ragblend.engine.api import Engine
 from ragblend.engine.fusion.fidelity import first_token_kl
-from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, find_rule, validate_ratio
+from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, default_check_layer, find_rule, validate_ratio
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -37,7 +36,6 @@ from ragblend.precompute import Progress
 from ragblend.prompt.types import Chunk, Prompt
 
 RULES = ("auto", NO_PROBE_RULE)  # those worth measuring; more with --rules
-CHECK_LAYERS = (1, 2, 4)  # as far as they lie in the first half of the model
 RATIOS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # beside 0 and 1, which are always measured
 NUM_QUESTIONS = 60
 TARGET = 0.9
@@ -46,15 +44,8 @@ Z_SQUARED = 3.8415  # of a 95 % interval
 Curve = tuple[CurvePoint, ...]
 
 
-class GridPoint(NamedTuple):
-    """A rule and the layer at which it is read."""
-
-    rule: str
-    check_layer: int
-
-
 class CalibrationSample(NamedTuple):
-    """One question at one point of the grid, against full prefill."""
+    """One question by one rule at one ratio, against full prefill."""
 
     agrees: bool
     kl: float
@@ -102,13 +93,11 @@ def calibrate(
     num_questions: int = NUM_QUESTIONS,
     num_held_out: int = 0,
     rules: Sequence[str] = RULES,
-    check_layers: Sequence[int] = CHECK_LAYERS,
     ratios: Sequence[float] = RATIOS,
-    seed: int = 0,
     save: bool = True,
     progress: Progress | None = None,
 ) -> CalibrationRun:
-    """Measure the grid on `num_questions` of `questions`, fit, and save the calibration in the engine's store.
+    """Measure `rules` at `ratios` on `num_questions` of `questions`, fit, and save the fit in the engine's store.
 
     Prompts have the engine's system text. `num_held_out` other questions are then answered with that calibration.
     Raises UsageError where there are too few questions for the target, for an engine that shows no logits (vLLM), and
@@ -120,9 +109,9 @@ def calibrate(
     disk = disk_tier(engine.store) if save else None
     if save and disk is None:
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
-    fitted, others = split_questions(questions, num_questions, num_held_out, target, seed)
+    fitted, others = split_questions(questions, num_questions, num_held_out, target)
     grid = (0.0, *sorted({validate_ratio(ratio) for ratio in ratios} - {0.0, 1.0}), 1.0)
-    settings = make_grid_points(rules, check_layers, fitter.layers.num_layers)
+    names = rule_names(rules, fitter.layers.num_layers)
     on_progress = progress or (lambda stage, done, total: None)
 
     def prompts(texts: Sequence[str]) -> list[Prompt]:
@@ -131,7 +120,7 @@ def calibrate(
             Prompt([hit.chunk for hit in found], text, fitter.system) for found, text in zip(hits, texts, strict=True)
         ]
 
-    curves = measure(fitter, prompts(fitted), settings, grid, on_progress)
+    curves = measure(fitter, prompts(fitted), names, grid, on_progress)
     calibration = Calibration(
         fitter.fingerprint,
         fitter.default_prefix_ids,
@@ -140,11 +129,11 @@ def calibrate(
         target,
         len(fitted),
         f"k {k}, neighbours {neighbours}, order {order}",
-        fit_all(curves, target),
+        fit_all(curves, target, default_check_layer(fitter.layers.global_layers)),
     )
     path = str(save_calibration(disk, calibration)) if disk is not None else None
     held_out = evaluate_held_out(fitter, prompts(others), calibration, on_progress) if others else None
-    num_prefills = len(fitted) * (3 + len(settings) * (len(grid) - 2)) + 2 * len(others)
+    num_prefills = len(fitted) * (3 + len(names) * (len(grid) - 2)) + 2 * len(others)
     elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out)
 
@@ -165,13 +154,13 @@ def read_questions(text: str) -> list[str]:
         ) from error
 
 
-def generate_questions(chunks: Sequence[Chunk], count: int, seed: int = 0) -> list[str]:
+def generate_questions(chunks: Sequence[Chunk], count: int) -> list[str]:
     """Questions that need no labels: sentences of the corpus whose end is left out, any chunks, in random order.
 
     The first token of an answer then hangs on what the retrieved chunks say. They are easier than questions over
     several chunks: give your own where you have them.
     """
-    draw = random.Random(seed)
+    draw = random.Random(0)
     asked = []
     for chunk in draw.sample(list(chunks), len(chunks)):
         words = [sentence.split() for sentence in re.split(r"(?<=[.!?。！？])\s+", chunk.text)]
@@ -185,12 +174,12 @@ def generate_questions(chunks: Sequence[Chunk], count: int, seed: int = 0) -> li
 
 
 def split_questions(
-    questions: Sequence[str], num_questions: int, num_held_out: int, target: float, seed: int
+    questions: Sequence[str], num_questions: int, num_held_out: int, target: float
 ) -> tuple[list[str], list[str]]:
     """Those to fit on and, at most `num_held_out`, others to check with; drawn at random, each once."""
     distinct = list(dict.fromkeys(question.strip() for question in questions if question.strip()))
     check_target(target, len(distinct))
-    drawn = random.Random(seed).sample(distinct, len(distinct))
+    drawn = random.Random(0).sample(distinct, len(distinct))
     num_fitted = max(min_questions(target), min(num_questions, len(drawn) - num_held_out))
     return drawn[:num_fitted], drawn[num_fitted:][:num_held_out]
 
@@ -220,40 +209,34 @@ def check_target(target: float, num_questions: int) -> None:
 # -- measuring
 
 
-def make_grid_points(rules: Sequence[str], check_layers: Sequence[int], num_layers: int) -> tuple[GridPoint, ...]:
-    """Rules by check layer, the uncalibrated default first. A rule that reads no deviation has no check layer."""
+def rule_names(rules: Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """Return the names of rules, each once, the uncalibrated default first."""
     standard = find_rule("auto", num_layers).name
     names = dict.fromkeys(find_rule(rule, num_layers).name for rule in rules)
-    found = [GridPoint(standard, CHECK_LAYER)] if standard in names else []
-    for name in names:
-        layers = [layer for layer in check_layers if 0 < layer <= num_layers // 2] or [CHECK_LAYER]
-        needed = layers if find_rule(name).needs_deviation else [CHECK_LAYER]
-        found += [GridPoint(name, layer) for layer in needed]
-    return tuple(dict.fromkeys(found))
+    return tuple(sorted(names, key=lambda name: name != standard))
 
 
 def measure(
     engine: TransformersEngine,
     prompts: Sequence[Prompt],
-    settings: Sequence[GridPoint],
+    rules: Sequence[str],
     ratios: Sequence[float],
     on_progress: Progress,
-) -> dict[GridPoint, Curve]:
-    """Every prompt in full and at every point of the grid, through the very path that a calibrated engine takes."""
-    trials: dict[tuple[GridPoint, float], list[CalibrationSample]] = {
-        (s, ratio): [] for s in settings for ratio in ratios
-    }
+) -> dict[str, Curve]:
+    """Return the curve of each rule: every prompt blended as a calibrated engine blends it, and prefilled in full."""
+    trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
+    check_layer = default_check_layer(engine.layers.global_layers)
     for number, prompt in enumerate(prompts):
         on_progress("measure", number, len(prompts))
         request, full = _run_full_prefill(engine, prompt)
         for ratio in ratios:
             trial: CalibrationSample | None = None
-            for setting in settings:
-                if trial is None or 0 < ratio < 1:  # at 0 and 1 all are alike
-                    trial = _run_blend(engine, request, _make_uncalibrated_fit(setting), ratio, full)
-                trials[setting, ratio].append(trial)
+            for rule in rules:
+                if trial is None or 0 < ratio < 1:  # at 0 and 1 all rules recompute the same tokens
+                    trial = _run_blend(engine, request, _make_uncalibrated_fit(rule, check_layer), ratio, full)
+                trials[rule, ratio].append(trial)
     on_progress("measure", len(prompts), len(prompts))
-    return {setting: tuple(summarize_ratio(ratio, trials[setting, ratio]) for ratio in ratios) for setting in settings}
+    return {rule: tuple(summarize_ratio(ratio, trials[rule, ratio]) for ratio in ratios) for rule in rules}
 
 
 def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurvePoint:
@@ -296,35 +279,26 @@ def _run_blend(
     )
 
 
-def _make_uncalibrated_fit(setting: GridPoint) -> RuleFit:
-    """A setting as the engine takes it, before anything is known of it."""
+def _make_uncalibrated_fit(rule: str, check_layer: int) -> RuleFit:
+    """Return a rule as the engine takes it, before anything is measured."""
     nothing = (0.0,) * 6
-    return RuleFit(*setting, 0.0, False, (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing)))
+    return RuleFit(rule, check_layer, 0.0, False, (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing)))
 
 
 # -- fitting: arithmetic on what was measured
 
 
-def fit_ratio(setting: GridPoint, curve: Curve, target: float) -> RuleFit:
-    """The smallest ratio that keeps the promise `target`, as every larger one does; 1 where none below does."""
-    keeps = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
-    place = keeps.index(True) if True in keeps else len(curve) - 1
-    return RuleFit(*setting, curve[place].ratio, keeps[place], curve)
+def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_LAYER) -> RuleFit:
+    """Return the smallest ratio that meets `target`, as every larger one does; 1 where none below does."""
+    meets = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
+    place = meets.index(True) if True in meets else len(curve) - 1
+    return RuleFit(rule, check_layer, curve[place].ratio, meets[place], curve)
 
 
-def fit_all(curves: Mapping[GridPoint, Curve], target: float) -> tuple[RuleFit, ...]:
-    """A fit per rule, at the layer where the promise takes the least charged budget; the least of all first.
-
-    Where two take the same, the first of `curves` counts.
-    """
-    best: dict[str, RuleFit] = {}
-    fits = (fit_ratio(setting, curve, target) for setting, curve in curves.items())
-    for found in sorted(fits, key=lambda each: each.point.charged_budget):
-        best.setdefault(found.rule, found)
-    return tuple(best.values())
-
-
-# -- checks at the door
+def fit_all(curves: Mapping[str, Curve], target: float, check_layer: int = CHECK_LAYER) -> tuple[RuleFit, ...]:
+    """Return a fit per rule, the one with the least charged budget first; of equal ones the first of `curves`."""
+    fits = [fit_ratio(rule, curve, target, check_layer) for rule, curve in curves.items()]
+    return tuple(sorted(fits, key=lambda each: each.point.charged_budget))
 
 
 def require_transformers_engine(engine: Engine) -> TransformersEngine:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from ragblend import __version__
 from ragblend.files.output import write_output
-from ragblend.lab.bench.common.plots import write_figure
 from ragblend.lab.explain import ExplainedSegment, ExplainedToken, Explanation
+from ragblend.lab.plots import figure_file
 
 OPEN_TOKENS = 1500  # a prompt up to this long shows all its chunks open
 LONG_TEXT = 400  # other text than chunks is folded up from here on
@@ -255,64 +255,34 @@ def _tokens(number: int) -> str:
 
 
 def plot_explanation(explanation: Explanation, path: Path) -> None:
-    """Write the prompt as a picture: a row per segment, a cell per token, deviation as colour, dots: recomputed.
-
-    Raises ImportError with the install line unless matplotlib is there.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import LinearSegmentedColormap
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--png needs matplotlib: pip install 'ragblend[plot]'") from error
-
+    """Write the prompt as a picture: a row per segment, a cell per token, deviation as colour, dots: recomputed."""
     segments, scale = explanation.segments, deviation_scale(explanation)
-    width = max(len(segment.tokens) for segment in segments)
-    figure = Figure(figsize=(11, 1.9 + min(0.34 * len(segments), 40)), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to a file, whatever display there is
-    axes = figure.add_subplot()
-    colors = LinearSegmentedColormap.from_list("deviation", ["#fdfdfb", "#d95f02"])
-    for row, segment in enumerate(segments):
-        cells = [[token.deviation or 0.0 for token in segment.tokens]]
-        place = (-0.5, len(segment.tokens) - 0.5, row + 0.38, row - 0.38)
-        image = axes.imshow(cells, colors, vmin=0, vmax=scale, aspect="auto", interpolation="nearest", extent=place)
-        axes.add_patch(_frame(segment, row))
-        chosen = [place for place, token in enumerate(segment.tokens) if token.state == "recomputed"]
-        size = min(14, 2400 / width)
-        axes.scatter(chosen, [row] * len(chosen), s=size, color="black", marker="o", linewidths=0)
-    axes.set_xlim(-0.6, width - 0.4)
-    axes.set_ylim(len(segments) - 0.45, -0.55)
-    axes.tick_params(axis="x", labelsize="small")
-    titles = [_shorten(_title(segment, number)) for number, segment in _numbered(explanation)]
-    axes.set_yticks(range(len(segments)), titles, fontsize="small", parse_math=False)
-    notes = axes.secondary_yaxis("right")
-    notes.set_yticks(range(len(segments)), [_note(segment) for segment in segments], fontsize="small")
-    for axis in (axes, notes):
-        axis.tick_params(length=0)
-        for spine in axis.spines.values():
-            spine.set_visible(False)
-    axes.set_xlabel(
-        "tokens of each part; black dot: recomputed; dotted frame: computed for this prompt", fontsize="small"
-    )
-    bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.02, extend="max")
-    bar.set_label("deviation of the stored KV from full prefill's", fontsize="small")
-    figure.suptitle(_headline(explanation), fontsize="medium", x=0.01, ha="left", parse_math=False)
+    height = 1.9 + min(0.34 * len(segments), 40)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a script that the font lacks shows as boxes
-        write_figure(figure, path, "--png")
-
-
-def _frame(segment: ExplainedSegment, row: int) -> Any:
-    """A frame around a row of the picture, dotted where the tokens were computed."""
-    from matplotlib.patches import Rectangle
-
-    style = ":" if all(token.state == "computed" for token in segment.tokens) else "-"
-    size = (len(segment.tokens), 0.76)
-    return Rectangle((-0.5, row - 0.38), *size, fill=False, edgecolor="#5c6066", linewidth=0.8, linestyle=style)
+        with figure_file(path, 11, height, _headline(explanation), "--png") as figure:
+            axes = figure.add_subplot()
+            for row, segment in enumerate(segments):
+                cells = [[token.deviation or 0.0 for token in segment.tokens]]
+                place = (-0.5, len(segment.tokens) - 0.5, row + 0.38, row - 0.38)
+                image = axes.imshow(
+                    cells, "Oranges", vmin=0, vmax=scale, aspect="auto", interpolation="nearest", extent=place
+                )
+                chosen = [number for number, token in enumerate(segment.tokens) if token.state == "recomputed"]
+                axes.plot(chosen, [row] * len(chosen), "k.", markersize=3)
+            axes.set_xlim(-0.6, max(len(segment.tokens) for segment in segments) - 0.4)
+            axes.set_ylim(len(segments) - 0.45, -0.55)
+            titles = [
+                f"{_shorten(_title(segment, number))}\n{_note(segment)}" for number, segment in _numbered(explanation)
+            ]
+            axes.set_yticks(range(len(segments)), titles, fontsize="x-small", parse_math=False)
+            axes.set_xlabel("tokens of each part; black dot: recomputed", fontsize="small")
+            bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.02, extend="max")
+            bar.set_label("deviation of the stored KV from full prefill's", fontsize="small")
 
 
 def _note(segment: ExplainedSegment) -> str:
-    """What the picture says of a segment, at its end."""
+    """Return the state of a segment in a few words."""
     chunk = segment.chunk
     if chunk is None:
         text = "exact" if segment.kind == "prefix" else "computed"

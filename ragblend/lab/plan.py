@@ -1,17 +1,26 @@
-"""Which storage is the cheapest that adds no delay: the second question of CacheBlend, section 5.1.
+"""The cheapest storage that adds no delay: the second question of CacheBlend, section 5.1.
 
 Pure arithmetic on a measured MachineProfile. Read `plan` first.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from ragblend.engine.tuning.loading_controller import MachineProfile, check_speed, largest_hidden_ratio
+from ragblend.engine.tuning.loading_controller import (
+    MachineProfile,
+    check_speed,
+    largest_hidden_ratio,
+    machine_profile_from,
+)
 from ragblend.errors import UsageError
+from ragblend.files.places import user_path
+from ragblend.files.reading import read_text
 
 GB = 10**9  # what devices are sold in
 
@@ -164,3 +173,19 @@ def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:
             f"{text!r} is not a storage; write NAME:GB_PER_S:USD_PER_GB_MONTH, such as ssd:2.5:0.08, or disk::0.08 for "
             "the speed that was measured"
         ) from error
+
+
+def read_profile(place: str | Path) -> MachineProfile:
+    """Return the machine profile in a file that `ragblend profile --json` printed.
+
+    Raises NotFoundError for a file that does not exist, UsageError for any other content.
+    """
+    path = user_path(place, "--profile")
+    how = f"write it: ragblend profile --model MODEL --json > {path}"
+    try:
+        facts = json.loads(read_text(path, "--profile", how))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is no machine profile ({error}); {how}") from error
+    if not isinstance(facts, dict):
+        raise UsageError(f"{path} is no machine profile but a JSON {type(facts).__name__}; {how}")
+    return machine_profile_from(facts)

@@ -35,14 +35,11 @@ from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import (
     drop_page_cache,
     machine_facts,
-    profile_path,
-    read_machine_profile,
-    serving_facts,
 )
 from ragblend.engine.vllm.base_engine import VllmRequest, blend_params
 from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
-from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
+from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 
@@ -309,29 +306,6 @@ def measure_read_speed(tier: KVStore, keys: Sequence[str]) -> float:
         for kv in found:
             kv.layer(layer)
     return sum(kv.nbytes for kv in found) / (perf_counter() - start_s)
-
-
-def find_profile(settings: Settings, vllm_options: Mapping[str, Any] | None = None) -> MachineProfile:
-    """What `ragblend profile` measured for the settings' model, store and backend on this machine. Loads no weights.
-
-    Raises NotFoundError, with the command to type, where nothing was measured.
-    """
-    checkpoint = find_checkpoint(settings.model, settings.model_options)
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware, backend = machine_facts(device), ""
-    if settings.backend == "vllm":
-        ranks = int((vllm_options or {}).get("tensor_parallel_size", 1))
-        hardware, backend = serving_facts(hardware["gpu"], ranks), " --backend vllm"
-    found = read_machine_profile(Path(settings.store), checkpoint.fingerprint, hardware)
-    if found is None:
-        where = profile_path(Path(settings.store), checkpoint.fingerprint, hardware)
-        raise NotFoundError(
-            f"nothing was measured for {settings.model} ({checkpoint.dtype}) on this machine: no {where}. Measure it: "
-            f"ragblend profile --model {settings.model} --store {settings.store}{backend}"
-        )
-    return found
 
 
 def _ids(draw: random.Random, count: int, vocabulary: int) -> Ids:

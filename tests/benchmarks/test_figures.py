@@ -30,7 +30,7 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.plots import plot_panel
+from ragblend.lab.plots import plot_panel
 from ragblend.lab.quality.cases import QaCase
 from ragblend.lab.quality.data import build_prompt, demo_cases
 from ragblend.lab.quality.measures import FULL, Answer

@@ -1,17 +1,18 @@
-"""`ragblend analyze` as a stranger types it: odd logs, one JSON object, no word of the texts."""
+"""`ragblend analyze` as a stranger types it: odd lines, one JSON object, no word of the texts."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import CommandRunner
+from transformers import AutoConfig
 
 from ragblend.demo import WEIGHTS
 from ragblend.engine.tuning.loading_controller import MachineProfile
@@ -19,20 +20,21 @@ from ragblend.engine.tuning.loading_controller import MachineProfile
 PASSAGES = [" ".join(f"{word}{number}" for word in ("lease", "signed", "office", "rent") * 15) for number in range(8)]
 
 
-def request(number: int, **more: Any) -> dict[str, Any]:
+def request(number: int) -> dict[str, Any]:
     """Three passages in an order of its own, and a question."""
     chosen = random.Random(number).sample(PASSAGES, 3)
-    return {"messages": [{"role": "user", "content": "\n\n".join([*chosen, f"question {number}?"])}], **more}
+    return {"messages": [{"role": "user", "content": "\n\n".join([*chosen, f"question {number}?"])}]}
+
+
+def write_lines(name: str, values: Iterable[Any]) -> None:
+    Path(name).write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "logs").mkdir()
-    with gzip.open("logs/a.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(request(number)) + "\n" for number in range(60))
-    lines = (json.dumps({"body": request(number)}) + "\n" for number in range(60, 90))
-    Path("logs/b.jsonl").write_text("".join(lines), encoding="utf-8")
+    write_lines("a.jsonl", map(request, range(60)))
+    write_lines("b.jsonl", map(request, range(60, 90)))
     return tmp_path
 
 
@@ -41,47 +43,38 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
     return CommandRunner(capsys)
 
 
-def test_a_folder_of_logs_is_one_json_object(run: CommandRunner) -> None:
-    facts = run.facts("analyze", "logs", "--kv-bytes-per-token", "1000")
-    assert facts["schema_version"] == 1
-    assert (facts["num_requests"], facts["order"], facts["tokens_are_estimated"]) == (90, "file", True)
+def test_logs_are_one_json_object(run: CommandRunner) -> None:
+    facts = run.facts("analyze", "a.jsonl", "b.jsonl", "--model", str(WEIGHTS))
+    assert facts["schema_version"] == 2
+    assert (facts["num_requests"], facts["tokens_are_estimated"]) == (90, False)
     assert sum(facts["shares"].values()) == pytest.approx(1)
     assert facts["shares"]["elsewhere"] > 0.4
-    assert facts["curve"][-1]["bytes"] == 1000 * facts["curve"][-1]["tokens"]
-    assert facts["curve"][-1]["lru"] == pytest.approx(facts["shares"]["elsewhere"])
-    assert all(point["lru"] <= point["most"] + 1e-9 for point in facts["curve"])
+    last = facts["curve"][-1]
+    assert last["bytes"] == last["tokens"] * facts["kv_bytes_per_token"]
+    assert last["lru"] == pytest.approx(facts["shares"]["elsewhere"])
     assert facts["verdict"].endswith("worth it (of 90 requests only: log more)")
-
-
-def test_nothing_of_the_texts_is_printed_unless_asked(run: CommandRunner) -> None:
-    Path("logs/c.jsonl").write_text('{"messages": "lease\n', encoding="utf-8")
-    for arguments in (("logs",), ("logs", "--json")):
-        code, out, err = run("analyze", *arguments)
-        assert code == 0
-        assert not [word for word in ("lease", "signed", "office", "question") if word in out + err]
-    assert "lease" in run("analyze", "logs", "--show-texts")[1]
-
-
-def test_broken_lines_are_named_and_the_rest_is_analysed(run: CommandRunner) -> None:
-    with Path("logs/c.jsonl").open("w", encoding="utf-8") as file:
-        file.write(json.dumps(request(1)) + '\n{"messages": [\n' + json.dumps({"messages": 7}) + "\n{}\n")
-    facts = run.facts("analyze", "logs")
-    assert facts["num_requests"] == 91
-    assert facts["num_broken"] == 1
-    assert facts["broken"][0].startswith("logs/c.jsonl:2: no JSON")
-    assert facts["num_other"] == 2
-    assert "1 broken: logs/c.jsonl:2" in run("analyze", "logs")[1]
-
-
-def test_a_model_counts_its_tokens_and_its_kv(run: CommandRunner) -> None:
-    from transformers import AutoConfig
-
-    facts = run.facts("analyze", "logs", "--model", str(WEIGHTS))
-    assert not facts["tokens_are_estimated"]
     config = AutoConfig.from_pretrained(WEIGHTS)
     itemsize = 4 if "float32" in str(config.dtype) else 2
     expected = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * itemsize
     assert facts["kv_bytes_per_token"] == expected
+
+
+def test_nothing_of_the_texts_is_printed_unless_requested(run: CommandRunner) -> None:
+    Path("c.jsonl").write_text('{"messages": "lease\n', encoding="utf-8")
+    for arguments in (("a.jsonl", "c.jsonl"), ("a.jsonl", "c.jsonl", "--json")):
+        code, out, err = run("analyze", *arguments)
+        assert code == 0
+        assert not [word for word in ("lease", "signed", "office", "question") if word in out + err]
+    assert "lease" in run("analyze", "a.jsonl", "--show-texts")[1]
+
+
+def test_lines_without_a_request_are_named_and_the_rest_is_analysed(run: CommandRunner) -> None:
+    with Path("b.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"messages": [\n' + json.dumps({"messages": 7}) + "\n{}\n")
+    facts = run.facts("analyze", "b.jsonl")
+    assert (facts["num_requests"], facts["num_skipped"]) == (30, 3)
+    assert facts["skipped"][0].startswith("b.jsonl:31: no JSON")
+    assert "3 lines hold no request: b.jsonl:31" in run("analyze", "b.jsonl")[1]
 
 
 def test_a_profile_gives_seconds(run: CommandRunner) -> None:
@@ -90,32 +83,30 @@ def test_a_profile_gives_seconds(run: CommandRunner) -> None:
         bytes_per_s={"disk": 2e9},
     )  # fmt: skip
     Path("profile.json").write_text(json.dumps({"schema_version": 1, **profile.as_dict()}), encoding="utf-8")
-    facts = run.facts("analyze", "logs", "--profile", "profile.json")
+    facts = run.facts("analyze", "a.jsonl", "--profile", "profile.json")
     saving = facts["saving"]
     assert saving["unit"] == "seconds"
     assert saving["full"] > saving["prefix"] > saving["blend"] > 0
     assert facts["kv_bytes_per_token"] == 1 << 17
     assert facts["ratio"] == 0.05, "that of the rule of a deep model"
-    assert " s " in run("analyze", "logs", "--profile", "profile.json")[1]
+    assert " s " in run("analyze", "a.jsonl", "--profile", "profile.json")[1]
 
 
 def test_a_picture_is_drawn(run: CommandRunner) -> None:
-    assert run("analyze", "logs", "--plot", "out/analyze.png")[0] == 0
+    assert run("analyze", "a.jsonl", "--plot", "out/analyze.png")[0] == 0
     assert Path("out/analyze.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("none.jsonl",), 3, "there is no none.jsonl"),
-        (("empty",), 3, "there is no file in empty"),
+        (("none.jsonl",), 3, "none.jsonl does not exist"),
+        (("empty",), 2, "ragblend analyze empty/*"),
         (("other.jsonl",), 1, "no request in other.jsonl"),
-        (("logs", "--ratio", "2"), 2, "choose 0 (full reuse)"),
-        (("logs", "--kv-bytes-per-token", "-1"), 2, "give 0 or more"),
-        (("logs", "--rule", "best"), 2, "rule 'best' is unknown"),
-        (("logs", "--profile", "none.json"), 3, "ragblend profile"),
-        (("logs", "--profile", "other.jsonl"), 2, "machine profile"),
-        (("logs", "--model", "nowhere/at-all"), 3, "nowhere/at-all"),
+        (("a.jsonl", "--ratio", "2"), 2, "choose 0 (full reuse)"),
+        (("a.jsonl", "--profile", "none.json"), 3, "ragblend profile"),
+        (("a.jsonl", "--profile", "other.jsonl"), 2, "machine profile"),
+        (("a.jsonl", "--model", "nowhere/at-all"), 3, "nowhere/at-all"),
     ],
 )
 def test_errors_name_the_value_and_what_to_do(
@@ -131,19 +122,18 @@ def test_errors_name_the_value_and_what_to_do(
 def test_odd_requests_are_counted_like_any_other(run: CommandRunner) -> None:
     odd: list[Any] = [
         {"messages": [{"role": "user", "content": ""}]},
-        {"messages": [{"role": "user", "content": None}], "timestamp": "not a time"},
+        {"messages": [{"role": "user", "content": None}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{"role": "user", "content": "\ud83d lone surrogate"}]},
         {"messages": [{"role": "user", "content": "租约由谁签署？" * 40}]},
         {"messages": [{"role": "user", "content": "‏من وقع عقد الإيجار؟ " * 40}]},
         {"prompt": ""},
-        {"prompt": [10, 11, 12], "timestamp": 1e400},
-        {"prompt": [10, 11, 12], "timestamp": -1e18},
+        {"prompt": [10, 11, 12]},
     ]
-    Path("odd.jsonl").write_text("".join(json.dumps(each) + "\n" for each in odd * 2), encoding="utf-8")
+    write_lines("odd.jsonl", odd * 2)
     facts = run.facts("analyze", "odd.jsonl")
     assert facts["num_requests"] == 2 * (len(odd) - 1)
-    assert (facts["num_other"], facts["num_media"], facts["num_broken"]) == (2, 2, 0)
+    assert (facts["num_skipped"], facts["num_media"]) == (2, 2)
     for arguments in ((), ("--model", str(WEIGHTS))):
         assert sum(run.facts("analyze", "odd.jsonl", *arguments)["shares"].values()) == pytest.approx(1)
 

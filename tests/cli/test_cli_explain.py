@@ -77,7 +77,8 @@ def test_without_a_file_it_says_how_to_see_the_tokens(run):
 
 
 @pytest.mark.parametrize("backend", ["vllm", "http://127.0.0.1:1"])
-def test_engines_that_keep_their_kv_are_refused_with_the_way_out(run, backend):
-    code, _, err = run("explain", QUESTION, "--backend", backend, *PLACE)
+def test_engines_that_keep_their_kv_are_rejected_with_the_setting_to_change(run, backend, monkeypatch):
+    monkeypatch.setenv("RAGBLEND_BACKEND", backend)
+    code, _, err = run("explain", QUESTION, *PLACE)
     assert code == 2
-    assert "--backend transformers" in err
+    assert "RAGBLEND_BACKEND=transformers" in err

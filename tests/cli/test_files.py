@@ -22,8 +22,8 @@ from ragblend.engine.store.signing import read_key
 from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.errors import RagblendError, StoreFullError, StoreNotWritableError
 from ragblend.files.output import write_output
+from ragblend.lab.plan import read_profile
 from ragblend.lab.quality.data import find_data, read_cases
-from ragblend.lab.traffic.models import read_profile
 from ragblend.precompute import IngestReport
 
 ROOT = Path(__file__).parents[2]

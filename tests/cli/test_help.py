@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from typing import Any
 
 import pytest
 import typer
@@ -17,6 +18,7 @@ from tools import reference
 ROOT = get_command(app)
 assert isinstance(ROOT, SectionedHelpGroup)
 CONTEXT = typer.Context(ROOT, info_name="ragblend")
+MOST_COMMANDS, MOST_OPTIONS = 28, 298
 EXAMPLES = [(name, line) for group in GROUPS.values() for name, lines in group.items() for line in lines]
 
 
@@ -38,6 +40,18 @@ def test_examples_are_understood_by_the_command_they_show(name: str, line: str) 
     command.make_context(name, arguments, parent=CONTEXT)  # parses, and does not run
     shown = CliRunner().invoke(app, [name, "--help"]).output
     assert f"  ragblend {line}\n" in shown
+
+
+def commands_below(command: Any) -> list[Any]:
+    below = getattr(command, "commands", None)
+    return [command] if below is None else [each for sub in below.values() for each in commands_below(sub)]
+
+
+def test_there_are_no_more_commands_and_options_than_agreed() -> None:
+    commands = commands_below(ROOT)
+    options = [each for command in (ROOT, *commands) for each in command.params if each.param_type_name == "option"]
+    assert len(commands) <= MOST_COMMANDS
+    assert len([option for option in options if option.name != "help"]) <= MOST_OPTIONS
 
 
 def test_the_reference_is_what_the_commands_say() -> None:

@@ -18,11 +18,11 @@ from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import user_path
 from ragblend.frameworks.engines import share_engine
 from ragblend.index import open_index
-from ragblend.lab.bench.common.configs import TtftConfig
-from ragblend.lab.bench.common.plots import check_plot
+from ragblend.lab.bench.common.configs import LoadConfig
+from ragblend.lab.plan import read_profile
+from ragblend.lab.plots import check_plot
 from ragblend.lab.quality.data import find_data
-from ragblend.lab.traffic.logs import files_of
-from ragblend.lab.traffic.models import read_profile
+from ragblend.lab.traffic.logs import RequestLog
 from ragblend.prompt.types import Chunk
 
 MAKERS = {
@@ -40,9 +40,9 @@ READERS = {
     "vLLM's connector": lambda place: ConnectorConfig.read({"store": place}),
     "ingest": lambda place: scan_folders([place]),
     "model": find_model,
-    "bench --store": lambda place: TtftConfig(store=place, tier="disk"),
+    "bench --store": lambda place: LoadConfig(store=place),
     "bench --data": find_data,
-    "analyze": lambda place: files_of([place]),
+    "analyze": lambda place: RequestLog([place]),
     "--profile": read_profile,
     "--plot": check_plot,
 }

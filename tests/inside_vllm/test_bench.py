@@ -20,7 +20,7 @@ PREFIX, CHUNK, BLOCK = 16, 128, 128  # tokens of the system text and of a chunk,
 def test_ttft_runs_every_mode_on_vllm(tmp_path: Path) -> None:
     config = TtftConfig(
         shape="llama-1m", num_chunks=3, chunk_tokens=CHUNK, question_tokens=8, ratio=0.25, modes=MODES,
-        rules=("cacheblend", "random"), threads=1, repeats=1, num_prompts=2, tier="disk", store=tmp_path / "kv",
+        rules=("cacheblend", "random"), threads=1, repeats=1, num_prompts=2, tier="disk",
         backend="vllm",
     )  # fmt: skip
     found = bench_ttft(config, echo=lambda line: None)
@@ -72,7 +72,7 @@ def test_throughput_serves_every_mode_at_every_rate(tmp_path: Path) -> None:
     lines: list[str] = []
     config = ThroughputConfig(
         shape="llama-1m", num_chunks=2, chunk_tokens=CHUNK, pool=4, question_tokens=8, output_tokens=3, num_requests=3,
-        rates=(5.0, 1e6), bound_s=1e6, threads=1, store=tmp_path / "kv",
+        rates=(5.0, 1e6), bound_s=1e6, threads=1,
     )  # fmt: skip
     found = bench_throughput(config, echo=lines.append)
     assert json.loads(json.dumps(found)) == found

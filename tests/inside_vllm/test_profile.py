@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from commands import run_command
 
-from ragblend.config import Settings
+from ragblend.engine.tuning.loading_controller import machine_profile_from
 from ragblend.engine.tuning.machine import machine_facts, read_machine_profile, serving_facts
 from ragblend.engine.vllm.launch import find_checkpoint
-from ragblend.errors import NotFoundError
-from ragblend.lab.profile import find_profile
 
 
 def test_vllm_is_profiled_and_planned_with(
@@ -24,8 +22,6 @@ def test_vllm_is_profiled_and_planned_with(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     store = tmp_path / "kv"
     place = ("--store", str(store), "--backend", "vllm", "--threads", "1", "--json")
-    assert run_command("plan", "--storage", "ssd:2:0.1", *place) == 3
-    assert "--backend vllm" in capsys.readouterr().err
     options = ("--vllm-options", json.dumps({"kv_cache_memory_bytes": 64 << 20}))
     assert run_command("profile", "--num-chunks", "4", "--chunk-tokens", "60", "--repeats", "1", *options, *place) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -42,10 +38,8 @@ def test_vllm_is_profiled_and_planned_with(
 
     kept = read_machine_profile(store, checkpoint.fingerprint, serving_facts(None))
     assert kept is not None
-    assert kept == find_profile(Settings(store=str(store), backend="vllm"))
+    assert kept == machine_profile_from(found)
     assert read_machine_profile(store, checkpoint.fingerprint, machine_facts()) is None
-    for other in (Settings(store=str(store)), Settings(store=str(store), backend="vllm")):
-        with pytest.raises(NotFoundError, match="ragblend profile"):
-            find_profile(other, {"tensor_parallel_size": 2} if other.backend == "vllm" else None)
-    assert run_command("plan", "--storage", "disk::0.08", *place) == 0
+    (tmp_path / "machine.json").write_text(json.dumps(found))
+    assert run_command("plan", "--storage", "disk::0.08", "--profile", str(tmp_path / "machine.json"), "--json") == 0
     assert json.loads(capsys.readouterr().out)["options"][0]["storage"] == "disk"

@@ -40,17 +40,16 @@ from ragblend.index import ChunkIndex
 from ragblend.lab.calibrate import (
     CalibrationRun,
     CalibrationSample,
-    GridPoint,
     HeldOut,
     calibrate,
     check_target,
     fit_all,
     fit_ratio,
     generate_questions,
-    make_grid_points,
     measure,
     min_questions,
     read_questions,
+    rule_names,
     split_questions,
     summarize_ratio,
 )
@@ -58,7 +57,6 @@ from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.types import Chunk
 
 RATIOS = (0.0, 0.1, 0.2, 0.5, 1.0)
-STANDARD, OTHER, DEEPER = GridPoint(AUTO, 1), GridPoint(NO_PROBE_RULE, 1), GridPoint(NO_PROBE_RULE, 2)
 
 
 def curve(*right: int, of: int = 60, costs: float = 1.0) -> tuple[CurvePoint, ...]:
@@ -83,7 +81,7 @@ counts = st.lists(st.integers(0, 60), min_size=5, max_size=5)
 
 @given(counts, st.floats(0.01, 0.99))
 def test_the_ratio_is_the_smallest_that_meets_the_target_as_every_larger_one_does(right: list[int], aim: float) -> None:
-    found = fit_ratio(STANDARD, curve(*right), aim)
+    found = fit_ratio(AUTO, curve(*right), aim)
     met = [all(lower(count, 60) >= aim for count in right[place:]) for place in range(5)]
     assert found.meets_target == any(met)
     assert found.ratio == (RATIOS[met.index(True)] if any(met) else 1.0)
@@ -117,33 +115,27 @@ def test_the_promise_is_kept_by_the_ratio_that_is_fitted() -> None:
     chances, draws = np.array((0.5, 0.7, 0.88, 0.96, 1.0)), np.random.default_rng(0)
     broken = 0
     for right in draws.binomial(60, chances, (200, 2, 5)):  # the best of two rules, neither better than the other
-        found = fit_all({STANDARD: curve(*map(int, right[0])), OTHER: curve(*map(int, right[1]))}, 0.9)[0]
+        found = fit_all({AUTO: curve(*map(int, right[0])), NO_PROBE_RULE: curve(*map(int, right[1]))}, 0.9)[0]
         broken += found.meets_target and chances[RATIOS.index(found.ratio)] < 0.9
     assert broken <= 200 * 0.05
 
 
-# -- rule and layer
+# -- rules
 
 
-def test_another_rule_or_layer_takes_over_only_where_it_is_cheaper() -> None:
+def test_another_rule_takes_over_only_where_it_is_cheaper() -> None:
     slow, fast = (20, 30, 40, 59, 60), (20, 59, 60, 60, 60)
-    best, *others = fit_all({STANDARD: curve(*slow), OTHER: curve(*slow), DEEPER: curve(*fast)}, 0.9)
-    assert (best.rule, best.check_layer, best.ratio) == (NO_PROBE_RULE, 2, 0.1)
-    assert [(other.rule, other.ratio) for other in others] == [(AUTO, 0.5)]
-    assert fit_all({STANDARD: curve(*fast), OTHER: curve(*fast)}, 0.9)[0].rule == AUTO
-    dear = fit_all({STANDARD: curve(*slow), OTHER: curve(*fast, costs=6)}, 0.9)  # a smaller ratio, but more compute
+    cheap = fit_all({AUTO: curve(*slow), NO_PROBE_RULE: curve(*fast)}, 0.9)
+    assert [(found.rule, found.ratio) for found in cheap] == [(NO_PROBE_RULE, 0.1), (AUTO, 0.5)]
+    assert fit_all({AUTO: curve(*fast), NO_PROBE_RULE: curve(*fast)}, 0.9)[0].rule == AUTO
+    dear = fit_all({AUTO: curve(*slow), NO_PROBE_RULE: curve(*fast, costs=6)}, 0.9)  # a smaller ratio, but more compute
     assert [(found.rule, found.ratio) for found in dear] == [(AUTO, 0.5), (NO_PROBE_RULE, 0.1)]
 
 
-def test_settings_start_with_what_is_used_uncalibrated() -> None:
-    assert make_grid_points((AUTO, NO_PROBE_RULE), (1, 2, 4), 5)[0] == GridPoint(AUTO, 1)
-    assert make_grid_points((AUTO, NO_PROBE_RULE), (1, 2, 4), 5) == (
-        GridPoint(AUTO, 1), GridPoint(NO_PROBE_RULE, 1), GridPoint(NO_PROBE_RULE, 2),
-    )  # fmt: skip
-    assert make_grid_points(("random",), (1, 2, 4), 32) == (GridPoint("random", 1),)
-    assert make_grid_points((NO_PROBE_RULE, "auto"), (2, 4), 8)[0] == GridPoint(AUTO, 1)
+def test_rules_start_with_the_one_that_is_used_uncalibrated() -> None:
+    assert rule_names((NO_PROBE_RULE, "auto", AUTO), 8) == (AUTO, NO_PROBE_RULE)
     with pytest.raises(UsageError, match="magic"):
-        make_grid_points(("magic",), (1,), 5)
+        rule_names(("magic",), 5)
 
 
 # -- questions
@@ -158,7 +150,7 @@ def test_questions_come_one_per_line_or_as_json_lines() -> None:
 
 def test_generated_questions_hold_the_beginning_of_a_sentence_and_not_its_end() -> None:
     texts = [f"It rained. The tower number {n} was built by the river in the year {1900 + n}." for n in range(30)]
-    asked = generate_questions([Chunk(text) for text in texts], 20, seed=1)
+    asked = generate_questions([Chunk(text) for text in texts], 20)
     assert len(asked) == len(set(asked)) == 20
     for question in asked:
         begun = question.split('"')[1]
@@ -183,12 +175,12 @@ def test_the_demo_is_asked_in_its_own_forms_what_its_texts_tell() -> None:
 
 def test_questions_to_fit_and_to_check_are_different_ones() -> None:
     texts = [f"question {n}" for n in range(60)]
-    fitted, others = split_questions([*texts, *texts], 40, 10, 0.9, seed=0)
+    fitted, others = split_questions([*texts, *texts], 40, 10, 0.9)
     assert (len(fitted), len(others), len({*fitted, *others})) == (40, 10, 50)
-    assert [len(part) for part in split_questions(texts, 60, 10, 0.9, seed=0)] == [50, 10]
-    assert [len(part) for part in split_questions(texts[:37], 60, 10, 0.9, seed=0)] == [35, 2]  # the promise goes first
+    assert [len(part) for part in split_questions(texts, 60, 10, 0.9)] == [50, 10]
+    assert [len(part) for part in split_questions(texts[:37], 60, 10, 0.9)] == [35, 2]  # the promise goes first
     with pytest.raises(UsageError, match=r"34 questions.*--questions"):
-        split_questions([*texts[:34], *texts[:34]], 60, 0, 0.9, seed=0)
+        split_questions([*texts[:34], *texts[:34]], 60, 0, 0.9)
 
 
 # -- with a model
@@ -229,7 +221,7 @@ def found(engine: TransformersEngine, index: ChunkIndex, questions: list[str]) -
     """A calibration of the demo, saved, and checked on other questions."""
     return calibrate(
         engine, index, questions, target=0.8, num_questions=24, num_held_out=24, rules=["auto"],
-        check_layers=[1], ratios=[0.05, 0.2], **RETRIEVAL,
+        ratios=[0.05, 0.2], **RETRIEVAL,
     )  # fmt: skip
 
 
@@ -267,9 +259,10 @@ def test_what_is_measured_is_what_a_calibrated_engine_does(
 ) -> None:
     prompts = [Prompt([hit.chunk for hit in index.search(q, **RETRIEVAL)], q) for q in questions[:3]]
     best = found.calibration.fits[0]
-    settings = [GridPoint(best.rule, best.check_layer)]
     for prompt in prompts:
-        (made,) = measure(engine, [prompt], settings, (0.0, best.ratio, 1.0), lambda stage, done, total: None).values()
+        (made,) = measure(
+            engine, [prompt], [best.rule], (0.0, best.ratio, 1.0), lambda stage, done, total: None
+        ).values()
         full = engine.prefill(engine.request(prompt, mode="full")).logits
         used = engine.prefill(engine.request(prompt))
         assert made[1].kl == first_token_kl(full, used.logits)
@@ -282,7 +275,7 @@ def test_what_is_measured_is_what_a_calibrated_engine_does(
 def test_a_calibration_is_of_the_engines_system_text(home: Path, index: ChunkIndex, questions: list[str]) -> None:
     system = "Answer with the words of the documents."
     with load_engine("demo", home / "kv", system=system, on_miss="inline") as engine:
-        one = {"num_questions": 10, "rules": ["auto"], "check_layers": [1], "ratios": [0.1]}
+        one = {"num_questions": 10, "rules": ["auto"], "ratios": [0.1]}
         made = calibrate(engine, index, questions, k=2, target=0.5, **one)  # type: ignore[arg-type]
         chunks = [hit.chunk for hit in index.search(questions[0], 2)]
         report = engine.generate(Prompt(chunks, questions[0], system), max_tokens=1).report
@@ -322,7 +315,7 @@ def run(changed_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
-FAST = ("--num-questions", "10", "--target", "0.7", "--rules", "auto", "--check-layers", "1", "--ratios", "0.1")
+FAST = ("--num-questions", "10", "--target", "0.7", "--rules", "auto", "--ratios", "0.1")
 
 
 def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], changed_home: Path) -> None:
@@ -421,11 +414,11 @@ def test_what_the_command_prints_is_stable() -> None:
 
 
 GOLDEN = """\
-60 questions (k 2, neighbours 2), target 0.9: ratio 0.1 by cacheblend_k at layer 1
+60 questions (k 2, neighbours 2), target 0.9: ratio 0.1 by cacheblend_k
 the first token is full prefill's in 98.3% [91.1%, 99.7%]
 noise floor (everything recomputed): 100.0%, KL 2.8e-13
 
-cacheblend_k, layer 1
+cacheblend_k
    ratio  charged   at 32   agreement                KL, nats
        0    0.000   0.000   70.0% [57.5%, 80.1%]     1.7
      0.1    0.180   0.113   98.3% [91.1%, 99.7%]     0.03 <

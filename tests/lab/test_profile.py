@@ -1,4 +1,4 @@
-"""A machine profile: measured on the real model, kept with the store, followed by requests, and by `ragblend plan`."""
+"""A machine profile: measured on the real model, kept with the store, followed by requests, read by `ragblend plan`."""
 
 from __future__ import annotations
 
@@ -163,15 +163,17 @@ def test_the_page_cache_of_files_can_be_dropped(tmp_path: Path) -> None:
 
 
 def test_profile_then_plan_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ("--store", str(tmp_path / "kv"), "--json")
+    file = tmp_path / "machine.json"
     sizes = ("--num-chunks", "6", "--chunk-tokens", "256")  # long enough that blending pays beyond any noise
-    assert run_command("plan", "--storage", "ssd:2:0.1", *place) == 3
-    assert "ragblend profile --model demo" in capsys.readouterr().err
-    assert run_command("profile", *sizes, "--repeats", "1", *place) == 0
-    measured = json.loads(capsys.readouterr().out)
+    assert run_command("plan", "--storage", "ssd:2:0.1", "--profile", str(file)) == 3
+    assert "ragblend profile --model MODEL --json" in capsys.readouterr().err
+    assert run_command("profile", *sizes, "--repeats", "1", "--store", str(tmp_path / "kv"), "--json") == 0
+    file.write_text(capsys.readouterr().out)
+    measured = json.loads(file.read_text())
     assert measured["profile_version"] == 1
     storages = ("--storage", "disk::0.08", "--storage", "ram:50:3", "--storage", "tape:0.0000001:0.001")
-    assert run_command("plan", *storages, *sizes, "--usd-per-hour", "2", *place) == 0
+    command = ("plan", "--profile", str(file), *sizes)
+    assert run_command(*command, *storages, "--usd-per-hour", "2", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     by_name = {option["storage"]: option for option in plan["options"]}
     assert plan["schema_version"] == 1
@@ -181,9 +183,9 @@ def test_profile_then_plan_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert plan["chosen"] in ("disk", "ram")
     nbytes = 6 * 256 * measured["bytes_per_token"]
     assert by_name["disk"]["load_s"] == pytest.approx(nbytes / measured["bytes_per_s"]["disk"])
-    assert run_command("plan", *storages, *sizes, *place[:2]) == 0
+    assert run_command(*command, *storages) == 0
     assert f"{plan['chosen']} is the cheapest that adds no delay" in capsys.readouterr().out
-    assert run_command("plan", "--storage", "ssd", *place) == 2
+    assert run_command(*command, "--storage", "ssd") == 2
 
 
 def test_an_engine_finds_the_profile_of_its_store(tmp_path: Path) -> None:
@@ -198,10 +200,8 @@ def test_an_engine_finds_the_profile_of_its_store(tmp_path: Path) -> None:
 
 
 def test_a_server_is_measured_where_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ("--store", str(tmp_path / "kv"), "--backend", "http://localhost:9")
-    for command in (("profile",), ("plan", "--storage", "ssd:2:0.1")):
-        assert run_command(*command, *place) == 2
-        assert "on the server's machine" in capsys.readouterr().err
-    options = ("--vllm-options", '{"max_model_len": 512}')
-    assert run_command("profile", "--store", str(tmp_path / "kv"), *options) == 2
+    place = ("--store", str(tmp_path / "kv"))
+    assert run_command("profile", *place, "--backend", "http://localhost:9") == 2
+    assert "on the server's machine" in capsys.readouterr().err
+    assert run_command("profile", *place, "--vllm-options", '{"max_model_len": 512}') == 2
     assert "--backend vllm" in capsys.readouterr().err

@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import typer
 
 from ragblend.cli.groups import FullHelpGroup
+from ragblend.cli.lab.options import PlotOption
 from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
 from ragblend.cli.printing import print_json, print_line, print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
-from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import (
     BenchConfig,
     IngestConfig,
@@ -26,26 +26,24 @@ from ragblend.lab.bench.common.configs import (
     QualityConfig,
     ThroughputConfig,
     TtftConfig,
-    get_field_annotations,
+    get_options,
 )
 
 bench_app = typer.Typer(
     help="Measure, side by side in one process.", cls=FullHelpGroup, no_args_is_help=True, rich_markup_mode=None
 )
 
-PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Write a picture, FILE.png.")]
-
 
 def options_of(config: type[BenchConfig]) -> list[Parameter]:
     """A keyword parameter for typer per field of `config`."""
-    found = []
-    for each in fields(config):
-        kind, option = get_args(get_field_annotations(config)[each.name])
-        default = each.default if each.default is not MISSING else None
+    found: list[Parameter] = []
+    defaults: dict[str, Any] = {each.name: each.default for each in fields(config)}
+    for name, (kind, option) in get_options(config).items():
+        default = defaults[name] if defaults[name] is not MISSING else None
         if _is_list(kind) or get_origin(kind) is Mapping:
             kind = str | None
             default = None if default is None else ",".join(f"{value}" for value in default)
-        found.append(_parameter(each.name, Annotated[kind, option], default))
+        found.append(_parameter(name, Annotated[kind, option], default))
     return found
 
 
@@ -55,14 +53,13 @@ C = TypeVar("C", bound=BenchConfig)
 def config_from(config: type[C], values: Mapping[str, Any]) -> C:
     """`config` of the values that the command line gave for `options_of` it."""
     given = {}
-    for each in fields(config):
-        kind, _ = get_args(get_field_annotations(config)[each.name])
-        value = values[each.name]
+    for name, (kind, _) in get_options(config).items():
+        value = values[name]
         if _is_list(kind) and value is not None:
             value = tuple(split_numbers(value) if "float" in str(kind) else split_names(value))
         elif get_origin(kind) is Mapping:
-            value = json_object(value, f"--{each.name.replace('_', '-')}")
-        given[each.name] = value
+            value = json_object(value, f"--{name.replace('_', '-')}")
+        given[name] = value
     return config(**given)
 
 
@@ -79,8 +76,6 @@ def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
     name = config.__name__.removesuffix("Config").lower()
 
     def command(*, json_: bool, plot: str | None = None, **values: Any) -> None:
-        if values.pop("backend_of_throughput", "vllm") != "vllm":
-            raise UsageError("throughput is measured on a serving engine: --backend vllm")
         set_num_threads(values["threads"])
         quiet_libraries()
         run: Callable[..., dict[str, Any]] = getattr(
@@ -99,7 +94,6 @@ def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
 
 _MODULES = {"quality": "quality.study"}
 _PLOT = _parameter("plot", PlotOption, None)
-_VLLM_ONLY = Annotated[str, typer.Option("--backend", help="vllm, in this process; there is no other.")]
 
 add(
     TtftConfig,
@@ -108,12 +102,12 @@ add(
 )  # fmt: skip
 add(
     ThroughputConfig,
-    """Requests per second at equal TTFT: Poisson arrivals at rising rates, blend against full and prefix caching.
+    """Requests per second at equal TTFT in vLLM: Poisson arrivals at rising rates, blend, full and prefix caching.
 
     The defaults take under ten minutes on one idle CPU core. A rate costs at least its requests' prefills, so a larger
     shape, or more and longer chunks, take longer in proportion; so do low rates.
     """,
-    _parameter("backend_of_throughput", _VLLM_ONLY, "vllm"), _PLOT,
+    _PLOT,
 )  # fmt: skip
 add(
     LoadConfig,

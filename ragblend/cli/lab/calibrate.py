@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ragblend.cli.lab.options import PlotOption
 from ragblend.cli.options import JsonOption, split_names, split_numbers, with_settings
 from ragblend.cli.printing import print_notice, print_result, progress_bars
 from ragblend.cli.session import open_engine, open_settings_index
@@ -29,7 +30,7 @@ calibrate_app = typer.Typer()
 
 @calibrate_app.command()
 @with_settings(
-    "model index store remote k neighbours order embedder system namespace dtype device trust_remote_code",
+    "model index store k",
     demo="On the demo's corpus; nothing else is needed.",
 )
 def calibrate(
@@ -46,16 +47,15 @@ def calibrate(
         float, typer.Option("--target", help="Share of first tokens to be full prefill's, with 95 % confidence.")
     ] = 0.9,
     rules: Annotated[str | None, typer.Option("--rules", help="Rules to compare, comma-separated.")] = None,
-    check_layers: Annotated[
-        str | None, typer.Option("--check-layers", help="Layers to read them at, in the model's first half; 1,2,4.")
-    ] = None,
     ratios: Annotated[str | None, typer.Option("--ratios", help="Shares to measure besides 0 and 1.")] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the calibration in the store.")] = True,
-    plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the curve, FILE.png.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Which questions, and their order.")] = 0,
+    plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Find the recompute ratio at which your questions get full prefill's first token; the engine then uses it."""
+    """Find the recompute ratio at which your questions get full prefill's first token; the engine then uses it.
+
+    Other settings of `ragblend ask` are given as RAGBLEND_NAME or in ragblend.toml, as ingestion had them.
+    """
     if settings.is_served:
         raise UsageError(
             f"{redact(settings.backend)} shows no distributions to compare; calibrate on the machine that has its "
@@ -63,7 +63,7 @@ def calibrate(
         )
     settings = replace(settings, backend="transformers")  # vLLM uses the calibration, too
     from ragblend.lab import calibrate as fitting
-    from ragblend.lab.bench.common.plots import check_plot
+    from ragblend.lab.plots import check_plot
 
     place = check_plot(plot)
 
@@ -71,13 +71,11 @@ def calibrate(
     grid: dict[str, Any] = {}
     if rules is not None:
         grid["rules"] = split_names(rules)
-    if check_layers is not None:
-        grid["check_layers"] = [int(layer) for layer in split_numbers(check_layers)]
     if ratios is not None:
         grid["ratios"] = split_numbers(ratios)
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened, progress_bars() as progress:
         fitting.require_transformers_engine(engine)
-        asked = _questions(questions, opened, engine.name, num_questions + held_out, seed)
+        asked = _questions(questions, opened, engine.name, num_questions + held_out)
         found = fitting.calibrate(
             engine,
             opened,
@@ -88,21 +86,20 @@ def calibrate(
             target=target,
             num_questions=num_questions,
             num_held_out=held_out,
-            seed=seed,
             save=save,
             progress=progress,
             **grid,
         )
     facts = facts_of(found, settings.model, questions)
     if place is not None:
-        from ragblend.lab.bench.common.plots import plot_calibration
+        from ragblend.lab.plots import plot_calibration
 
         plot_calibration(facts, place)
         print_notice(f"plot in {place}")
     print_result(facts, "\n".join(lines_of(found)), json_)
 
 
-def _questions(named: str | None, index: ChunkIndex, model: str, count: int, seed: int) -> list[str]:
+def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> list[str]:
     """Those of the file, or some that are made of the chunks: for the embedded model in the forms that it knows."""
     from ragblend.lab.calibrate import generate_questions, read_questions
 
@@ -118,8 +115,8 @@ def _questions(named: str | None, index: ChunkIndex, model: str, count: int, see
     if model == "demo":
         from ragblend.demo.corpus import questions_about
 
-        return questions_about((chunk.text for chunk in chunks), count, seed)
-    return generate_questions(chunks, count, seed)
+        return questions_about((chunk.text for chunk in chunks), count)
+    return generate_questions(chunks, count)
 
 
 # -- printing
@@ -158,7 +155,7 @@ def lines_of(run: CalibrationRun) -> list[str]:
     calibration, best = run.calibration, run.calibration.fits[0]
     lines = [
         f"{calibration.num_questions} questions ({calibration.retrieval}), target {calibration.target:g}: "
-        f"ratio {best.ratio:g} by {best.rule} at layer {best.check_layer}",
+        f"ratio {best.ratio:g} by {best.rule}",
         f"the first token is full prefill's in {_share(best.point)}",
         f"noise floor (everything recomputed): {best.curve[-1].agreement:.1%}, KL {best.curve[-1].kl:.2g}",
     ]
@@ -181,8 +178,7 @@ def lines_of(run: CalibrationRun) -> list[str]:
 
 
 def _table(fit: RuleFit) -> list[str]:
-    title = f"{fit.rule}, layer {fit.check_layer}"
-    rows = [f"{title}\n  {'ratio':>6} {'charged':>8} {'at 32':>7}   {'agreement':<24} KL, nats"]
+    rows = [f"{fit.rule}\n  {'ratio':>6} {'charged':>8} {'at 32':>7}   {'agreement':<24} KL, nats"]
     for point in fit.curve:
         mark = " <" if point.ratio == fit.ratio else ""
         rows.append(

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.ask import ENGINE_SETTINGS, PLACE_SETTINGS, SEARCH_SETTINGS
 from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import print_json, print_line, print_notice, source_facts, waiting_lines
 from ragblend.cli.session import open_engine, open_settings_index, retrieve
@@ -18,7 +17,7 @@ from ragblend.redaction import redact
 
 
 @with_settings(
-    f"{ENGINE_SETTINGS} rule ratio {SEARCH_SETTINGS} max_tokens {PLACE_SETTINGS}",
+    "model index store rule ratio k max_tokens",
     demo="Ask about the demo's corpus; nothing else is needed.",
 )
 def explain(
@@ -28,15 +27,18 @@ def explain(
     png: Annotated[str | None, typer.Option("--png", metavar="FILE", help="Write a picture, FILE.png.")] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Show what blending did to a prompt, token by token, and the answer beside full prefill's."""
+    """Show what blending did to a prompt, token by token, and the answer beside full prefill's.
+
+    Other settings of `ragblend ask` are given as RAGBLEND_NAME or in ragblend.toml, as ingestion had them.
+    """
     if settings.backend != "transformers":
         raise UsageError(
-            f"explain compares the KV itself, which {redact(settings.backend)} keeps; use --backend transformers"
+            f"explain compares the KV itself, which {redact(settings.backend)} keeps; set RAGBLEND_BACKEND=transformers"
         )
     from ragblend.engine.transformers.engine import TransformersEngine
-    from ragblend.lab.bench.common.plots import check_plot
     from ragblend.lab.explain import explain as explain_prompt
     from ragblend.lab.explain_page import plot_explanation, summary_lines, write_html
+    from ragblend.lab.plots import check_plot
     from ragblend.prompt.types import Prompt
 
     page, picture = check_output(html, "--html") if html is not None else None, check_plot(png, "--png")

@@ -1,4 +1,4 @@
-"""`ragblend profile` and `ragblend plan`: measure this machine, then ask which storage the KV should live on."""
+"""`ragblend profile` measures this machine; `ragblend plan` chooses a storage by the profile."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ragblend.cli.lab.options import ThreadsOption
 from ragblend.cli.options import JsonOption, VllmOptions, json_object, with_settings
 from ragblend.cli.printing import print_message, print_result
 from ragblend.cli.session import open_engine, set_num_threads
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from ragblend.lab.plan import StorageEstimate, StoragePlan
     from ragblend.lab.profile import ProfileConfig
 
-ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
@@ -32,7 +31,7 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
 
 
-@with_settings("model store remote backend dtype device trust_remote_code")
+@with_settings("model store remote backend dtype")
 def profile(
     settings: Settings,
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks of the longest prompt that is timed.")] = 6,
@@ -44,10 +43,17 @@ def profile(
 ) -> None:
     """Time the model and the store's disk, and the remote tier if one is set; requests follow what was found.
 
-    With `--backend vllm` in vLLM, as `ragblend serve` runs it; each backend follows its own times.
+    With `--backend vllm` in vLLM, as `ragblend serve` runs it; each backend follows its own times. Other settings are
+    given as RAGBLEND_NAME or in ragblend.toml.
     """
     set_num_threads(threads)
-    _bind_threads(settings, threads)
+    if settings.is_served:
+        raise UsageError(
+            f"backend is {redact(settings.backend)!r}, but a profile is of this machine; run ragblend profile "
+            "on the server's machine, where its store is: --backend vllm, or transformers"
+        )
+    if settings.backend == "vllm" and threads is not None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else vLLM binds threads of its own choice
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.tuning.machine import write_profile
     from ragblend.lab.profile import ProfileConfig, measure_machine
@@ -65,65 +71,49 @@ def profile(
     print_result(found.as_dict(), "\n".join([*profile_lines(found), f"kept in {path}"]), json_)
 
 
-@with_settings("model store backend dtype device trust_remote_code")
 def plan(
-    settings: Settings,
     storage: Annotated[
         list[str],
         typer.Option(
             "--storage", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 takes the speed measured."
         ),
     ],
+    profile: Annotated[
+        str, typer.Option("--profile", metavar="FILE", help="Times of a machine: a file of `ragblend profile --json`.")
+    ],
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     ratio: Annotated[
         float | None, typer.Option("--ratio", help="The least ratio that answers well; without it the rule's.")
     ] = None,
-    rule: Annotated[str, typer.Option("--rule", help="A rule that asks first waits for most KV.")] = "auto",
+    rule: Annotated[str, typer.Option("--rule", help="A rule with a probe waits for most KV.")] = "auto",
     usd_per_hour: Annotated[
         float | None, typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even.")
     ] = None,
-    vllm_options: VllmOptions = None,
-    threads: ThreadsOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Which storage is the cheapest that adds no delay, what 1,000 chunks cost there, and when reuse pays them back."""
-    set_num_threads(threads)
-    _bind_threads(settings, threads)
     from ragblend.engine.fusion.rules import find_rule
-    from ragblend.lab.plan import WorkloadSpec, parse_storage
+    from ragblend.lab.plan import WorkloadSpec, parse_storage, read_profile
     from ragblend.lab.plan import plan as make_plan
-    from ragblend.lab.profile import find_profile
 
-    profile = find_profile(settings, json_object(vllm_options, "--vllm-options"))
-    known = find_rule(rule, profile.num_layers)
-    least = known.ratio if ratio is None else ratio
+    measured = read_profile(profile)
+    known = find_rule(rule, measured.num_layers)
     need = WorkloadSpec(
         chunks,
         chunk_tokens,
-        ratio=least,
+        ratio=known.ratio if ratio is None else ratio,
         usd_per_hour=usd_per_hour,
         probes_before_selection=known.probes_before_selection,
     )
-    made = make_plan(profile, [parse_storage(text, profile.bytes_per_s) for text in storage], need)
+    made = make_plan(measured, [parse_storage(text, measured.bytes_per_s) for text in storage], need)
     print_result(made.as_dict(), "\n".join(plan_lines(made)), json_)
-
-
-def _bind_threads(settings: Settings, threads: int | None) -> None:
-    """`--threads` counts for vLLM only where it does not bind threads itself. Refuses a server: it runs elsewhere."""
-    if settings.is_served:
-        raise UsageError(
-            f"backend is {redact(settings.backend)!r}; on the server's machine, where its store is: --backend "
-            "vllm, or transformers"
-        )
-    if settings.backend == "vllm" and threads is not None:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
 
 def _open_to_measure(
     settings: Settings, effort: ProfileConfig, vllm_options: dict[str, Any]
 ) -> AbstractContextManager[TransformersEngine | VllmEngine]:
-    """The engine whose times are wanted."""
+    """Return the engine whose times are measured."""
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.profile import open_vllm_for_profile
 
@@ -137,7 +127,7 @@ def _open_to_measure(
 
 
 def profile_lines(profile: MachineProfile) -> list[str]:
-    """What was measured, for people."""
+    """Return the lines of text about a profile."""
     times = ", ".join(f"{tokens:.0f} tokens {seconds:.3g} s" for tokens, seconds in profile.prefill_s)
     shares = ", ".join(f"{ratio:.0%} {share:.1%}" for ratio, share in profile.shares)
     tiers = ", ".join(f"{name} {speed / 1e9:.3g} GB/s" for name, speed in profile.bytes_per_s.items())
@@ -145,7 +135,7 @@ def profile_lines(profile: MachineProfile) -> list[str]:
 
 
 def plan_lines(plan: StoragePlan) -> list[str]:
-    """The plan as a table, cheapest device first, and the answer."""
+    """Return the plan as a table, cheapest device first, and the answer."""
     need, cheapest = plan.need, plan.chosen
     lines = [
         f"{need.num_chunks} chunks x {need.chunk_tokens} tokens, ratio {need.ratio:.0%}; full prefill takes "

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 @with_settings(
-    "model backend index store remote rule ratio k neighbours order max_tokens chunk_size context embedder "
-    "system namespace dtype kv_dtype device trust_remote_code",
+    "model backend index store rule ratio k max_tokens",
     demo="Open on the demo's corpus, with questions to ask; nothing else is needed.",
 )
 def ui(
@@ -30,7 +29,10 @@ def ui(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8765,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
-    """Open a page: drop documents, ask, and see the four modes side by side and what became of every token."""
+    """Open a page: drop documents, ask, and see the four modes side by side and what became of every token.
+
+    Other settings of `ragblend ingest` and `ragblend ask` are given as RAGBLEND_NAME or in ragblend.toml.
+    """
     from ragblend.lab.ui.app import serve
 
     def open_(job: UiJob) -> tuple[Engine, ChunkIndex]:

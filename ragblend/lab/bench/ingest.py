@@ -71,10 +71,10 @@ class IngestResult(BenchResult):
 def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = None) -> IngestResult:
     """Measure `config`. `progress` is told what is being done."""
     notify = progress or (lambda line: None)
-    with torch_threads(config.threads), open_directory(None) as directory:
+    with torch_threads(config.threads), open_directory() as directory:
         notify(f"building {config.shape}")
         store = open_store(directory / "kv", memory_gib=0)
-        with engine_for(config.shape, store, find_dtype(config.dtype), config.seed) as engine:
+        with engine_for(config.shape, store, find_dtype(config.dtype)) as engine:
             rounds = time_prefill_and_ingest(engine, config, notify)
             bytes_per_token = engine.bytes_per_token
         known = run_known(config, directory / "known", notify) if config.num_known else ()
@@ -95,7 +95,7 @@ def time_prefill_and_ingest(
 ) -> list[dict[str, float]]:
     """Seconds of prefill and of ingestion, in turns over the same chunks, after a few that do not count."""
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
-    drawn = draw_prompts(count + 3, 1, config.chunk_tokens, 1, 1, vocabulary, config.seed).chunks
+    drawn = draw_prompts(count + 3, 1, config.chunk_tokens, 1, 1, vocabulary).chunks
     warm_up, chunks = drawn[count:], drawn[:count]
     policies = tuple(dict.fromkeys(("none", *config.contexts)))
     prefill_only(engine, warm_up[:1])
@@ -149,12 +149,12 @@ def _ingest_new(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
 def run_known(config: IngestConfig, directory: Path, notify: Callable[[str], None]) -> tuple[KnownRun, ...]:
     """Ingest documents of at least `num_known` chunks twice, the second time with everything opened anew."""
     notify(f"writing documents of {config.num_known} chunks")
-    write_documents(directory / "docs", config.num_known, find_shape(KNOWN_SHAPE).vocab_size, config.seed)
+    write_documents(directory / "docs", config.num_known, find_shape(KNOWN_SHAPE).vocab_size)
     runs = []
     for name in ("first", "second"):
         notify(f"ingesting them, {name} run")
         store = open_store(directory / "kv", memory_gib=0)
-        with engine_for(KNOWN_SHAPE, store, seed=config.seed) as engine:
+        with engine_for(KNOWN_SHAPE, store) as engine:
             num_prefilled_tokens = _count_rows(engine)
             reports: list[IngestReport] = []
 
@@ -183,10 +183,10 @@ def _count_rows(engine: TransformersEngine) -> Callable[[], int]:
     return lambda: max(0, rows - PREFIX_TOKENS)
 
 
-def write_documents(directory: Path, num_chunks: int, vocabulary: int, seed: int = 0) -> None:
+def write_documents(directory: Path, num_chunks: int, vocabulary: int) -> None:
     """Text files of CHUNKS_PER_DOCUMENT paragraphs each, every paragraph one chunk of numbers."""
     directory.mkdir(parents=True)
-    draw = random.Random(seed)
+    draw = random.Random(0)
     for start in range(0, num_chunks, CHUNKS_PER_DOCUMENT):
         count = min(CHUNKS_PER_DOCUMENT, num_chunks - start)
         paragraphs = [

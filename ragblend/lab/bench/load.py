@@ -8,10 +8,11 @@ reads everything before it computes anything. Read `run_load` first.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized, load_into_memory
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -31,15 +32,15 @@ from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
-from ragblend.lab.bench.common.plots import plot_load
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import (
     PromptSet,
     engine_for,
-    make_config_prompts,
+    make_prompts,
     open_directory,
     torch_threads,
 )
+from ragblend.lab.plots import plot_load
 from ragblend.lab.profile import ProfileConfig, measure_machine
 from ragblend.prompt.types import Prompt
 
@@ -208,7 +209,7 @@ def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEng
             worker = worker_of_this_process()
             yield StoreSwitchableEngine(served, vocab_size, vllm_card(), worker.read_from, worker)
         return
-    with engine_for(config.shape, disk, find_dtype(config.dtype), config.seed) as engine:
+    with engine_for(config.shape, disk, find_dtype(config.dtype)) as engine:
 
         def read_from(store: KVStore) -> None:
             engine.store = store
@@ -245,55 +246,27 @@ class _Bench:
     def _store(self, case: LoadCase) -> KVStore:
         if case.source in ("disk", "memory") and case.pipeline:
             return self._tiers  # what the prompt before left in memory are other chunks
-        tier: KVStore = self._disk
-        if case.bytes_per_s is not None:
-            tier = ThrottledStore(tier, case.bytes_per_s)
-        if not case.pipeline:
-            tier = UnpipelinedStore(tier)
+        tier = ThrottledStore(self._disk, case.bytes_per_s or math.inf, case.pipeline)
         return TieredStore(MemoryStore(self.memory_bytes), tier)
 
 
-class _StoreWrapper:
-    """A KVStore that passes everything on to another one; subclasses change what `get` returns."""
+class ThrottledStore:
+    """A tier that reads at most `bytes_per_s`, one layer after the other, as one slow device would.
 
-    def __init__(self, tier: KVStore) -> None:
-        self._tier = tier
+    pipelined: layers are read when they are used; otherwise `get` reads the whole entry before it returns.
+    """
 
-    @property
-    def counters(self) -> StoreCounters:
-        return self._tier.counters
-
-    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        return self._tier.get(key, token_ids)
-
-    def put(self, kv: ChunkKV) -> None:
-        self._tier.put(kv)
-
-    def contains(self, key: str) -> bool:
-        return self._tier.contains(key)
-
-    def delete(self, key: str) -> bool:
-        return self._tier.delete(key)
-
-    def keys(self) -> Iterator[str]:
-        return self._tier.keys()
-
-    def nbytes(self) -> int:
-        return self._tier.nbytes()
-
-
-class ThrottledStore(_StoreWrapper):
-    """A tier that reads `bytes_per_s` and no faster, one layer after the other, as one slow device would."""
-
-    def __init__(self, tier: KVStore, bytes_per_s: float) -> None:
-        super().__init__(tier)
-        self._bytes_per_s = bytes_per_s
+    def __init__(self, tier: KVStore, bytes_per_s: float, pipelined: bool = True) -> None:
+        self._tier, self._bytes_per_s, self._pipelined = tier, bytes_per_s, pipelined
         self._busy_until_s = 0.0
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """The entry, whose layers arrive at the tier's pace."""
-        kv = super().get(key, token_ids)
-        return None if kv is None else _ThrottledKV(kv, self._throttle)
+        """Return the entry, whose layers arrive at the tier's pace."""
+        kv = self._tier.get(key, token_ids)
+        if kv is None:
+            return None
+        paced = _ThrottledKV(kv, self._throttle)
+        return paced if self._pipelined else load_into_memory(paced)
 
     def _throttle(self, read: Callable[[], StoredLayer]) -> StoredLayer:
         start_s = max(perf_counter(), self._busy_until_s)
@@ -301,6 +274,31 @@ class ThrottledStore(_StoreWrapper):
         self._busy_until_s = start_s + layer.nbytes / self._bytes_per_s
         time.sleep(max(0.0, self._busy_until_s - perf_counter()))
         return layer
+
+    @property
+    def counters(self) -> StoreCounters:
+        """Return the counters of the tier."""
+        return self._tier.counters
+
+    def put(self, kv: ChunkKV) -> None:
+        """Store an entry in the tier."""
+        self._tier.put(kv)
+
+    def contains(self, key: str) -> bool:
+        """True if the tier has the entry."""
+        return self._tier.contains(key)
+
+    def delete(self, key: str) -> bool:
+        """Delete an entry of the tier; True if it had one."""
+        return self._tier.delete(key)
+
+    def keys(self) -> Iterator[str]:
+        """Yield the keys of the tier."""
+        return self._tier.keys()
+
+    def nbytes(self) -> int:
+        """Return the bytes of the tier."""
+        return self._tier.nbytes()
 
 
 class _ThrottledKV:
@@ -322,15 +320,6 @@ class _ThrottledKV:
 
     def stored_layer(self, index: int) -> StoredLayer:
         return self._at_pace(lambda: self._kv.stored_layer(index))
-
-
-class UnpipelinedStore(_StoreWrapper):
-    """A tier without the pipeline: `get` reads the whole entry before it returns."""
-
-    def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
-        """The entry, in memory."""
-        kv = super().get(key, token_ids)
-        return None if kv is None else load_into_memory(kv)
 
 
 _MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s")
@@ -413,7 +402,8 @@ def _prompts(config: LoadConfig, vocab_size: int) -> PromptSet:
     """Prompts without a chunk in common, as many as the store has room for."""
     num_prompts = max(config.store_factor, config.repeats + 1)
     sets = [
-        make_config_prompts(replace(config, seed=config.seed + number), vocab_size) for number in range(num_prompts)
+        make_prompts(config.num_chunks, config.chunk_tokens, config.question_tokens, 1, vocab_size, seed)
+        for seed in range(num_prompts)
     ]
     chunks = tuple(chunk for each in sets for chunk in each.chunks)
     return PromptSet(chunks, tuple(each.prompts[0] for each in sets))

@@ -25,9 +25,9 @@ from ragblend.engine.vllm.base_engine import OutputDelta, VllmRequest
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
 from ragblend.lab.bench.common.output import BenchResult, Column, format_table, run_benchmark
-from ragblend.lab.bench.common.plots import plot_throughput
 from ragblend.lab.bench.common.workloads import make_config_prompts, torch_threads
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
+from ragblend.lab.plots import plot_throughput
 from ragblend.options import Mode
 from ragblend.prompt.types import Prompt
 
@@ -135,7 +135,7 @@ def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | N
             idle_s = measure_idle_ttfts(cases, work.prompts, answer)
             bound_s = config.bound_s or BOUND_FACTOR * idle_s[_FULL]
             rates = config.rates or tuple(_rounded(load / idle_s[_FULL]) for load in LOADS)
-            gaps = arrival_times(1.0, config.num_requests, config.seed)
+            gaps = arrival_times(1.0, config.num_requests)
 
             def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
                 return answer(case, work.prompts, [moment / rate for moment in gaps])

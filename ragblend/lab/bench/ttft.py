@@ -25,7 +25,6 @@ from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
-from ragblend.lab.bench.common.plots import plot_ttft
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import (
     PromptSet,
@@ -35,6 +34,7 @@ from ragblend.lab.bench.common.workloads import (
     open_directory,
     torch_threads,
 )
+from ragblend.lab.plots import plot_ttft
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
 
@@ -122,7 +122,7 @@ def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
         with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as (engine, vocab_size):
             yield EngineUnderTest(engine, vocab_size, vllm_card(), prepare)
         return
-    with open_directory(config.store) as directory:
+    with open_directory() as directory:
         in_memory = config.tier == "memory"
         store: KVStore = MemoryStore(_NO_LIMIT_BYTES) if in_memory else open_store(directory, memory_gib=0)
         with _engine(config, store) as stock:
@@ -221,4 +221,4 @@ def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:
     if config.model is not None:
         return engine_for_model(load_model(config.model, ModelOptions(config.dtype, config.device)), store)
     assert config.shape is not None
-    return engine_for(config.shape, store, find_dtype(config.dtype), config.seed, config.device)
+    return engine_for(config.shape, store, find_dtype(config.dtype), device=config.device)

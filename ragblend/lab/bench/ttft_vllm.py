@@ -56,14 +56,14 @@ def open_vllm(
     with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
         if shape is not None:
             path = Path(directory) / shape
-            save_checkpoint(shape, path, dtype, config.seed)
+            save_checkpoint(shape, path, dtype)
             checkpoint = find_checkpoint(str(path), ModelOptions(dtype=config.dtype))._replace(name=shape)
             vocab_size = find_shape(shape).vocab_size
         else:
             assert model is not None
             checkpoint = find_checkpoint(model, ModelOptions(dtype=config.dtype))
             vocab_size = int(AutoConfig.from_pretrained(checkpoint.path).get_text_config().vocab_size)
-        place = Path(store or config.store or Path(directory) / "kv")
+        place = store or Path(directory) / "kv"
         renderer = synthetic_renderer(vocab_size)
         transfer = transfer_config(place, {"memory_gib": memory_gib, "remote": None}, model=str(checkpoint.path))
         transfer["kv_connector_extra_config"]["prefix_ids"] = list(renderer.prefix_ids())

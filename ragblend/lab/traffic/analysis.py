@@ -1,13 +1,14 @@
-"""Logs to shares: what prefix caching reuses of the prompts, what only stored chunks would, and what is new.
+"""Shares of logged prompts' tokens: reused by prefix caching, reused by stored chunks only, and new.
 
-Requests are read in the order of their times, each compared with all before it. Read `analyze`; the parts are `logs`
-(to token ids), `passages` (what comes again), `curve` (hits over a store's size) and `cost_model`.
+Requests are read in the order of the log, each compared with all before it. Read `analyze`; the parts are `logs`,
+`tokens`, `passages` (repeated tokens), `curve` (hits over a store's size) and `cost_model`.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,19 +16,23 @@ import numpy as np
 import xxhash
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
+from ragblend.errors import EmptyCorpusError
 from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_saving
-from ragblend.lab.traffic.curve import Uses, lru_hits, merged, most_hits, sampled, uses_of, zipf_slope
-from ragblend.lab.traffic.logs import Progress, read_requests
-from ragblend.lab.traffic.passages import ENTRY_BYTES, Passages, PrefixCache
-from ragblend.lab.traffic.tokens import Tokens
+from ragblend.lab.traffic.curve import Uses, lru_hits, merged, uses_of
+from ragblend.lab.traffic.logs import Piece, RequestLog
+from ragblend.lab.traffic.passages import Passages, PrefixCache
+from ragblend.lab.traffic.tokens import Ids, Tokens
 
 TOP = 10  # chunks that are listed
-NUM_STORES = 8  # of the curve: for all that repeats, half of it, a quarter, ...
+NUM_STORES = 8  # of the curve: for all repeated tokens, half of them, a quarter, ...
 SHOWN_TOKENS = 60  # of a chunk's text, with --show-texts
+CACHED_TEXTS = 1 << 16  # texts whose token ids are kept, as conversations send theirs again with every turn
+
+Progress = Callable[[str, int, int | None], None]
 
 
 class AnalysisConfig(NamedTuple):
-    """What is counted with: how blending is done, the profile of a machine and its KV."""
+    """How blending is done, the profile of a machine, and the bytes of its model's KV."""
 
     blend: BlendSettings = BlendSettings()
     profile: MachineProfile | None = None
@@ -45,55 +50,60 @@ def analyze(
     config: AnalysisConfig = BY_THE_PAPER,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Read logs and compute what blending would save: the JSON object. Shares are of all prompt tokens.
+    """Return the JSON object of an analysis of logs. Shares are of all prompt tokens.
 
-    Raises EmptyCorpusError where there is no request in the logs.
+    Raises EmptyCorpusError for logs without a request, and the errors of `RequestLog`.
     """
-    requests = read_requests(paths, tokens, progress)
+    log, ids_of = RequestLog(paths), lru_cache(CACHED_TEXTS)(_tokenizer(tokens))
     prefixes, passages = PrefixCache(), Passages()
     counts = array("i"), array("i"), array("i")  # of each request: tokens, in its prefix, elsewhere
-    for index, request in enumerate(requests.in_order()):
-        prefix = prefixes.see(request.ids, request.answer, request.seed)
-        elsewhere = passages.see(index, request.ids, prefix, request.seed)
-        for column, value in zip(counts, (len(request.ids), prefix, elsewhere), strict=True):
+    num_media = 0
+    for index, request in enumerate(log):
+        ids = np.concatenate([ids_of(piece) for piece in request.pieces])
+        prefix = prefixes.see(ids, request.namespace)
+        elsewhere = passages.see(index, ids, prefix, request.namespace)
+        for column, value in zip(counts, (len(ids), prefix, elsewhere), strict=True):
             column.append(value)
+        num_media += request.num_media
         if progress is not None:
-            progress("analyse", index + 1, len(requests))
+            progress("analyse", index + 1, None)
     num_tokens, num_prefix, num_elsewhere = map(sum, counts)
+    if not num_tokens:
+        raise EmptyCorpusError(
+            f"no request in {', '.join(log.files[:3])}: {log.num_skipped} lines hold none. A line is the JSON body of "
+            "an OpenAI request; docs/analyze.md has the commands that convert other logs"
+        )
     uses = uses_of(passages)
     chunks = merged(uses, passages.starts)
-    zipf = zipf_slope(np.array([count for _, _, count in chunks], np.int64))
-    curve, curve_share = _curve(uses, num_tokens, num_elsewhere, config.kv_bytes_per_token)
     return {
-        "traces": requests.files,
-        "num_requests": len(requests),
+        "traces": log.files,
+        "num_requests": len(counts[0]),
         "num_tokens": num_tokens,
         "tokens_by": tokens.name,
         "tokens_are_estimated": tokens.is_estimate,
-        "order": {0: "file", len(requests): "time"}.get(requests.num_timed, "time where there is one"),
-        "num_broken": requests.num_broken,
-        "broken": requests.broken,
-        "num_other": requests.num_other,
-        "num_media": requests.num_media,
+        "num_skipped": log.num_skipped,
+        "skipped": log.skipped,
+        "num_media": num_media,
         "shares": {
             "prefix": num_prefix / num_tokens,
             "elsewhere": num_elsewhere / num_tokens,
             "new": (num_tokens - num_prefix - num_elsewhere) / num_tokens,
         },
-        "first_use_share": int(uses.sizes.sum()) / num_tokens,  # new tokens of chunks that come again later
+        "first_use_share": int(uses.sizes.sum()) / num_tokens,  # new tokens of chunks that are repeated later
         "num_chunks": len(chunks),
         "chunks": _top(chunks, passages, tokens if config.show_texts else None),
-        "zipf": None if zipf is None else {"slope": zipf[0], "r_squared": zipf[1]},
         "kv_bytes_per_token": config.kv_bytes_per_token,
-        "curve": curve,
-        "curve_share": curve_share,  # of the repeated tokens, those that the curve was computed on
+        "curve": _curve(uses, num_tokens, num_elsewhere, config.kv_bytes_per_token),
         "saving": mean_saving(map(PromptTokenCounts, *counts), config.blend, config.profile),
-        "kept_bytes": ENTRY_BYTES * len(prefixes) + passages.nbytes,
     }
 
 
+def _tokenizer(tokens: Tokens) -> Callable[[Piece], Ids]:
+    return lambda piece: tokens.ids(piece) if isinstance(piece, str) else np.asarray(piece, np.int32)
+
+
 def _top(chunks: Sequence[tuple[int, int, int]], passages: Passages, tokens: Tokens | None) -> list[dict[str, Any]]:
-    """The chunks that most requests need from a store; with `tokens`, how they begin."""
+    """Return the chunks that most requests need from a store; with `tokens`, also their first words."""
     found = []
     for start, end, count in sorted(chunks, key=lambda each: (-each[2], each[0]))[:TOP]:
         ids = passages.ids(start, end)
@@ -103,21 +113,15 @@ def _top(chunks: Sequence[tuple[int, int, int]], passages: Passages, tokens: Tok
     return found
 
 
-def _curve(
-    uses: Uses, num_tokens: int, num_elsewhere: int, bytes_per_token: int | None
-) -> tuple[list[dict[str, Any]], float]:
-    """Shares that stores of several sizes find, by LRU and by any policy at most; and the share of the repeated tokens
-    that they are computed from. A store with room for everything finds `num_elsewhere` of `num_tokens`.
-    """
-    some, share = sampled(uses)
-    total = int(some.sizes.sum())
+def _curve(uses: Uses, num_tokens: int, num_elsewhere: int, bytes_per_token: int | None) -> list[dict[str, Any]]:
+    """Return the shares of all tokens that stores of several sizes find. The largest finds `num_elsewhere` tokens."""
+    total = int(uses.sizes.sum())
     if not total:
-        return [], 1.0
-    scale = num_elsewhere / num_tokens / max(1, most_hits(some, total))
+        return []
+    # A prompt that has a chunk twice uses it once, so that uses have fewer tokens than were found elsewhere.
+    scale = num_elsewhere / num_tokens / max(1, lru_hits(uses, total))
     points = []
     for capacity in (total / 2**power for power in range(NUM_STORES - 1, -1, -1)):
-        size = capacity / share
-        nbytes = None if bytes_per_token is None else round(size * bytes_per_token)
-        lru, most = lru_hits(some, capacity) * scale, most_hits(some, capacity) * scale
-        points.append({"tokens": round(size), "bytes": nbytes, "lru": lru, "most": most})
-    return points, share
+        nbytes = None if bytes_per_token is None else round(capacity * bytes_per_token)
+        points.append({"tokens": round(capacity), "bytes": nbytes, "lru": lru_hits(uses, capacity) * scale})
+    return points

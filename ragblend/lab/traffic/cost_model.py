@@ -1,7 +1,7 @@
-"""What prompts cost to prefill in each mode, and whether blending pays: in seconds by a machine profile, or in tokens.
+"""Cost of prompts in each mode, in seconds by a machine profile or in tokens, and whether blending pays.
 
-The arithmetic of `ragblend plan`, over logged prompts: prefix caching computes what follows the cached prefix; blending
-computes of that only what is not stored, and a share of what is.
+The arithmetic of `ragblend plan`, over logged prompts: prefix caching computes the tokens after the cached prefix;
+blending computes those of them that are not stored, and a share of the stored ones.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
+from ragblend.errors import UsageError
+from ragblend.options import ModelOptions
 
 WORTH, MARGINAL = 0.10, 0.03
 """Share of prefix caching's work that blending saves: worth it from the first on, not worth it below the second."""
@@ -20,12 +22,12 @@ class BlendSettings(NamedTuple):
     """How blending is done. By default CacheBlend's own ratio, KV in memory."""
 
     ratio: float = 0.15
-    asks_first: bool = False  # the rule probes before it selects
+    probes_first: bool = False  # the rule probes before it selects
     bytes_per_s: float | None = None  # of the store
 
 
 class PromptTokenCounts(NamedTuple):
-    """Tokens of one prompt: all, in the cached prefix, and stored behind it."""
+    """Tokens of one prompt: all, in the cached prefix, and stored after it."""
 
     tokens: int
     prefix: int
@@ -35,10 +37,9 @@ class PromptTokenCounts(NamedTuple):
 def mean_saving(
     prompts: Iterable[PromptTokenCounts], settings: BlendSettings, profile: MachineProfile | None
 ) -> dict[str, Any]:
-    """The mean work of prompts by mode, as in the JSON: "tokens" computed, or "seconds" to the first token.
+    """Return the mean work of prompts by mode, as in the JSON: "tokens" computed, or "seconds" to the first token.
 
-    In tokens each counts the same: that attention costs more in a long prompt is left out. Seconds are those of an idle
-    machine, which is also the prefill work of a busy one.
+    Tokens count the same in a long prompt as in a short one. Seconds are those of an idle machine.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0
@@ -65,8 +66,8 @@ def mean_saving(
 
 
 def _tokens(prompt: PromptTokenCounts, settings: BlendSettings) -> tuple[float, float, float]:
-    behind = prompt.tokens - prompt.prefix
-    return prompt.tokens, behind, behind - prompt.elsewhere * (1 - settings.ratio)
+    rest = prompt.tokens - prompt.prefix
+    return prompt.tokens, rest, rest - prompt.elsewhere * (1 - settings.ratio)
 
 
 def _seconds(prompt: PromptTokenCounts, settings: BlendSettings, profile: MachineProfile) -> tuple[float, float, float]:
@@ -75,11 +76,11 @@ def _seconds(prompt: PromptTokenCounts, settings: BlendSettings, profile: Machin
         return full_s, full_s - cached_s, full_s - cached_s
     load_s = profile.load_s(settings.bytes_per_s, prompt.elsewhere) if settings.bytes_per_s else 0.0
     compute_s = max(0.0, profile.recompute_s(settings.ratio, prompt.tokens, prompt.elsewhere) - cached_s)
-    return full_s, full_s - cached_s, profile.blend_s(load_s, compute_s, settings.asks_first)
+    return full_s, full_s - cached_s, profile.blend_s(load_s, compute_s, settings.probes_first)
 
 
 def verdict(facts: Mapping[str, Any]) -> str:
-    """One line on an analysis: does blending pay, and why not where it does not."""
+    """Return one line on an analysis: whether blending pays, and the reason where it does not."""
     saving, num_requests = facts["saving"], facts["num_requests"]
     beyond = saving["blend_saves_beyond_prefix"]
     line = (
@@ -97,17 +98,42 @@ def verdict(facts: Mapping[str, Any]) -> str:
 def _reason(shares: Mapping[str, float], num_slower: int, num_requests: int) -> str:
     if num_slower > num_requests / 2:
         return f"for {num_slower} of {num_requests} requests the KV loads slower than it is computed"
-    behind = shares["elsewhere"] + shares["new"]
-    if shares["prefix"] > 0.5 and behind < 0.35:
+    rest = shares["elsewhere"] + shares["new"]
+    if shares["prefix"] > 0.5 and rest < 0.35:
         return f"{shares['prefix']:.0%} of the tokens repeat at the front of a prompt, where prefix caching finds them"
-    return f"of what is not a known prefix, {shares['new'] / behind if behind else 0:.0%} is new text"
+    return f"of the tokens after the cached prefixes, {shares['new'] / rest if rest else 0:.0%} are new"
 
 
 def hint(first_use_share: float) -> str | None:
-    """What documents that are ingested ahead would add; None where that is little."""
+    """Return one line on ingesting documents ahead; None where that adds little."""
     if first_use_share < MARGINAL:
         return None
     return (
-        f"{first_use_share:.1%} of the tokens are the first use of what comes again: ingested ahead, they need no "
-        "prefill either"
+        f"{first_use_share:.1%} of the tokens are the first use of a chunk that is repeated: with documents ingested "
+        "ahead, they need no prefill either"
     )
+
+
+def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
+    """Return the bytes of one token's KV in all layers of a model, by its name or folder. Loads no weights.
+
+    Multi-head latent attention keeps one latent and one rotary key per token instead of heads.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from ragblend.engine.transformers.model import find_model
+
+    path = find_model(model, weights=False)
+    if path.is_file():
+        raise UsageError(f"--model is {path.name}, a GGUF without a config; give the model's folder or Hugging Face id")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    text = config.get_text_config()
+    own = getattr(text, "dtype", None) or getattr(config, "dtype", None)
+    named = own if options.dtype == "auto" else options.dtype
+    kind = getattr(torch, str(named).removeprefix("torch."), None) or torch.bfloat16
+    if getattr(text, "kv_lora_rank", None):
+        return int(text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * kind.itemsize)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(text.num_hidden_layers * heads * head_dim * 2 * kind.itemsize)

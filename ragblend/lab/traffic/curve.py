@@ -1,17 +1,11 @@
-"""What a store of a given size would have held: hits by LRU and at most, over its capacity.
+"""Tokens that a store of a given capacity finds, evicting what was used longest ago (LRU), as ragblend's stores do.
 
-`uses_of` turns what `Passages` saw into uses of chunks; `lru_hits` and `most_hits` say how many tokens of them a store
-finds. Sizes and capacities are in tokens, which all have the same bytes of KV.
-
-The bound is Belady's MIN on tokens: a chunk of n tokens counts as n objects of one size, and what is used again last
-leaves first, in parts where that is enough. For objects of one size MIN is the optimum; every policy that keeps whole
-chunks is one that keeps tokens, so none finds more. (The optimum over whole chunks is NP-hard; Berger, Beckmann and
-Harchol-Balter 2018.)
+`uses_of` turns repeated passages into uses of chunks; `lru_hits` counts the tokens of them that a store finds. Sizes
+and capacities are in tokens, which all have the same bytes of KV.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,12 +21,10 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 SNAP = 8
 """Passages that begin or end within so many tokens of each other begin or end at the same place."""
-MOST_USES = 200_000
-"""Of more uses than that, those of some chunks are taken, chosen by hash (SHARDS; Waldspurger et al. 2015)."""
 
 
 class Uses(NamedTuple):
-    """Chunks, and which of them was used when. Every first use is one, too: there the chunk is stored."""
+    """Chunks, and their uses by requests. Every first use is one, too: there the chunk is stored."""
 
     starts: Numbers  # of each chunk, in all new text
     sizes: Numbers  # of each chunk, in tokens
@@ -46,7 +38,7 @@ class Uses(NamedTuple):
 
 
 def uses_of(passages: Passages) -> Uses:
-    """Chunks are what lies between two places where some repeated passage began or ended, and is itself repeated."""
+    """Return the uses of chunks: stretches between two places where a repeated passage began or ended."""
     sources = np.frombuffer(passages.run_sources, np.int64)
     ends = sources + np.frombuffer(passages.run_lengths, np.int32)
     requests = np.frombuffer(passages.run_requests, np.int64)
@@ -73,7 +65,9 @@ def uses_of(passages: Passages) -> Uses:
 
 
 def merged(uses: Uses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(start, end, requests) of chunks; neighbours that the same requests need are one, unless one `begins` there."""
+    """Return (start, end, requests) of chunks. Adjacent chunks that the same requests use are one, unless a passage
+    `begins` between them.
+    """
     marks = np.zeros(len(uses.sizes), np.uint64)  # of the set of requests
     np.add.at(marks, uses.chunks, (uses.requests.astype(np.uint64) + np.uint64(1)) * _MIX)
     ends = uses.starts + uses.sizes
@@ -85,21 +79,8 @@ def merged(uses: Uses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def sampled(uses: Uses, most: int = MOST_USES) -> tuple[Uses, float]:
-    """`uses`, or those of some of the chunks, and the share of all tokens that these have."""
-    if len(uses.chunks) <= most:
-        return uses, 1.0
-    hashes = uses.starts.astype(np.uint64) * _MIX >> np.uint64(32)
-    keep = hashes < np.uint64(int(most / len(uses.chunks) * 2**32))
-    kept = keep[uses.chunks]
-    names = np.cumsum(keep) - 1
-    share = float(uses.sizes[keep].sum() / uses.sizes.sum())
-    found = Uses(uses.starts[keep], uses.sizes[keep], names[uses.chunks[kept]], uses.requests[kept])
-    return (found, share) if share else (uses, 1.0)
-
-
 def lru_hits(uses: Uses, capacity: float) -> int:
-    """Tokens that a store of that capacity finds, evicting what was used longest ago."""
+    """Return the number of tokens that a store of `capacity` tokens finds."""
     sizes, stored = uses.sizes.tolist(), OrderedDict[int, None]()
     total = hits = 0
     for chunk in uses.chunks.tolist():
@@ -112,52 +93,3 @@ def lru_hits(uses: Uses, capacity: float) -> int:
         while total > capacity:
             total -= sizes[stored.popitem(last=False)[0]]
     return hits
-
-
-def most_hits(uses: Uses, capacity: float) -> int:
-    """Tokens that no policy exceeds in a store of that capacity: Belady's MIN with every token an object."""
-    sizes, order = uses.sizes.tolist(), uses.chunks.tolist()
-    never = len(order)
-    next_use = [never] * len(order)
-    seen = [never] * len(sizes)
-    for place in range(len(order) - 1, -1, -1):
-        next_use[place], seen[order[place]] = seen[order[place]], place
-    held = [0] * len(sizes)  # tokens of each chunk that are kept
-    until = [0] * len(sizes)  # its next use
-    farthest: list[tuple[int, int]] = []
-    total = hits = 0
-    for place, chunk in enumerate(order):
-        hits += held[chunk]
-        total -= held[chunk]
-        held[chunk], until[chunk] = 0, next_use[place]
-        if next_use[place] == never:
-            continue
-        held[chunk] = sizes[chunk]
-        total += sizes[chunk]
-        heapq.heappush(farthest, (-next_use[place], chunk))
-        while total > capacity:
-            moment, last = farthest[0]
-            if until[last] != -moment or not held[last]:
-                heapq.heappop(farthest)
-                continue
-            gone = min(held[last], int(np.ceil(total - capacity)))
-            held[last] -= gone
-            total -= gone
-            if not held[last]:
-                heapq.heappop(farthest)
-    return hits
-
-
-def zipf_slope(counts: Numbers) -> tuple[float, float] | None:
-    """The slope of log count over log rank, and R squared of that line; None for fewer than 20 chunks.
-
-    >>> [round(value, 3) for value in zipf_slope(1000 // np.arange(1, 31))]
-    [-1.004, 1.0]
-    """
-    ordered = np.sort(counts)[::-1].astype(float)
-    if len(ordered) < 20 or ordered[0] == ordered[-1]:
-        return None
-    ranks, values = np.log(np.arange(1, len(ordered) + 1)), np.log(ordered)
-    slope, offset = np.polyfit(ranks, values, 1)
-    unexplained = ((values - (slope * ranks + offset)) ** 2).sum()
-    return float(slope), float(1 - unexplained / ((values - values.mean()) ** 2).sum())

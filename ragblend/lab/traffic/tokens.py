@@ -1,7 +1,7 @@
 """Texts as token ids: by a model's tokenizer, or estimated from the characters where no model is named.
 
-The estimate cuts words into pieces of a few letters, so that a passage has the same pieces wherever it stands. What a
-piece is called follows from its text alone.
+The estimate cuts words into pieces of a few letters, so that a passage has the same pieces wherever it stands. The id
+of a piece follows from its text alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,30 +25,23 @@ _PIECE = re.compile(
 
 
 class Estimate:
-    """Pieces of words for tokens. `keep_texts`: remember what the pieces are, for `text`."""
+    """Pieces of words for tokens."""
 
     name, is_estimate = "estimate", True
 
-    def __init__(self, keep_texts: bool = False) -> None:
-        self._texts: dict[int, str] | None = {} if keep_texts else None
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
 
     def ids(self, text: str) -> Ids:
-        """The pieces' ids."""
+        """Return the ids of the pieces: 31 bits of their checksums."""
         pieces = _PIECE.findall(text)
-        ids = np.fromiter(map(_number, pieces), np.int32, len(pieces))
-        if self._texts is not None:
-            self._texts.update(zip(ids.tolist(), pieces, strict=True))
-        return ids
+        ids = [zlib.crc32(piece.encode("utf-8", "surrogatepass")) & 0x7FFFFFFF for piece in pieces]
+        self._texts.update(zip(ids, pieces, strict=True))
+        return np.asarray(ids, np.int32)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The pieces' texts."""
-        return "".join((self._texts or {}).get(each, "") for each in ids)
-
-
-@lru_cache(1 << 18)
-def _number(piece: str) -> int:
-    """A piece's id: 31 bits of its checksum."""
-    return zlib.crc32(piece.encode("utf-8", "surrogatepass")) & 0x7FFFFFFF
+        """Return the texts of pieces."""
+        return "".join(self._texts.get(each, "") for each in ids)
 
 
 class ModelTokens:
@@ -62,12 +54,12 @@ class ModelTokens:
         tokenizer.model_max_length = 1 << 40  # no warning per long text
 
     def ids(self, text: str) -> Ids:
-        """Its token ids."""
+        """Return the token ids of a text."""
         clean = text.encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
         return np.asarray(self._tokenizer(clean, add_special_tokens=False)["input_ids"], np.int32)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return str(self._tokenizer.decode(list(ids)))
 
 

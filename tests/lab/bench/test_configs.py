@@ -21,21 +21,20 @@ BESIDE_A_SHAPE: dict[str, Any] = {"model": "demo", "shape": "llama-50m"}
 REFUSED: dict[type, list[dict[str, Any]]] = {
     IngestConfig: [*UNKNOWN, {"num_chunks": 0}, {"repeats": 0}, {"num_known": -1}, {"contexts": ("both",)}],
     LoadConfig: [
-        *(*UNKNOWN, *OUTSIDE, {"rule": "best"}, {"slowdowns": (0.0,)}, {"store_factor": 1}, {"repeats": 0}),
+        *(*UNKNOWN, *OUTSIDE, {"rule": "best"}, {"slowdowns": (0.0,)}, {"repeats": 0}),
         *({"backend": "cuda"}, {"vllm_options": {"seed": 1}}),
     ],
     QualityConfig: [
         *({"part": "best"}, {"ratios": (2.0,)}, {"rules": ("best",)}, {"rules": ()}, {"modes": ()}, {"dtype": "int3"}),
-        *({"num_questions": 0}, {"num_chunks": 0}, {"answer_tokens": 0}, {"chunk_tokens": 0}),
+        *({"num_questions": 0}, {"num_chunks": 0}, {"chunk_tokens": 0}),
         *({"contexts": ("both",)}, {"contexts": ()}),
     ],
     ThroughputConfig: [
-        *(*UNKNOWN, *OUTSIDE, *NO_MODE, BESIDE_A_SHAPE, {"num_requests": 0}, {"output_tokens": 0}, {"pool": 3}),
-        *({"rates": ()}, {"rates": (1.0, 0.0)}, {"bound_s": 0.0}, {"memory_gib": -1.0}),
+        *(*UNKNOWN, *OUTSIDE, *NO_MODE, BESIDE_A_SHAPE, {"num_requests": 0}, {"pool": 3}),
+        *({"rates": ()}, {"rates": (1.0, 0.0)}, {"bound_s": 0.0}),
     ],
     TtftConfig: [
         *(*UNKNOWN, *OUTSIDE, *NO_MODE, BESIDE_A_SHAPE, {"rules": ()}, {"repeats": 0}, {"tier": "tape"}),
-        {"store": Path("kv")},  # without the disk tier
     ],
 }
 

@@ -23,7 +23,6 @@ from ragblend.lab.bench.load import (
     LoadCase,
     LoadSample,
     ThrottledStore,
-    UnpipelinedStore,
     bench_load,
     make_cases,
     run_load,
@@ -78,13 +77,17 @@ def test_kv_from_elsewhere_than_the_case_says_stops_the_benchmark(tmp_path: Path
         bench.sample(work.prompts[1], LoadCase("disk", True, 0.15, 0.5, 1.0))
 
 
-@pytest.mark.parametrize("wrap", [lambda tier: ThrottledStore(tier, 1e9), UnpipelinedStore])
-def test_a_wrapped_tier_is_the_tier(tmp_path: Path, wrap: Any) -> None:
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_a_throttled_tier_is_the_tier(tmp_path: Path, pipelined: bool) -> None:
     disk = DiskStore(tmp_path, fsync=False)
-    wrapped, kv = wrap(disk), make_kv()
+    wrapped, kv = ThrottledStore(disk, 1e9, pipelined), make_kv()
     assert wrapped.get(kv.header.key) is None
     wrapped.put(kv)
-    assert_same(wrapped.get(kv.header.key, kv.header.token_ids), kv)
+    found = wrapped.get(kv.header.key, kv.header.token_ids)
+    assert_same(found, kv)
+    assert isinstance(found, MemoryKV) is not pipelined
+    tiered = TieredStore(MemoryStore(1 << 20), wrapped).get(kv.header.key)
+    assert isinstance(tiered, MemoryKV) is not pipelined
     assert (wrapped.contains(kv.header.key), list(wrapped.keys()), wrapped.nbytes()) == (
         True, [kv.header.key], disk.nbytes()
     )  # fmt: skip
@@ -107,15 +110,6 @@ def test_a_throttled_tier_takes_the_time_its_speed_says_however_many_read() -> N
             assert kv is not None
             assert torch.equal(kv.layer(layer).keys, expected.layer(layer).keys)
     assert perf_counter() - start_s >= sum(kv.nbytes for kv in chunks) / 5000.0
-
-
-def test_without_the_pipeline_everything_is_read_in_get(tmp_path: Path) -> None:
-    disk = DiskStore(tmp_path, fsync=False)
-    kv = make_kv()
-    disk.put(kv)
-    assert isinstance(UnpipelinedStore(disk).get(kv.header.key), MemoryKV)
-    found = TieredStore(MemoryStore(1 << 20), ThrottledStore(disk, 1e9)).get(kv.header.key)
-    assert not isinstance(found, MemoryKV)
 
 
 def test_cases_are_on_both_sides_of_the_line_at_speeds_that_follow_from_it() -> None:

@@ -20,7 +20,6 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import OutputDelta
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import ThroughputConfig
-from ragblend.lab.bench.common.plots import plot_throughput
 from ragblend.lab.bench.common.workloads import draw_prompts, make_prompts
 from ragblend.lab.bench.throughput import (
     RatePoint,
@@ -37,6 +36,7 @@ from ragblend.lab.bench.throughput import (
     table_lines,
 )
 from ragblend.lab.bench.ttft import ModeAndRule
+from ragblend.lab.plots import plot_throughput
 from ragblend.prompt.types import Prompt
 
 FULL, PREFIX, BLEND = ModeAndRule("full", "none"), ModeAndRule("prefix", "none"), ModeAndRule("blend", "cacheblend")
@@ -276,7 +276,6 @@ def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["throughput", "--backend", "transformers"],
         ["throughput", "--vllm-options", "{"],
         ["throughput", "--vllm-options", "[1]"],
         ["throughput", "--rates", "0"],

@@ -19,7 +19,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.plots import QUALITY_PANELS, plot_panel
+from ragblend.lab.plots import QUALITY_PANELS, plot_panel
 from ragblend.lab.quality.cases import QaCase, get_dataset_split
 from ragblend.lab.quality.data import SUMMARIZE, build_prompt, demo_cases, find_data, read_cases
 from ragblend.lab.quality.measures import (

@@ -1,6 +1,6 @@
 """Traffic of known shares: RAG over documents by Zipf's law, in sessions or one question at a time, and agents.
 
-`generate` yields log lines of OpenAI bodies and counts which tokens were sent before: in the same beginning, at another
+`generate` yields OpenAI bodies and counts which tokens were sent before: in the same beginning, at another
 place, or never. It counts by segments (a system text, a chunk, a question), not by tokens or hashes, so that it is
 independent of the analysis that it judges.
 """
@@ -19,7 +19,6 @@ from ragblend.lab.traffic.passages import BLOCK
 Count = Callable[[str], int]
 
 SYLLABLES = [first + vowel for first in "bdfgklmnprst" for vowel in "aeo"]
-START_S = 1_700_000_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,6 @@ class Traffic:
     system_words: int = 60
     question_words: int = 24
     answer_words: int = 60
-    log_answers: bool = True
     seed: int = 0
 
 
@@ -69,7 +67,7 @@ class Shares:
 
 @dataclass(slots=True)
 class Generated:
-    """Requests as log lines, made one after the other, and the true shares of those that were taken so far."""
+    """Request bodies, made one after the other, and the true shares of those that were taken so far."""
 
     traffic: Traffic
     count: Count
@@ -77,13 +75,11 @@ class Generated:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         world, books = _World(self.traffic), _Books(self.count, self.truth)
-        for number, (turns, answer) in enumerate(_conversations(self.traffic, world)):
-            books.enter([segment for turn in turns for segment in _segments(turn)], _answered(answer, self.traffic))
+        for number, turns in enumerate(_conversations(self.traffic, world)):
+            books.enter([segment for turn in turns for segment in _segments(turn)])
             if self.traffic.edit_every and (number + 1) % self.traffic.edit_every == 0:
                 world.edit()
-            body = {"model": "generated", "messages": [_message(turn) for turn in turns]}
-            entry = {"timestamp": START_S + number, "body": body}
-            yield entry | ({"response": _response(answer)} if self.traffic.log_answers else {})
+            yield {"model": "generated", "messages": [_message(turn) for turn in turns]}
 
 
 Turn = tuple[str, tuple[tuple[str, bool], ...]]
@@ -117,8 +113,8 @@ class _World:
         document[self.draw.randrange(len(document))] = self.words(self._traffic.chunk_words)
 
 
-def _conversations(traffic: Traffic, world: _World) -> Iterator[tuple[list[Turn], str]]:
-    """The prompts of all sessions, several sessions at a time, each with its answer."""
+def _conversations(traffic: Traffic, world: _World) -> Iterator[list[Turn]]:
+    """Yield the prompts of all sessions, several sessions at a time."""
     system = world.words(traffic.system_words) if traffic.system_words else ""
     waiting = [[("system", ((system, False),))] if system else [] for _ in range(traffic.num_sessions)]
     running: list[tuple[list[Turn], int]] = []
@@ -132,7 +128,7 @@ def _conversations(traffic: Traffic, world: _World) -> Iterator[tuple[list[Turn]
         texts = (*((chunk, True) for chunk in world.retrieve(reads)), (question, False))
         turns = [*turns, ("user", texts)]
         answer = world.words(traffic.answer_words)
-        yield turns, answer
+        yield turns
         if number + 1 < traffic.turns:
             running[place] = ([*turns, ("assistant", ((answer, False),))], number + 1)
         else:
@@ -151,17 +147,9 @@ def _segments(turn: Turn) -> list[tuple[str, bool]]:
     return [*found, ("\n", False)]
 
 
-def _answered(answer: str, traffic: Traffic) -> list[tuple[str, bool]]:
-    return _segments(("assistant", ((answer, False),))) if traffic.log_answers else []
-
-
 def _message(turn: Turn) -> dict[str, Any]:
     role, texts = turn
     return {"role": role, "content": _JOINT.join(text for text, _ in texts)}
-
-
-def _response(answer: str) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]}
 
 
 class _Books:
@@ -172,8 +160,8 @@ class _Books:
         self._tree: dict[str, Any] = {}
         self._sent: set[str] = set()
 
-    def enter(self, prompt: list[tuple[str, bool]], answer: list[tuple[str, bool]]) -> None:
-        """Count one prompt, then remember it and the answer behind it."""
+    def enter(self, prompt: list[tuple[str, bool]]) -> None:
+        """Count one prompt, then remember it."""
         sizes = [self._count(text) for text, _ in prompt]
         total = sum(sizes)
         prefix = min(self._known(prompt, sizes), total - 1) // BLOCK * BLOCK
@@ -188,7 +176,7 @@ class _Books:
         self._truth.new += total - prefix - elsewhere
         self._sent |= {text for text, is_chunk in prompt if is_chunk}
         branch = self._tree
-        for text, _ in (*prompt, *answer):
+        for text, _ in prompt:
             branch = branch.setdefault(text, {})
 
     def _known(self, prompt: list[tuple[str, bool]], sizes: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -14,8 +15,9 @@ from commands import run_command
 
 
 def test_it_serves_until_ctrl_c_and_starts_with_nothing_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ragblend", "ui", "--no-browser", "--port", "0", "--embedder", "hashing"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "ragblend", "ui", "--no-browser", "--port", "0"]
+    environment = {**os.environ, "RAGBLEND_EMBEDDER": "hashing"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             found = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())

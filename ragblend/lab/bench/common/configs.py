@@ -1,7 +1,8 @@
-"""What each benchmark is asked: frozen values, checked at birth, whose fields are its options on the command line.
+"""Configurations of the benchmarks: frozen values, checked when they are made, with their command-line options.
 
-A field is annotated with its option; a tuple is written comma-separated, a mapping as JSON. Importing this loads no
-torch, because `ragblend bench --help` reads it. Read `BenchConfig` first.
+A field is annotated with its option, if it has one; a tuple is written comma-separated, a mapping as JSON. A field
+without an option is set from Python alone. Importing this loads no torch, because `ragblend bench --help` reads it.
+Read `BenchConfig` first.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 from typer import Option
 
@@ -26,14 +27,12 @@ PREFIX_TOKENS = 16  # a short system text; synthetic chunks are precomputed behi
 
 Chunks = Annotated[int, Option("--num-chunks", min=1, help="Per prompt.")]
 ChunkTokens = Annotated[int, Option("--chunk-tokens", min=1)]
-QuestionTokens = Annotated[int, Option("--question-tokens", min=1)]
 Ratio = Annotated[float, Option("--ratio", help="Share of chunk tokens that blend recomputes.")]
 Modes = Annotated[tuple[Mode, ...], Option("--modes", help="Comma-separated: full, prefix, reuse, blend.")]
 Rules = Annotated[tuple[str, ...], Option("--rules", help="Comma-separated: auto, ask, cacheblend, ...")]
 Model = Annotated[str | None, Option("--model", help="'demo', a Hugging Face id or a local path.")]
 Shape = Annotated[str, Option("--shape", help="Random weights: llama-200m, llama-1b, ...")]
 ShapeOrModel = Annotated[str | None, Option("--shape", help="Random weights: llama-200m, llama-1b, ...")]
-Store = Annotated[str | None, Option("--store", metavar="DIR", help="Directory of the store on disk; a temporary one.")]
 Backend = Annotated[str, Option("--backend", help="transformers, or vllm in this process.")]
 VllmOptions = Annotated[
     Mapping[str, Any],
@@ -49,16 +48,14 @@ class BenchConfig:
 
     dtype: Annotated[str, Option("--dtype", help="float32, bfloat16 or float16.")] = "float32"
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads; default is torch's choice.")] = None
-    seed: Annotated[int, Option("--seed")] = 0
 
     def __post_init__(self) -> None:
         from ragblend.engine.fusion.rules import find_rule, validate_ratio
         from ragblend.engine.store.kv import dtype_name
         from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 
-        hints = get_field_annotations(type(self))
-        for name in (each.name for each in fields(self)):
-            low, value = getattr(hints[name].__metadata__[0], "min", None), getattr(self, name)
+        for name, (_, option) in get_options(type(self)).items():
+            low, value = option.min, getattr(self, name)
             if low is not None and value is not None and value < low:
                 raise UsageError(f"{name} is {value}; choose {low} or more")
         checks: dict[str, Callable[[Any], object]] = {"shape": find_shape, "ratio": validate_ratio, "rule": find_rule}
@@ -72,13 +69,11 @@ class BenchConfig:
             raise UsageError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
         if backend != "vllm" and getattr(self, "vllm_options", {}):
             raise UsageError("options for vLLM need --backend vllm")
-        if (store := getattr(self, "store", None)) is not None:
-            object.__setattr__(self, "store", str(user_path(store, "store")))
         object.__setattr__(self, "dtype", dtype_name(find_dtype(self.dtype)))  # bf16 is bfloat16
         self.validate()
 
     def validate(self) -> None:
-        """What one benchmark refuses besides."""
+        """Raise UsageError for values that one benchmark rejects."""
 
     @property
     def command(self) -> str:
@@ -92,9 +87,12 @@ class BenchConfig:
         return facts
 
 
-def get_field_annotations(config: type[BenchConfig]) -> dict[str, Any]:
-    """Every field's annotation, option included."""
-    return get_type_hints(config, include_extras=True)
+def get_options(config: type[BenchConfig]) -> dict[str, tuple[Any, Any]]:
+    """Return the type and the typer option of each field that has one."""
+    hints = get_type_hints(config, include_extras=True)
+    return {
+        each.name: get_args(hints[each.name]) for each in fields(config) if get_origin(hints[each.name]) is Annotated
+    }
 
 
 def check_modes(modes: Sequence[str], rules: Sequence[str]) -> None:
@@ -133,9 +131,8 @@ class PromptConfig(BenchConfig):
 
     num_chunks: Chunks = 6
     chunk_tokens: ChunkTokens = 512
-    question_tokens: QuestionTokens = 32
+    question_tokens: int = 32
     ratio: Ratio = DEFAULT_RATIO
-    store: Store = None
     vllm_options: VllmOptions = field(default_factory=dict)
 
     @property
@@ -162,17 +159,15 @@ class TtftConfig(PromptConfig):
     rules: Rules = ("cacheblend",)  # one blend run each
     repeats: Annotated[int, Option("--repeats", min=1, help="Timed runs per mode and prompt.")] = 5
     num_prompts: Annotated[int, Option("--questions", min=1, help="Prompts, chunks shuffled.")] = 1
-    tier: Annotated[str, Option("--tier", help="memory or disk.")] = "memory"
+    tier: Annotated[str, Option("--tier", help="memory or disk, in a folder of TMPDIR.")] = "memory"
     device: Annotated[str, Option("--device")] = "cpu"
     backend: Backend = "transformers"
 
     def validate(self) -> None:
-        """A tier that there is, a store and a device that are of use."""
+        """Raise UsageError for an unknown tier, and for a device with vLLM."""
         _apply_default_shape(self, DEFAULT_SHAPE)
         if self.tier not in TIERS:
             raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
-        if self.store is not None and self.tier != "disk":
-            raise UsageError(f"a store directory is for the disk tier, the tier is {self.tier}: add --tier disk")
         if self.backend == "vllm" and self.device != "cpu":
             raise UsageError(f"device is {self.device!r}; vLLM takes the device it was built for, leave it out")
 
@@ -192,8 +187,8 @@ class ThroughputConfig(PromptConfig):
     model: Model = None
     num_chunks: Chunks = 4
     chunk_tokens: ChunkTokens = 128
-    pool: Annotated[int, Option("--num-stored-chunks", help="Stored chunks that prompts draw from.")] = 24
-    output_tokens: Annotated[int, Option("--output-tokens", min=1, help="Length of each answer.")] = 8
+    pool: int = 24  # stored chunks that prompts draw from
+    output_tokens: int = 8
     num_requests: Annotated[int, Option("--requests", min=1, help="Per rate and mode.")] = 16
     rates: Annotated[
         tuple[float, ...] | None,
@@ -204,14 +199,14 @@ class ThroughputConfig(PromptConfig):
     ] = None
     modes: Modes = ("full", "prefix", "blend")
     rules: Rules = ("cacheblend",)
-    memory_gib: Annotated[float, Option("--memory-gib", min=0, help="Memory tier in front of the store.")] = 2.0
+    memory_gib: float = 2.0  # of the memory tier
 
     def validate(self) -> None:
-        """A pool to draw from, rates and a bound that can be met."""
+        """Raise UsageError for more chunks than are stored, and for rates or a bound that are not above 0."""
         _apply_default_shape(self, "llama-50m")
         if self.pool < self.num_chunks:
             raise UsageError(
-                f"prompts of {self.num_chunks} chunks cannot be drawn from {self.pool}: raise --num-stored-chunks"
+                f"num_chunks is {self.num_chunks}, but only {self.pool} chunks are stored; choose {self.pool} or less"
             )
         if self.rates is not None and (not self.rates or min(self.rates) <= 0):
             raise UsageError("rates must be above 0 requests per second; leave them out to have them chosen")
@@ -229,13 +224,18 @@ class LoadConfig(PromptConfig):
         tuple[float, ...],
         Option("--slowdowns", help="Throttled readers: T_load over T_recompute, comma-separated."),
     ] = (0.5, 0.8, 1.0, 2.0)
-    store_factor: Annotated[int, Option("--store-factor", min=2, help="Store over the memory tier's budget.")] = 10
+    store: Annotated[
+        str | None, Option("--store", metavar="DIR", help="Folder on the disk that is measured; one in TMPDIR.")
+    ] = None
+    store_factor: int = 10
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
     repeats: Annotated[int, Option("--repeats", min=1, help="Prompts, each of other chunks.")] = 5
     backend: Backend = "transformers"
 
     def validate(self) -> None:
-        """Readers that read."""
+        """Raise UsageError for a reader without speed."""
+        if self.store is not None:
+            object.__setattr__(self, "store", str(user_path(self.store, "store")))
         if any(slowdown <= 0 for slowdown in self.slowdowns):
             raise UsageError(f"slowdowns are {self.slowdowns}; choose more than 0")
 
@@ -276,7 +276,7 @@ class QualityConfig(BenchConfig):
     num_questions: Annotated[int, Option("--questions", min=1, help="At most.")] = 40
     num_chunks: Chunks = 6
     chunk_tokens: Annotated[int, Option("--chunk-tokens", min=1, help="At most.")] = 256
-    answer_tokens: Annotated[int, Option("--answer-tokens", min=1, help="Of an answer at most.")] = 16
+    answer_tokens: int = 16  # of an answer at most
     modes: Modes = MODES
     rules: Rules = ("auto", "cacheblend")
     ratios: Annotated[tuple[float, ...], Option("--ratios", "--ratio", help="Comma-separated shares.")] = (
@@ -294,7 +294,7 @@ class QualityConfig(BenchConfig):
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def validate(self) -> None:
-        """Parts that there are, shares that are some, contexts that chunks can have."""
+        """Raise UsageError for an unknown part or context, and for a ratio that is no share."""
         from ragblend.engine.fusion.rules import validate_ratio
 
         if not self.contexts:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from ragblend.engine.report import BlendReport
 from ragblend.lab.bench.common.configs import BenchConfig, PromptConfig
 from ragblend.lab.bench.common.hardware import card_lines
-from ragblend.lab.bench.common.plots import check_plot
+from ragblend.lab.plots import check_plot
 
 Draw = Callable[[Mapping[str, Any], Path], None]
 Echo = Callable[[str], None]

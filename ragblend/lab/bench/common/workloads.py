@@ -138,7 +138,7 @@ def make_config_prompts(
 ) -> PromptSet:
     """What `config` asks: `num_prompts` prompts, of all chunks in ever new orders, or of some of a `pool`."""
     sizes = config.num_chunks, config.chunk_tokens, config.question_tokens
-    return draw_prompts(pool or config.num_chunks, *sizes, num_prompts, vocab_size, config.seed)
+    return draw_prompts(pool or config.num_chunks, *sizes, num_prompts, vocab_size)
 
 
 def make_prompts(
@@ -197,7 +197,7 @@ def _engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEng
 
 
 @contextmanager
-def open_directory(store: str | None) -> Iterator[Path]:
+def open_directory(store: str | None = None) -> Iterator[Path]:
     """The directory that was named, or a temporary one."""
     if store is not None:
         yield Path(store)

@@ -1,0 +1,291 @@
+"""Pictures of results, each drawn from the JSON object of a command, so that a result file can be drawn again.
+
+Depends on matplotlib (extra `plot`) and on the JSON keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragblend.files.output import check_output, write_output
+
+Facts = Mapping[str, Any]
+
+PICTURE_ENDINGS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
+COLORS = {"full": "#7f7f7f", "prefix": "#9edae5", "reuse": "#c49c94", "blend": "#1f77b4"}
+RULE_COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22")
+MIN_KL = 1e-6  # nats: smaller values are rounding, and a logarithmic axis has no zero
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+
+
+def check_plot(place: str | Path | None, option: str = "--plot") -> Path | None:
+    """Return the path of a picture that can be drawn and written; None for None. Called before minutes of measuring.
+
+    Raises ImportError with the install line without matplotlib, UsageError for another ending.
+    """
+    if place is None:
+        return None
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{option} needs matplotlib: pip install 'ragblend[plot]'") from error
+    return check_output(place, option, PICTURE_ENDINGS)
+
+
+@contextmanager
+def figure_file(path: Path, width: float, height: float, title: str, option: str = "--plot") -> Iterator[Any]:
+    """A matplotlib figure of that size in inches, written to `path` at the end, in the format of its ending."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # draws to a file, whatever display there is
+    figure.suptitle(title, fontsize="medium", parse_math=False)
+    yield figure
+    drawn = BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=150)
+    write_output(path, drawn.getvalue(), option)
+
+
+def _describe(axes: Any, x: str, y: str, title: str = "") -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def _title(facts: Facts) -> str:
+    config = facts["config"]
+    return (
+        f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, "
+        f"{format_hardware(facts['hardware'])}"
+    )
+
+
+def format_hardware(hardware: Facts) -> str:
+    """Return the GPU, or the CPU and its threads."""
+    return hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
+
+
+# -- time to first token
+
+
+def plot_ttft(facts: Facts, path: Path) -> None:
+    """Write a bar per run of `bench ttft`: median TTFT, whiskers from fastest to slowest, the speedup in words."""
+    runs = facts["runs"]
+    with figure_file(path, 8, 1.2 + 0.55 * len(runs), _title(facts)) as figure:
+        axes = figure.add_subplot()
+        for run in runs:
+            blend = run["mode"] == "blend"
+            label = f"{run['mode']} {run['rule']} {run['ratio']:.0%}" if blend else run["mode"]
+            whiskers = [[run["ttft_s"] - run["ttft_min_s"]], [run["ttft_max_s"] - run["ttft_s"]]]
+            axes.barh([label], [run["ttft_s"]], xerr=whiskers, color=COLORS[run["mode"]], capsize=3)
+            speedup = f", {run['speedup']:.1f}x" if run["speedup"] is not None else ""
+            axes.annotate(f"{run['ttft_s']:.3g} s{speedup}", (run["ttft_max_s"], label), va="center")
+        axes.invert_yaxis()
+        axes.margins(x=0.25)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("time to first token, seconds (lookup + load + fuse + first token)")
+
+
+def plot_throughput(facts: Facts, path: Path) -> None:
+    """Write mean TTFT over the requests served, a line per mode of `bench throughput`, up to three times the bound."""
+    bound = facts["bound_s"]
+    with figure_file(path, 7.5, 4.8, f"vLLM, {_title(facts)}") as figure:
+        axes = figure.add_subplot()
+        for found in facts["capacities"]:
+            points = [run for run in facts["runs"] if (run["mode"], run["rule"]) == (found["mode"], found["rule"])]
+            rates, means = [run["served_rate"] for run in points], [run["ttft_mean_s"] for run in points]
+            best, blend = found["rate_at_bound"], found["mode"] == "blend"
+            label = f"blend {found['rule']}" if blend else found["mode"]
+            label += "" if best is None else f": {'>' if found['at_least'] else ''}{best:.3g}/s"
+            color = None if blend else COLORS[found["mode"]]
+            axes.plot([0.0, *rates], [found["idle_ttft_s"], *means], label=label, color=color, marker="o", ms=4)
+        axes.axhline(bound, color="black", ls=":", lw=1, label=f"bound {bound:.3g} s")
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 3 * bound)
+        _describe(
+            axes,
+            "requests served per second (Poisson arrivals; 0: one at a time)",
+            "mean time to first token, seconds",
+        )
+
+
+# -- loading
+
+
+def plot_load(facts: Facts, path: Path) -> None:
+    """Write `bench load`: loading and fusing of every layer on both sides of the line, and TTFT over T_load."""
+    title = f"{_title(facts)}, {facts['runs'][0]['rule']} at {facts['config']['ratio']:.0%}"
+    with figure_file(path, 15, 5, title) as figure:
+        chosen = _timelines_to_show(facts)
+        panels = figure.subplots(1, len(chosen) + 1)
+        for axes, timeline in zip(panels, chosen, strict=False):
+            _plot_timeline(axes, timeline)
+        _plot_over_load(panels[-1], facts)
+
+
+def _timelines_to_show(facts: Facts) -> list[Facts]:
+    """Return the slowest reader that hides and the slowest of all, at the requested ratio, with the pipeline."""
+    own = [each for each in facts["timelines"] if each["pipeline"] and each["ratio"] == facts["config"]["ratio"]]
+    own = sorted((each for each in own if each["source"] != "memory"), key=lambda each: each["load_over_recompute"])
+    hidden = [each for each in own if each["load_over_recompute"] <= 1]
+    return [*hidden[-1:], *(each for each in own[-1:] if each not in hidden)]
+
+
+def _plot_timeline(axes: Any, timeline: Facts) -> None:
+    """Draw a row per layer with the times of loading and of fusing it."""
+    for name, color, offset in (("load", "#ff7f0e", -0.2), ("fuse", "#1f77b4", 0.2)):
+        starts = [start for start, _ in timeline[name]]
+        widths = [end - start for start, end in timeline[name]]
+        rows = [layer + offset for layer in range(len(starts))]
+        axes.barh(rows, widths, left=starts, height=0.4, color=color, label=name)
+    axes.invert_yaxis()
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlim(left=0)
+    title = f"{timeline['source']}, T_load = {timeline['load_over_recompute']:.2f} T_recompute"
+    _describe(axes, "seconds", "layer", title)
+
+
+def _plot_over_load(axes: Any, facts: Facts) -> None:
+    """Draw TTFT over that from memory, over T_load / T_recompute, with the pipeline and without."""
+    ratio = facts["config"]["ratio"]
+    runs = sorted(facts["runs"], key=lambda run: float(run["load_over_recompute"]))
+    lines = {
+        "pipeline on": ("o-", [run for run in runs if run["pipeline"] and run["ratio"] == ratio]),
+        "pipeline off": ("o-", [run for run in runs if not run["pipeline"]]),
+        "pipeline on, at the ratio that hides": ("^", [run for run in runs if run["ratio"] > ratio]),
+    }
+    for label, (style, points) in lines.items():
+        places, over = [run["load_over_recompute"] for run in points], [run["over_memory"] for run in points]
+        axes.plot(places, over, style, ms=5, label=label)
+    axes.axhline(facts["target"], color="black", ls=":", lw=1, label=f"{facts['target']:g}")
+    axes.axvline(1.0, color="#7f7f7f", ls="--", lw=1)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _describe(axes, "T_load / T_recompute, by the controller", "TTFT / TTFT from memory")
+
+
+# -- quality
+
+
+class Panel(NamedTuple):
+    """One picture of a run's `name` over its `place`."""
+
+    place: str
+    name: str
+    title: str
+
+
+QUALITY_PANELS = (
+    Panel("charged_budget_32", "first_token_kl", "KL(full || this) of the first token, nats"),
+    Panel("charged_budget_32", "answer_kl", "KL(full || this) over the answer, nats"),
+    Panel("ttft_s", "gold_loss", "loss of the gold answer, nats per token"),
+    Panel("ttft_s", "token_f1", "F1 of the greedy answer"),
+)
+
+_PLACES = {"charged_budget_32": "charged budget at 32 layers", "ttft_s": "time to first token, seconds"}
+
+
+def plot_quality(facts: Facts, path: Path, panels: Sequence[Panel] = QUALITY_PANELS) -> None:
+    """Write panels of `bench quality`, all questions, a line per rule, bars for 95 % intervals."""
+    runs = [run for run in facts["runs"] if run["kind"] == "all"]
+    known = [panel for panel in panels if any(run[panel.name] is not None for run in runs)]  # ROUGE-L needs its package
+    title = f"{_title(facts)}, {facts['config']['data']}, {runs[0]['num_questions']} questions"
+    with figure_file(path, 4.5 * len(known), 4.6, title) as figure:
+        for axes, panel in zip(figure.subplots(1, len(known)), known, strict=True):
+            plot_panel(axes, panel, runs)
+
+
+def plot_panel(axes: Any, panel: Panel, runs: Sequence[Facts]) -> None:
+    """Draw `panel` of these runs on matplotlib's `axes`. Full prefill has no distance from itself."""
+    place, name, title = panel
+    colors = itertools.cycle(RULE_COLORS)
+    for line in dict.fromkeys(map(_line_of, runs)):
+        mode, rule, context = line
+        points = [run for run in runs if _line_of(run) == line and run[name] is not None]
+        points.sort(key=lambda run: float(run[place]))
+        color = COLORS[mode] if mode in ("full", "prefix", "reuse") else next(colors)
+        label = (rule if mode == "blend" else mode) + (f", {context}" if context != "none" else "")
+        if not points or (place == "charged_budget_32" and mode not in ("reuse", "blend")):
+            continue
+        if name.endswith("_kl") and mode in ("full", "prefix"):
+            continue
+        plot_with_intervals(axes, points, place, name, (f"{name}_low", f"{name}_high"), color, label)
+    places = [run[place] for run in runs]
+    if place == "ttft_s" and min(places) > 0 and max(places) > 20 * min(places):
+        axes.set_xscale("log")
+    _describe(axes, _PLACES[place], "", title)
+
+
+def _line_of(run: Facts) -> tuple[str, str, str]:
+    return run["mode"], run["rule"], run["context"]
+
+
+def plot_with_intervals(
+    axes: Any, points: Sequence[Facts], place: str, name: str, bounds: tuple[str, str], color: str, label: str
+) -> None:
+    """Draw `name` over `place`, with bars between the fields `bounds` of points that have them."""
+    places, values = [point[place] for point in points], [point[name] for point in points]
+    low, high = (bound if bound in points[0] else name for bound in bounds)
+    below = [max(0.0, point[name] - point[low]) for point in points]  # rounding, at 1
+    above = [max(0.0, point[high] - point[name]) for point in points]
+    axes.errorbar(places, values, [below, above], label=label, color=color, marker="o", ms=3, lw=1.2, capsize=2)
+
+
+def plot_calibration(facts: Facts, path: Path) -> None:
+    """Write agreement with full prefill's first token, with 95 % intervals, and KL, over the charged budget.
+
+    There is a line per rule; a ring marks the ratio that was fitted.
+    """
+    title = f"{facts['model']}, {facts['num_questions']} questions, target {facts['target']}: ratio {facts['ratio']:g}"
+    with figure_file(path, 11, 4.4, title) as figure:
+        agreement, divergence = figure.subplots(1, 2)
+        for color, fit in zip(itertools.cycle(RULE_COLORS), facts["fits"], strict=False):
+            for axes, name, least in ((agreement, "agreement", 0.0), (divergence, "kl", MIN_KL)):
+                points = [point for point in fit["curve"] if point[name] > least]
+                bounds = ("low", "high") if name == "agreement" else ("kl_low", "kl_high")
+                plot_with_intervals(axes, points, "charged_budget", name, bounds, color, fit["rule"])
+                for point in (point for point in points if point["ratio"] == fit["ratio"]):
+                    axes.plot(point["charged_budget"], point[name], marker="o", ms=10, mfc="none", color=color)
+        divergence.set_yscale("log")
+        _describe(agreement, "charged budget (0 = full reuse)", "first token is full prefill's")
+        _describe(divergence, "charged budget (0 = full reuse)", "KL(full || blend) of the first token, nats")
+
+
+# -- traffic
+
+
+def plot_analysis(facts: Facts, path: Path) -> None:
+    """Write the shares of the tokens, the chunks that most requests need, and the hits of a store over its size."""
+    by = "estimated" if facts["tokens_are_estimated"] else f"by {facts['tokens_by']}"
+    title = f"{facts['num_requests']} requests, {facts['num_tokens']} tokens ({by})"
+    with figure_file(path, 13, 4.2, title) as figure:
+        shares, chunks, curve = figure.subplots(1, 3, width_ratios=(1.0, 1.2, 1.8))
+        for name, color in (("prefix", COLORS["prefix"]), ("elsewhere", COLORS["blend"]), ("new", COLORS["full"])):
+            shares.bar_label(shares.bar([name], [facts["shares"][name]], color=color), fmt="{:.1%}")
+        shares.margins(y=0.1)
+        shares.set_ylabel("share of the prompt tokens")
+        top = facts["chunks"]
+        chunks.barh([each["hash"][:8] for each in top], [each["requests"] for each in top], color=COLORS["blend"])
+        chunks.invert_yaxis()
+        chunks.set_xlabel("requests that need it from a store")
+        chunks.set_title(f"the first {len(top)} of {facts['num_chunks']} repeated chunks", fontsize="medium")
+        _plot_store_sizes(curve, facts["curve"])
+
+
+def _plot_store_sizes(axes: Any, points: Sequence[Facts]) -> None:
+    name, scale, unit = "tokens", 1, "tokens"
+    if points and points[-1]["bytes"] is not None:
+        name = "bytes"
+        scale, unit = next((each for each in _UNITS if points[-1]["bytes"] >= each[0]), _UNITS[-1])
+    sizes = [point[name] / scale for point in points]
+    axes.plot(sizes, [point["lru"] for point in points], marker="o", ms=4, color=COLORS["blend"], label="LRU")
+    axes.set_ylim(bottom=0)
+    _describe(axes, f"size of the store, {unit}", "share of the prompt tokens that it finds", "after the prefix")
