@@ -46,6 +46,7 @@ from ragblend.options import (
     Validator,
     int_between,
     is_url,
+    known_names_only,
     nearest,
     option,
 )
@@ -82,6 +83,7 @@ class ChunkNotReusedError(RagblendError):
     """With `strict=True`: a chunk that should have been reused is not in the prompt, or its KV is not in the store."""
 
 
+@known_names_only
 @dataclass(frozen=True, slots=True)
 class CallOptions(GenerationOptions):
     """Everything one call may set; the model's fields and its `call_options` are the defaults."""
