@@ -22,7 +22,7 @@ from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
 from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import is_media, text_and_chunks
-from ragblend.frameworks.model import BlendModel, NamedMessage, Request, redact_setting
+from ragblend.frameworks.model import MAY_HOLD_SECRETS, BlendModel, NamedMessage, Request, redact_setting
 from ragblend.frameworks.tools import may_return_calls
 from ragblend.prompt.tools import CallReader
 from ragblend.prompt.types import Chunk, Message, ToolCall
@@ -118,18 +118,19 @@ class _LangChainModel(BlendModel):
         return ["ragblend", "llm"]
 
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
-        """The settings that open the engine again, without secrets. Models that were given an engine, a loaded model, a
-        or a store that is an object have none: they are not written."""
+        """Return the settings that open the engine again, without secrets.
+
+        A model that was given an engine, a loaded model or a store that is an object has none: it is not written.
+        """
         whole: Any = super()  # LangChain's half
         try:
             self.__getstate__()
         except TypeError:
             return cast("SerializedNotImplemented", whole.to_json_not_implemented())
         written: SerializedConstructor = whole.to_json()
-        plain_kwargs = {
-            name: str(value) if isinstance(value, Path) else value for name, value in written["kwargs"].items()
-        }
-        written["kwargs"] = {name: redact_setting(value) for name, value in plain_kwargs.items()}
+        for name, value in written["kwargs"].items():
+            shown = redact_setting(value) if name in MAY_HOLD_SECRETS else value
+            written["kwargs"][name] = str(shown) if isinstance(shown, Path) else shown
         return written
 
     def batch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
+from functools import wraps
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
 
@@ -142,12 +143,24 @@ def check_options(options: _Dataclass) -> None:
         _check_option(each, getattr(options, each.name))
 
 
-def check_names(what: str, given: Mapping[str, Any], options: type) -> None:
-    """Raise UsageError for a name in `given` that no field of the dataclass `options` has, with the nearest one."""
-    known = [each.name for each in fields(options)]
-    for name in given:
-        if name not in known:
-            raise UsageError(f"{what} has no option {name!r}{nearest(name, known)}; it has {', '.join(sorted(known))}")
+def known_names_only(options: type[T]) -> type[T]:
+    """Return the dataclass `options`, whose constructor raises UsageError for an unknown name, with the nearest one."""
+    made: Any = options
+    construct, known = made.__init__, made.__dataclass_fields__
+
+    @wraps(construct)
+    def checked(self: T, *values: Any, **given: Any) -> None:
+        try:
+            construct(self, *values, **given)
+        except TypeError:
+            unknown = next((name for name in given if name not in known), None)
+            if unknown is None:
+                raise
+            near, choices = nearest(unknown, known), ", ".join(sorted(known))
+            raise UsageError(f"there is no option {unknown!r}{near}; choose from {choices}") from None
+
+    made.__init__ = checked
+    return options
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -166,6 +179,7 @@ def _check_option(each: Field[Any], value: Any) -> None:
         known.check.validate(each.name, value)
 
 
+@known_names_only
 @dataclass(frozen=True, slots=True)
 class TierOptions:
     """The tiers of a store: memory over a directory over a shared place. Checked at birth."""
@@ -206,6 +220,7 @@ class TierKeywords(TypedDict, total=False):
     kv_dtype: KvDtype
 
 
+@known_names_only
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """How a model is found and loaded, by the names that transformers has for it. Checked at birth; `validate` reads
@@ -308,6 +323,7 @@ class LoadKeywords(TierKeywords, ModelKeywords, total=False):
     max_retries: int | None
 
 
+@known_names_only
 @dataclass(frozen=True, slots=True)
 class LoadOptions(TierOptions):
     """Arguments of `load_engine` besides model, store, backend and ModelOptions."""
@@ -325,6 +341,7 @@ class LoadOptions(TierOptions):
     max_retries: int | None = None
 
 
+@known_names_only
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """How to answer a prompt. Checked at birth; one stop string may stand for a list of it.

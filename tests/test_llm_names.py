@@ -156,7 +156,7 @@ async def test_llamaindex_finds_the_tokens_where_it_looks_for_them(engine: Trans
 @pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")  # of `loads`
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 def test_what_langchain_writes_it_reads_again(kind: Any, tmp_path: Path) -> None:
-    llm = kind(model="demo", store=tmp_path, max_tokens=7, stop=["x"], strict=True)
+    llm = kind(model="demo", store=tmp_path, system="Who? Be brief.", max_tokens=7, stop=["x"], strict=True)
     written = dumps(llm)
     assert json.loads(written)["id"] == ["ragblend", "llm", kind.__name__]
     again = loads(written, valid_namespaces=["ragblend"], allowed_objects=[kind])

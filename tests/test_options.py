@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, get_type_hints
 
 import pytest
 
+from ragblend import load_engine, open_store
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import UsageError
-from ragblend.options import GenerationKeywords, GenerationOptions, TierKeywords, TierOptions
+from ragblend.frameworks.model import CallOptions
+from ragblend.options import (
+    GenerationKeywords,
+    GenerationOptions,
+    LoadKeywords,
+    LoadOptions,
+    ModelOptions,
+    TierKeywords,
+    TierOptions,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +66,28 @@ def test_a_generation_option_that_cannot_be_is_named(options: dict[str, Any], me
         GenerationOptions(**options)
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "near"),
+    [
+        (GenerationOptions, "max_token", "max_tokens"),
+        (TierOptions, "memory_gb", "memory_gib"),
+        (ModelOptions, "adaptor", "adapter"),
+        (LoadOptions, "vllm_option", "vllm_options"),
+        (CallOptions, "time_out", "timeout"),
+        (partial(load_engine, "demo"), "memory_gb", "memory_gib"),
+        (partial(open_store, None), "memory_gb", "memory_gib"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_nearest(make: Any, name: str, near: str) -> None:
+    with pytest.raises(UsageError, match=f"^there is no option '{name}'; the nearest is '{near}'; choose from "):
+        make(**{name: 5})
+
+
+def test_a_positional_argument_too_many_is_still_a_type_error() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        TierOptions(*range(9))  # type: ignore[call-arg, arg-type]
+
+
 def test_a_long_value_is_cut_in_the_message() -> None:
     with pytest.raises(UsageError) as caught:
         GenerationOptions(mode="x" * 5000)  # type: ignore[arg-type]
@@ -92,3 +125,8 @@ def test_type_checkers_are_told_the_same_names_and_types(options: type, keywords
     names = options.__dataclass_fields__
     hints = get_type_hints(options)
     assert get_type_hints(keywords) == {name: hints[name] for name in names}
+
+
+def test_type_checkers_know_every_argument_of_load_engine() -> None:
+    known = {*LoadOptions.__dataclass_fields__, *ModelOptions.__dataclass_fields__, "torch_dtype"}
+    assert set(get_type_hints(LoadKeywords)) == known

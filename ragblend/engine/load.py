@@ -18,7 +18,6 @@ from ragblend.options import (
     LoadOptions,
     ModelOptions,
     TierOptions,
-    check_names,
     is_url,
 )
 from ragblend.redaction import has_secret, redact
@@ -87,7 +86,6 @@ def load_engine(
     given: dict[str, Any] = {**options}
     loading = {name: given.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in given}
     asked = ModelOptions.from_keywords(**loading)
-    check_names("load_engine", given, LoadOptions)
     settings = LoadOptions(**given)
     if isinstance(store, str | Path):
         store = user_path(store, "store")

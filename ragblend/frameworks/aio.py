@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ async def run_in_thread(function: Callable[[threading.Event], T]) -> T:
         raise
 
 
-async def iterate_in_thread(generator: Generator[T]) -> AsyncIterator[T]:
+async def iterate_in_thread(generator: Generator[T]) -> AsyncGenerator[T]:
     """The items of `generator`, each made on a thread; it is closed however this ends, after the step under way."""
     loop, done = asyncio.get_running_loop(), object()
     step: asyncio.Future[Any] | None = None

@@ -46,6 +46,7 @@ from ragblend.options import (
     Validator,
     int_between,
     is_url,
+    known_names_only,
     nearest,
     option,
 )
@@ -81,6 +82,7 @@ class ChunkNotReusedError(RagblendError):
     """With `strict=True`: a chunk that should have been reused is not in the prompt, or its KV is not in the store."""
 
 
+@known_names_only
 @dataclass(frozen=True, slots=True)
 class CallOptions(GenerationOptions):
     """Everything one call may set; the model's fields and its `call_options` are the defaults."""
@@ -103,7 +105,7 @@ _IGNORED_OPTIONS = frozenset(
 _ENGINE_FIELDS = frozenset(  # fields that decide which engine is opened
     {"model", "store", "backend", "dtype", "device", "system", "namespace", "max_retries", "engine_options"}
 )
-_MAY_HOLD_SECRETS = ("backend", "engine_options", "call_options")
+MAY_HOLD_SECRETS = ("backend", "engine_options", "call_options")
 _LEGACY_TOOL_OPTIONS = ("functions", "function_call")  # what OpenAI called tools before
 _OPENED_WITH: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """The fields that opened an engine, for each engine that a model opened. "pair": the loaded model that it was given."""
@@ -228,14 +230,14 @@ class BlendModel(BaseModel):
             if name not in self.model_fields_set or getattr(self, name) is None:
                 setattr(self, name, known[name])
 
-    @field_serializer(*_MAY_HOLD_SECRETS)
+    @field_serializer(*MAY_HOLD_SECRETS)
     def _without_secrets(self, value: Any) -> Any:
         """What `model_dump` shows: logs and traces keep it."""
         return redact_setting(value)
 
     def __repr_args__(self) -> Any:
         return (
-            (name, redact_setting(value) if name in _MAY_HOLD_SECRETS else value)
+            (name, redact_setting(value) if name in MAY_HOLD_SECRETS else value)
             for name, value in super().__repr_args__()
         )
 

@@ -119,13 +119,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`chat`, piece by piece, without blocking the event loop."""
-        request = self._chat_request(messages, kwargs)
-
-        async def pieces() -> ChatResponseAsyncGen:
-            async for piece in iterate_in_thread(self._stream_chat(request)):
-                yield piece
-
-        return pieces()
+        return iterate_in_thread(self._stream_chat(self._chat_request(messages, kwargs)))
 
     # --- tools ---
 
@@ -190,7 +184,11 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """`complete`, without blocking the event loop."""
-        return _completion(self, await self._aanswer(lambda: self._text_request(prompt, formatted, kwargs)))
+
+        def answer(cancelled: threading.Event) -> CompletionResponse:
+            return _completion(self, self._answer(self._text_request(prompt, formatted, kwargs), cancelled))
+
+        return await run_in_thread(answer)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -200,13 +198,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`complete`, piece by piece, without blocking the event loop."""
-        request = self._text_request(prompt, formatted, kwargs)
-
-        async def pieces() -> CompletionResponseAsyncGen:
-            async for piece in iterate_in_thread(self._stream_response(request)):
-                yield piece
-
-        return pieces()
+        return iterate_in_thread(self._stream_response(self._text_request(prompt, formatted, kwargs)))
 
     # --- inside ---
 
@@ -219,12 +211,6 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         if not formatted and self.completion_to_prompt is not None:
             prompt = self.completion_to_prompt(prompt)
         return _one_answer(self._prepare(prompt, raw=self.raw, **call))
-
-    async def _aanswer(self, prepare: Callable[[], Request]) -> Generation:
-        def answer(cancelled: threading.Event) -> Generation:
-            return self._answer(prepare(), cancelled)
-
-        return await run_in_thread(answer)
 
     def _chat_response(self, request: Request, result: Generation) -> ChatResponse:
         if request.options.tools and may_return_calls(request.options):

@@ -106,11 +106,6 @@ def test_a_model_that_nothing_remembers_is_a_usage_error_that_names_the_demo(
     assert not list((tmp_path / "empty").iterdir())
 
 
-def test_an_option_that_load_engine_lacks_is_named_with_the_nearest() -> None:
-    with pytest.raises(UsageError, match="load_engine has no option 'memory_gb'; the nearest is 'memory_gib'"):
-        load_engine("demo", memory_gb=8)  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize("key", ["hush", SecretStr("hush")])
 def test_an_api_key_is_handed_to_the_client_and_not_kept(key: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
