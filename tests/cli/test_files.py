@@ -60,7 +60,7 @@ def read_as_keys(path: Path):
 
 
 TEXTS = {
-    "questions": (lambda path: _questions(str(path), None, "demo", 1, 0), "Who is Ann?\n"),
+    "questions": (lambda path: _questions(str(path), None, "demo", 1), "Who is Ann?\n"),
     "data": (lambda path: read_cases(find_data(str(path))), '{"question": "q", "answers": ["a"], "passages": ["a"]}'),
     "settings": (read_settings, "k = 3\n"),
     "store key": (read_as_key, "0f" * 32),
