@@ -61,7 +61,7 @@ def read_as_keys(path: Path):
 
 
 TEXTS = {
-    "questions": (lambda path: _questions(str(path), None, "demo", 1, 0), "Who is Ann?\n"),
+    "questions": (lambda path: _questions(str(path), None, "demo", 1), "Who is Ann?\n"),
     "data": (lambda path: read_cases(find_data(str(path))), '{"question": "q", "answers": ["a"], "passages": ["a"]}'),
     "settings": (read_settings, "k = 3\n"),
     "store key": (read_as_key, "0f" * 32),
@@ -123,7 +123,7 @@ def test_an_empty_or_a_missing_text_file_is_named_in_a_sentence(kind, code, tmp_
         (("calibrate", "--plot", "x"), 2, "--plot is x, but its ending"),
         (("analyze", "file", "--plot", "[/b].txt"), 2, r"--plot is \[/b\].txt, but its ending"),
         (("bench", "ttft", "--plot", "x.foo"), 2, "--plot is x.foo, but its ending"),
-        (("bench", "ttft", "--store", "s3://bucket/x", "--tier", "disk"), 2, "--remote"),
+        (("bench", "load", "--store", "s3://bucket/x"), 2, "--remote"),
         (("demo", "--dir", ""), 2, "--dir is ''"),
         (("demo", "--dir", "file"), 1, "cannot be written: .*--dir DIR"),
         (("init-key", "--key-file", ""), 2, "--key-file is ''"),

@@ -25,6 +25,7 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
+    from starlette.types import ASGIApp
 except ImportError as error:
     raise ImportError("ragblend ui needs Starlette and uvicorn: pip install 'ragblend[ui]'") from error
 
@@ -34,7 +35,7 @@ from ragblend.errors import RagblendError, StoreFullError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.lab.explain_page import tokens_style
 from ragblend.lab.ui.answers import RetrieveChunks, UiState, answer_question, blend_again
-from ragblend.lab.ui.guard import App, OriginGuard, is_loopback
+from ragblend.lab.ui.guard import OriginGuard, is_loopback
 from ragblend.lab.ui.job_queue import JobQueue, UiJob
 from ragblend.lab.ui.timeouts import HeadTimeoutProtocol, SlowBodyError, limit_body_time
 from ragblend.lab.ui.uploads import TooLargeError, Upload, ingest_uploads, uploads_folder, validate_file_name
@@ -53,7 +54,7 @@ OpenEngine = Callable[[UiJob], tuple[Engine, ChunkIndex]]
 
 def make_app(
     settings: Settings, open_: OpenEngine, find: RetrieveChunks, desk: JobQueue, host: str = "127.0.0.1"
-) -> App:
+) -> ASGIApp:
     """The app. `open_` opens the engine and the index, as the desk's first job; `find` finds a question's chunks."""
     room = UiState(settings, find)
 
@@ -156,7 +157,7 @@ def serve(
         server.run(sockets=[listening])
 
 
-def server_config(app: App) -> uvicorn.Config:
+def server_config(app: ASGIApp) -> uvicorn.Config:
     """The configuration of the page's server: its log, its time limits."""
     return uvicorn.Config(app, http=HeadTimeoutProtocol, log_level="warning", timeout_graceful_shutdown=_STOP_S)
 

@@ -1,22 +1,21 @@
-"""What keeps other web pages out: this server answers its own page only, and what it serves runs nothing foreign.
+"""Access rules of the page's server: it answers requests of its own page only.
 
 A page from elsewhere can send requests here from the user's browser, also under a name of its own that leads to this
-machine (DNS rebinding). So the Host has to be an address or a name of this machine, and whatever changes something has
-to come from the page that this server gave out.
+machine (DNS rebinding). So the Host has to be an address or a name of this machine, and a request that changes
+something has to come from the page that this server sent.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -28,36 +27,38 @@ HEADERS = {
     "x-frame-options": "DENY",
     "cache-control": "no-store",
 }
-_ENCODED = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class OriginGuard:
-    """Around an ASGI app: refuses with 403 what does not come from its own page. `host` is what it listens on."""
+    """ASGI middleware that answers 403 to requests from other pages, and sends `HEADERS` with every answer.
 
-    def __init__(self, app: App, host: str) -> None:
+    host: the address that the server listens on.
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
         self._app = app
         self._names = {"localhost", host.lower()} | (set() if is_loopback(host) else {socket.gethostname().lower()})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand a request on, or refuse it."""
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        reason = rejection_reason(scope.get("method", "GET"), headers, self._names)
+        """Pass a request on, or reject it."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        elif reason:
-            body = reason.encode()
-            kind = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 403, "headers": kind + _ENCODED})
-            await send({"type": "http.response.body", "body": body})
+            await WebSocketClose(1008)(scope, receive, send)
+        elif scope["type"] == "http" and (
+            reason := rejection_reason(scope["method"], Headers(scope=scope), self._names)
+        ):
+            await PlainTextResponse(reason, 403)(scope, receive, send_with_headers)
         else:
-            await self._app(scope, receive, _with_headers(send))
+            await self._app(scope, receive, send_with_headers)
 
 
 def rejection_reason(method: str, headers: Mapping[str, str], names: set[str]) -> str:
-    """Why a request is refused; "" where it is not. `names`: those of this machine, besides all addresses.
+    """Return why a request is rejected; "" where it is not. `names`: those of this machine, besides all addresses.
 
     >>> names = {"localhost"}
     >>> [rejection_reason("GET", {"host": host}, names) for host in ("localhost:8765", "[::1]:8765")]
@@ -82,21 +83,12 @@ def rejection_reason(method: str, headers: Mapping[str, str], names: set[str]) -
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches a server that listens on `host`.
+    """True if only this machine reaches a server that listens on `host`.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")]
     [True, True, True, False, False]
     """
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
-def _with_headers(send: Send) -> Send:
-    async def send_with(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), *_ENCODED]
-        await send(message)
-
-    return send_with
 
 
 def _host_name(host: str) -> str:
