@@ -329,6 +329,7 @@ class GenerationStream:
         return self
 
     def __next__(self) -> str:
+        self._engine.check_process()
         if not self._is_started:
             self._answer.is_streamed = True
             self.start()

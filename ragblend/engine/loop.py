@@ -7,6 +7,7 @@ steps; nothing of models, KV or text.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class EngineLoop(Executor):
     ) -> None:
         self.max_num_seqs: int = int_at_least(1).validate("max_num_seqs", max_num_seqs)
         self._decode = decode
+        self._process = os.getpid()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-engine")
         self._changed = threading.Condition()  # guards what follows
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -86,6 +88,8 @@ class EngineLoop(Executor):
     def cancel(self, answer: Answer) -> None:
         """End an answer that was started, at its next token, and return when it has ended."""
         answer.is_cancelled = True
+        if self._process != os.getpid():  # forked: the loop's thread is not here
+            return
         with self._changed:
             is_waiting = answer in self._waiting
             if is_waiting:
