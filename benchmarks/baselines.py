@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Literal, NamedTuple, get_args
 
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.lab.quality.cases import QaCase
+from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import FULL, Answer, generate_answer, loss, score_tokens
 from ragblend.prompt.match import MatchedPrompt
 from ragblend.prompt.types import Chunk, Part, Prompt

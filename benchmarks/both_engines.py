@@ -23,8 +23,7 @@ from ragblend import load_engine
 from ragblend.corpus.embedders import default_embedder
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.quality.cases import SYSTEM
-from ragblend.lab.quality.data import build_prompt, load_cases
+from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
 
 
 def watch_selections() -> list[list[int]]:

@@ -30,8 +30,7 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.quality.cases import SYSTEM
-from ragblend.lab.quality.data import SimilarPassages, build_prompt, load_cases, stored_chunks
+from ragblend.lab.quality.data import SYSTEM, SimilarPassages, build_prompt, load_cases, stored_chunks
 from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, prefill
 from ragblend.prompt.types import Prompt, as_chunk
 

@@ -28,7 +28,7 @@ from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Echo, ProgressCallback, run_benchmark
 from ragblend.lab.plots import Panel, plot_quality
-from ragblend.lab.quality.cases import QaCase
+from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, score_tokens
 from ragblend.lab.quality.study import QualityRecord, QualityResult, engine_for, expect, run_quality, table_lines
 from ragblend.prompt.types import Prompt

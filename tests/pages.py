@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ def run_python(page: str, names: dict[str, object], replaced: dict[str, str]) ->
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """Every command of the shell blocks: where it stands, and its words."""
+    """Every command of the shell blocks, those of a pipe apart: where it stands, and its words without redirections."""
     found = []
     for block in blocks("bash"):
         begun, start = "", block.line
@@ -68,8 +69,10 @@ def command_lines() -> list[tuple[str, list[str]]]:
             start = start if begun else number
             begun += line.removesuffix("\\")
             if not line.endswith("\\"):
-                if words := shlex.split(begun, comments=True):
-                    found.append((f"{block.page}:{start}", words))
+                words = shlex.split(begun, comments=True)
+                for is_pipe, command in groupby(words, key=lambda word: word == "|"):
+                    if not is_pipe:
+                        found.append((f"{block.page}:{start}", list(takewhile(lambda word: word != ">", command))))
                 begun = ""
     return found
 

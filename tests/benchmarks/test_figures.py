@@ -31,8 +31,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.plots import plot_panel
-from ragblend.lab.quality.cases import QaCase
-from ragblend.lab.quality.data import build_prompt, demo_cases
+from ragblend.lab.quality.data import QaCase, build_prompt, demo_cases
 from ragblend.lab.quality.measures import FULL, Answer
 from ragblend.lab.quality.study import QualityResult, measure, run_quality, table_lines
 from ragblend.prompt.match import MatchedPrompt

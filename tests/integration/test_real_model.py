@@ -18,8 +18,7 @@ from ragblend.cli.app import app
 from ragblend.corpus.embedders import MiniLMEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.cases import SYSTEM
-from ragblend.lab.quality.data import build_prompt, load_cases, stored_chunks
+from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases, stored_chunks
 from ragblend.lab.quality.measures import Configuration
 from ragblend.lab.quality.study import QualityRecord, measure, summarize
 

@@ -37,6 +37,8 @@ OTHERS_COMMANDS = {
     "kubectl": "needs a cluster",
     "helm": "needs a cluster; tests/deploy/test_chart.py renders the chart",
     "curl": "needs a server: its routes are in tests/inside_vllm",
+    "jq": "rewrites logs; tests/lab/traffic reads what it writes",
+    "zcat": "unpacks logs",
 }
 OF_VLLM = {"--max-model-len", "--structured-outputs-config", "--tensor-parallel-size", "--data-parallel-size"}
 

@@ -16,9 +16,10 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import ragblend
 from ragblend.chunker import split
@@ -31,9 +32,10 @@ from ragblend.files.places import user_path
 from ragblend.files.reading import read_text
 from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.cases import QaCase, get_dataset_split
 from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
 
+SYSTEM = "You will read several passages and then answer a question about them. Answer with a few words only."
+SELECTION_TENTHS = 3  # of the questions may choose
 SUMMARIZE = "Write a summary of all the passages."
 NAMED_DATASETS = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
 """Data sets of the checkout's data/questions, which the wheel does not have."""
@@ -41,6 +43,26 @@ NAMED_DATASETS = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
 NUM_DISTRACTORS = 9
 _MAX_BYTES = 1 << 30  # of a file of questions and passages
 _PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
+
+
+class QaCase(NamedTuple):
+    """A question, and the passages that it is asked over.
+
+    `order`: its chunks in a prompt are those nearest to the question, the nearest first ("score"), or the first ones
+    ("document"), or the passages just as they are ("given")."""
+
+    question: str
+    answers: tuple[str, ...]
+    passages: tuple[str, ...]
+    kind: str = ""
+    order: Literal["score", "document", "given"] = "given"
+    system: str | None = SYSTEM
+
+
+def get_dataset_split(question: str) -> str:
+    """Return the part that a question belongs to, selection or reported, by a hash of its text."""
+    digit = blake2b(question.encode(), digest_size=8).digest()[0] % 10
+    return "selection" if digit < SELECTION_TENTHS else "reported"
 
 
 def load_cases(config: QualityConfig) -> list[QaCase]:

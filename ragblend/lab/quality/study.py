@@ -35,8 +35,7 @@ from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import BenchResult, run_benchmark
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.plots import plot_quality
-from ragblend.lab.quality.cases import QaCase
-from ragblend.lab.quality.data import SimilarPassages, build_prompt, load_cases, stored_chunks
+from ragblend.lab.quality.data import QaCase, SimilarPassages, build_prompt, load_cases, stored_chunks
 from ragblend.lab.quality.measures import (
     FULL,
     PREFIX,

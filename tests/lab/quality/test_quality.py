@@ -20,8 +20,15 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.plots import QUALITY_PANELS, plot_panel
-from ragblend.lab.quality.cases import QaCase, get_dataset_split
-from ragblend.lab.quality.data import SUMMARIZE, build_prompt, demo_cases, find_data, read_cases
+from ragblend.lab.quality.data import (
+    SUMMARIZE,
+    QaCase,
+    build_prompt,
+    demo_cases,
+    find_data,
+    get_dataset_split,
+    read_cases,
+)
 from ragblend.lab.quality.measures import (
     answer_and_score,
     answer_f1,
