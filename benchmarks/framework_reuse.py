@@ -68,8 +68,7 @@ from ragblend.engine.api import Engine, Stream
 from ragblend.engine.load import load_engine
 from ragblend.frameworks.model import Request
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.quality.cases import QaCase
-from ragblend.lab.quality.data import find_data, read_cases
+from ragblend.lab.quality.data import QaCase, find_data, read_cases
 from ragblend.llamaindex import BlendIngestion, BlendSynthesizer
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import ChatBlend

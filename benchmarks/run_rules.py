@@ -33,8 +33,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.quality.cases import QaCase, get_dataset_split
-from ragblend.lab.quality.data import find_data, read_cases
+from ragblend.lab.quality.data import QaCase, find_data, get_dataset_split, read_cases
 from ragblend.prompt import match
 from ragblend.prompt.match import ChunkRun
 from ragblend.prompt.types import Prompt

@@ -14,10 +14,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, g
 
 from typer import Option
 
-from ragblend.engine.report import MODES, Mode
 from ragblend.errors import UsageError
 from ragblend.files.places import user_path
-from ragblend.options import CONTEXT, ContextPolicy
+from ragblend.options import CONTEXT, MODES, ContextPolicy, Mode
 
 DEFAULT_SHAPE = "llama-200m"
 DEFAULT_RATIO = 0.15  # CacheBlend's, as in `engine.fusion.rules`
