@@ -18,7 +18,7 @@ from tools import reference
 ROOT = get_command(app)
 assert isinstance(ROOT, SectionedHelpGroup)
 CONTEXT = typer.Context(ROOT, info_name="ragblend")
-MOST_COMMANDS, MOST_OPTIONS = 28, 298
+MOST_COMMANDS, MOST_OPTIONS = 28, 260
 EXAMPLES = [(name, line) for group in GROUPS.values() for name, lines in group.items() for line in lines]
 
 
