@@ -14,6 +14,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -239,6 +240,10 @@ def flag_name(argument: str) -> str:
     return (field.metadata["option"].flag if "option" in field.metadata else "") or f"--{argument.replace('_', '-')}"
 
 
+unflagged_settings: ContextVar[Collection[str]] = ContextVar("unflagged_settings", default=())
+"""Settings that the command which runs reads, and has no flag for."""
+
+
 def with_flags(message: str) -> str:
     """Return a message of the library as the command line prints it: with flags in the place of argument names.
 
@@ -252,9 +257,11 @@ def with_flags(message: str) -> str:
     def replacement(found: re.Match[str]) -> str:
         name, value = found[1], found[2]
         flag = flag_name(name)
-        if not flag:
+        if name in _WITHOUT_FLAG or name in unflagged_settings.get():
             variable = f"RAGBLEND_{name.upper()}"
-            return (variable if value is None else f"{variable}={value}") if name in _WITHOUT_FLAG else found[0]
+            return variable if value is None else f"{variable}={shlex.quote(value.strip(chr(39) + chr(34)))}"
+        if not flag:
+            return found[0]
         if value in ("True", "False"):
             return flag if value == "True" else f"--no-{flag.removeprefix('--')}"
         return flag if value is None else f"{flag} {shlex.quote(value.strip(chr(39) + chr(34)))}"

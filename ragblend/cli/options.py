@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ragblend.cli.session import settings_for_demo, settings_from
-from ragblend.config import Settings, flag_name, setting_type
+from ragblend.config import Settings, flag_name, setting_type, unflagged_settings
 from ragblend.errors import UsageError
 from ragblend.options import RATIO, OptionSpec
 
@@ -47,6 +47,7 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
+            unflagged_settings.set(unflagged.split())
             asked = {name: value for name, value in given.items() if name in Settings.__dataclass_fields__}
             settings = settings_for_demo(asked) if given.get("demo") else settings_from(asked)
             command(settings=settings, **{name: value for name, value in given.items() if name in own})

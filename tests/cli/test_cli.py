@@ -196,6 +196,16 @@ def test_a_flag_that_a_command_lacks_names_the_variable_of_its_setting(run, argu
     assert "Traceback" not in err
 
 
+def test_an_error_names_the_variable_of_a_setting_that_its_command_has_no_flag_for(run, monkeypatch):
+    code, _, err = run("search", "Who?", *PLACE[:2])
+    assert code == 0, err
+    monkeypatch.setenv("RAGBLEND_EMBEDDER", "other/embedder")
+    code, _, err = run("search", "Who?", *PLACE[:2])
+    assert code != 0
+    assert "--embedder" not in err
+    assert "RAGBLEND_EMBEDDER" in err
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [("4", (4, False)), ("ray:64", (64, True)), ("0", None), ("ray:", None), ("dask:2", None)]
 )
