@@ -21,13 +21,14 @@ from typing import Any
 import ragblend
 from ragblend import BlendLLM
 from ragblend.demo.corpus import sample_corpus
+from ragblend.engine.loop import EngineLoop
 from ragblend.precompute import precompute_documents
 
 PACKAGE = Path(ragblend.__file__).parent
 
 
-def walk(call: Callable[[], object]) -> dict[str, list[str]]:
-    """The functions that `call` enters, in order, by the file of the package that they stand in."""
+def walk(call: Callable[[], object], loop: EngineLoop) -> dict[str, list[str]]:
+    """The functions that `call` enters, here and in the engine's `loop`, in order, by their file."""
     seen: dict[str, list[str]] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -38,11 +39,13 @@ def walk(call: Callable[[], object]) -> dict[str, list[str]]:
                 functions.append(code.co_qualname)
 
     threading.setprofile(note)
+    loop.call(lambda: sys.setprofile(note))
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+        loop.call(lambda: sys.setprofile(None))
         threading.setprofile(None)
     return seen
 
@@ -56,7 +59,7 @@ def blended_call() -> dict[str, list[str]]:
         prompt = "\n\n".join([*chunks, "Who works there?"])
         for _ in range(2):
             llm.invoke(prompt)
-        return walk(lambda: llm.invoke(prompt))
+        return walk(lambda: llm.invoke(prompt), llm.engine.loop)
 
 
 def main() -> None:
