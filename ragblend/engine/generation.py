@@ -359,9 +359,10 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
     fresh = [stream for stream in streams if not stream._is_started]
     for stream in fresh:
         stream._engine.check_process()
-        stream._is_started = True
         stream._answer.cancel_check = cancel_check
         stream._answer.prepare()
+    for stream in fresh:
+        stream._is_started = True
     if fresh:
         fresh[0]._engine.loop.start([stream._answer for stream in fresh])
 

@@ -298,6 +298,16 @@ def test_the_error_of_an_answer_is_raised_once_where_its_text_is_read(engine, mo
     assert engine.generate(PROMPTS[0], max_tokens=3).token_ids
 
 
+def test_a_stream_that_cannot_be_started_can_be_closed(engine, monkeypatch) -> None:
+    stream = engine.stream(PROMPTS[0], max_tokens=3)
+    with monkeypatch.context() as changed:
+        changed.setattr(engine, "prepare_prefill", lambda request: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(stream)
+    assert len(finished(engine, [stream])[0].token_ids) == 3  # it can also be started again
+    stream.close()
+
+
 def test_a_call_runs_between_steps_and_its_error_is_its_callers(engine) -> None:
     stream = endless(engine, PROMPTS[0])
     next(stream)
