@@ -84,7 +84,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(asked=st.lists(st.tuples(st.sampled_from(PROMPTS), OPTIONS), min_size=1, max_size=12))
 def test_any_mix_of_prompts_and_options_gives_what_each_gives_alone(
     engine: TransformersEngine, asked: list[tuple[Prompt, dict[str, Any]]]
