@@ -153,9 +153,9 @@ class _LangChainModel(BlendModel):
     def _make_call_configs(self, config: Any, count: int) -> list[RunnableConfig]:
         """The configs of `count` calls; the first, which is the one that counts, says how many run at a time."""
         configs = get_config_list(config, count)
-        batch = getattr(self.engine, "batch", None)
-        if batch is not None and configs and configs[0].get("max_concurrency") is None:
-            configs[0] = {**configs[0], "max_concurrency": batch.max_num_seqs}
+        loop = getattr(self.engine, "loop", None)
+        if loop is not None and configs and configs[0].get("max_concurrency") is None:
+            configs[0] = {**configs[0], "max_concurrency": loop.max_num_seqs}
         return configs
 
     # --- answers ---
@@ -366,10 +366,10 @@ class ChatBlend(_LangChainModel, BaseChatModel):  # type: ignore[misc]
 
         Raises the first error there was, once the others have ended.
         """
-        batch, answer = getattr(self.engine, "batch", None), super().generate
-        if batch is None or len(messages) < 2:
+        loop, answer = getattr(self.engine, "loop", None), super().generate
+        if loop is None or len(messages) < 2:
             return answer(messages, stop, callbacks, run_id=run_id, **kwargs)
-        with ContextThreadPoolExecutor(max_workers=batch.max_num_seqs) as executor:
+        with ContextThreadPoolExecutor(max_workers=loop.max_num_seqs) as executor:
             futures = [
                 executor.submit(answer, [one], stop, callbacks, run_id=None if number else run_id, **kwargs)
                 for number, one in enumerate(messages)

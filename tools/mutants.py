@@ -95,7 +95,7 @@ deletes-other-namespaces        ingestion  keys_to_delete
 row-checksum-skipped            .          _select_checked
     not all(A)  ->  False
 text-of-others-released         .          ChunkRegistry.release
-    not self._has_other_document(A)  ->  True
+    not self._has_document(A)  ->  True
 changed-vectors-stay            .          FaissVectors.sync
     ~np.isin(A, B) | np.isin(A, C)  ->  ~np.isin(A, B)
 span-one-token-too-long         vllm       check_length
