@@ -16,8 +16,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ragblend.cli.session import settings_for_demo, settings_from
-from ragblend.config import Settings, flag_name, setting_type, unflagged_settings
-from ragblend.errors import UsageError
+from ragblend.config import Settings, flag_name, setting_type, unflagged_settings, with_flags
+from ragblend.errors import RagblendError, UsageError
 from ragblend.options import RATIO, OptionSpec
 
 Command = Callable[..., None]
@@ -47,10 +47,16 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            unflagged_settings.set(unflagged.split())
             asked = {name: value for name, value in given.items() if name in Settings.__dataclass_fields__}
-            settings = settings_for_demo(asked) if given.get("demo") else settings_from(asked)
-            command(settings=settings, **{name: value for name, value in given.items() if name in own})
+            token = unflagged_settings.set(unflagged.split())
+            try:
+                settings = settings_for_demo(asked) if given.get("demo") else settings_from(asked)
+                command(settings=settings, **{name: value for name, value in given.items() if name in own})
+            except RagblendError as error:
+                error.args = (with_flags(str(error)),)  # here it is known which flags the command has
+                raise
+            finally:
+                unflagged_settings.reset(token)
 
         run.unflagged = unflagged.split()  # type: ignore[attr-defined]
         if unflagged:
