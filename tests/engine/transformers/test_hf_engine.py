@@ -360,7 +360,8 @@ def test_a_part_of_a_chunk_is_exact_only_as_its_beginning_right_behind_the_prefi
     found = prefill(engine, prompt, mode="reuse")
     assert [(chunk.hit, chunk.exact) for chunk in found.report.chunks] == [(True, is_exact)]
     kv, rows = engine.store.get(engine.key(LONG)), slice(run.start, run.end)
-    _, full = engine.layers.full_prefill(torch.tensor(token_ids))
+    with torch.inference_mode():  # as every call of the engine: a model may keep tensors of an earlier one
+        _, full = engine.layers.full_prefill(torch.tensor(token_ids))
     differences = []
     for layer in range(6):
         stored = LayerKV(*(each[:, run.chunk_start :][:, : run.num_tokens] for each in kv.layer(layer)))
