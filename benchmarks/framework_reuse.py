@@ -60,21 +60,20 @@ from llama_index.core.schema import MetadataMode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.results import write_result
 from ragblend.chains import create_blend_chain
-from ragblend.cli.printing import print_json, print_line
+from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.api import Engine, Stream
 from ragblend.engine.load import load_engine
 from ragblend.frameworks.model import Request
-from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.data import QaCase, find_data, read_cases
 from ragblend.llamaindex import BlendIngestion, BlendSynthesizer
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import ChatBlend
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
 
-SCHEMA_VERSION = 1
 K = 6  # retrieved documents
 CHUNK_CHARACTERS, PARENT_CHARACTERS, CHILD_CHARACTERS = 900, 1800, 450
 CHUNK_TOKENS = 200  # of LlamaIndex' splitter, which counts with its own tokenizer
@@ -498,17 +497,7 @@ def main(
             rows.append({**vars(row), "share": round(row.share, 4)})
             counts = f"{row.num_calls:>6}{row.num_given_tokens:>14}{row.share:>9.1%}"
             print_line(f"{framework:<12}{construct:<45}{counts}  {row.note}".rstrip())
-    body = {
-        "schema_version": SCHEMA_VERSION,
-        "tokenizer": tokenizer,
-        "num_questions": len(cases),
-        "rows": rows,
-        "hardware": hardware_card(),
-    }
-    if out is None:
-        print_json(body)
-    else:
-        out.write_text(json.dumps(body, indent=1) + "\n")
+    write_result({"tokenizer": tokenizer, "num_questions": len(cases), "rows": rows}, out)
 
 
 if __name__ == "__main__":

@@ -24,16 +24,15 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from ragblend.cli.printing import print_json, print_line
+from benchmarks.results import write_result
+from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
 from ragblend.corpus.known_chunks import find_runs_of
-from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.data import find_data, read_cases
 from ragblend.prompt.match import TokenIndex
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Prompt
 
-SCHEMA_VERSION = 1
 NUM_QUESTIONS, NUM_CHUNKS = 6, 6
 CHUNK_TOKENS, PROMPT_TOKENS, LONG_PROMPT_TOKENS, VOCABULARY = 256, 8000, 32000, 50_000
 
@@ -255,7 +254,7 @@ def recall(
     for name, result in found.items():
         print_line(f"{name}: {len(TEMPLATES)} templates, mean {result['mean']:.4f}, least {result['least']:.4f}")
         print_line("  " + ", ".join(f"{script} {share:.3f}" for script, share in result["scripts"].items()))
-    _write({"recall": found, "num_questions": len(questions), "num_chunks": NUM_CHUNKS}, out)
+    write_result({"recall": found, "num_questions": len(questions), "num_chunks": NUM_CHUNKS}, out)
 
 
 # --- speed and size ---
@@ -274,7 +273,7 @@ def index(
         print_line(f"{count} chunks: " + ", ".join(f"{name} {value:.4g}" for name, value in sizes[count].items()))
     hard = {name: _time_ms(*case, repeats) for name, case in _hard_cases().items()}
     print_line(f"{LONG_PROMPT_TOKENS} ids: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in hard.items()))
-    _write({"sizes": sizes, "hard_ms": hard, "prompt_tokens": PROMPT_TOKENS, "chunk_tokens": CHUNK_TOKENS}, out)
+    write_result({"sizes": sizes, "hard_ms": hard, "prompt_tokens": PROMPT_TOKENS, "chunk_tokens": CHUNK_TOKENS}, out)
 
 
 def _measure_size(count: int, repeats: int) -> dict[str, float]:
@@ -332,14 +331,6 @@ def _median_ms(call: Callable[[], object], repeats: int) -> float:
         call()
         taken.append((perf_counter() - start_s) * 1e3)
     return median(taken)
-
-
-def _write(result: dict[str, Any], out: Path | None) -> None:
-    body = {"schema_version": SCHEMA_VERSION, **result, "hardware": hardware_card()}
-    if out is None:
-        print_json(body)
-    else:
-        out.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from torch import Tensor
 
-from ragblend.cli.printing import print_json, print_line
+from benchmarks.results import write_result
+from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.generation import GenerationStream
@@ -29,11 +30,9 @@ from ragblend.engine.report import Generation, Mode
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.intervals import wilson_interval
-from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.data import find_data
 from ragblend.prompt.types import Prompt
 
-SCHEMA_VERSION = 1
 NUM_ENTRIES, PASSAGE_CHARACTERS, ANSWER_TOKENS = 5, 400, 8
 
 
@@ -102,11 +101,7 @@ def main(
                 f"({result.interval[0]:.1%} to {result.interval[1]:.1%}), first token {result.first_token_kl:.3f} "
                 f"nats, {result.reused_share:.0%} of the prompt reused"
             )
-    body = {"schema_version": SCHEMA_VERSION, "model": model, **found, "hardware": hardware_card()}
-    if out is None:
-        print_json(body)
-    else:
-        out.write_text(json.dumps(body, indent=1) + "\n")
+    write_result({"model": model, **found}, out)
 
 
 if __name__ == "__main__":

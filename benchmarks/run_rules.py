@@ -14,7 +14,6 @@ Rule and ratio are those of the default. Read `STUDIES` first.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,20 +24,19 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from torch import Tensor
 
-from ragblend.cli.printing import print_json, print_line
+from benchmarks.results import write_result
+from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.intervals import mean_interval
-from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.data import QaCase, find_data, get_dataset_split, read_cases
 from ragblend.prompt import match
 from ragblend.prompt.match import ChunkRun
 from ragblend.prompt.types import Prompt
 
-SCHEMA_VERSION = 1
 NUM_CHUNKS, CHUNK_CHARACTERS, RATIO = 6, 900, 0.05
 
 
@@ -167,18 +165,13 @@ def main(
                     f"{each.interval[1]:.4f}), same first token {each.first_token_same:.0%}, "
                     f"{each.placed_share:.0%} placed"
                 )
-    body = {
-        "schema_version": SCHEMA_VERSION,
+    result = {
         "model": model,
         "num_questions": len(cases),
         "recompute_ratio": RATIO,
         "variants": [each._asdict() for each in found],
-        "hardware": hardware_card(),
     }
-    if out is None:
-        print_json(body)
-    else:
-        out.write_text(json.dumps(body, indent=1) + "\n")
+    write_result(result, out)
 
 
 if __name__ == "__main__":

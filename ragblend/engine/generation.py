@@ -319,7 +319,8 @@ class GenerationStream:
         start_streams([self], cancel_check)
 
     def wait(self) -> BaseException | None:
-        """Return when the answer has ended, with its error."""
+        """Start the answer if it was not, and return its error, or None, when it has ended."""
+        self.start()
         self._answer.is_streamed = False
         self._engine.loop.wake()
         self._answer.ended.wait()

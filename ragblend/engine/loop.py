@@ -88,7 +88,7 @@ class EngineLoop(Executor):
     def cancel(self, answer: Answer) -> None:
         """End an answer that was started, at its next token, and return when it has ended."""
         answer.is_cancelled = True
-        if self._process != os.getpid():  # forked: the loop's thread is not here
+        if answer.ended.is_set() or self._process != os.getpid():  # in a forked process the loop's thread is missing
             return
         with self._changed:
             is_waiting = answer in self._waiting
@@ -163,7 +163,7 @@ class EngineLoop(Executor):
             return []
         try:
             return self._decode(steps)
-        except Exception as error:
+        except BaseException as error:  # whatever it is: without this thread every caller would wait forever
             if len(steps) == 1:
                 return [error]
             level = logging.DEBUG if str(error) in self._known_errors else logging.WARNING  # once, not at every step

@@ -1,0 +1,22 @@
+"""What a benchmark found, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ragblend.cli.printing import print_json
+from ragblend.lab.bench.common.hardware import hardware_card
+
+SCHEMA_VERSION = 1
+
+
+def write_result(result: Mapping[str, Any], out: Path | None) -> None:
+    """Write `result` and the card of this machine to the file `out`; print them where it is None."""
+    body = {"schema_version": SCHEMA_VERSION, **result, "hardware": hardware_card()}
+    if out is None:
+        print_json(body)
+    else:
+        out.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
