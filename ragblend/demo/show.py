@@ -5,6 +5,7 @@ The corpus comes with the package; it is written where the demo keeps its index.
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.report import MODES
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.errors import StoreMismatchError
 from ragblend.files.places import user_path
-from ragblend.index import ChunkIndex, SearchHit
+from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_documents
 from ragblend.prompt.types import Prompt
 
@@ -54,11 +56,26 @@ def open_demo(directory: str | Path, progress: Progress | None = None) -> Iterat
     files = [directory / CORPUS / record.filename for record in corpus.records]
     with (
         load_engine("demo", directory / "kv", new_model=True) as engine,
-        open_engine_index(directory / "index", engine, EMBEDDER, chunk_size=CHUNK_TOKENS) as index,
+        _open_index(directory / "index", engine) as index,
     ):
         report = ingest(files, engine, index, chunk_size=CHUNK_TOKENS, progress=progress)
         _remove_outdated_documents(files, engine, index)
         yield Demo(engine, index, corpus, report)
+
+
+def _open_index(path: Path, engine: TransformersEngine) -> ChunkIndex:
+    """Return the index of the sample corpus, a new one where an earlier version of the demo's model made it.
+
+    Raises StoreMismatchError where such an index holds other documents, too.
+    """
+    try:
+        return open_engine_index(path, engine, EMBEDDER, chunk_size=CHUNK_TOKENS)
+    except StoreMismatchError:
+        with open_index(path) as old:
+            if any(Path(source).parent.name != CORPUS for source in old.sources()):
+                raise
+        shutil.rmtree(path)
+        return open_engine_index(path, engine, EMBEDDER, chunk_size=CHUNK_TOKENS)
 
 
 def demo_settings(directory: Path = DEMO_DIRECTORY, progress: Progress | None = None) -> dict[str, Any]:

@@ -1,0 +1,32 @@
+"""The demo in a folder that an earlier version left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ragblend.demo.show import CORPUS, open_demo
+from ragblend.errors import StoreMismatchError
+from ragblend.index import open_index
+from ragblend.prompt.types import Chunk
+
+
+def old_index(folder: Path, source: Path) -> None:
+    """An index of one document, whose chunks another tokenizer of the demo's model made."""
+    with open_index(folder / "index", "hashing", create=True, tokenizer="demo", tokenizer_fingerprint="old") as index:
+        index.add_document(str(source), "1", [Chunk("Amber is a fossil resin.", str(source))])
+
+
+def test_an_index_of_an_earlier_version_is_made_again(tmp_path: Path) -> None:
+    old_index(tmp_path, tmp_path / CORPUS / "gone.md")
+    with open_demo(tmp_path) as demo:
+        assert demo.report.num_documents == demo.index.num_documents > 10
+
+
+def test_an_index_with_documents_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    old_index(tmp_path, tmp_path / "mine.md")
+    with pytest.raises(StoreMismatchError, match="ingest again"), open_demo(tmp_path):
+        pass
+    with open_index(tmp_path / "index") as index:
+        assert index.num_documents == 1
