@@ -27,7 +27,8 @@ pytestmark = pytest.mark.timeout(3000)
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_REQUESTS = 1000 if FULL else 60
 BOUND_S = 1.0 if FULL else 0.5
-LATE_S = 1.0  # a busy machine may be late by this much
+# A busy machine may be late by this much: when a wait ends, and with the whole answer, which competes for a processor.
+LATE_WAIT_S, LATE_ANSWER_S = 1.0, 3.0
 WORDS = ("the", "theory", "of", "other", "chunk", "and", "question", "what", "answer")
 MODES = ("pass", "delay", "drip", "hang", "announce", "corrupt", "cut")
 
@@ -78,7 +79,7 @@ def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(
     store.expected = {key: load_into_memory(own.get(key)) for key in own.keys()}  # noqa: SIM118 (no dict)
     engine = tiny_engine("llama", store)
     outcomes: Counter[str] = Counter()
-    latest_s = longest_wait_s = 0.0
+    longest_wait_s = 0.0
     for number in range(NUM_REQUESTS):
         if number == NUM_REQUESTS // 2:  # the second half over connections that the first has not broken
             values.close()
@@ -89,11 +90,13 @@ def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(
         mode = rng.choice(["blend", "blend", "prefix", "reuse"])
         options = {"recompute_ratio": 1.0} if mode == "blend" else {}
         wait_for_breaker(far)
-        start_s, used_s, store.waited_s = time.perf_counter(), time.thread_time(), 0.0
+        start_s, used_s, store.waited_s = time.perf_counter(), time.process_time(), 0.0
         answer = engine.generate(prompt, mode=mode, max_tokens=4, **options)
-        over_s = time.perf_counter() - start_s - (time.thread_time() - used_s)
-        latest_s, longest_wait_s = max(latest_s, over_s), max(longest_wait_s, store.waited_s)
-        assert over_s < BOUND_S + LATE_S, proxy.mode
+        # What the process did not compute in, the engine's thread among others, it waited.
+        idle_s = time.perf_counter() - start_s - (time.process_time() - used_s)
+        longest_wait_s = max(longest_wait_s, store.waited_s)
+        assert store.waited_s < BOUND_S + LATE_WAIT_S, proxy.mode
+        assert idle_s < BOUND_S + LATE_ANSWER_S, proxy.mode
         if mode == "reuse":
             known = {chunk.hit for chunk in answer.report.chunks}
             expected = reference.generate(prompt, mode="reuse", max_tokens=4) if known == {True} else None
