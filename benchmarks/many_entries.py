@@ -28,7 +28,6 @@ import torch
 import typer
 
 from ragblend.cli.printing import print_json, print_notice
-from ragblend.engine.store.base import contains_many
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, load_into_memory
@@ -86,7 +85,7 @@ class Place:
         run.us_each["get"] = 1e6 * median(self._seconds(lambda key=key: self._read(key)) for key in known)  # type: ignore[misc]
         run.us_each["miss"] = 1e6 * median(self._seconds(lambda key=key: self.store.get(key)) for key in absent)  # type: ignore[misc]
         start_s = perf_counter()
-        if contains_many(self.store, [*known, *absent]) != [True] * SAMPLE + [False] * SAMPLE:
+        if self.store.contains_many([*known, *absent]) != [True] * SAMPLE + [False] * SAMPLE:
             raise SystemExit("it does not know what it has")
         run.us_each["contains_many"] = 1e6 * (perf_counter() - start_s) / (2 * SAMPLE)
         walks: dict[str, Callable[[], Any]] = {

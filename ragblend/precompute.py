@@ -22,9 +22,8 @@ from ragblend.corpus.chunk_registry import open_registry, store_folders
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
 from ragblend.engine.api import Engine
-from ragblend.engine.store.base import contains_many
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.tiered import PinnableStore, disk_tier, format_bytes, kv_dtype_of
+from ragblend.engine.store.tiered import disk_tier, format_bytes
 from ragblend.errors import (
     BackendUnreachableError,
     EmptyCorpusError,
@@ -234,7 +233,7 @@ def precompute_chunks(
         with closing(open_registry(engine.store)) as registry:
             registry.add(text for text, *_ in distinct)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
-    stored = contains_many(engine.store, list(keys.values()))
+    stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
     report.num_known_kv += len(distinct) - len(missing)
     disk, absent = disk_tier(engine.store), set(missing)
@@ -247,7 +246,7 @@ def precompute_chunks(
     elif num_others := count_other_dtypes(known, engine, disk):
         report.num_other_kv = num_others
         if notify is not None:
-            dtype = kv_dtype_of(engine.store)
+            dtype = engine.store.kv_dtype
             notify(f"{num_others} known chunks stay as they are stored, not as {dtype}; to change that: "
                 f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
     if disk is not None and (missing or renewed):
@@ -478,8 +477,7 @@ def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, i
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; ragblend stats lists them")
-    if isinstance(engine.store, PinnableStore):
-        engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
+    engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
     return len(chunks), sum(engine.is_stored(chunk) for chunk in chunks)
 
 

@@ -167,9 +167,8 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
 def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
     """Until the remote tier has everything that was stored, or stops answering. Closing alone waits a few seconds."""
     from ragblend.engine.store.remote.tier import RemoteStore
-    from ragblend.engine.store.tiered import tiers_of
 
-    for tier in tiers_of(engine.store):
+    for tier in engine.store.tiers:
         if isinstance(tier, RemoteStore):
             total = tier.num_waiting
             while not tier.flush(0.2) and tier.breaker.is_closed:

@@ -24,8 +24,6 @@ from ragblend.engine.fusion.lookup import (
     IngestionContext,
     context_key_name,
     default_context_policy,
-    read_context_policy,
-    write_context_policy,
 )
 from ragblend.engine.generation import Backfill
 from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
@@ -85,7 +83,7 @@ class EngineBase(ABC):
         self.default_prefix_ids = renderer.prefix_ids(system, pins_date=True)
         if context is not None:
             CONTEXT.validate("context", context)
-        known = context or read_context_policy(store)
+        known = context or store.read_context()
         self.default_context = default_context_policy(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
@@ -167,7 +165,7 @@ class EngineBase(ABC):
 
     def set_context_policy(self, policy: ContextPolicy) -> None:
         """Compute and look for chunks in this ingestion context from now on, and have the store remember it."""
-        write_context_policy(self.store, CONTEXT.validate("context", policy))
+        self.store.put_context(CONTEXT.validate("context", policy))
         self.context, self._knows_context = policy, True
 
     def likely_keys(self, chunks: Sequence[Part]) -> list[str]:

@@ -9,13 +9,10 @@ import logging
 import shlex
 import threading
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import islice
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.store.tiered import tiers_of
 from ragblend.prompt.match import MatchedPrompt
 
 if TYPE_CHECKING:
@@ -63,16 +60,15 @@ class ReuseDiagnostics:
                     log.warning("nothing was reused: %s", cause.format(**self._facts()))
 
     def _cause(self, prefixes: Sequence[tuple[int, ...]]) -> str | None:
-        engine, tiers = self._engine, tiers_of(self._engine.store)
-        if any(tier.counters.num_failures for tier in tiers):
+        engine, store = self._engine, self._engine.store
+        if any(tier.counters.num_failures for tier in store.tiers):
             return None  # a remote tier has said that it does not answer; what it holds is not known
-        local = [tier for tier in tiers if isinstance(tier, DiskStore | MemoryStore)]
         try:
-            headers = list(islice(chain.from_iterable(tier.headers() for tier in local), MAX_HEADERS_READ))
+            headers = list(islice(store.headers(), MAX_HEADERS_READ))
         except OSError:  # the answer is out; what is only good to know may not spoil it
             return None
         own = [each for each in headers if (each.fingerprint, each.namespace) == (engine.fingerprint, engine.namespace)]
-        if local and not headers:
+        if not headers and len(store.remote_tiers) < len(store.tiers):
             return EMPTY
         if headers and not own:
             return OTHER_MODEL

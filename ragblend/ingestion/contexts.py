@@ -14,7 +14,6 @@ from typing import Protocol
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
-from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.errors import BackendUnreachableError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.types import Chunk
@@ -41,7 +40,7 @@ def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> N
     """
     if requested is None and engine.context == engine.default_context == "none":
         return
-    policy, remembered = CONTEXT.validate("context", requested or engine.context), read_context_policy(engine.store)
+    policy, remembered = CONTEXT.validate("context", requested or engine.context), engine.store.read_context()
     if remembered not in (None, "none", policy):
         raise UsageError(
             f"the store keeps its chunks in the context {remembered!r}, not {policy!r}; change it for all of them: "

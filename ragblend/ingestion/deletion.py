@@ -15,10 +15,8 @@ from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
 from ragblend.corpus.schema import OrphanedTexts, PendingDeletion, text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
-from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.store.tiered import PinnableStore, TieredStore, disk_tier, tiers_of
+from ragblend.engine.store.tiered import TieredStore, disk_tier
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import every_version
@@ -60,9 +58,8 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Note which entries are to go, in place of the texts that they are of."""
     gone = registry.release(left.texts)
-    if isinstance(engine.store, PinnableStore):
-        for source in left.sources:
-            engine.store.unpin(source)
+    for source in left.sources:
+        engine.store.unpin(source)
     places = _map_deleters(engine)
     pending = []
     for key, text in keys_to_delete(gone, engine, everywhere=True).items():
@@ -83,7 +80,7 @@ def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterab
     elsewhere = [place for place in places if place != LOCAL or not has_local_tier(engine.store)]
     if not elsewhere:
         return []
-    near = {header.key for header in iter_local_headers(engine.store)}
+    near = {header.key for header in engine.store.headers()}
     return [(key, place) for key in sorted(set(keys) - near) for place in elsewhere]
 
 
@@ -131,7 +128,7 @@ def keys_to_delete(texts: Iterable[str], engine: Engine, *, everywhere: bool = F
     if texts and everywhere:
         namespace = getattr(engine, "namespace", "")
         gone = {engine.renderer.chunk_ids(text): text for text in texts}
-        mine = (header for header in iter_local_headers(engine.store) if header.namespace == namespace)
+        mine = (header for header in engine.store.headers() if header.namespace == namespace)
         keys = dict(find_orphaned_keys(mine, gone.get, engine.renderer.separator_ids))
     for text in texts:
         for version in every_version(text):
@@ -141,14 +138,7 @@ def keys_to_delete(texts: Iterable[str], engine: Engine, *, everywhere: bool = F
 
 def has_local_tier(store: KVStore) -> bool:
     """Whether a tier of `store` can be looked through: it is on this machine, and no server's."""
-    return any(isinstance(tier, DiskStore | MemoryStore) for tier in tiers_of(store))
-
-
-def iter_local_headers(store: KVStore) -> Iterator[KVHeader]:
-    """The headers of what this process can look at: of its disk and memory tiers."""
-    for tier in tiers_of(store):
-        if isinstance(tier, DiskStore | MemoryStore):
-            yield from tier.headers()
+    return any(not tier.is_remote for tier in store.tiers)
 
 
 def delete_texts_kv(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader, convert_kv_dtype, load_into_memory
-from ragblend.engine.store.tiered import TieredStore, kv_dtype_of
+from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.prompt.types import Chunk
 
@@ -23,7 +23,7 @@ def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore |
 
     A store of KV as computed, the default, is not searched at all.
     """
-    kv_dtype = kv_dtype_of(engine.store)
+    kv_dtype = engine.store.kv_dtype
     if kv_dtype == "auto" or disk is None:
         return 0
     headers = (disk.header(engine.key(chunk)) for chunk in known)

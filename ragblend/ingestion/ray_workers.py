@@ -22,8 +22,6 @@ from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
 from ragblend.corpus.known_chunks import KnownChunks
 from ragblend.engine.api import Engine
-from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.tiered import tiers_of
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files.places import user_path
 from ragblend.ingestion.workers import prefill_here
@@ -205,9 +203,8 @@ class _Worker:
                 "or tokenizer; copy the same folder to every machine and give `dtype`"
             )
         stored = list(prefill_here(chunks, engine))
-        for tier in tiers_of(engine.store):
-            if isinstance(tier, RemoteStore):
-                tier.flush(FLUSH_TIMEOUT_S)
+        for tier in engine.store.remote_tiers:
+            tier.flush(FLUSH_TIMEOUT_S)
         return stored
 
     def _opened(self) -> Engine:

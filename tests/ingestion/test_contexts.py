@@ -12,7 +12,6 @@ from commands import run_command
 from similar_texts import TEXTS, texts_behind
 
 from ragblend import Chunk, Prompt, load_engine
-from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
@@ -81,23 +80,23 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
     url = f"file://{tmp_path}/shared"
     with load_engine(deep_model, tmp_path / "deep", remote=url, on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 8
-        assert read_context_policy(engine.store) == "similar"
+        assert engine.store.read_context() == "similar"
         assert contexts_of(engine) == ["none", "similar", "similar"]
     with load_engine(deep_model, tmp_path / "replica", remote=url, on_miss="inline") as engine:
         assert contexts_of(engine) == ["none", "similar", "similar"]  # nobody told it
     with load_engine(deep_model, tmp_path / "told", context="none", on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 4
-        assert read_context_policy(engine.store) == "none"
+        assert engine.store.read_context() == "none"
     with load_engine(deep_model, tmp_path / "told", on_miss="inline") as engine:
         assert contexts_of(engine) == ["none"] * 3
         assert {engine.key(text) for text in prompt.chunks} == set(engine.likely_keys(prompt.chunks))
         with open_engine_index(docs.parent / "index", engine, create=False) as index:
             assert precompute_index(engine, index).num_new_kv == 0, "it was told to keep them alone"
             assert precompute_index(engine, index, context="similar").num_new_kv == 4
-        assert read_context_policy(engine.store) == "similar"
+        assert engine.store.read_context() == "similar"
     (docs.parent / "index").rename(tmp_path / "of the deep one")
     engine = opened()
-    assert (bring_in(docs, engine).num_new_kv, read_context_policy(engine.store)) == (4, None)
+    assert (bring_in(docs, engine).num_new_kv, engine.store.read_context()) == (4, None)
 
 
 def test_a_chunk_with_nothing_beside_it_stays_alone_and_an_index_is_needed(docs, opened):
@@ -114,7 +113,7 @@ def test_a_chunk_with_nothing_beside_it_stays_alone_and_an_index_is_needed(docs,
 def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened):
     engine = opened()
     bring_in(docs, engine)
-    assert read_context_policy(engine.store) is None
+    assert engine.store.read_context() is None
     assert bring_in(docs, engine, context="similar").num_new_kv == 4  # a second version of what is there
     with pytest.raises(UsageError, match="precompute --context none"):
         bring_in(docs, engine, context="none")
@@ -127,7 +126,7 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
             assert set(engine.store.keys()) == wanted
             pinned = disk_tier(engine.store).pins()[str(docs / "fox.txt")]
             assert set(pinned) == {engine.key(chunk) for chunk in chunk_variants([Chunk(TEXTS["fox"])], policy)}
-            assert (engine.context, read_context_policy(engine.store)) == (policy, policy)
+            assert (engine.context, engine.store.read_context()) == (policy, policy)
 
 
 def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, opened, tmp_path):
@@ -265,9 +264,9 @@ def test_a_context_that_left_is_as_if_the_store_remembered_none(left, docs, open
     note = tmp_path / "kv" / CONTEXT_FILE
     shutil.copy(GOLDEN / "left" / f"context-{left}.json", note)
     with opened() as engine:
-        assert (engine.context, read_context_policy(engine.store)) == ("none", None)
+        assert (engine.context, engine.store.read_context()) == ("none", None)
         assert bring_in(docs, engine).num_new_kv == 4
-        assert read_context_policy(DiskStore(tmp_path / "kv")) is None
+        assert DiskStore(tmp_path / "kv").read_context() is None
         assert verify_store(tmp_path / "kv", tmp_path / "index").damaged_files == {}
         assert json.loads(note.read_text())["context"] == left  # nobody has said another
         assert bring_in(docs, engine, context="similar").num_new_kv == 4

@@ -13,7 +13,6 @@ from tiny_models import FAMILIES, make_model
 from tiny_prompts import CHUNKS
 
 from ragblend import Prompt, load_engine
-from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.precompute import ingest
 
@@ -53,4 +52,4 @@ def test_a_replica_with_an_empty_disk_finds_versions(
     with load_engine(model, tmp_path / "second", backend="vllm", vllm_options=SMALL, **options) as replica:
         report = replica.generate(Prompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
         assert [chunk.context for chunk in report.chunks] == ["none", "similar", "similar"]
-        assert (replica.context, read_context_policy(replica.store)) == ("similar", None)
+        assert (replica.context, replica.store.read_context()) == ("similar", None)

@@ -11,7 +11,6 @@ import torch
 from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine
-from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.params import parse_params
 from ragblend.errors import UsageError
@@ -59,7 +58,7 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
     with open_engine_index(index, vllm, create=False) as opened:
         precompute_index(vllm, opened, policy)
         root = next(tier.root for tier in vllm.store.tiers if isinstance(tier, DiskStore))
-        assert read_context_policy(vllm.store) == policy
+        assert vllm.store.read_context() == policy
         with load_engine(model, tmp_path / "kv", dtype="float32", on_miss="inline") as ours:
             precompute_index(ours, opened, policy)
             theirs = {header.key: header for header in DiskStore(root).headers()}

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.report import PrefixMatch
-from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import SIMILAR
-from ragblend.engine.store.tiered import tiers_of
 from ragblend.errors import UsageError
 from ragblend.options import ContextPolicy
 
@@ -106,24 +104,3 @@ def lookup_contexts(
     return [context for context in candidates if context.exact] + [
         context for context in candidates if not context.exact
     ]
-
-
-@runtime_checkable
-class ContextMetadataStore(Protocol):
-    """A tier that remembers its chunks' policy, for whoever opens it later: a directory, a server's store."""
-
-    def read_context(self) -> ContextPolicy | None: ...  # noqa: D102
-    def put_context(self, policy: ContextPolicy) -> None: ...  # noqa: D102
-
-
-def read_context_policy(store: KVStore) -> ContextPolicy | None:
-    """The policy that `store` remembers; None where it has none. Raises CorruptError for damage."""
-    tier = next((tier for tier in tiers_of(store) if isinstance(tier, ContextMetadataStore)), None)
-    return tier.read_context() if tier is not None else None
-
-
-def write_context_policy(store: KVStore, policy: ContextPolicy) -> None:
-    """Have `store` remember it. Raises what `DiskStore.put` raises, and UsageError where a server has its own."""
-    for tier in tiers_of(store):
-        if isinstance(tier, ContextMetadataStore):
-            tier.put_context(policy)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, cast
 
 from xxhash import xxh3_128_hexdigest
 
-from ragblend.engine.store.base import StoreCounters, VerifyResult
+from ragblend.engine.store.base import KVStore, StoreCounters, VerifyResult
 from ragblend.engine.store.chunk_file import (
     DiskKV,
     MismatchError,
@@ -92,7 +92,7 @@ class GcResult(NamedTuple):
     kept_bytes: int
 
 
-class DiskStore:
+class DiskStore(KVStore):
     """KVStore in a directory, safe to share between threads and processes.
 
     `capacity_bytes`: what its entries may hold together, None for no limit, "auto" for as much as they leave free on

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.store.base import StoreCounters
+from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, StoredLayer, load_into_memory
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
@@ -29,7 +29,7 @@ class _MemoryEntry(NamedTuple):
     versions: tuple[int, ...]
 
 
-class MemoryStore:
+class MemoryStore(KVStore):
     """KVStore in memory: at most `capacity_bytes` of tensors are held, the least recently used go first. Thread-safe.
 
     A smaller `capacity_bytes`, set later, takes effect at the next `put`. Pinned entries stay.

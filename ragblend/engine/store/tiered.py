@@ -10,8 +10,8 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from time import monotonic
-from typing import Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
 
 from ragblend.engine.store.base import KVStore, StoreCounters
@@ -32,7 +32,7 @@ from ragblend.engine.store.memory import MemoryStore, write_counters
 from ragblend.engine.store.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
-from ragblend.options import KvDtype, TierOptions
+from ragblend.options import ContextPolicy, KvDtype, TierOptions
 
 __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
 
@@ -42,75 +42,7 @@ PROMOTION_BYTES = 1 << 30  # on their way to a tier that takes its time; what do
 NUM_PREFETCHES = 4
 
 
-@runtime_checkable
-class _Touchable(Protocol):
-    """A tier that evicts by last use and wants to know when a faster one answered."""
-
-    def touch(self, key: str) -> None: ...
-
-
-@runtime_checkable
-class RemoteTier(Protocol):
-    """A tier whose entries come from far: it fetches several side by side, within one time limit for all.
-
-    It writes in the background, and what finds no room in its queue it reads back from the tiers it is told.
-    """
-
-    timeout_s: float
-
-    @property
-    def url(self) -> str: ...  # of the place, without its password
-    def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]: ...
-    def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]: ...
-    def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None: ...
-    def delete(self, key: str) -> bool: ...
-
-
-class RemoteBackedStore(KVStore, Protocol):
-    """A store of which a tier is far away. A request asks it for all its keys at once, and waits for them once."""
-
-    def fetch_many(self, keys: Sequence[str]) -> Mapping[str, ChunkKV]: ...
-    def get(
-        self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
-    ) -> ChunkKV | None: ...
-
-
-def has_remote_tier(store: KVStore) -> TypeGuard[RemoteBackedStore]:
-    """Whether some tier of `store` is far away."""
-    return any(isinstance(tier, RemoteTier) for tier in tiers_of(store))
-
-
-@runtime_checkable
-class SpecValidatingStore(Protocol):
-    """A tier whose entries come from outside of this process."""
-
-    def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None: ...
-
-
-@runtime_checkable
-class PrefetchingStore(Protocol):
-    """A store that brings entries closer in the background."""
-
-    def prefetch(self, keys: Sequence[str]) -> None: ...
-
-
-@runtime_checkable
-class PinnableStore(Protocol):
-    """A tier that evicts, and spares what is pinned."""
-
-    def pin(self, document: str, keys: Sequence[str]) -> None: ...
-    def unpin(self, document: str) -> bool: ...
-
-
-@runtime_checkable
-class BackgroundWriter(Protocol):
-    """A tier that writes in the background."""
-
-    def flush(self, timeout_s: float | None = None) -> bool: ...
-    def close(self, timeout_s: float = 10.0) -> bool: ...
-
-
-class TieredStore:
+class TieredStore(KVStore):
     """Stores in order of speed, fastest first, as one KVStore. Safe to share between threads.
 
     `get` asks from the top. An entry found further down moves up once all its layers have been read and verified: at
@@ -124,12 +56,8 @@ class TieredStore:
     def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto") -> None:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
-        self.tiers = tiers
+        self._tiers = tiers
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
-        # What to tell of a use, by the position that answered; an isinstance per chunk would cost more than the rest.
-        touchable = [tier if isinstance(tier, _Touchable) else None for tier in tiers]
-        self._tiers_to_touch = [[tier for tier in touchable[position + 1 :] if tier] for position in range(len(tiers))]
-        self._is_remote_tier = [isinstance(tier, RemoteTier) for tier in tiers]
         self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
         # Promotions into tiers that take their time, by position.
         self._promotions = {
@@ -138,12 +66,16 @@ class TieredStore:
             if not isinstance(tier, MemoryStore)
         }
         for position, tier in enumerate(tiers):
-            if isinstance(tier, RemoteTier):
-                tier.set_read_back_tiers(tiers[:position])
+            tier.set_read_back_tiers(tiers[:position])
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._pulling: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+
+    @property
+    def tiers(self) -> tuple[KVStore, ...]:
+        """The tiers, fastest first."""
+        return self._tiers
 
     @property
     def counters(self) -> StoreCounters:
@@ -164,52 +96,52 @@ class TieredStore:
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
         """From now on, entries of that model have this shape, or are damaged."""
         for tier in self.tiers:
-            if isinstance(tier, SpecValidatingStore):
-                tier.set_expected_spec(fingerprint, shape)
+            tier.set_expected_spec(fingerprint, shape)
 
     # -- reading
 
-    def get(
-        self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
-    ) -> ChunkKV | None:
-        """The entry from the fastest tier that has it, intact; None when none has. Its tensors are read-only.
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
+        """Return the entry from the fastest tier that has it, intact; None when none has. Its tensors are read-only."""
+        return self._counted(self._find(key, token_ids, self.tiers))
 
-        `fetched`: what `fetch_many` brought for this request; given, nothing is waited for that is far.
-        """
-        kv = None if fetched is None else fetched.get(key)
+    def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
+        """`get` for a request that has `fetched` its entries (`fetch_many`): waits for no other machine."""
+        kv = fetched.get(key)
         if kv is None or (token_ids is not None and kv.header.token_ids != tuple(token_ids)):
-            kv = self._find(key, token_ids, only_local=fetched is not None)
+            kv = self._find(key, token_ids, [tier for tier in self.tiers if not tier.is_remote])
+        return self._counted(kv)
+
+    def _counted(self, kv: ChunkKV | None) -> ChunkKV | None:
         with self._lock:
             self._num_hits += kv is not None
             self._num_misses += kv is None
         return kv
 
-    def fetch_many(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
-        """Fetch, side by side, what only a far tier can have, and move it up.
+    def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
+        """Fetch, side by side, what only remote tiers can have, and move it up.
 
-        Returns what has come when everything has arrived or missed, at the time limit of the far tiers at the latest,
-        which is one for all of them.
+        Returns what has come when everything has arrived or missed, at `until_s` (monotonic seconds) at the latest. By
+        default that is the time limit of the remote tiers, one for all of them.
         """
-        until_s = self._remote_deadline_s()
+        until_s = self._remote_deadline_s() if until_s is None else until_s
         fetched: dict[str, ChunkKV] = {}
         num_deletes = self._num_deletes
         wanted = [key for key in dict.fromkeys(keys) if not self._is_local(key)]
         for position, tier in enumerate(self.tiers):
-            if isinstance(tier, RemoteTier):
+            if tier.is_remote:
                 missing = [key for key in wanted if key not in fetched]
                 for key, kv in tier.fetch_many(missing, until_s).items():
                     fetched[key] = self._moving_up(kv, position, num_deletes)
         return fetched
 
     def _remote_deadline_s(self) -> float:
-        """When a request that begins now stops waiting for far tiers."""
-        far = [tier for tier in self.tiers if isinstance(tier, RemoteTier)]
-        return monotonic() + max((tier.timeout_s for tier in far), default=0.0)
+        """When a request that begins now stops waiting for remote tiers, on the monotonic clock."""
+        return monotonic() + max((tier.timeout_s for tier in self.remote_tiers), default=0.0)
 
     def _is_local(self, key: str) -> bool:
-        """Whether a tier has the entry, or is about to, that is not far."""
+        """Return True if a tier of this machine has the entry, or is about to have it."""
         return any(queue.peek(key) is not None for queue in self._promotions.values()) or any(
-            tier.contains(key) for tier, far in zip(self.tiers, self._is_remote_tier, strict=True) if not far
+            tier.contains(key) for tier in self.tiers if not tier.is_remote
         )
 
     def prefetch(self, keys: Sequence[str]) -> None:
@@ -227,7 +159,7 @@ class TieredStore:
 
     def _prefetch_one(self, key: str) -> None:
         try:
-            if not self.tiers[0].contains(key) and (kv := self._find(key, None)) is not None:
+            if not self.tiers[0].contains(key) and (kv := self._find(key, None, self.tiers)) is not None:
                 load_into_memory(kv)  # reading every layer is what moves it up
         except RagblendError as error:  # whoever asks for it will meet this too, and can act on it
             log.warning("KV %s was not prefetched: %s", key, error)
@@ -235,17 +167,17 @@ class TieredStore:
             with self._lock:
                 self._pulling.discard(key)
 
-    def _find(self, key: str, token_ids: Sequence[int] | None, *, only_local: bool = False) -> ChunkKV | None:
+    def _find(self, key: str, token_ids: Sequence[int] | None, asked: Sequence[KVStore]) -> ChunkKV | None:
         num_deletes = self._num_deletes
         for position, tier in enumerate(self.tiers):
-            if only_local and self._is_remote_tier[position]:
+            if tier not in asked:
                 continue
             if position and (shared := self._shared(key, token_ids)) is not None:
                 return shared
             kv = self._pending_write(position, key, token_ids) or tier.get(key, token_ids)
             if kv is None:
                 continue
-            for slower in self._tiers_to_touch[position]:
+            for slower in self.tiers[position + 1 :]:
                 slower.touch(key)
             return self._moving_up(kv, position, num_deletes)
         return None
@@ -268,7 +200,7 @@ class TieredStore:
 
     def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
         """What the caller gets; reading it to the end hands it to the faster tiers."""
-        faster = [upper for upper in range(position) if _fits(self.tiers[upper], kv)]
+        faster = [upper for upper in range(position) if self.tiers[upper].fits(kv)]
         if not faster:
             return kv
         if isinstance(kv, MemoryKV):  # it came whole
@@ -308,7 +240,7 @@ class TieredStore:
             return
         failure: RagblendError | None = None
         for tier in self.tiers:
-            if not _fits(tier, held):
+            if not tier.fits(held):
                 continue
             try:
                 tier.put(held)
@@ -325,15 +257,9 @@ class TieredStore:
 
         Raises BackendUnreachableError when a remote tier cannot be told, and nothing is changed then.
         """
-        for tier in self.tiers:
-            if isinstance(tier, RemoteTier):
-                tier.delete(kv.header.key)
+        for tier in self.remote_tiers:
+            tier.delete(kv.header.key)
         self.put(kv)
-
-    @property
-    def remote_tiers(self) -> tuple[RemoteTier, ...]:
-        """The tiers on other machines."""
-        return tuple(tier for tier in self.tiers if isinstance(tier, RemoteTier))
 
     def delete(self, key: str) -> bool:
         """Remove the entry from every tier, the slowest first so that none is promoted again; whether any had it.
@@ -344,7 +270,7 @@ class TieredStore:
 
     def delete_local(self, key: str) -> bool:
         """Remove the entry from the tiers of this machine; whether any had it."""
-        return self._delete(key, [tier for tier in self.tiers if not isinstance(tier, RemoteTier)])
+        return self._delete(key, [tier for tier in self.tiers if not tier.is_remote])
 
     def _delete(self, key: str, tiers: Sequence[KVStore]) -> bool:
         with self._lock:
@@ -353,7 +279,7 @@ class TieredStore:
             shared.cancel()
         removed, failure = False, None
         for position, tier in reversed(list(enumerate(self.tiers))):
-            if not any(tier is each for each in tiers):
+            if tier not in tiers:
                 continue
             if position in self._promotions:
                 self._promotions[position].discard(key)
@@ -368,13 +294,22 @@ class TieredStore:
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Keep a document's entries in every tier that evicts, until `unpin`; replaces an earlier pin of it."""
         for tier in self.tiers:
-            if isinstance(tier, PinnableStore):
-                tier.pin(document, keys)
+            tier.pin(document, keys)
 
     def unpin(self, document: str) -> bool:
         """Let a document's entries be evicted again; whether it was pinned in any tier."""
-        was_pinned = [tier.unpin(document) for tier in self.tiers if isinstance(tier, PinnableStore)]
+        was_pinned = [tier.unpin(document) for tier in self.tiers]
         return any(was_pinned)
+
+    def put_context(self, policy: ContextPolicy) -> None:
+        """Have every tier that keeps notes remember what chunks are computed behind."""
+        for tier in self.tiers:
+            tier.put_context(policy)
+
+    def read_context(self) -> ContextPolicy | None:
+        """Return what `put_context` remembered; None where nothing was. Raises CorruptError for damage."""
+        found = (tier.read_context() for tier in self.tiers)
+        return next((policy for policy in found if policy is not None), None)
 
     # -- state
 
@@ -404,6 +339,10 @@ class TieredStore:
                     seen.add(key)
                     yield key
 
+    def headers(self) -> Iterator[KVHeader]:
+        """Yield the headers of the entries on this machine; of an entry in two tiers, twice."""
+        return chain.from_iterable(tier.headers() for tier in self.tiers)
+
     def nbytes(self) -> int:
         """Bytes held by all tiers together; an entry in two tiers counts twice."""
         return sum(tier.nbytes() for tier in self.tiers)
@@ -426,29 +365,14 @@ class TieredStore:
         until_s = None if timeout_s is None else monotonic() + timeout_s
         done = True
         for part in (*self._promotions.values(), *self.tiers):
-            if isinstance(part, BackgroundWriter):
-                left_s = None if until_s is None else max(0.0, until_s - monotonic())
-                done = getattr(part, action)(left_s) and done
+            left_s = None if until_s is None else max(0.0, until_s - monotonic())
+            done = getattr(part, action)(left_s) and done
         return done
-
-
-def tiers_of(store: KVStore) -> tuple[KVStore, ...]:
-    """The tiers of `store`, fastest first: itself, where it is one."""
-    return store.tiers if isinstance(store, TieredStore) else (store,)
 
 
 def disk_tier(store: KVStore) -> DiskStore | None:
     """The local disk tier of `store`, if it has one: where pins, calibrations and other notes are."""
-    return next((tier for tier in tiers_of(store) if isinstance(tier, DiskStore)), None)
-
-
-def kv_dtype_of(store: KVStore) -> str:
-    """How `store` stores what is put: "auto" as computed, "int8" or "fp8"."""
-    return store.kv_dtype if isinstance(store, TieredStore) else "auto"
-
-
-def _fits(tier: KVStore, kv: ChunkKV) -> bool:
-    return not isinstance(tier, MemoryStore) or tier.fits(kv)
+    return next((tier for tier in store.tiers if isinstance(tier, DiskStore)), None)
 
 
 class _PromotingKV:

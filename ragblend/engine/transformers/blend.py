@@ -29,7 +29,6 @@ from ragblend.engine.loop import EngineLoop
 from ragblend.engine.report import BlendReport, ChunkReport, chunk_reports, join_runs
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, rows_of
-from ragblend.engine.store.tiered import SpecValidatingStore, has_remote_tier
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
@@ -90,8 +89,7 @@ class BlendingEngine(EngineBase):
         self.layers = layers
         self.loop = loop
         self.shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
-        if isinstance(store, SpecValidatingStore):
-            store.set_expected_spec(self.fingerprint, self.shape)
+        store.set_expected_spec(self.fingerprint, self.shape)
         self.machine = (
             machine  # where there is one, requests without a ratio of their own follow `pipeline.decide_reuse`
         )
@@ -151,7 +149,7 @@ class BlendingEngine(EngineBase):
 
     def _bind_store_get(self, request: EngineRequest) -> StoreGet:
         """Return how the request looks up chunks, with what a remote tier has of them fetched."""
-        if request.mode == "full" or not has_remote_tier(self.store):
+        if request.mode == "full" or not self.store.remote_tiers:
             return self.store.get
         keys = [
             self._key(context.token_ids, run.chunk_ids, context.name)
@@ -159,7 +157,7 @@ class BlendingEngine(EngineBase):
             for context in self._contexts(request.prompt, run)
             if request.mode != "prefix" or context.exact
         ]
-        return partial(self.store.get, fetched=self.store.fetch_many(keys))
+        return partial(self.store.get_local, fetched=self.store.fetch_many(keys))
 
     def _copy_resident_rows(self, request: EngineRequest, fused: FusedKV) -> int:
         """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""

@@ -46,12 +46,7 @@ from ragblend.engine.store.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.quantize import stored_bytes_per_token
 from ragblend.engine.store.tiered import (
-    BackgroundWriter,
-    PrefetchingStore,
     disk_tier,
-    has_remote_tier,
-    kv_dtype_of,
-    tiers_of,
 )
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.layers import TransformersLayers
@@ -102,7 +97,7 @@ class TransformersEngine(BlendingEngine):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of stored KV per token of a long chunk, all layers."""
-        item, kv_dtype = self.layers.like.element_size(), kv_dtype_of(self.store)
+        item, kv_dtype = self.layers.like.element_size(), self.store.kv_dtype
         return sum(
             stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)
             for heads, keys, values in self.layers.kv_shapes
@@ -129,8 +124,7 @@ class TransformersEngine(BlendingEngine):
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
-        if isinstance(self.store, PrefetchingStore):
-            self.store.prefetch(self.likely_keys(chunks))
+        self.store.prefetch(self.likely_keys(chunks))
 
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
         """`precompute` of a chunk that is token ids already, behind what is."""
@@ -163,7 +157,7 @@ class TransformersEngine(BlendingEngine):
             context = self._ingestion_context_kv(behind)
             return prefill_chunks(self.layers, context, [*headers, *filler])[: len(headers)]
 
-        return [convert_kv_dtype(kv, kv_dtype_of(self.store)) for kv in self.loop.call(prefill)]
+        return [convert_kv_dtype(kv, self.store.kv_dtype) for kv in self.loop.call(prefill)]
 
     # -- answering
 
@@ -192,7 +186,7 @@ class TransformersEngine(BlendingEngine):
     ) -> list[BaseException | None]:
         """Make the answers of all `streams`, beside whatever else is being answered, and return the error of each."""
         # What is fetched for a prompt is held until its prefill: so no more than a few are fetched ahead.
-        num_at_a_time = 1 if has_remote_tier(self.store) else max(1, len(streams))
+        num_at_a_time = 1 if self.store.remote_tiers else max(1, len(streams))
         try:
             for first in range(0, len(streams), num_at_a_time):
                 self.loop.wait_for_place()
@@ -204,8 +198,8 @@ class TransformersEngine(BlendingEngine):
 
     def _grouped(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """The order in which prompts are to be answered, by place."""
-        memory = next((tier for tier in tiers_of(self.store) if isinstance(tier, MemoryStore)), None)
-        if memory is None or len(tiers_of(self.store)) == 1 or len(prompts) < 3:
+        memory = next((tier for tier in self.store.tiers if isinstance(tier, MemoryStore)), None)
+        if memory is None or len(self.store.tiers) == 1 or len(prompts) < 3:
             return range(len(prompts))
         nbytes: dict[str, int] = {}
         keys = [self.likely_keys(prompt.chunks) for prompt in prompts]
@@ -293,8 +287,7 @@ class TransformersEngine(BlendingEngine):
         if not self.is_usable:
             return
         super().close()
-        if isinstance(self.store, BackgroundWriter):
-            self.store.close()
+        self.store.close()
 
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer: the tokenizer's and the generation config's."""

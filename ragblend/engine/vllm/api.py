@@ -25,7 +25,6 @@ from collections.abc import AsyncIterator, Callable
 from time import monotonic
 from typing import Any
 
-from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.vllm.admin import add_admin, forget_everywhere
 from ragblend.engine.vllm.api_keys import Grant
@@ -144,7 +143,7 @@ class ServedChunks:
 
     def _remembered(self) -> ContextPolicy | None:
         try:
-            return read_context_policy(self.store)
+            return self.store.read_context()
         except CorruptError as error:  # it was sound when the server started
             log.warning("%s", error)
             return None

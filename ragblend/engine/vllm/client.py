@@ -22,7 +22,7 @@ from weakref import WeakSet
 import httpx
 
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
-from ragblend.engine.store.base import CONTAINS_BATCH, StoreCounters
+from ragblend.engine.store.base import CONTAINS_BATCH, KVStore, StoreCounters
 from ragblend.engine.store.kv import ChunkKV
 from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
 from ragblend.engine.vllm.params import report_from, vllm_structure
@@ -256,12 +256,14 @@ def server_facts(connection: Connection, model: str = "") -> ServerFacts:
     )
 
 
-class ServerStore:
+class ServerStore(KVStore):
     """The server's store, seen through its HTTP interface: what is there and what is to go, never the KV itself.
 
     `root` is a directory of this machine where the texts of ingested chunks are remembered; None keeps them in memory.
     Of a server that does not blend nothing is stored, and nothing is asked.
     """
+
+    is_remote = True
 
     def __init__(
         self,
@@ -271,9 +273,17 @@ class ServerStore:
         context: ContextPolicy | None = None,
     ) -> None:
         self._connection, self._blends, self._policy = connection, blends, context
-        self.url = connection.url
         self.root = root
-        self.counters = StoreCounters()
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._connection.url
+
+    @property
+    def counters(self) -> StoreCounters:
+        """Nothing is counted here."""
+        return StoreCounters()
 
     def contains(self, key: str) -> bool:
         """Whether the server's store has `key`."""

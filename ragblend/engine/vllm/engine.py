@@ -21,7 +21,6 @@ from uuid import uuid4
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import DTYPES
-from ragblend.engine.store.tiered import BackgroundWriter, kv_dtype_of
 from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
@@ -65,7 +64,7 @@ class VllmEngine(VllmEngineBase):
         self.hardware = machine_facts_of(engine.vllm_config)
         # As the connector reads it: vllm_options may change the model (hf_overrides, quantization).
         fingerprint = model_fingerprint(engine.model_config)
-        narrower = 1 if kv_dtype_of(shared) == "auto" else DTYPES[checkpoint.dtype].itemsize
+        narrower = 1 if shared.kv_dtype == "auto" else DTYPES[checkpoint.dtype].itemsize
         stored = checkpoint.bytes_per_token // narrower
         facts = ServedModelInfo(checkpoint.name, fingerprint, length, stored, ends, checkpoint.num_layers)
         super().__init__(renderer, shared, facts, **options)
@@ -109,8 +108,7 @@ class VllmEngine(VllmEngineBase):
             return
         super().close()
         self._loop.close()
-        if isinstance(self.store, BackgroundWriter):
-            self.store.close()
+        self.store.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 

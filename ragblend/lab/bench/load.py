@@ -250,7 +250,7 @@ class _Bench:
         return TieredStore(MemoryStore(self.memory_bytes), tier)
 
 
-class ThrottledStore:
+class ThrottledStore(KVStore):
     """A tier that reads at most `bytes_per_s`, one layer after the other, as one slow device would.
 
     pipelined: layers are read when they are used; otherwise `get` reads the whole entry before it returns.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine, open_store
-from ragblend.engine.fusion.lookup import lookup_contexts, read_context_policy
+from ragblend.engine.fusion.lookup import lookup_contexts
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.store.disk import CONTEXT_FILE
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -109,7 +109,7 @@ def test_a_store_tells_its_context_to_whoever_opens_it_later(tmp_path):
     behind = Chunk(second, context="similar", context_texts=(first,))
     with load_engine("demo", tmp_path) as engine:
         engine.precompute(first)
-        assert (engine.context, read_context_policy(open_store(tmp_path))) == ("none", None)
+        assert (engine.context, open_store(tmp_path).read_context()) == ("none", None)
         engine.set_context_policy("similar")
         assert engine.precompute(behind) > 0
         assert engine.precompute(behind) == 0

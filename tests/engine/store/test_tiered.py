@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from test_chunk_file import run_threads
 from tier_support import DictValues, assert_same, flip, make_kv, path_of
 
 from ragblend.engine.load import load_engine
+from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskKV, DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized, load_into_memory
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -535,6 +537,59 @@ def test_pins_of_an_earlier_run_hold_in_memory_too(tmp_path: Path) -> None:
     memory.put(kv)
     TieredStore(memory, MemoryStore(10_000)).put(make_kv(2))
     assert memory.contains(kv.header.key)
+
+
+class OwnStore(KVStore):
+    """The least that a store of somebody else's has: a dictionary."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, MemoryKV] = {}
+        self._counters = StoreCounters()
+
+    @property
+    def counters(self) -> StoreCounters:
+        return self._counters
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
+        return self._entries.get(key)
+
+    def put(self, kv: ChunkKV) -> None:
+        self._entries[kv.header.key] = load_into_memory(kv)
+
+    def contains(self, key: str) -> bool:
+        return key in self._entries
+
+    def delete(self, key: str) -> bool:
+        return self._entries.pop(key, None) is not None
+
+    def keys(self) -> Iterator[str]:
+        return iter(list(self._entries))
+
+    def nbytes(self) -> int:
+        return sum(kv.nbytes for kv in self._entries.values())
+
+
+@pytest.mark.parametrize("place", ["alone", "below memory"])
+def test_a_store_of_ones_own_needs_the_abstract_methods_only(place: str, tiny_engine) -> None:  # type: ignore[no-untyped-def]
+    own = OwnStore()
+    store = own if place == "alone" else TieredStore(MemoryStore(1 << 28), own)
+    engine, chunks = (
+        tiny_engine("llama", store),
+        ["the first chunk of the theory", "another chunk: that is the question"],
+    )
+    for chunk in chunks:
+        engine.precompute(chunk)
+    engine.store.pin("a document", list(own.keys()))
+    engine.prefetch(chunks)
+    assert store.flush(10)
+    prompt = Prompt(chunks, "what is that?")
+    answer = engine.generate(prompt, recompute_ratio=1.0, max_tokens=8)
+    assert answer.token_ids == engine.generate(prompt, mode="full", max_tokens=8).token_ids
+    assert answer.report.num_chunk_hits == len(chunks) == len(store.contains_many(list(own.keys())))
+    for key in list(own.keys()):
+        assert store.delete(key)
+    assert engine.generate(prompt, max_tokens=8).report.num_chunk_hits == 0
+    assert store.close()
 
 
 def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

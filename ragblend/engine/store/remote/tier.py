@@ -76,7 +76,7 @@ class _InFlightFetch(NamedTuple):
     started_s: float
 
 
-class RemoteStore:
+class RemoteStore(KVStore):
     """KVStore over a ByteStore. `get` and `fetch_many` never raise and take `timeout_s` at most; `put` never waits.
 
     `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
@@ -86,6 +86,8 @@ class RemoteStore:
     when the other side does not answer: who deletes must know that it is gone. `flush` waits for queued writes,
     `close` drains them and releases threads and connections; both are safe to call again.
     """
+
+    is_remote = True
 
     def __init__(
         self,
@@ -127,17 +129,13 @@ class RemoteStore:
 
     # -- reading
 
-    def get(
-        self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
-    ) -> ChunkKV | None:
-        """The entry, whole and verified; None for a miss, which a remote that is slow or down is too.
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
+        """The entry, whole and verified; None for a miss, which a remote that is slow or down is too."""
+        return self.get_local(key, token_ids, self.fetch_many([key]))
 
-        `fetched`: what `fetch_many` brought; given, nothing else is waited for.
-        """
-        if fetched is None:
-            kv: ChunkKV | None = self.fetch_many([key]).get(key)
-        else:
-            kv = fetched.get(key)
+    def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
+        """The entry, if it was `fetched`."""
+        kv = fetched.get(key)
         if kv is not None and token_ids is not None and kv.header.token_ids != tuple(token_ids):
             log.warning("KV %s from %s is not used: its token ids differ from those asked for", key, self.values.url)
             self._count(num_damaged=1, num_misses=1, num_hits=-1)
@@ -248,7 +246,7 @@ class RemoteStore:
             self._count(num_puts=1)
 
     def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Where what finds no room in the queue is read again at its turn, fastest first; every `put` is there too."""
+        """Name the tiers, fastest first, that hold what finds no room in the queue of writes; they have every `put`."""
 
         def read_back(key: str) -> MemoryKV | None:
             found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
