@@ -104,15 +104,16 @@ def killed_and_run_again(
     argv: tuple[str, ...],
     check: Callable[[Path], object] = lambda work: None,
     codes: tuple[int, ...] = (0,),
+    num_kills: int = NUM_KILLS,
 ) -> str:
-    """The command, killed NUM_KILLS times, each time from the state that was kept, and run again. What happened."""
+    """The command, killed `num_kills` times, each time from the state that was kept, and run again. What happened."""
     rng, at = random.Random(argv[0]), []
     place.keep()
     whole = succeeded(commands.run(*argv, cwd=place.work), *codes)
     wanted = state(place.work)
     check(place.work)
     assert whole.count > 1, whole
-    while len(at) < NUM_KILLS:
+    while len(at) < num_kills:
         place.put_back()
         moment = rng.randrange(1, whole.count + 1)
         killed = commands.run(*argv, cwd=place.work, kill=Kill(moment, rng.choice((0.0, rng.uniform(0, 0.02)))))
@@ -126,7 +127,7 @@ def killed_and_run_again(
         found = state(place.work)
         assert found == wanted, difference(found, wanted, moment)
         check(place.work)
-    return f"{NUM_KILLS} kills of `{' '.join(argv[:2])}` at changes {min(at)} to {max(at)} of {whole.count}"
+    return f"{num_kills} kills of `{' '.join(argv[:2])}` at changes {min(at)} to {max(at)} of {whole.count}"
 
 
 def difference(found: dict[str, Any], wanted: dict[str, Any], moment: int) -> str:
@@ -296,8 +297,9 @@ def test_push_over_keys_of_another_type_sends_what_it_says(
         counted(f"push over {num_planted} lists in place of entries: as many sent, and there")
 
 
+@pytest.mark.parametrize("num_kills", [1, pytest.param(NUM_KILLS, marks=pytest.mark.slow)])
 def test_a_killed_ingestion_of_changed_files_ends_as_one_that_was_not(
-    commands: Commands, place: Place, counted: Counted
+    num_kills: int, commands: Commands, place: Place, counted: Counted
 ) -> None:
     place.write("basalt", version=1)
     place.write("copper", version=1)
@@ -307,5 +309,5 @@ def test_a_killed_ingestion_of_changed_files_ends_as_one_that_was_not(
     def no_old_word(work: Path) -> None:
         assert files_with(work, "basalt", "copper", "denim") == []
 
-    said = killed_and_run_again(commands, place, INGEST, no_old_word)
+    said = killed_and_run_again(commands, place, INGEST, no_old_word, num_kills=num_kills)
     counted(f"{said}: no file tells an old word")

@@ -233,7 +233,9 @@ def test_a_process_that_ends_writes_what_is_queued_and_is_not_held_up_by_a_dead_
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from tier_support import make_kv\n"
+        "from ragblend.engine.store import write_queue\n"
         "from ragblend.engine.store.write_queue import WriteQueue\n"
+        "write_queue.EXIT_S = 1.0\n"
         "good = WriteQueue(lambda kv: time.sleep(0.05) or print('written', flush=True), 10_000, 'good')\n"
         "dead = WriteQueue(lambda kv: None, 10_000, 'dead', lambda: 60.0)\n"
         "for seed in range(3): good.put(make_kv(seed)); dead.put(make_kv(seed))\n"
