@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.batch_order import order_by_shared_chunks
-from ragblend.engine.store.tiered import tiers_of
 
 NAMES = "abcdefgh"
 
@@ -72,6 +71,6 @@ def test_a_batch_beyond_memory_reads_each_chunk_once_and_answers_as_one_by_one(t
                 found = [engine.generate(prompt, max_tokens=3) for prompt in prompts]
             else:
                 found = engine.generate_batch(prompts, max_tokens=3)
-            reads[name] = tiers_of(engine.store)[1].counters.num_hits
+            reads[name] = engine.store.tiers[1].counters.num_hits
         assert [each.text for each in found] == [each.text for each in alone]
     assert reads["batch"] < reads["one by one"] / 2
