@@ -57,6 +57,7 @@ class TieredStore(KVStore):
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         self._tiers = tiers
+        self._remote_tiers = tuple(tier for tier in tiers if tier.is_remote)  # every request looks
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
         # Promotions into tiers that take their time, by position.
@@ -78,9 +79,14 @@ class TieredStore(KVStore):
         return self._tiers
 
     @property
+    def remote_tiers(self) -> tuple[KVStore, ...]:
+        """The tiers on other machines."""
+        return self._remote_tiers
+
+    @property
     def counters(self) -> StoreCounters:
         """A snapshot: one hit or miss per `get`, one put per `put`; everything else summed over the tiers."""
-        tiers = [tier.counters for tier in self.tiers]
+        tiers = [tier.counters for tier in self._tiers]
         return StoreCounters(
             num_hits=self._num_hits,
             num_misses=self._num_misses,
@@ -95,20 +101,20 @@ class TieredStore(KVStore):
 
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
         """From now on, entries of that model have this shape, or are damaged."""
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.set_expected_spec(fingerprint, shape)
 
     # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
         """Return the entry from the fastest tier that has it, intact; None when none has. Its tensors are read-only."""
-        return self._counted(self._find(key, token_ids, self.tiers))
+        return self._counted(self._find(key, token_ids, self._tiers))
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
         """`get` for a request that has `fetched` its entries (`fetch_many`): waits for no other machine."""
         kv = fetched.get(key)
         if kv is None or (token_ids is not None and kv.header.token_ids != tuple(token_ids)):
-            kv = self._find(key, token_ids, [tier for tier in self.tiers if not tier.is_remote])
+            kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])
         return self._counted(kv)
 
     def _counted(self, kv: ChunkKV | None) -> ChunkKV | None:
@@ -127,7 +133,7 @@ class TieredStore(KVStore):
         fetched: dict[str, ChunkKV] = {}
         num_deletes = self._num_deletes
         wanted = [key for key in dict.fromkeys(keys) if not self._is_local(key)]
-        for position, tier in enumerate(self.tiers):
+        for position, tier in enumerate(self._tiers):
             if tier.is_remote:
                 missing = [key for key in wanted if key not in fetched]
                 for key, kv in tier.fetch_many(missing, until_s).items():
@@ -136,12 +142,12 @@ class TieredStore(KVStore):
 
     def _remote_deadline_s(self) -> float:
         """When a request that begins now stops waiting for remote tiers, on the monotonic clock."""
-        return monotonic() + max((tier.timeout_s for tier in self.remote_tiers), default=0.0)
+        return monotonic() + max((tier.timeout_s for tier in self._remote_tiers), default=0.0)
 
     def _is_local(self, key: str) -> bool:
         """Return True if a tier of this machine has the entry, or is about to have it."""
         return any(queue.peek(key) is not None for queue in self._promotions.values()) or any(
-            tier.contains(key) for tier in self.tiers if not tier.is_remote
+            tier.contains(key) for tier in self._tiers if not tier.is_remote
         )
 
     def prefetch(self, keys: Sequence[str]) -> None:
@@ -159,7 +165,7 @@ class TieredStore(KVStore):
 
     def _prefetch_one(self, key: str) -> None:
         try:
-            if not self.tiers[0].contains(key) and (kv := self._find(key, None, self.tiers)) is not None:
+            if not self._tiers[0].contains(key) and (kv := self._find(key, None, self._tiers)) is not None:
                 load_into_memory(kv)  # reading every layer is what moves it up
         except RagblendError as error:  # whoever asks for it will meet this too, and can act on it
             log.warning("KV %s was not prefetched: %s", key, error)
@@ -169,7 +175,7 @@ class TieredStore(KVStore):
 
     def _find(self, key: str, token_ids: Sequence[int] | None, asked: Sequence[KVStore]) -> ChunkKV | None:
         num_deletes = self._num_deletes
-        for position, tier in enumerate(self.tiers):
+        for position, tier in enumerate(self._tiers):
             if tier not in asked:
                 continue
             if position and (shared := self._shared(key, token_ids)) is not None:
@@ -177,7 +183,7 @@ class TieredStore(KVStore):
             kv = self._pending_write(position, key, token_ids) or tier.get(key, token_ids)
             if kv is None:
                 continue
-            for slower in self.tiers[position + 1 :]:
+            for slower in self._tiers[position + 1 :]:
                 slower.touch(key)
             return self._moving_up(kv, position, num_deletes)
         return None
@@ -200,14 +206,14 @@ class TieredStore(KVStore):
 
     def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
         """What the caller gets; reading it to the end hands it to the faster tiers."""
-        faster = [upper for upper in range(position) if self.tiers[upper].fits(kv)]
+        faster = [upper for upper in range(position) if self._tiers[upper].fits(kv)]
         if not faster:
             return kv
         if isinstance(kv, MemoryKV):  # it came whole
             if self._num_deletes == num_deletes:  # otherwise it may be what was deleted while it was on its way
                 self._promote(kv, faster)
             return kv
-        promoting = _PromotingKV(kv, self.tiers[position], lambda whole: self._promote(whole, faster))
+        promoting = _PromotingKV(kv, self._tiers[position], lambda whole: self._promote(whole, faster))
         self._being_read[kv.header.key] = promoting
         return promoting
 
@@ -217,7 +223,7 @@ class TieredStore(KVStore):
                 self._promotions[position].put(kv)
                 continue
             try:
-                self.tiers[position].put(kv)
+                self._tiers[position].put(kv)
             except StoreFullError as error:  # pinned entries fill it
                 log.debug("%s", error)
             except RagblendError as error:  # a faster tier that refuses costs speed, not the answer
@@ -239,13 +245,13 @@ class TieredStore(KVStore):
             )  # fmt: skip
             return
         failure: RagblendError | None = None
-        for tier in self.tiers:
+        for tier in self._tiers:
             if not tier.fits(held):
                 continue
             try:
                 tier.put(held)
             except RagblendError as error:
-                if not (isinstance(tier, MemoryStore) and len(self.tiers) > 1):
+                if not (isinstance(tier, MemoryStore) and len(self._tiers) > 1):
                     failure = failure or error
         if failure is not None:
             raise failure
@@ -257,7 +263,7 @@ class TieredStore(KVStore):
 
         Raises BackendUnreachableError when a remote tier cannot be told, and nothing is changed then.
         """
-        for tier in self.remote_tiers:
+        for tier in self._remote_tiers:
             tier.delete(kv.header.key)
         self.put(kv)
 
@@ -266,11 +272,11 @@ class TieredStore(KVStore):
 
         Raises BackendUnreachableError, after the local tiers forgot it, when a remote one cannot be told.
         """
-        return self._delete(key, self.tiers)
+        return self._delete(key, self._tiers)
 
     def delete_local(self, key: str) -> bool:
         """Remove the entry from the tiers of this machine; whether any had it."""
-        return self._delete(key, [tier for tier in self.tiers if not tier.is_remote])
+        return self._delete(key, [tier for tier in self._tiers if not tier.is_remote])
 
     def _delete(self, key: str, tiers: Sequence[KVStore]) -> bool:
         with self._lock:
@@ -278,7 +284,7 @@ class TieredStore(KVStore):
         if (shared := self._being_read.pop(key, None)) is not None:
             shared.cancel()
         removed, failure = False, None
-        for position, tier in reversed(list(enumerate(self.tiers))):
+        for position, tier in reversed(list(enumerate(self._tiers))):
             if tier not in tiers:
                 continue
             if position in self._promotions:
@@ -293,29 +299,29 @@ class TieredStore(KVStore):
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Keep a document's entries in every tier that evicts, until `unpin`; replaces an earlier pin of it."""
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.pin(document, keys)
 
     def unpin(self, document: str) -> bool:
         """Let a document's entries be evicted again; whether it was pinned in any tier."""
-        was_pinned = [tier.unpin(document) for tier in self.tiers]
+        was_pinned = [tier.unpin(document) for tier in self._tiers]
         return any(was_pinned)
 
     def put_context(self, policy: ContextPolicy) -> None:
         """Have every tier that keeps notes remember what chunks are computed behind."""
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.put_context(policy)
 
     def read_context(self) -> ContextPolicy | None:
         """Return what `put_context` remembered; None where nothing was. Raises CorruptError for damage."""
-        found = (tier.read_context() for tier in self.tiers)
+        found = (tier.read_context() for tier in self._tiers)
         return next((policy for policy in found if policy is not None), None)
 
     # -- state
 
     def contains(self, key: str) -> bool:
         """Whether any tier has the entry."""
-        return any(tier.contains(key) for tier in self.tiers)
+        return any(tier.contains(key) for tier in self._tiers)
 
     def contains_within_timeout(self, keys: Sequence[str]) -> list[bool]:
         """Whether any tier has the entries; the far ones are asked within one time limit for all of them."""
@@ -325,7 +331,7 @@ class TieredStore(KVStore):
         """Whether any tier has the entries. Far ones are asked for what no near one has, for many in a round trip, and
         for none after `until_s` on the monotonic clock."""
         there = {key for key in dict.fromkeys(keys) if self._is_local(key)}
-        for tier in self.remote_tiers:
+        for tier in self._remote_tiers:
             left = [key for key in dict.fromkeys(keys) if key not in there]
             there.update(key for key, found in zip(left, tier.contains_many(left, until_s), strict=True) if found)
         return [key in there for key in keys]
@@ -333,7 +339,7 @@ class TieredStore(KVStore):
     def keys(self) -> Iterator[str]:
         """Every key that some tier has, once."""
         seen: set[str] = set()
-        for tier in self.tiers:
+        for tier in self._tiers:
             for key in tier.keys():  # noqa: SIM118 (a KVStore is not a dict)
                 if key not in seen:
                     seen.add(key)
@@ -341,11 +347,11 @@ class TieredStore(KVStore):
 
     def headers(self) -> Iterator[KVHeader]:
         """Yield the headers of the entries on this machine; of an entry in two tiers, twice."""
-        return chain.from_iterable(tier.headers() for tier in self.tiers)
+        return chain.from_iterable(tier.headers() for tier in self._tiers)
 
     def nbytes(self) -> int:
         """Bytes held by all tiers together; an entry in two tiers counts twice."""
-        return sum(tier.nbytes() for tier in self.tiers)
+        return sum(tier.nbytes() for tier in self._tiers)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for prefetches' promotions and remote writes; False when `timeout_s` seconds were not enough."""
@@ -364,7 +370,7 @@ class TieredStore(KVStore):
         """Flush or close every queue and every tier that writes in the background, within one time limit."""
         until_s = None if timeout_s is None else monotonic() + timeout_s
         done = True
-        for part in (*self._promotions.values(), *self.tiers):
+        for part in (*self._promotions.values(), *self._tiers):
             left_s = None if until_s is None else max(0.0, until_s - monotonic())
             done = getattr(part, action)(left_s) and done
         return done
