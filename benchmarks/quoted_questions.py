@@ -101,7 +101,7 @@ def main(
                 f"({result.interval[0]:.1%} to {result.interval[1]:.1%}), first token {result.first_token_kl:.3f} "
                 f"nats, {result.reused_share:.0%} of the prompt reused"
             )
-    write_result({"model": model, **found}, out)
+    write_result({"model": Path(model).name, **found}, out)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def main(
                     f"{each.placed_share:.0%} placed"
                 )
     result = {
-        "model": model,
+        "model": Path(model).name,
         "num_questions": len(cases),
         "recompute_ratio": RATIO,
         "variants": [each._asdict() for each in found],

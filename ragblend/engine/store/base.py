@@ -106,8 +106,12 @@ class KVStore(ABC):
         """Yield the keys of all entries, unverified."""
 
     def headers(self) -> Iterator[KVHeader]:
-        """Yield the headers of the entries on this machine."""
-        return iter(())
+        """Yield the headers of the entries on this machine, none of a remote tier. By default each entry is asked for
+        with `get`, and counts as a use."""
+        if not self.is_remote:
+            for key in self.keys():
+                if (kv := self.get(key)) is not None:
+                    yield kv.header
 
     @abstractmethod
     def nbytes(self) -> int:

@@ -579,6 +579,7 @@ def test_a_store_of_ones_own_needs_the_abstract_methods_only(place: str, tiny_en
     )
     for chunk in chunks:
         engine.precompute(chunk)
+    assert {header.key for header in store.headers()} == set(own.keys())
     engine.store.pin("a document", list(own.keys()))
     engine.prefetch(chunks)
     assert store.flush(10)
