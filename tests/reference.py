@@ -219,11 +219,12 @@ class Reference:
     ) -> Blended:
         """`shares`: at each check layer, the share of the stored tokens that stays in the computation.
 
-        `deviation`: v, k; or ask, which asks the question at the layers `read` and chooses what it attends to before
-        layer 0. The question starts at `question`, or behind the last stored token. `recomputed`: the tokens to
-        recompute are these, nothing is measured. `carry`: from layer 1 on the others' stored KV moves by this share of
-        what those tell, keys before RoPE (see `fit_change_predictor`); alike are tokens whose values are at two fifths
-        of the depth, or at layer `deepest`, if the question got no further.
+        `deviation`: v, k; or ask, which asks the question at the layers `read` and chooses, before layer 0, the first
+        and last token of each stored span, then what it attends to. The question starts at `question`, or behind the
+        last stored token. `recomputed`: the tokens to recompute are these, nothing is measured. `carry`: from layer 1
+        on the others' stored KV moves by this share of what those tell, keys before RoPE (see `fit_change_predictor`);
+        alike are tokens whose values are at two fifths of the depth, or at layer `deepest`, if the question got no
+        further.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -231,7 +232,7 @@ class Reference:
         keys, values, before_rope = (
             [torch.zeros(len(ids), *like.shape[1:]) for _ in range(self.num_layers)] for like in (k, v, k)
         )
-        candidates, computed, start = set(), set(), 0
+        candidates, computed, edges, start = set(), set(), set(), 0
         chunk_of: dict[int, int] = {}
         for number, span in enumerate(spans):
             chunk_of.update(dict.fromkeys(range(start, start + len(span.ids)), number))
@@ -240,6 +241,7 @@ class Reference:
             if not span.stored:
                 computed.update(place)
                 continue
+            edges |= {place[0], place[-1]}
             for layer, (k, v) in enumerate(self.alone(span.behind, span.ids)):
                 before_rope[layer][place], values[layer][place] = k, v
                 keys[layer][place] = self.rope(layer, k, place)
@@ -259,7 +261,7 @@ class Reference:
             queries = list(range(min(end if question is None else question, last), len(ids)))
             seen = self.ask(ids, sorted(computed), queries, [k for k, _ in stale], [v for _, v in stale], max(read))
             mass = torch.stack([seen[layer].mean(dim=(0, 1)) for layer in read]).mean(0)
-            order = sorted(candidates, key=lambda position: -float(mass[position]))
+            order = sorted(candidates, key=lambda position: (position not in edges, -float(mass[position])))
             recomputed = order[: math.ceil(round(shares[0] * num_stored, 6))]
 
         kept = [] if recomputed is None else sorted(candidates.difference(recomputed))

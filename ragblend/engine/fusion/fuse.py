@@ -135,6 +135,7 @@ class _CandidateState:
     """What is known about every token of the prompt before the first check. All tensors [T]."""
 
     mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
+    is_edge: Tensor  # bool, the first and the last row of each placement
     chunks: Tensor  # int64, the placed chunk that it is in
     drift_gain: Tensor  # float32, of how far others say that it moves: the share that it does where it is kept
     seed: int
@@ -148,25 +149,27 @@ class _CandidateState:
     def evidence(self, rows: Tensor) -> RuleInputs:
         """About the tokens at `rows` [N]."""
         attention = None if self.attention is None else self.attention[rows]
-        return RuleInputs(rows, attention=attention, seed=self.seed)
+        return RuleInputs(rows, attention=attention, is_edge=self.is_edge[rows], seed=self.seed)
 
 
 def _candidates(plan: FusePlan) -> _CandidateState:
     """Which rows may be replaced, and which chunk they are in."""
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
+    is_edge = torch.zeros_like(is_candidate)
     chunks = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
     drift_gain = torch.zeros(len(plan.token_ids), device=device)
     recomputes_all = plan.checks[-1].ratio >= 1
     for number, placement in enumerate(plan.placements):
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
         is_candidate[placement.start : placement.end] = not stays
+        is_edge[[placement.start, placement.end - 1]] = True
         share = plan.rule.drift_gain_in_context if placement.has_context else plan.rule.drift_gain
         drift_gain[placement.start : placement.end] = share
         chunks[placement.start : placement.end] = number
     if plan.wants_logits:
         is_candidate[-1] = False  # the last token is always computed: its logits are the answer
-    return _CandidateState(is_candidate, chunks, drift_gain, plan.seed)
+    return _CandidateState(is_candidate, is_edge, chunks, drift_gain, plan.seed)
 
 
 def _fresh_rows(plan: FusePlan) -> Tensor:

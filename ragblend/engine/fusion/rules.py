@@ -49,6 +49,7 @@ class RuleInputs:
     key_deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored keys, over heads and dimensions
     value_deviation: Tensor | None = None  # float32, the same for values
     attention: Tensor | None = None  # float32, the share of the question's attention that the token gets
+    is_edge: Tensor | None = None  # bool, whether the token is the first or last of a placed part of a chunk
     seed: int = 0
 
 
@@ -75,9 +76,15 @@ def cacheblend_k(evidence: RuleInputs) -> Tensor:
 
 
 def ask(evidence: RuleInputs) -> Tensor:
-    """What the question attends to, mean over the layers read, heads and its tokens (ProphetKV, arXiv 2602.02579)."""
+    """Both ends of each placed part first, then what the question attends to, mean over the layers read, heads and its
+    tokens (ProphetKV, arXiv 2602.02579).
+
+    The first token of a text that was computed alone draws attention there (EPIC, arXiv 2410.15332, recomputes a few of
+    them), and no part is left without a recomputed token that tells how far its others have moved.
+    """
     assert evidence.attention is not None
-    return evidence.attention
+    assert evidence.is_edge is not None
+    return evidence.attention + evidence.is_edge  # attention is a share, so at most 1
 
 
 def random(evidence: RuleInputs) -> Tensor:
