@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ragblend.cli.printing import print_json
 from ragblend.lab.bench.common.hardware import hardware_card
 
 SCHEMA_VERSION = 1
 
 
-def write_result(result: Mapping[str, Any], out: Path | None) -> None:
+def write_result(result: Mapping[str, Any], out: Path | None, device: torch.device | str = "cpu") -> None:
     """Write `result` and the card of this machine to the file `out`; print them where it is None."""
-    body = {"schema_version": SCHEMA_VERSION, **result, "hardware": hardware_card()}
+    body = {"schema_version": SCHEMA_VERSION, **result, "hardware": hardware_card(device)}
     if out is None:
         print_json(body)
     else:

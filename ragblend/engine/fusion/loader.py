@@ -64,16 +64,15 @@ class _Group:
 
         `computed` has the layer of those that would have to be read, one after the other.
         """
-        layers = []
+        stored = []
         for index, kv in enumerate(self.kvs):
             if computed is not None and _is_far(kv):
-                layers.append(next(computed))
                 continue
             start_s = perf_counter()
-            layers.append(
-                dequantized(transfer.copy_to_device(kv.stored_layer(layer)))
-            )  # eight bits travel as eight bits
+            stored.append(kv.stored_layer(layer))
             self.read_s[index] += perf_counter() - start_s
+        arrived = map(dequantized, transfer.copy_to_device(stored))  # eight bits travel as eight bits
+        layers = [next(computed) if computed is not None and _is_far(kv) else next(arrived) for kv in self.kvs]
         if len(layers) == 1:
             return layers[0]
         return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))

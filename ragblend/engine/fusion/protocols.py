@@ -111,6 +111,9 @@ class SelfCheckModel(PackedPrefillModel, Protocol):
     def full_prefill(
         self, token_ids: Tensor
     ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV
+    def chunked_prefill(
+        self, token_ids: Tensor, cuts: Sequence[int]
+    ) -> tuple[Tensor, list[LayerKV]]: ...  # the same, by pieces that are cut at those places
     def self_check_mode(
         self, window: int
     ) -> AbstractContextManager[None]: ...  # inside, layers that see a window see so many tokens, and no rounding grows

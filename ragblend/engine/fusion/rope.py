@@ -33,10 +33,10 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 
-def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Undo `rotate` with the same tables, attention scaling included; same dtype, in float32."""
+def inverse_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tables by which `rotate` undoes what it did by `cos`, `sin` [T, R], attention scaling included."""
     scaling = cos[..., :1].square() + sin[..., :1].square()  # 1 but for what scales attention
-    return rotate(states, cos / scaling, -sin / scaling)
+    return cos / scaling, -sin / scaling
 
 
 def add_rotated(states: Tensor, by: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -86,8 +86,7 @@ class TransformersEngine(BlendingEngine):
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
         self._grammars = GrammarCompiler(renderer, layers.config.vocab_size, self.stop_ids())
         if check:
-            in_pieces = layers.chunked_prefill if is_quantised(layers.config) else None
-            self_check(layers, layers.config.vocab_size, self.name, in_pieces)
+            self_check(layers, layers.config.vocab_size, self.name, is_quantised=is_quantised(layers.config))
 
     @property
     def context_length(self) -> int:

@@ -26,7 +26,7 @@ from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionParam
 from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
-from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
+from ragblend.engine.fusion.rope import add_rotated, inverse_tables, rotate
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.adapters import active_adapters
 from ragblend.engine.transformers.batched_decode import (
@@ -183,18 +183,15 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Scatter [1, H, R, D] and return [1, H, end, D] of keys and values."""
-        rows, _, end, cos, sin = self._turns
+        rows, end = self._turns.rows, self._turns.end
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
             fresh = self._latent.to_stored(fresh)
         if self._hook is not None:
             row_indices, callback = self._hook
-            callback(
-                LayerKV(
-                    unrotate(fresh.keys[:, row_indices], cos[row_indices], sin[row_indices]),
-                    fresh.values[:, row_indices],
-                )
-            )
+            cos, sin = self._turns.inverse
+            keys = rotate(fresh.keys[:, row_indices], cos[row_indices], sin[row_indices])
+            callback(LayerKV(keys, fresh.values[:, row_indices]))
         self._fused.write(layer_idx, rows, *fresh)
         whole = LayerKV(self._fused.keys(layer_idx)[:, :end], self._fused.values(layer_idx)[:, :end])
         if self._latent is not None:
@@ -228,6 +225,7 @@ class _RotaryTables(NamedTuple):
     end: int  # position after the highest of them
     cos: Tensor  # [R, rotary dimensions] float32
     sin: Tensor
+    inverse: tuple[Tensor, Tensor]  # cosine and sine that undo it
 
 
 class TransformersLayers:
@@ -313,7 +311,7 @@ class TransformersLayers:
     def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """What `place_keys` has rotated to `rows` [R], before that: pre-RoPE keys [H, R, D]."""
         turns = self._turns_of(rows, self._kinds[layer])
-        return unrotate(keys, turns.cos, turns.sin)
+        return rotate(keys, *turns.inverse)
 
     def add_key_drift(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None:
         """Add `by` [H, R, D] float32, before rotation, to keys [H, R, D] at positions `rows` [R], in place."""
@@ -465,7 +463,8 @@ class TransformersLayers:
                 return turns
         end = max(on_host(rows), default=0) + 1  # packed chunks count anew: the last row need not be the highest
         cos, sin = self._rope(end, kind)
-        turns = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
+        cos, sin = cos[rows], sin[rows]
+        turns = _RotaryTables(rows, kind, end, cos, sin, inverse_tables(cos, sin))
         self._turns = (turns, *remembered[: self._turns_kept - 1])
         return turns
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import BLOCK_ROWS
-
 _WORKSPACE_BYTES = 1 << 22
+
+TILE_ROWS = 64
+"""Rows that share one reading of keys: in attention kernels, and in `attention.attend_rows` on a CPU."""
 
 
 class RequestRows(NamedTuple):
@@ -101,14 +102,14 @@ def kv_reads_per_run(places: Sequence[int]) -> int:
     32
     """
     return sum(
-        places[end - 1] + 1 for group in cut_runs(places, max_rows=BLOCK_ROWS, max_runs=len(places)) for _, end in group
+        places[end - 1] + 1 for group in cut_runs(places, max_rows=TILE_ROWS, max_runs=len(places)) for _, end in group
     )
 
 
 def kv_reads_shared(places: Sequence[int]) -> int:
-    """Tokens whose keys and values are read where BLOCK_ROWS of the rows, ascending, share one reading.
+    """Tokens whose keys and values are read where TILE_ROWS of the rows, ascending, share one reading.
 
     >>> kv_reads_shared([9, 19, 20, 21])
     22
     """
-    return sum(places[min(start + BLOCK_ROWS, len(places)) - 1] + 1 for start in range(0, len(places), BLOCK_ROWS))
+    return sum(places[min(start + TILE_ROWS, len(places)) - 1] + 1 for start in range(0, len(places), TILE_ROWS))

@@ -120,7 +120,7 @@ def test_who_weighs_attends_as_well(rows, kv_heads, num_asking, block, dtype, si
     kv_heads=st.sampled_from([1, 2, 4]),
     sight=sights,
     block=st.sampled_from([1, 1 << 22]),
-    block_rows=st.sampled_from([1, 3, BLOCK_ROWS]),
+    block_rows=st.sampled_from([1, 3, BLOCK_ROWS["cpu"]]),
 )
 def test_scattered_rows_see_their_window_and_nothing_else_is_touched(rows, kv_heads, sight, block, block_rows):
     queries, kv = draw(3, rows, kv_heads)
@@ -134,6 +134,6 @@ def test_scattered_rows_see_their_window_and_nothing_else_is_touched(rows, kv_he
     keys, values = (states.masked_fill(unseen[:, None], torch.nan)[None] for states in kv)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_SCORES, "cpu", block)
-        patch.setattr(attention, "BLOCK_ROWS", block_rows)
+        patch.setitem(attention.BLOCK_ROWS, "cpu", block_rows)
         found = attend_rows(queries.states[None], keys, values, queries.rows, SCALE, sight)
     torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=0)

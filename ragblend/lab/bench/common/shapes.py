@@ -36,10 +36,11 @@ SHAPES: Mapping[str, DecoderShape] = {
     "llama-200m": DecoderShape("llama", 16, 1024, 2816, 16, 4, 64, 8192, 16_384),
     "llama-1b": DecoderShape("llama", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 500_000.0, tied=True),
     "mistral-7b": DecoderShape("mistral", 32, 4096, 14_336, 32, 8, 128, 32_768, 32_768, 1_000_000.0),
+    "llama-8b": DecoderShape("llama", 32, 4096, 14_336, 32, 8, 128, 128_256, 131_072, 500_000.0),
     "qwen3-8b": DecoderShape("qwen3", 36, 4096, 12_288, 32, 8, 128, 151_936, 40_960, 1_000_000.0),
 }
 """Shapes by name: two tiny ones for tests (vLLM has no attention for heads as small as tiny's), two small ones for
-CPUs, and Llama-3.2-1B, Mistral-7B-v0.3 and Qwen3-8B."""
+CPUs, and Llama-3.2-1B, Mistral-7B-v0.3, Llama-3.1-8B and Qwen3-8B."""
 
 
 def find_shape(name: str) -> DecoderShape:

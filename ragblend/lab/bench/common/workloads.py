@@ -35,10 +35,16 @@ _WEIGHT_STD = 0.02
 
 
 def model_config(shape: DecoderShape) -> Any:
-    """The transformers config of `shape`. Families with a sliding window have it off, as their current releases do."""
+    """The transformers config of `shape`. Mistral's sliding window is off, as in its current releases, and gpt-oss
+    has few experts."""
     from transformers import AutoConfig
 
-    extra = {"sliding_window": None} if shape.family == "mistral" else {}
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    extra: dict[str, dict[str, Any]] = {
+        "mistral": {"sliding_window": None},
+        "gpt_oss": {"num_local_experts": 4},
+        "gemma3_text": {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}},
+    }
     return AutoConfig.for_model(
         shape.family,
         num_hidden_layers=shape.num_layers,
@@ -49,9 +55,8 @@ def model_config(shape: DecoderShape) -> Any:
         head_dim=shape.head_dim,
         vocab_size=shape.vocab_size,
         max_position_embeddings=shape.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=shape.tied,
-        **extra,
+        **{"rope_parameters": rope, **extra.get(shape.family, {})},
     )
 
 
@@ -70,9 +75,11 @@ def random_model(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device)
     model.tie_weights()
-    # The rotary tables are buffers, not weights: `to_empty` leaves them without a value.
+    # Rotary tables and Gemma's scale are buffers, not weights: `to_empty` leaves them without a value.
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    if (scale := getattr(model.model.embed_tokens, "scalar_embed_scale", None)) is not None:
+        model.model.embed_tokens.embed_scale.fill_(scale)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -181,15 +188,16 @@ def engine_for(
     shape = find_shape(name)
     facts = {**asdict(shape), "seed": seed, "block_values": _BLOCK_VALUES}
     mark = fingerprint(f"random weights {name}", facts, dtype_name(dtype))
-    return _engine(random_model(shape, dtype, seed, device), store, name, mark)
+    return make_engine(random_model(shape, dtype, seed, device), store, name, mark)
 
 
 def engine_for_model(loaded: LoadedModel, store: KVStore) -> TransformersEngine:
     """A blend engine over a checkpoint, for prompts of `make_prompts`: its weights, our numbers for words."""
-    return _engine(loaded.model, store, loaded.name, loaded.fingerprint)
+    return make_engine(loaded.model, store, loaded.name, loaded.fingerprint)
 
 
-def _engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEngine:
+def make_engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEngine:
+    """A blend engine over a transformers model, for prompts of `make_prompts`; `mark` is its fingerprint."""
     layers = TransformersLayers(model)
     renderer = synthetic_renderer(layers.config.vocab_size)
     # "inline": nothing is computed in the background while something is timed.
