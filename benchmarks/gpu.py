@@ -406,7 +406,7 @@ def run_part(name: str, sizes: Sizes) -> dict[str, Any]:
         if process.is_alive():
             process.kill()
             process.join()
-        error = f"ended without a result: {PARTS[name].limit_s:.0f} s are allowed, exit code {process.exitcode}"
+        error = f"ended without a result: {PARTS[name].limit_s:g} s are allowed, exit code {process.exitcode}"
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"error": error}
         return {**found, "seconds": round(perf_counter() - start_s, 1)}
 

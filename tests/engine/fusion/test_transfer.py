@@ -11,15 +11,16 @@ from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LAYERS, HEADS, TOKENS, DIM = 8, 4, 2048, 64
 
 
-def make_kv(key: str) -> MemoryKV:
-    generator = torch.Generator().manual_seed(int(key[0]))
-    header = KVHeader(key, "model", (), tuple(range(TOKENS)), LAYERS, "float32")
+def make_kv(index: int) -> MemoryKV:
+    generator, token_ids = torch.Generator().manual_seed(index), tuple(range(index, index + TOKENS))
+    header = KVHeader(chunk_key("model", (), token_ids), "model", (), token_ids, LAYERS, "float32")
     shape = (HEADS, TOKENS, DIM)
     tensors = [LayerKV(*(torch.randn(shape, generator=generator) for _ in range(2))) for _ in range(LAYERS)]
     return MemoryKV(header, tuple(tensors))
@@ -29,7 +30,7 @@ def make_kv(key: str) -> MemoryKV:
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(tier: str, kv_dtype: str, tmp_path: Path):
-    kvs = [convert_kv_dtype(make_kv(str(index) * 32), kv_dtype) for index in range(3)]
+    kvs = [convert_kv_dtype(make_kv(index), kv_dtype) for index in range(3)]
     if tier == "disk":
         store = DiskStore(tmp_path, fsync=False)
         for kv in kvs:

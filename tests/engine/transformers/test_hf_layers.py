@@ -13,10 +13,12 @@ from tiny_models import LATENT, WINDOWED
 from transformers import DynamicCache
 
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.self_check import self_check
+from ragblend.engine.fusion.self_check import TOLERANCE, self_check
 from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
 from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersLayers, cache_argument
 from ragblend.errors import UnsupportedModelError
+from ragblend.lab.bench.common.shapes import DecoderShape
+from ragblend.lab.bench.common.workloads import random_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
@@ -200,6 +202,22 @@ def sabotage_with_nan(model: Any) -> None:
 def test_a_sabotaged_model_fails_the_check(sabotage, tiny_model):
     model = tiny_model("llama")
     load(model)
+    sabotage(model)
+    with pytest.raises(UnsupportedModelError, match="tiny fails the exactness check of"):
+        load(model)
+
+
+@pytest.mark.parametrize("sabotage", [None, sabotage_rope_of_one_layer, sabotage_values])
+def test_half_precision_is_allowed_its_own_rounding_and_nothing_else(
+    sabotage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As 32 layers of bfloat16 on a GPU, whose rounding exceeds what is tolerated of every model."""
+    monkeypatch.setitem(TOLERANCE, torch.bfloat16, 8e-3)
+    model = random_model(DecoderShape("llama", 6, 512, 1408, 8, 2, 64, 300, 4096), torch.bfloat16)
+    load(model)
+    assert "depend on how many tokens run together" in caplog.text
+    if sabotage is None:
+        return
     sabotage(model)
     with pytest.raises(UnsupportedModelError, match="tiny fails the exactness check of"):
         load(model)
