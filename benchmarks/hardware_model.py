@@ -6,8 +6,10 @@
 A layer takes as long as the slower of its arithmetic and its memory traffic (the roofline model: Williams, Waterman,
 Patterson, CACM 2009), part by part, and stored KV comes over the bus meanwhile. Peaks are from NVIDIA's data sheets;
 `--efficiency` is the share of them that is reached. Recomputed tokens stand where chance puts them, so nearly each is a
-run of its own, the worst case; that a GPU's cache spares some reading is left out. Read `reckon`; what is read of the
-KV cache is counted by the engine's own functions.
+run of its own, the worst case; that a GPU's cache spares some reading is left out. What is read of the KV cache is
+counted by the engine's own functions. `host s` is what the host needs beside the GPU, and `as run` what remains where
+that takes longer: it starts every kernel, and copies stored KV into pinned memory. Its figures are those that
+`benchmarks.gpu` measured of transformers. Read `reckon`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from ragblend.engine.vllm.attention_calls import kv_reads_per_run, kv_reads_shar
 BYTES = 2  # of a bfloat16
 ASKED_SHARE = 0.8  # of the layers, which the question runs through first
 ATTENTION_TILE = 128  # queries that share one reading of the keys in a full prefill
+# Of the host, as in data/results/gpu-h100.json: kernels and copies started in a layer of `ask`, seconds of each, and
+# bytes a second of KV copied into pinned memory.
+LAUNCHES_PER_LAYER, LAUNCH_S, STAGING = 190, 9e-6, 10e9
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ def seconds(costs: list[Cost], gpu: Gpu, efficiency: float) -> float:
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt on one GPU. Seconds to the first token, and what attention reads of the cache in one layer, in GB."""
+    """One prompt on one GPU. Seconds to the first token, of the bus and of the host beside it, and what attention reads
+    of the cache in one layer, in GB."""
 
     gpu: str
     tokens: int
@@ -120,6 +126,7 @@ class Line:
     by_runs_s: float
     together_s: float
     bus_s: float
+    host_s: float
     by_runs_gb: float
     together_gb: float
 
@@ -141,7 +148,8 @@ def reckon(
         times.append(max(ask_s, ASKED_SHARE * bus_s) + model.layers * (layer_s + question_s))
     full_s = model.layers * seconds(full(model, tokens), device, efficiency)
     gb = [read(rows) * model.kv_bytes / 1e9 for read in (kv_reads_per_run, kv_reads_shared)]
-    return Line(gpu, tokens, full_s, times[0], times[1], bus_s, gb[0], gb[1])
+    host_s = model.layers * (LAUNCHES_PER_LAYER * LAUNCH_S + chunk_tokens * model.kv_bytes / STAGING)
+    return Line(gpu, tokens, full_s, times[0], times[1], bus_s, host_s, gb[0], gb[1])
 
 
 def main(
@@ -153,11 +161,12 @@ def main(
 ) -> None:
     """Print a table, and write it."""
     lines = [reckon(gpu, int(count), ratio, question, efficiency) for gpu in GPUS for count in tokens.split(",")]
-    print("gpu    tokens   full s   by runs  together   bus s   GB by runs  GB together")
+    print("gpu    tokens   full s   by runs  together   bus s  host s   as run   GB by runs  GB together")
     for line in lines:
         print(
             f"{line.gpu:5}{line.tokens:8}{line.full_s:9.3f}{line.full_s / line.by_runs_s:9.1f}x"
-            f"{line.full_s / line.together_s:9.1f}x{line.bus_s:8.3f}{line.by_runs_gb:12.2f}{line.together_gb:12.2f}"
+            f"{line.full_s / line.together_s:9.1f}x{line.bus_s:8.3f}{line.host_s:8.3f}"
+            f"{line.full_s / max(line.together_s, line.host_s):8.1f}x{line.by_runs_gb:12.2f}{line.together_gb:12.2f}"
         )
     if out is not None:
         facts = {
