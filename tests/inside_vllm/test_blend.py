@@ -97,7 +97,10 @@ PLAIN = ("llama", "llama3_scaling", "mistral", "qwen2", "qwen3", "qwen3_moe", "p
 TOGETHER = ("llama together", *(f"{family} together" for family in GLOBAL))  # as on a GPU, where it pays
 
 
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.smoke), *PLAIN[1:], *GLOBAL, *TOGETHER])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("llama", marks=[pytest.mark.smoke, pytest.mark.v2_runner]), *PLAIN[1:], *GLOBAL, *TOGETHER],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     """A family's name, and whether scattered rows attend together instead of one by one in vLLM's backend."""
     return str(request.param)

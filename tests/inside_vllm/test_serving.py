@@ -123,12 +123,11 @@ def test_preempted_requests_are_blended_again(store, checkpoint):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_batched_tokens": 256, "max_num_seqs": 8},
-        {"extra": {"slice_tokens": 1, "max_runs": 3, "memory_gib": 0}},
-        {"async_scheduling": False},
-        {"enable_prefix_caching": False},
+        pytest.param({"max_num_batched_tokens": 256, "max_num_seqs": 8}, id="chunked", marks=pytest.mark.v2_runner),
+        pytest.param({"extra": {"slice_tokens": 1, "max_runs": 3, "memory_gib": 0}}, id="smallest slices"),
+        pytest.param({"async_scheduling": False}, id="sync scheduling"),
+        pytest.param({"enable_prefix_caching": False}, id="no prefix caching"),
     ],
-    ids=["chunked", "smallest slices", "sync scheduling", "no prefix caching"],
 )
 def test_settings_do_not_change_answers(options, store, checkpoint, answers):
     with engine(checkpoint("llama"), store, skip_tokenizer_init=True, **options) as llm:

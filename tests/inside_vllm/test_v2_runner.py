@@ -8,6 +8,7 @@ import pytest
 from harness import engine
 
 
+@pytest.mark.v2_runner
 @pytest.mark.skipif("VLLM_USE_V2_MODEL_RUNNER" not in os.environ, reason="runs with -p v2_runner")
 def test_the_engine_runs_the_second_model_runner(tmp_path, checkpoint):
     with engine(checkpoint("llama"), tmp_path) as llm:
