@@ -16,7 +16,7 @@ from benchmarks.gpu import CPU, FAMILIES, PARTS, Part
 def test_the_command_writes_every_part_and_says_why_one_failed(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tokens", "256", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=Path(gpu.__file__).parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, cwd=Path(gpu.__file__).parents[1])
     assert done.returncode == 0, done.stderr
     parts = json.loads(out.read_text())["parts"]
     assert list(parts) == list(PARTS)
@@ -34,6 +34,6 @@ def test_the_command_writes_every_part_and_says_why_one_failed(tmp_path: Path) -
 
 
 def test_a_part_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "PARTS", {"exactness": Part(gpu.exactness, 0.5)})
+    monkeypatch.setattr(gpu, "PARTS", {"exactness": Part(gpu.exactness, 0.1)})
     found = gpu.run_part("exactness", CPU)
     assert "0.5 s are allowed" in found["error"]
