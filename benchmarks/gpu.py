@@ -72,16 +72,11 @@ class Sizes:
     answer_tokens: int
     repeats: int
 
-    def prompts(self, tokens: int, count: int) -> PromptSet:
-        """Return `count` prompts of about `tokens` tokens."""
-        vocabulary = SHAPES[self.shape].vocab_size
-        return make_prompts(tokens // self.chunk_tokens, self.chunk_tokens, self.question_tokens, count, vocabulary)
-
     @contextmanager
     def engine(self, tokens: int, count: int = 1) -> Iterator[tuple[TransformersEngine, Sequence[Prompt]]]:
-        """Open an engine with the chunks of `count` prompts in memory."""
-        work = self.prompts(tokens, count)
-        store = MemoryStore(_NO_LIMIT_BYTES)
+        """Open an engine with the chunks of `count` prompts of about `tokens` tokens in memory."""
+        lengths = (tokens // self.chunk_tokens, self.chunk_tokens, self.question_tokens)
+        work, store = make_prompts(*lengths, count, SHAPES[self.shape].vocab_size), MemoryStore(_NO_LIMIT_BYTES)
         with engine_for(self.shape, store, find_dtype(self.dtype), device=self.device) as engine:
             for _ in engine.precompute_all(work.chunks):
                 pass
@@ -213,10 +208,14 @@ def _figures(run: TtftRun) -> dict[str, Any]:
 
 
 def _predicted(run: TtftRun, tokens: int, sizes: Sizes) -> float | None:
-    """Return the speedup that the hardware model expects of blending, None where it has no such GPU or model."""
-    if run.mode != "blend" or sizes.shape != "llama-8b":
+    """Return the speedup that the hardware model expects of the GPU alone, None where it does not know GPU or model."""
+    if run.mode != "blend" or sizes.device == "cpu" or sizes.shape != "llama-8b":
         return None
-    line = hardware_model.reckon("H100", tokens, run.ratio, sizes.question_tokens, 0.6)
+    name = torch.cuda.get_device_name(sizes.device)
+    known = next((gpu for gpu in hardware_model.GPUS if gpu in name), None)
+    if known is None:
+        return None
+    line = hardware_model.reckon(known, tokens, run.ratio, sizes.question_tokens, 0.6)
     return line.full_s / line.together_s
 
 
@@ -376,13 +375,13 @@ class Part(NamedTuple):
 
 
 PARTS: Mapping[str, Part] = {
-    "exactness": Part(exactness, 90),
+    "exactness": Part(exactness, 85),
     "copies": Part(copies, 20),
-    "ttft": Part(ttft, 200),
-    "loading": Part(loading, 60),
-    "launches": Part(launches, 60),
-    "decode": Part(decode, 40),
-    "vllm": Part(vllm, 120),
+    "ttft": Part(ttft, 160),
+    "loading": Part(loading, 50),
+    "launches": Part(launches, 55),
+    "decode": Part(decode, 50),
+    "vllm": Part(vllm, 60),
 }
 
 

@@ -8,8 +8,8 @@ Patterson, CACM 2009), part by part, and stored KV comes over the bus meanwhile.
 `--efficiency` is the share of them that is reached. Recomputed tokens stand where chance puts them, so nearly each is a
 run of its own, the worst case; that a GPU's cache spares some reading is left out. What is read of the KV cache is
 counted by the engine's own functions. `host s` is what the host needs beside the GPU, and `as run` what remains where
-that takes longer: it starts every kernel, and copies stored KV into pinned memory. Its figures are those that
-`benchmarks.gpu` measured of transformers. Read `reckon`.
+that takes longer: it starts every kernel, and brings stored KV to the device, a layer at a time. Its figures are those
+that `benchmarks.gpu` measured of transformers. Read `reckon`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BYTES = 2  # of a bfloat16
 ASKED_SHARE = 0.8  # of the layers, which the question runs through first
 ATTENTION_TILE = 128  # queries that share one reading of the keys in a full prefill
 # Of the host, as in data/results/gpu-h100.json: kernels and copies started in a layer of `ask`, seconds of each, and
-# bytes a second of KV copied into pinned memory.
-LAUNCHES_PER_LAYER, LAUNCH_S, STAGING = 190, 9e-6, 10e9
+# bytes a second of KV that is brought to the device in reuse of 32,768 tokens (`load_s`).
+LAUNCHES_PER_LAYER, LAUNCH_S, LOADED_PER_S = 190, 9e-6, 8.5e9
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def reckon(
         times.append(max(ask_s, ASKED_SHARE * bus_s) + model.layers * (layer_s + question_s))
     full_s = model.layers * seconds(full(model, tokens), device, efficiency)
     gb = [read(rows) * model.kv_bytes / 1e9 for read in (kv_reads_per_run, kv_reads_shared)]
-    host_s = model.layers * (LAUNCHES_PER_LAYER * LAUNCH_S + chunk_tokens * model.kv_bytes / STAGING)
+    host_s = model.layers * (LAUNCHES_PER_LAYER * LAUNCH_S + chunk_tokens * model.kv_bytes / LOADED_PER_S)
     return Line(gpu, tokens, full_s, times[0], times[1], bus_s, host_s, gb[0], gb[1])
 
 

@@ -33,6 +33,10 @@ def test_the_command_writes_every_part_and_says_why_one_failed(tmp_path: Path) -
     assert "full" in done.stdout
 
 
+def test_the_parts_take_at_most_eight_minutes() -> None:
+    assert sum(part.limit_s for part in PARTS.values()) <= 480
+
+
 def test_a_part_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PARTS", {"exactness": Part(gpu.exactness, 0.1)})
     found = gpu.run_part("exactness", CPU)

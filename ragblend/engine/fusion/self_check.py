@@ -39,10 +39,11 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 # differently, and LLM.int8 keeps whole columns exact where any row has an outlier. Such noise is the model's own, fused
 # or not. Over many layers in half precision it reaches what a gate tolerates (Llama 3.1 8B's shape in bfloat16 on an
 # H100: 0.06). So where a gate finds more, the noise is measured, by the model's own forward over pieces of the same
-# prompt, and each gate allows twice of it: without quantised weights at most MOST, less than a wrong mask is off by.
+# prompt, and each gate allows twice of it: without quantised weights at most MAX_TOLERANCE, less than a wrong mask is
+# off by.
 CUTS = ((PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS), (1, 2, 3), (50,), (83,))
 NOISE_FACTOR = 2
-MOST = 0.1
+MAX_TOLERANCE = 0.1
 
 
 class _PreloadedSource:
@@ -67,7 +68,7 @@ def self_check(model: SelfCheckModel, vocabulary: int, name: str, *, is_quantise
     precision, is allowed twice as much as that, which the log says.
     """
     allowed = dict.fromkeys(GATES, TOLERANCE[model.like.dtype])
-    most = math.inf if is_quantised else MOST if model.like.dtype != torch.float32 else 0.0
+    most = math.inf if is_quantised else MAX_TOLERANCE if model.like.dtype != torch.float32 else 0.0
     try:
         with model.self_check_mode(WINDOW_TOKENS):
             gates = _gates(model, vocabulary)

@@ -11,7 +11,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -217,7 +218,8 @@ class _PackedCache(Cache):  # type: ignore[misc]
         return key_states, value_states
 
 
-class _RotaryTables(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _RotaryTables:
     """The rotation of some rows."""
 
     rows: Tensor  # positions [R]
@@ -225,7 +227,11 @@ class _RotaryTables(NamedTuple):
     end: int  # position after the highest of them
     cos: Tensor  # [R, rotary dimensions] float32
     sin: Tensor
-    inverse: tuple[Tensor, Tensor]  # cosine and sine that undo it
+
+    @cached_property
+    def inverse(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [R, rotary dimensions] that undo it, made at the first use: decoding has none."""
+        return inverse_tables(self.cos, self.sin)
 
 
 class TransformersLayers:
@@ -463,8 +469,7 @@ class TransformersLayers:
                 return turns
         end = max(on_host(rows), default=0) + 1  # packed chunks count anew: the last row need not be the highest
         cos, sin = self._rope(end, kind)
-        cos, sin = cos[rows], sin[rows]
-        turns = _RotaryTables(rows, kind, end, cos, sin, inverse_tables(cos, sin))
+        turns = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
         self._turns = (turns, *remembered[: self._turns_kept - 1])
         return turns
 
