@@ -66,13 +66,13 @@ class _Group:
         """
         stored = []
         for index, kv in enumerate(self.kvs):
-            if computed is not None and _is_far(kv):
+            if computed is not None and not is_in_memory(kv):
                 continue
             start_s = perf_counter()
             stored.append(kv.stored_layer(layer))
             self.read_s[index] += perf_counter() - start_s
         arrived = map(dequantized, transfer.copy_to_device(stored))  # eight bits travel as eight bits
-        layers = [next(computed) if computed is not None and _is_far(kv) else next(arrived) for kv in self.kvs]
+        layers = [next(computed) if computed is not None and not is_in_memory(kv) else next(arrived) for kv in self.kvs]
         if len(layers) == 1:
             return layers[0]
         return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
@@ -83,10 +83,6 @@ class _Group:
             start_s = perf_counter()
             kv.stored_layer(layer)
             self.read_s[index] += perf_counter() - start_s
-
-
-def _is_far(kv: ChunkKV) -> bool:
-    return not is_in_memory(kv)
 
 
 def _merge_adjacent(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -165,9 +161,10 @@ class LayerLoader:
         self._error: BaseException | None = None
         self._failed: frozenset[int] = frozenset()  # layers that it kept from being read
         self._threaded = any(
-            self._transfer.overlaps_compute or _is_far(each.kv) or not each.kv.header.is_lossless for each in placements
+            self._transfer.overlaps_compute or not is_in_memory(each.kv) or not each.kv.header.is_lossless
+            for each in placements
         )
-        self._far = [kv for group in self._groups for kv in group.kvs if _is_far(kv)]
+        self._far = [kv for group in self._groups for kv in group.kvs if not is_in_memory(kv)]
         self._first_layer = first_layer if self._far else None
         self._thread: threading.Thread | None = None
         self._num_waited = 0
