@@ -222,7 +222,7 @@ def test_html_gives_its_visible_text_with_and_without_trafilatura(tmp_path, monk
     if with_trafilatura:
         pytest.importorskip("trafilatura", exc_type=ImportError)
     else:
-        monkeypatch.setattr("ragblend.corpus.readers._trafilatura_extract", lambda: None)
+        monkeypatch.setattr("ragblend.corpus.readers.html._trafilatura_extract", lambda: None)
     (document,) = read(tmp_path, "a.html", PAGE)
     assert document.metadata == {"title": "The Page"}
     assert "First bold line." in document.text

@@ -23,21 +23,11 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend.corpus.folder_scan import make_source, printable
-from ragblend.corpus.readers import (
-    BINARY_REASON,
-    JSON_LINES_SUFFIXES,
-    PARQUET_SUFFIX,
-    READERS,
-    READERS_VERSION,
-    TEXT_SUFFIXES,
-    ParsedRecords,
-    UnreadableRecord,
-    detect_bom_encoding,
-    new_digest,
-    read_text,
-    stream_jsonl,
-    stream_parquet,
-)
+from ragblend.corpus.readers.encodings import BINARY_REASON, detect_bom_encoding, new_digest
+from ragblend.corpus.readers.formats import JSON_LINES_SUFFIXES, PARQUET_SUFFIX, READERS, READERS_VERSION, TEXT_SUFFIXES
+from ragblend.corpus.readers.records import stream_jsonl, stream_parquet
+from ragblend.corpus.readers.text import read_text
+from ragblend.corpus.readers.types import Mark, ParsedRecords, UnreadableRecord
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 from ragblend.files.library_log import name_file_in_log
 
@@ -58,11 +48,12 @@ class Document:
     text: str
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    marks: tuple[Mark, ...] = ()  # pages and headings, in the order of their offsets
 
     @property
     def content_hash(self) -> str:
-        """32 hex digits; equal when text and metadata are equal, so ingestion can skip what did not change."""
-        metadata = json.dumps(dict(self.metadata), sort_keys=True, default=str)
+        """32 hex digits; equal when text, metadata and marks are equal, so ingestion can skip what did not change."""
+        metadata = json.dumps([dict(self.metadata), self.marks], sort_keys=True, default=str)
         return hashlib.blake2b(f"{metadata}\0{self.text}".encode(), digest_size=16).hexdigest()
 
 
@@ -193,7 +184,7 @@ def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> It
         text = _normalize_text(record.text)
         if has_visible_text(text):
             num_documents += 1
-            yield Document(text, make_source(path, record.key), record.metadata)
+            yield Document(text, make_source(path, record.key), record.metadata, record.marks)
     if bad:
         reasons = "; ".join(record.reason for record in bad[:3]) + ("; ..." if len(bad) > 3 else "")
         contents.failure = f"{len(bad)} of {num_found} records could not be read and are left out: {reasons}"

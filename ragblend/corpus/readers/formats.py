@@ -1,0 +1,26 @@
+"""Which reader reads which file, by the ending of its name. A FORMAT IS ADDED HERE, with a module beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ragblend.corpus.readers.html import read_html
+from ragblend.corpus.readers.pdf import read_pdf
+from ragblend.corpus.readers.records import read_json, read_jsonl, read_parquet
+from ragblend.corpus.readers.tables import read_csv
+from ragblend.corpus.readers.types import ParsedRecords
+
+READERS_VERSION = 2
+"""To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
+
+JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+PARQUET_SUFFIX = ".parquet"
+TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex"})
+READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
+    **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
+    **dict.fromkeys((".csv", ".tsv"), read_csv),
+    **dict.fromkeys(JSON_LINES_SUFFIXES, read_jsonl),
+    ".json": read_json,
+    ".pdf": read_pdf,
+    PARQUET_SUFFIX: read_parquet,
+}

@@ -1,0 +1,43 @@
+"""What a reader returns: texts, the marks in them, and what could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+
+class Mark(NamedTuple):
+    """A place in a text that a citation may name: the page or the heading that begins there.
+
+    `offset`: characters from the text's beginning. `value`: the page's number or label, or the heading's words.
+    `level`: 1 to 6 for a heading, 0 for a page.
+    """
+
+    offset: int
+    kind: Literal["page", "heading"]
+    value: str
+    level: int = 0
+
+
+class ParsedRecord(NamedTuple):
+    """A text in a file, with line breaks of "\\n" alone.
+
+    `key` is put behind the file's path to make its source. `marks` are in the order of their offsets. `notes` are
+    sentences about what was left out or guessed, such as "page 3 has a picture and no text: run OCR on it".
+    """
+
+    key: str
+    text: str
+    metadata: dict[str, Any]
+    marks: tuple[Mark, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class UnreadableRecord(NamedTuple):
+    """A place in a file where a text should be and cannot be read."""
+
+    key: str
+    reason: str
+
+
+ParsedRecords = Iterator[ParsedRecord | UnreadableRecord]
