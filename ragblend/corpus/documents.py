@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend.corpus.folder_scan import make_source, printable
-from ragblend.corpus.readers.encodings import BINARY_REASON, detect_bom_encoding, new_digest
+from ragblend.corpus.readers.encodings import BINARY_REASON, detect_bom_encoding, is_binary, new_digest
 from ragblend.corpus.readers.formats import JSON_LINES_SUFFIXES, PARQUET_SUFFIX, READERS, READERS_VERSION, TEXT_SUFFIXES
 from ragblend.corpus.readers.records import stream_jsonl, stream_parquet
 from ragblend.corpus.readers.text import read_text
@@ -114,7 +114,7 @@ def _opened(path: str, max_file_mib: float) -> Iterator[BufferedReader]:
             raise UnreadableDocumentError("is neither a file nor a folder; give regular files")
         with Path(path).open("rb") as file:
             head = file.peek(_PEEK_BYTES)[:_PEEK_BYTES]
-            if not _is_known(path) and b"\0" in head and not detect_bom_encoding(head):
+            if not _is_known(path) and is_binary(head):
                 raise NotADocumentError(BINARY_REASON)
             size_mib = os.fstat(file.fileno()).st_size / (1 << 20)
             if max_file_mib and size_mib > max_file_mib:

@@ -1,10 +1,16 @@
-"""Bytes -> text: which encoding a file is in, and whether what it holds is text at all."""
+"""Bytes -> text: which encoding a file is in, and whether what it holds is text at all.
+
+`decode` takes UTF-8 and what a byte order mark names; `decode_text` also what is declared, and detects the rest.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
+from typing import NamedTuple
 
+from ragblend.corpus.readers.charsets import find_codec, rank_charsets
 from ragblend.errors import UnreadableDocumentError
 
 _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
@@ -14,6 +20,7 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
     (b"\xfe\xff", "utf-16"),
 )
 SAMPLE_CHARS = 65536
+_CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 _MAX_ODD_SHARE = 0.05  # of control, private and unassigned characters; prose has none, random bytes far more
 
 
@@ -26,15 +33,114 @@ def detect_bom_encoding(data: bytes) -> str | None:
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
 
 
-def decode(data: bytes, declared: str = "") -> str:
-    """Text of `data`: by its byte order mark, else as `declared`, else UTF-8. No other encoding is guessed:
-    latin-1 maps every byte to some character, so it would turn any garbage into a document."""
+class DecodedText(NamedTuple):
+    """A text, and sentences about its encoding: that it was guessed, or that some bytes could not be decoded."""
+
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+def decode(data: bytes) -> str:
+    """Return the text of `data`: by its byte order mark, else UTF-8. Raises UnreadableDocumentError."""
     marked = detect_bom_encoding(data)
     if marked is None and b"\0" in data:
         raise UnreadableDocumentError(BINARY_REASON)
-    text = decode_as(data, marked or declared or "utf-8-sig")
+    text = decode_as(data, marked or "utf-8-sig")
     check_sample(text[:SAMPLE_CHARS])
     return text
+
+
+def decode_text(data: bytes, declared: str = "") -> DecodedText:
+    """Return the text of `data`: by its byte order mark, as `declared`, as UTF-8, as UTF-16 or as what it looks like.
+
+    A declared charset that does not fit the bytes is ignored. Raises UnreadableDocumentError for what is no text: a
+    single-byte charset gives every byte some character, so a guess is only taken when no control character results.
+    """
+    if detect_bom_encoding(data) or data.startswith(b"\xef\xbb\xbf"):
+        return DecodedText(decode(data))
+    if b"\0" in data:
+        return _decode_utf16(data)
+    decoded = _decode_known(data, find_codec(declared)) or _decode_guessed(data)
+    check_sample(decoded.text[:SAMPLE_CHARS])
+    return decoded
+
+
+def is_binary(head: bytes) -> bool:
+    """True if a file that begins with `head` holds NUL bytes and is neither UTF-16 nor UTF-32."""
+    return b"\0" in head and not detect_bom_encoding(head) and not _detect_utf16(head)
+
+
+def _detect_utf16(data: bytes) -> str:
+    """The byte order of UTF-16 without a mark, "" if it is something else: one byte of each Latin letter is NUL."""
+    even, odd = data[::2].count(0), data[1::2].count(0)
+    most = max(even, odd)
+    if most < len(data) / 40 or min(even, odd) > most / 10:
+        return ""
+    return "utf-16-be" if even > odd else "utf-16-le"
+
+
+def _decode_utf16(data: bytes) -> DecodedText:
+    encoding = _detect_utf16(data)
+    if not encoding:
+        raise UnreadableDocumentError(BINARY_REASON)
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise UnreadableDocumentError(BINARY_REASON) from error
+    if _is_odd(text):
+        raise UnreadableDocumentError(BINARY_REASON)
+    return DecodedText(text, (_guess_note(encoding),))
+
+
+def _decode_known(data: bytes, declared: str) -> DecodedText | None:
+    """The text as declared or as UTF-8, None when it is neither; a few broken bytes in it become U+FFFD."""
+    if b"\x1b$" in data and not declared:  # ISO-2022 is ASCII by its bytes, and UTF-8 would take it
+        declared = "iso2022_jp_2"
+    encodings = [declared, "utf-8"] if declared else ["utf-8"]
+    if declared == "cp1252":
+        # Editors declare it in pages that are UTF-8. Bytes above 0x7f are UTF-8 by chance in none but tiny files.
+        encodings.reverse()
+    for encoding in encodings:
+        try:
+            return DecodedText(data.decode(encoding))
+        except UnicodeDecodeError:
+            continue
+    for encoding in encodings:
+        text = data.decode(encoding, "replace")
+        num_bad = text.count("\ufffd")
+        if num_bad * 20 <= len(text) - num_bad - len(text.encode("ascii", "ignore")):
+            return DecodedText(text, (f"{num_bad} places are not {_name(encoding)} and were read as \ufffd",))
+    return None
+
+
+def _decode_guessed(data: bytes) -> DecodedText:
+    for encoding in rank_charsets(data):
+        try:
+            text = data.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+        if not _is_odd(text):
+            return DecodedText(text, (_guess_note(encoding),))
+    raise UnreadableDocumentError(
+        "is not text in UTF-8 or in another encoding that can be detected; if it is text, convert it: "
+        "iconv -f ENCODING -t UTF-8 FILE"
+    )
+
+
+def _is_odd(text: str) -> bool:
+    """True if more of a text than prose ever has are control, private or unassigned characters."""
+    sample = text[:SAMPLE_CHARS]
+    return len(_CONTROL.findall(text)) > len(text) / 1000 or _count_odd(sample) > len(sample) / 1000
+
+
+def _guess_note(encoding: str) -> str:
+    return f"read as {_name(encoding)} (guessed); convert the file to UTF-8 if letters are wrong"
+
+
+def _name(codec: str) -> str:
+    """How a codec is called outside of Python."""
+    name = re.sub("^cp(?=12|87)", "windows-", codec).replace("_", "-").replace("iso8859", "iso-8859")
+    return {"utf-8": "UTF-8", "euc-jis-2004": "euc-jp", "big5hkscs": "big5", "cp932": "shift-jis"}.get(name, name)
 
 
 def decode_as(data: bytes, encoding: str, start: int = 0) -> str:
@@ -51,14 +157,16 @@ def decode_as(data: bytes, encoding: str, start: int = 0) -> str:
 
 def check_sample(sample: str) -> None:
     """Raise UnreadableDocumentError for what is no text, by how it begins."""
-    num_odd = sum(
-        unicodedata.category(char) in {"Cc", "Cn", "Co", "Cs"} and char not in "\t\n\r\f\x1b" for char in sample
-    )
+    num_odd = _count_odd(sample)
     if num_odd > _MAX_ODD_SHARE * len(sample):
         raise UnreadableDocumentError(
             f"is no text: {num_odd} of its first {len(sample)} characters are control or unassigned codes; "
             "convert it to text, HTML or PDF first"
         )
+
+
+def _count_odd(sample: str) -> int:
+    return sum(unicodedata.category(char) in {"Cc", "Cn", "Co", "Cs"} and char not in "\t\n\r\f\x1b" for char in sample)
 
 
 def new_digest(data: bytes = b"") -> hashlib.blake2b:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 
 from ragblend.corpus.pages import read_page
-from ragblend.corpus.readers.encodings import decode
+from ragblend.corpus.readers.encodings import decode_text
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 
 logger = logging.getLogger(__name__)
@@ -22,9 +22,7 @@ _MAX_EXTRACTED_CHARS = 2 << 20  # trafilatura takes 3 to 20 s per megabyte, and 
 def read_html(data: bytes) -> ParsedRecords:
     """Read one page as one document."""
     found = None if data.startswith(b"\xef\xbb\xbf") else _CHARSET.search(data[:4096])
-    declared = found[1].decode().lower() if found else ""
-    # Browsers read "iso-8859-1" as Windows-1252 (WHATWG Encoding Standard), and pages rely on it for quotes and dashes.
-    page = decode(data, "cp1252" if declared in {"iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"} else declared)
+    page = decode_text(data, found[1].decode() if found else "").text
     parsed = read_page(page)
     extract = _trafilatura_extract() if len(page) <= _MAX_EXTRACTED_CHARS else None
     text = extract(page, include_comments=False) if extract else None
