@@ -12,11 +12,13 @@ import importlib
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from ragblend.corpus.cuts import find_best_cut, start_of_word
 from ragblend.corpus.documents import Document
+from ragblend.corpus.layout import Layout
 from ragblend.errors import UsageError
 from ragblend.prompt.types import Chunk
 
@@ -37,88 +39,93 @@ class Splitter(Protocol):
 
 # Words, and the runs between sentence marks of scripts that put no space after a sentence.
 _WORD = re.compile(r"[^\s。！？]+[。！？]*|[。！？]+")
-_NO_BLANK = re.compile(r"\S")
-_SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]»]*$")
-_ABBREVIATION = re.compile(r"^\W*(?:\w|mr|mrs|ms|dr|st|prof|jr|sr|no|vs|fig|e\.g|i\.e|cf|al)\.$", re.IGNORECASE)
-
-_AT_WORD, _AT_LINE, _AT_SENTENCE, _AT_PARAGRAPH = range(4)
 
 
 def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512) -> list[Chunk]:
     """Chunks of at most `max_tokens` tokens, overlap 0: `document.text[chunk.start:chunk.end] == chunk.text`.
 
     Each chunk runs as far as the budget lets it and ends at the last paragraph, else sentence, else line in its second
-    half, else at a word; only a word that exceeds the budget alone is cut inside. Chunks carry no outer whitespace, and
-    that is all they lose. Their metadata is the document's plus `num_tokens`. Raises UsageError when `max_tokens` is
-    below 1 or one character needs more.
+    half, else at a word; only a word that exceeds the budget alone is cut inside. It ends after a heading, in a code
+    block or in a row of a table only where nothing else is left from its second quarter on. Rows of records (a CSV, a
+    log) are cut where a row's own content says, so that a row more changes few chunks. Chunks carry no outer
+    whitespace, and that is all they lose. Their metadata is the document's plus `num_tokens`.
+
+    A chunk that goes on with a table begins with the table's header row, if that takes at most a quarter of the budget.
+    It has `verbatim: False` in its metadata, and its text is the header row, a line break and
+    `document.text[chunk.start:chunk.end]`. Raises UsageError when `max_tokens` is below 1 or one character needs more.
     """
     if max_tokens < 1:
         raise UsageError(f"chunk size is {max_tokens} tokens; choose 1 or more, for example 256")
-    text = document.text
-    # One number per word is all that is kept: a text of short words would take many times its size otherwise.
-    ends = array("I" if len(text) < 1 << 32 else "Q", (match.end() for match in _WORD.finditer(text)))
-    budget = _TokenBudget(text, count_tokens, max_tokens)
-    chunks: list[Chunk] = []
-    first, start = 0, _start_of_word(text, ends, 0)
-    while first < len(ends):
-        last, num_tokens = first - 1, 0
-        if ends[first] - start <= budget.probe_chars:
-            last, num_tokens = budget.find_last_end(start, ends, first)
-        if last < first:
-            letters = range(start + 1, ends[first] + 1)
-            last_letter, num_tokens = budget.find_last_end(start, letters, 0)
-            if last_letter < 0:
-                raise UsageError(
-                    f"chunk size is {max_tokens} tokens, but {text[start]!r} in {document.source or 'the document'} "
-                    "needs more alone; choose a larger chunk size"
-                )
-            end = letters[last_letter]
-            first += end == ends[first]
-        else:
-            if last + 1 < len(ends):
-                cut = _best_cut(text, ends, first, last, start)
-                cut_tokens = num_tokens if cut == last else count_tokens(text[start : ends[cut]])
-                if cut_tokens <= max_tokens:  # fewer characters may be more tokens; then the verified end stands
-                    last, num_tokens = cut, cut_tokens
-            end, first = ends[last], last + 1
-        assert num_tokens <= max_tokens
-        chunks.append(
-            Chunk(text[start:end], document.source, start, end, {**document.metadata, "num_tokens": num_tokens})
-        )
-        # The rest of a word that was cut opens the next chunk.
-        start = _start_of_word(text, ends, first) if first and end == ends[first - 1] else end
-    return chunks
+    return list(_Cutter(document, count_tokens, max_tokens).cut())
 
 
-def _start_of_word(text: str, ends: Sequence[int], index: int) -> int:
-    """Where the word starts that ends at `ends[index]`; the end of the text behind the last."""
-    found = _NO_BLANK.search(text, ends[index - 1] if index else 0)
-    return found.start() if found else len(text)
+class _Cutter:
+    """Cuts one document from its beginning to its end."""
 
+    def __init__(self, document: Document, count_tokens: TokenCounter, max_tokens: int) -> None:
+        self._document, self._count, self._max_tokens = document, count_tokens, max_tokens
+        self._text = text = document.text
+        # One number per word is all that is kept: a text of short words would take many times its size otherwise.
+        self._ends = array("I" if len(text) < 1 << 32 else "Q", (match.end() for match in _WORD.finditer(text)))
+        self._layout = Layout(text, document.marks)
+        self._budget = _TokenBudget(text, count_tokens, max_tokens)
+        self._fit_headers: dict[tuple[int, int], str] = {}  # of the latest table: its header row, "" if it is too long
 
-def _strength(text: str, start: int, end: int, after: int) -> int:
-    """How good a place the gap between a word [start, end) and the next word at `after` is to cut."""
-    gap = text[end:after]
-    if gap.count("\n") > 1 or "\f" in gap:
-        return _AT_PARAGRAPH
-    word = text[max(start, end - 16) : end]
-    if _SENTENCE_END.search(word) and not _ABBREVIATION.match(word):
-        return _AT_SENTENCE
-    return _AT_LINE if "\n" in gap else _AT_WORD
+    def cut(self) -> Iterator[Chunk]:
+        """Yield the chunks."""
+        text, ends = self._text, self._ends
+        first, start = 0, start_of_word(text, ends, 0)
+        while first < len(ends):
+            header = self._find_header(start)
+            last, num_tokens = self._find_last(start, first, header)
+            if last < first and header:
+                header = ""
+                last, num_tokens = self._find_last(start, first, header)
+            if last < first:
+                end, num_tokens = self._cut_word(start, ends[first])
+                first += end == ends[first]
+            else:
+                end, first = ends[last], last + 1
+            assert num_tokens <= self._max_tokens
+            facts = {**self._document.metadata, "num_tokens": num_tokens} | ({"verbatim": False} if header else {})
+            yield Chunk(header + text[start:end], self._document.source, start, end, facts)
+            # The rest of a word that was cut opens the next chunk.
+            start = start_of_word(text, ends, first) if first and end == ends[first - 1] else end
 
+    def _find_header(self, start: int) -> str:
+        """Return the header row and line break that a chunk from `start` repeats, "" for none."""
+        span = self._layout.find_header(start)
+        if span is None:
+            return ""
+        if span not in self._fit_headers:
+            header = self._text[span[0] : span[1]].strip() + "\n"
+            fits = self._count(header) <= self._max_tokens // 4
+            self._fit_headers = {span: header if fits else ""}
+        return self._fit_headers[span]
 
-def _best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int) -> int:
-    """The last of the strongest gaps in the second half of the chunk, so that no chunk but the final is half empty."""
-    best, strongest = last, -1
-    word = bisect_right(ends, (start + ends[last]) // 2, first, last)
-    word_start = _start_of_word(text, ends, word)
-    while word <= last:
-        after = _start_of_word(text, ends, word + 1)
-        strength = _strength(text, word_start, ends[word], after)
-        if strength >= strongest:
-            best, strongest = word, strength
-        word, word_start = word + 1, after
-    return best
+    def _find_last(self, start: int, first: int, header: str) -> tuple[int, int]:
+        """Return the number of the last word of a chunk from `start`, and its tokens; (first - 1, 0) if none fits."""
+        text, ends = self._text, self._ends
+        if ends[first] - start > self._budget.probe_chars:
+            return first - 1, 0
+        last, num_tokens = self._budget.find_last_end(start, ends, first, header)
+        if last < first or last + 1 == len(ends):
+            return last, num_tokens
+        cut = find_best_cut(text, ends, first, last, start, self._layout)
+        cut_tokens = num_tokens if cut == last else self._count(header + text[start : ends[cut]])
+        # Fewer characters may be more tokens; then the verified end stands.
+        return (cut, cut_tokens) if cut_tokens <= self._max_tokens else (last, num_tokens)
+
+    def _cut_word(self, start: int, end: int) -> tuple[int, int]:
+        """Return where to cut a word that exceeds the budget, and the tokens up to there."""
+        letters = range(start + 1, end + 1)
+        last, num_tokens = self._budget.find_last_end(start, letters, 0)
+        if last < 0:
+            raise UsageError(
+                f"chunk size is {self._max_tokens} tokens, but {self._text[start]!r} in "
+                f"{self._document.source or 'the document'} needs more alone; choose a larger chunk size"
+            )
+        return letters[last], num_tokens
 
 
 class _TokenBudget:
@@ -137,32 +144,34 @@ class _TokenBudget:
         self._chars_per_token = 4.0
         self.probe_chars = max(self._PROBE[0] * max_tokens, self._PROBE[1])
 
-    def find_last_end(self, start: int, ends: Sequence[int], first: int) -> tuple[int, int]:
-        """Last index of `ends` from `first` that was counted and fits, and its tokens; (first - 1, 0) if none fits."""
+    def find_last_end(self, start: int, ends: Sequence[int], first: int, header: str = "") -> tuple[int, int]:
+        """Last index of `ends` from `first` that was counted and fits with `header` before it, and its tokens.
+
+        (first - 1, 0) if none fits."""
         fits, fits_tokens, exceeds = first - 1, 0, len(ends)
         guesses = 0
         while exceeds - fits > 1 and (fits < first or fits_tokens < self._max_tokens - self._slack):
-            target = start + round(self._max_tokens * self._chars_per_token)
+            target = start + round(self._max_tokens * self._chars_per_token) - len(header)
             index = bisect_right(ends, target, first) - 1 if guesses < self._MAX_GUESSES else (fits + exceeds) // 2
             index = min(max(index, fits + 1), exceeds - 1)
-            num_tokens, end = self._count_up_to(start, ends[index])
+            num_tokens, end = self._count_up_to(start, ends[index], header)
             guesses += 1
             if num_tokens > self._max_tokens:
                 exceeds = bisect_left(ends, end, fits + 1, index)
             else:
                 fits, fits_tokens = index, num_tokens
-            self._chars_per_token = (end - start) / max(num_tokens, 1)
+            self._chars_per_token = (len(header) + end - start) / max(num_tokens, 1)
         return fits, fits_tokens
 
-    def _count_up_to(self, start: int, end: int) -> tuple[int, int]:
+    def _count_up_to(self, start: int, end: int, header: str) -> tuple[int, int]:
         """Tokens from `start` to `end`, or to an earlier place by which there are too many; and that place."""
         size = self.probe_chars
         while start + size < end:
-            num_tokens = self._count(self._text[start : start + size])
+            num_tokens = self._count(header + self._text[start : start + size])
             if num_tokens > self._max_tokens:
                 return num_tokens, start + size
             size *= 4
-        return self._count(self._text[start:end]), end
+        return self._count(header + self._text[start:end]), end
 
 
 # --- other people's splitters ----------------------------------------------------------------------------------------

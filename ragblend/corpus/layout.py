@@ -1,0 +1,219 @@
+"""Where a text has code blocks, headings, tables and rows of records: what decides where it may be cut.
+
+Works on characters and marks. Does not depend on tokens or models. Every function is linear in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import pairwise
+from typing import NamedTuple
+
+from ragblend.corpus.readers.types import Mark
+
+_FENCE = re.compile(r"^[ \t]*(`{3,}(?=[^`\n]*$)|~{3,})[ \t]*(.*)$", re.MULTILINE)
+# Not a line of several that begin in the same way: those are a comment in source code.
+_MARKDOWN_HEADING = re.compile(r"^(#{1,6})[ \t]+\S.*$(?!\n\1[ \t])", re.MULTILINE)
+_UNDERLINE = re.compile(r"\n(?:={2,}|-{2,})[ \t]*(?=\n|\Z)")  # below the words of a heading
+_MAX_HEADER_CHARS = 400
+_MAX_ROW_CHARS = 256  # of a row, to compare it with others
+
+
+class Spans:
+    """Stretches of a text, in order and without overlap, that are looked up by an offset."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._starts = [start for start, _ in spans]
+        self._ends = [end for _, end in spans]
+
+    def __bool__(self) -> bool:
+        return bool(self._starts)
+
+    def find(self, offset: int) -> tuple[int, int] | None:
+        """Return the span with start < `offset` <= end, or None."""
+        number = bisect_left(self._starts, offset) - 1
+        if number < 0 or offset > self._ends[number]:
+            return None
+        return self._starts[number], self._ends[number]
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Return True if a span has a character of [start, end)."""
+        number = bisect_left(self._starts, end) - 1
+        return number >= 0 and self._ends[number] > start
+
+
+class Table(NamedTuple):
+    """Neighbouring lines of cells. `header_end`: where the header row ends, `start` if the table has none."""
+
+    start: int
+    end: int
+    header_end: int
+
+
+class Layout:
+    """Code blocks (with their fences), headings (whole lines) and tables of a text."""
+
+    def __init__(self, text: str, marks: Sequence[Mark] = ()) -> None:
+        code = list(_find_code(text))
+        self.code = Spans(code)
+        self.headings = Spans(_find_headings(text, marks, self.code))
+        tables = [table for table in _find_tables(text) if not self.code.overlaps(table.start, table.end)]
+        self.tables = Spans([(table.start, table.end) for table in tables])
+        self.table_headers = Spans(
+            [(table.start, table.header_end) for table in tables if table.header_end > table.start]
+        )
+        self._header_ends = {table.start: table.header_end for table in tables}
+
+    def find_header(self, offset: int) -> tuple[int, int] | None:
+        """Return the span of the header row above `offset` if that is inside a table and behind its header row."""
+        table = self.tables.find(offset)
+        if table is None or not table[0] < self._header_ends[table[0]] < offset:
+            return None
+        return table[0], self._header_ends[table[0]]
+
+
+def _find_code(text: str) -> Iterator[tuple[int, int]]:
+    """Yield code blocks of Markdown from fence to fence. One that is never closed is none."""
+    opening: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opening is None:
+            opening = fence
+        elif fence[1].startswith(opening[1]) and not fence[2].strip():
+            yield opening.start(), fence.end(1)
+            opening = None
+
+
+def _find_headings(text: str, marks: Sequence[Mark], code: Spans) -> list[tuple[int, int]]:
+    """Return the lines of headings: those with a mark, and Markdown's `# x` outside of code."""
+    found = {line.start(): line.end() for line in _MARKDOWN_HEADING.finditer(text) if not code.find(line.start() + 1)}
+    end = -1
+    for offset in sorted({mark.offset for mark in marks if mark.kind == "heading"}):
+        if max(end, 0) <= offset < len(text):  # each line is searched once
+            end = _end_of_line(text, offset)
+            found[offset] = end
+    spans: list[tuple[int, int]] = []
+    for start, end in sorted(found.items()):
+        underline = _UNDERLINE.match(text, end)
+        if not spans or start >= spans[-1][1]:
+            spans.append((start, underline.end() if underline else end))
+    return spans
+
+
+def _end_of_line(text: str, offset: int) -> int:
+    end = text.find("\n", offset)
+    return end if end >= 0 else len(text)
+
+
+def _find_tables(text: str) -> Iterator[Table]:
+    rows: list[tuple[int, int]] = []  # of the table so far: its first two, and its last
+    place = text.find("|")
+    while place >= 0:
+        start = text.rfind("\n", 0, place) + 1
+        end = _end_of_line(text, place)
+        if text.find(" | ", start, end) >= 0 or not text[start:place].strip():
+            if rows and start != rows[-1][1] + 1:
+                yield _make_table(text, rows)
+                rows = []
+            del rows[2:]
+            rows.append((start, end))
+        place = text.find("|", end)
+    if rows:
+        yield _make_table(text, rows)
+
+
+def _make_table(text: str, rows: list[tuple[int, int]]) -> Table:
+    start, end = rows[0][0], rows[-1][1]
+    if len(rows) < 2 or rows[0][1] - start > _MAX_HEADER_CHARS:
+        return Table(start, end, start)
+    first, second = (
+        text[row_start : min(row_end, row_start + 4 * _MAX_HEADER_CHARS)] for row_start, row_end in rows[:2]
+    )
+    cells, below = _split_cells(first), _split_cells(second)
+    if all("--" in cell and not cell.strip("-: ") for cell in below):  # Markdown's rule
+        return Table(start, end, rows[1][1])
+    return Table(start, end, rows[0][1] if _is_header(cells, below) else start)
+
+
+def _split_cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
+def _is_header(first: list[str], second: list[str]) -> bool:
+    """Return True if the first row of a table names its columns: words that differ from each other and from row two.
+
+    A first cell with a digit is a date or a number, as in a log whose fields are separated like cells.
+    """
+    named = [cell for cell in first if cell]
+    return (
+        len(first) == len(second)
+        and len(named) > 1
+        and len(set(named)) == len(named)
+        and not any(char.isdigit() for char in first[0])
+        and not any(cell and cell == below for cell, below in zip(first, second, strict=True))
+    )
+
+
+# --- rows of records ------------------------------------------------------------------------------------------------
+
+
+class RowEnd(NamedTuple):
+    """The end of a row of records. `rank` depends on the row after it alone, so equal rows have equal ranks."""
+
+    offset: int
+    rank: bytes
+
+
+_MIN_ROWS, _MIN_ALIKE = 4, 0.75
+_DIGITS = re.compile(r"\d+")
+_LIST_MARK = re.compile(r"\W*|0[.)]|\(0\)")
+
+
+def find_row_ends(text: str, start: int, middle: int, end: int) -> list[RowEnd]:
+    """Return the ends in [middle, end] of the rows of [start, end), or none where the text is not uniform.
+
+    Rows are paragraphs (a CSV's), else lines (a table's, a log's) without a blank line among them, that begin alike.
+    """
+    piece = text[start : end + 2 * _MAX_ROW_CHARS]
+    for separator in ("\n\n", "\n"):
+        if separator == "\n" and "\n\n" in text[middle:end]:
+            break
+        rows = list(_split_rows(piece, separator))
+        shapes = [_shape(piece[row[0] : row[0] + _MAX_ROW_CHARS]) for row in rows if start + row[0] < end]
+        num_alike = sum(bool(one) and one == other for one, other in pairwise(shapes))
+        if len(shapes) >= _MIN_ROWS and num_alike >= _MIN_ALIKE * (len(shapes) - 1):
+            return [
+                RowEnd(start + row[1], _rank(piece[following[0] : following[1]]))
+                for row, following in pairwise(rows)
+                if middle <= start + row[1] <= end
+            ]
+    return []
+
+
+def _split_rows(piece: str, separator: str) -> Iterator[tuple[int, int]]:
+    offset = 0
+    for row in piece.split(separator):
+        if stripped := row.strip():
+            first = offset + len(row) - len(row.lstrip())
+            yield first, first + len(stripped)
+        offset += len(row) + len(separator)
+
+
+def _shape(row: str) -> str:
+    """Return what the rows of one table, log or list of records share; "" for what only prose begins with.
+
+    >>> _shape("name: Ada; age: 36"), _shape("2026-03-01 warm"), _shape("a | b"), _shape("- one"), _shape("1. one")
+    (':', '0-0-0', '|', '', '')
+    """
+    if " | " in row:
+        return "|"
+    first = _DIGITS.sub("0", row.split(None, 1)[0])
+    if first.endswith(":"):
+        return ":"
+    return "" if _LIST_MARK.fullmatch(first) else first
+
+
+def _rank(row: str) -> bytes:
+    return blake2b(row[:_MAX_ROW_CHARS].encode("utf-8", "replace"), digest_size=8).digest()
