@@ -57,6 +57,7 @@ _ARGUMENT_FLAGS = {  # arguments of functions that are no settings, and the flag
     "api_key": "--api-key",
     "count": "--workers",
     "keys": "--api-keys-file",
+    "loader": "--loader",
     "precompute": "--precompute",
     "recompute_ratio": "--ratio",
     "separator": "--separator",
@@ -87,6 +88,7 @@ class Settings(TierOptions):
     embedder: str = option("auto", "minilm, hashing, a Hugging Face id or a path.")  # auto: minilm if installed
     chunk_size: int | None = option(None, "Most tokens per chunk; else the index's own, 512 in a new one.", at_least(1))
     max_file_mib: float = option(256.0, "Larger files are not read, which is said; 0: none.", at_least(0, "no limit"))
+    text_field: str = option("", "Field with the text of CSV, JSON and Parquet records, as in body or article.body.")
     gpus_per_worker: float = option(0.0, "GPUs that each worker of ingestion has for itself.", at_least(0))
     context: ContextPolicy | None = option(
         None,

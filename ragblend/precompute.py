@@ -21,6 +21,7 @@ from ragblend.chunker import Splitter, get_splitter_version, split
 from ragblend.corpus.chunk_registry import open_registry, store_folders
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
+from ragblend.corpus.loaders import FileReader, Loader
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import disk_tier, format_bytes
@@ -102,6 +103,8 @@ def ingest(
     context: ContextPolicy | None = None,
     keep_missing: bool = False,
     max_file_mib: float = MAX_FILE_MIB,
+    text_field: str = "",
+    loader: Loader | None = None,
     embedder: str | None = None,
     workers: Workers | None = None,
     progress: Progress | None = None,
@@ -122,6 +125,11 @@ def ingest(
     second version of each chunk: twice the store. `precompute_index` changes it; here it has to be what the store has,
     or UsageError.
 
+    text_field: the field that holds the text of the records of CSV, JSON and Parquet files; a dotted path leads into
+    nested objects. "" lets the reader find it. loader: a function from a path to documents of ragblend, LangChain or
+    LlamaIndex, or strings, that reads every file instead of ragblend's readers. With another `text_field` or `loader`
+    files are read again.
+
     workers: processes that embed and prefill instead of this one (`RayWorkers`).
 
     Files that should be text and are not, or hold more than `max_file_mib` (0: no limit), are listed in
@@ -135,6 +143,7 @@ def ingest(
     on_progress = progress or (lambda stage, done, total: None)
     if precompute:
         resolve_context_policy(engine, context)
+    reader = FileReader(max_file_mib, text_field, loader)
     own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine.store)]
     found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
     # What is opened here is saved and closed here: left open, what was committed stands in the database's log alone.
@@ -144,9 +153,7 @@ def ingest(
         else open_engine_index(index, engine, embedder, chunk_size) as opened
     ):
         cut = _resolve_chunker(opened, engine, chunk_size, splitter, notify or logger.warning)
-        followed = sync_index(
-            opened, found, cut, on_progress, workers, keep_missing=keep_missing, max_file_mib=max_file_mib
-        )
+        followed = sync_index(opened, found, cut, on_progress, workers, keep_missing=keep_missing, reader=reader)
         report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
         report.num_updated, report.removed = followed.num_updated, followed.removed
         report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored

@@ -23,6 +23,7 @@ from ragblend.chunker import Document, split
 from ragblend.corpus import pages
 from ragblend.corpus.documents import open_source, read_documents
 from ragblend.corpus.folder_scan import scan_folders
+from ragblend.corpus.loaders import FileReader
 from ragblend.corpus.pages import read_page
 from ragblend.demo import WEIGHTS
 from ragblend.errors import UnreadableDocumentError
@@ -210,7 +211,11 @@ def test_ingestion_goes_on_behind_a_file_that_is_too_large(tmp_path: Path) -> No
     with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
         cut = ChunkerConfig(lambda document: split(document, by_four), "v")
         followed = sync_index(
-            index, scan_folders([tmp_path], own=[tmp_path / "index"]), cut, lambda *_: None, max_file_mib=1
+            index,
+            scan_folders([tmp_path], own=[tmp_path / "index"]),
+            cut,
+            lambda *_: None,
+            reader=FileReader(max_file_mib=1),
         )
     assert [Path(source).name for source in followed.sources] == ["small.txt"]
     assert ["max_file_mib" in failure.reason for failure in followed.failures] == [True]

@@ -12,20 +12,28 @@ from ragblend.cli.session import embedder_name, open_engine, open_settings_index
 from ragblend.config import Settings
 
 EXIT_PARTIAL = 6
+DOCUMENT_KINDS = (
+    "txt, md, html, pdf, docx, pptx, xlsx, odt, rtf, epub, ipynb, eml, mbox, csv, json, jsonl, parquet, xml, "
+    "source code"
+)
 
 
 @with_settings(
-    "model backend index store remote chunk_size context embedder system namespace dtype kv_dtype device "
+    "model backend index store remote chunk_size text_field context embedder system namespace dtype kv_dtype device "
     "trust_remote_code",
     unflagged="disk_gib gpus_per_worker max_file_mib memory_gib remote_timeout_s",
 )
 def ingest(
     settings: Settings,
-    paths: Annotated[list[str], typer.Argument(help="Files or folders: txt, md, html, csv, json, jsonl, pdf.")],
+    paths: Annotated[list[str], typer.Argument(help=f"Files or folders: {DOCUMENT_KINDS}.")],
     glob: Annotated[str, typer.Option("--glob", help="Only files in folders that match.")] = "*",
     keep_missing: Annotated[
         bool, typer.Option("--keep-missing", help="Drop nothing: keep documents whose files or records are gone.")
     ] = False,
+    loader: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Function from a path to documents, which reads all files."),
+    ] = None,
     precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
     workers: Workers = None,
     json_: JsonOption = False,
@@ -34,8 +42,10 @@ def ingest(
 
     Run again later, it follows: edited documents are replaced, those whose file or record is gone are dropped.
     """
+    from ragblend.corpus.loaders import import_loader
     from ragblend.precompute import ingest as run
 
+    load = import_loader(loader) if loader is not None else None
     with (
         progress_bars() as progress,
         open_engine(settings, new_model=True) as engine,
@@ -51,6 +61,8 @@ def ingest(
             keep_missing=keep_missing,
             context=settings.context,
             max_file_mib=settings.max_file_mib,
+            text_field=settings.text_field,
+            loader=load,
             embedder=embedder_name(settings),
             workers=others,
             progress=progress,

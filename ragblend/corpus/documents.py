@@ -24,7 +24,14 @@ from typing import Any, NamedTuple
 
 from ragblend.corpus.folder_scan import make_source, printable
 from ragblend.corpus.readers.encodings import BINARY_REASON, detect_bom_encoding, is_binary, new_digest
-from ragblend.corpus.readers.formats import JSON_LINES_SUFFIXES, PARQUET_SUFFIX, READERS, READERS_VERSION, TEXT_SUFFIXES
+from ragblend.corpus.readers.formats import (
+    JSON_LINES_SUFFIXES,
+    PARQUET_SUFFIX,
+    READERS,
+    READERS_VERSION,
+    RECORD_READERS,
+    TEXT_SUFFIXES,
+)
 from ragblend.corpus.readers.records import stream_jsonl, stream_parquet
 from ragblend.corpus.readers.text import read_text
 from ragblend.corpus.readers.types import Mark, ParsedRecords, UnreadableRecord
@@ -77,7 +84,7 @@ class SourceFile(NamedTuple):
     read: Callable[[], FileContents]
 
 
-def open_source(path: str, max_file_mib: float = MAX_FILE_MIB) -> SourceFile:
+def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> SourceFile:
     """A file to read, its format told by its name; of JSON lines and Parquet, no more than some are held at a time.
 
     Raises FileNotFoundError, NotADocumentError and UnreadableDocumentError, also for a file beyond `max_file_mib` (0:
@@ -92,29 +99,29 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB) -> SourceFile:
         else None
     )
     if stream is not None:
-        with _opened(path, max_file_mib) as file:
+        with open_file(path, max_file_mib) as file:
             if (head := file.peek(4)) and not detect_bom_encoding(head):
                 digest = hashlib.file_digest(file, new_digest).hexdigest()
-                return SourceFile(digest, partial(_read_stream, stream, path, digest))
+                return SourceFile(digest, partial(_read_stream, stream, path, digest, text_field))
     data = read_bytes(path, max_file_mib)
-    return SourceFile(new_digest(data).hexdigest(), partial(read_documents, path, data))
+    return SourceFile(new_digest(data).hexdigest(), partial(read_documents, path, data, text_field))
 
 
 def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:
     """What a file holds at this moment. Raises what `open_source` does."""
-    with _opened(path, max_file_mib) as file:
+    with open_file(path, max_file_mib) as file:
         return file.read()
 
 
 @contextmanager
-def _opened(path: str, max_file_mib: float) -> Iterator[BufferedReader]:
-    """A file to read from its beginning, if it is one that is read here and not too large."""
+def open_file(path: str, max_file_mib: float, *, any_kind: bool = False) -> Iterator[BufferedReader]:
+    """A file to read from its beginning, if it is not too large and, without `any_kind`, one that is read here."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise UnreadableDocumentError("is neither a file nor a folder; give regular files")
         with Path(path).open("rb") as file:
             head = file.peek(_PEEK_BYTES)[:_PEEK_BYTES]
-            if not _is_known(path) and is_binary(head):
+            if not any_kind and not _is_known(path) and is_binary(head):
                 raise NotADocumentError(BINARY_REASON)
             size_mib = os.fstat(file.fileno()).st_size / (1 << 20)
             if max_file_mib and size_mib > max_file_mib:
@@ -129,8 +136,10 @@ def _opened(path: str, max_file_mib: float) -> Iterator[BufferedReader]:
         raise UnreadableDocumentError(f"{error.strerror or error}; check its permissions") from error
 
 
-def read_documents(path: str, data: bytes) -> FileContents:
+def read_documents(path: str, data: bytes, text_field: str = "") -> FileContents:
     """The documents of a file that holds `data`, its format told by the file's name.
+
+    `text_field` names the field that holds the text of records of CSV, JSON and Parquet; "" leaves that to the reader.
 
     Raises NotADocumentError where there is nothing to read, UnreadableDocumentError with reason and remedy where there
     should be and nothing can be read.
@@ -141,7 +150,7 @@ def read_documents(path: str, data: bytes) -> FileContents:
     contents = FileContents(())
     try:
         with name_file_in_log(printable(path)):
-            contents.documents = list(_to_documents(path, READERS.get(_suffix(path), read_text)(data), contents))
+            contents.documents = list(_to_documents(path, _find_reader(path, text_field)(data), contents))
     except NotADocumentError:
         raise
     except UnreadableDocumentError as error:
@@ -151,6 +160,13 @@ def read_documents(path: str, data: bytes) -> FileContents:
     return contents
 
 
+def _find_reader(path: str, text_field: str) -> Callable[[bytes], ParsedRecords]:
+    suffix = _suffix(path)
+    if text_field and suffix in RECORD_READERS:
+        return partial(RECORD_READERS[suffix], text_field=text_field)
+    return READERS.get(suffix, read_text)
+
+
 def _check_name(path: str) -> None:
     try:
         path.encode()
@@ -158,12 +174,14 @@ def _check_name(path: str) -> None:
         raise UnreadableDocumentError(f"its name is not UTF-8 ({printable(path)}); rename it") from error
 
 
-def _read_stream(stream: Callable[[BufferedReader, str], ParsedRecords], path: str, digest: str) -> FileContents:
+def _read_stream(
+    stream: Callable[[BufferedReader, str, str], ParsedRecords], path: str, digest: str, text_field: str
+) -> FileContents:
     """The documents of a file whose format is read a record at a time."""
 
     def records() -> ParsedRecords:
-        with _opened(path, 0) as file:
-            yield from stream(file, digest)
+        with open_file(path, 0) as file:
+            yield from stream(file, digest, text_field)
 
     _check_name(path)
     contents = FileContents(())
@@ -181,7 +199,7 @@ def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> It
             bad.append(record)
             continue
         num_records += 1
-        text = _normalize_text(record.text)
+        text = normalize_text(record.text)
         if has_visible_text(text):
             num_documents += 1
             yield Document(text, make_source(path, record.key), record.metadata, record.marks)
@@ -206,12 +224,13 @@ def has_visible_text(text: str) -> bool:
     return not all(char.isspace() or unicodedata.category(char) in ("Cc", "Cf") for char in text)
 
 
-def reader_version(path: str) -> str:
-    """What decides, besides a file's bytes, which text is read from it: our readers' version, and others'."""
+def reader_version(path: str, text_field: str = "") -> str:
+    """What decides, besides a file's bytes, which text is read from it: versions of readers, and `text_field`."""
     package = {".pdf": "pypdf", ".html": "trafilatura", ".htm": "trafilatura", ".xhtml": "trafilatura"}.get(
         _suffix(path)
     )
-    return f"{READERS_VERSION}:{_version_of(package)}" if package else str(READERS_VERSION)
+    version = f"{READERS_VERSION}:{_version_of(package)}" if package else str(READERS_VERSION)
+    return f"{version}:{text_field}" if text_field and _suffix(path) in RECORD_READERS else version
 
 
 @cache
@@ -234,7 +253,7 @@ def _is_known(path: str) -> bool:
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _normalize_text(text: str) -> str:
+def normalize_text(text: str) -> str:
     """`text` with one kind of line break, and with lone surrogates (JSON can spell them) as U+FFFD: neither hashes."""
     if _SURROGATE.search(text):
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

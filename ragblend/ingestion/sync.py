@@ -16,13 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from ragblend.corpus.documents import (
-    MAX_FILE_MIB,
-    Document,
-    FileContents,
-    open_source,
-    reader_version,
-)
+from ragblend.corpus.documents import Document, FileContents
 from ragblend.corpus.embedders import FloatArray
 from ragblend.corpus.folder_scan import (
     BROKEN_LINK_REASON,
@@ -32,6 +26,7 @@ from ragblend.corpus.folder_scan import (
     display_source,
     is_in,
 )
+from ragblend.corpus.loaders import DEFAULT_READER, FileReader
 from ragblend.corpus.schema import IngestedFile
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
@@ -75,16 +70,16 @@ def sync_index(
     workers: Workers | None = None,
     *,
     keep_missing: bool = False,
-    max_file_mib: float = MAX_FILE_MIB,
+    reader: FileReader = DEFAULT_READER,
 ) -> SyncResult:
     """Bring the documents of `scan` into the index, and out of it those that are no longer there.
 
     Out go only documents that came from the files and folders of `scan`: of files that are gone, are no documents any
     more or are left out by their folder now, and records that have left their file. What `scan`'s pattern leaves out
-    stays, and so does what could not be read this time. `keep_missing` takes nothing out. A file beyond `max_file_mib`
-    (0: no limit) is one that cannot be read. `workers` embed, while the next files are read.
+    stays, and so does what could not be read this time. `keep_missing` takes nothing out. `reader` reads the files;
+    read in another way, they are read again. `workers` embed, while the next files are read.
     """
-    run = _SyncPass(index, scan, chunker, on_progress, workers, keep_missing, max_file_mib)
+    run = _SyncPass(index, scan, chunker, on_progress, workers, keep_missing, reader)
     for path in scan.files:
         run.read(path)
     run.flush(num_ahead=0)
@@ -116,7 +111,7 @@ class _SyncPass:
         on_progress: Progress,
         workers: Workers | None,
         keep_missing: bool,
-        max_file_mib: float,
+        reader: FileReader,
     ) -> None:
         self.index, self.scan, self.chunker, self.on_progress, self.keep_missing = (
             index,
@@ -125,7 +120,7 @@ class _SyncPass:
             on_progress,
             keep_missing,
         )
-        self._workers, self._max_file_mib = workers, max_file_mib
+        self._workers, self._reader = workers, reader
         skipped = [*(ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside), *scan.not_files]
         self.result = SyncResult(failures=list(scan.unreadable), skipped=skipped)
         self._notes, self._known = index.files(), index.documents()  # by path
@@ -140,7 +135,7 @@ class _SyncPass:
     def read(self, path: str) -> None:
         """One file: nothing to do when its bytes are known."""
         try:
-            file = open_source(path, self._max_file_mib)
+            file = self._reader.open(path)
             version = self._make_file_version(path, file.digest)
             note = self._notes.get(path)
             if note is not None and note.version == version:
@@ -263,7 +258,7 @@ class _SyncPass:
         return note.top if note is not None and is_in(top, note.top) else top
 
     def _make_file_version(self, path: str, digest: str) -> str:
-        return f"{digest}:{reader_version(path)}:{self.chunker.version}"
+        return f"{digest}:{self._reader.version(path)}:{self.chunker.version}"
 
 
 def find_moved_files(index: ChunkIndex, followed: SyncResult, found: FolderScan) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from ragblend.corpus.readers.html import read_html
 from ragblend.corpus.readers.pdf import read_pdf
@@ -10,17 +11,29 @@ from ragblend.corpus.readers.records import read_json, read_jsonl, read_parquet
 from ragblend.corpus.readers.tables import read_csv
 from ragblend.corpus.readers.types import ParsedRecords
 
-READERS_VERSION = 2
+READERS_VERSION = 3
 """To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
 
 JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 PARQUET_SUFFIX = ".parquet"
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex"})
-READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
-    **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
+
+
+class RecordReader(Protocol):
+    """A reader of records. `text_field` names the field that holds their text; "" leaves that to the reader."""
+
+    def __call__(self, data: bytes, text_field: str = "") -> ParsedRecords:
+        """The records of a file that holds `data`."""
+
+
+RECORD_READERS: dict[str, RecordReader] = {
     **dict.fromkeys((".csv", ".tsv"), read_csv),
     **dict.fromkeys(JSON_LINES_SUFFIXES, read_jsonl),
     ".json": read_json,
-    ".pdf": read_pdf,
     PARQUET_SUFFIX: read_parquet,
+}
+READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
+    **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
+    ".pdf": read_pdf,
+    **RECORD_READERS,
 }

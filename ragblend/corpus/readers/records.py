@@ -1,4 +1,4 @@
-"""JSON, JSON lines and Parquet: files of records, of which one field holds the text."""
+"""JSON, JSON lines and Parquet: files of records. `fields` says which field of a record holds its text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import unicodedata
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
+from itertools import islice
 from typing import Any, BinaryIO
 
 from ragblend.corpus.readers.encodings import (
@@ -19,26 +20,46 @@ from ragblend.corpus.readers.encodings import (
     decode_as,
     new_digest,
 )
+from ragblend.corpus.readers.fields import TEXT_FIELDS, flatten, is_settings, read_field, read_object
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords, UnreadableRecord
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
-TEXT_FIELDS = ("text", "content", "page_content")
 
-
-def read_json(data: bytes) -> ParsedRecords:
-    """Read a JSON file: a value, or a list of them."""
+def read_json(data: bytes, text_field: str = "") -> ParsedRecords:
+    """Read a JSON file: a value, a list of values, or a value on each line."""
+    text = decode(data)
     try:
-        value = _parse_json(decode(data))
+        value = _parse_json(text)
+    except json.JSONDecodeError as error:
+        if not _has_value_per_line(text, error):
+            raise _not_json(error) from error
+        yield from _parse_jsonl(text.split("\n"), text_field)
+        return
     except (ValueError, RecursionError) as error:
-        raise UnreadableDocumentError(f"is not JSON ({error}); repair it or rename it to .txt") from error
+        raise _not_json(error) from error
     if isinstance(value, list):
         for number, record in enumerate(value):
-            yield from _parse_item(record, number, f"item {number + 1}")
+            yield from _parse_item(record, number, f"item {number + 1}", text_field)
         return
+    if isinstance(value, dict) and not text_field and not _has_known_shape(value) and is_settings(value):
+        raise NotADocumentError(
+            "holds settings or data, and neither sentences nor a list of records; to read one of its fields: "
+            "`text_field='NAME'`"
+        )
     try:
-        yield from _parse_record(value, "", "#")
-    except NotADocumentError as error:  # a configuration, most often
+        yield from _parse_record(value, "", "#", text_field)
+    except NotADocumentError as error:
         raise NotADocumentError(f"its value {error}") from error
+
+
+def _not_json(error: Exception) -> UnreadableDocumentError:
+    return UnreadableDocumentError(f"is not JSON ({error}); repair it or rename it to .txt")
+
+
+def _has_value_per_line(text: str, error: json.JSONDecodeError) -> bool:
+    """True where a value ends with its line and another one follows, as exports of databases have it."""
+    first = text[: error.pos].strip()
+    return error.msg == "Extra data" and "\n" not in first and text[: error.pos].endswith("\n")
 
 
 def _parse_json(text: str) -> Any:
@@ -63,12 +84,12 @@ def _as_number(digits: str) -> tuple[int, str]:
     return len(plain), plain
 
 
-def read_jsonl(data: bytes) -> ParsedRecords:
+def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read a JSON value from each line."""
-    return _parse_jsonl(decode(data).split("\n"))  # splitlines() would cut inside strings
+    return _parse_jsonl(decode(data).split("\n"), text_field)  # splitlines() would cut inside strings
 
 
-def stream_jsonl(file: BinaryIO, digest: str) -> ParsedRecords:
+def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRecords:
     """`read_jsonl` of a file that is no UTF-16, a line at a time. All of it is known to be text before the first."""
     read, num_bytes, sample = new_digest(), 0, ""
     for line in file:  # ends at "\n" alone, which in UTF-8 is a part of no other character
@@ -83,10 +104,10 @@ def stream_jsonl(file: BinaryIO, digest: str) -> ParsedRecords:
         raise UnreadableDocumentError(CHANGED_REASON)
     file.seek(0)
     texts = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(file))
-    yield from _parse_jsonl(text.removesuffix("\n") for text in texts)
+    yield from _parse_jsonl((text.removesuffix("\n") for text in texts), text_field)
 
 
-def _parse_jsonl(lines: Iterable[str]) -> ParsedRecords:
+def _parse_jsonl(lines: Iterable[str], text_field: str) -> ParsedRecords:
     number = 0  # of the record; lines are counted as editors do, from 1 and with the blank ones
     for line_number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -97,68 +118,90 @@ def _parse_jsonl(lines: Iterable[str]) -> ParsedRecords:
             reason = f"line {line_number} is not JSON ({error}); put one value on each line"
             yield UnreadableRecord(f"#{number}", reason)
         else:
-            yield from _parse_item(record, number, f"line {line_number}")
+            yield from _parse_item(record, number, f"line {line_number}", text_field)
         number += 1
 
 
-def _parse_item(value: Any, number: int, place: str) -> ParsedRecords:
+def _parse_item(value: Any, number: int, place: str, text_field: str) -> ParsedRecords:
     """Documents of one of several JSON values."""
     try:
-        yield from _parse_record(value, f"#{number}", ".")
+        yield from _parse_record(value, f"#{number}", ".", text_field)
     except UnreadableDocumentError as error:
         yield UnreadableRecord(f"#{number}", f"{place} {error}")
 
 
-def _parse_record(value: Any, key: str, joint: str) -> Iterator[ParsedRecord]:
-    """Documents of one JSON value: a string, {text: ...}, {ctxs: [...]} (MuSiQue) or {"0": ..., ...} (CacheBlend)."""
+def _has_known_shape(value: dict[str, Any]) -> bool:
+    return any(name in value for name in TEXT_FIELDS) or isinstance(value.get("ctxs"), list) or bool(_passages(value))
+
+
+def _passages(value: dict[str, Any]) -> list[str]:
+    """Names of numbered passages, in the order of their numbers."""
+    return sorted((name for name in value if name.isdecimal() and isinstance(value[name], str)), key=_as_number)
+
+
+def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator[ParsedRecord]:
+    """Documents of one JSON value: a string, list or object, {ctxs: [...]} (MuSiQue) or {"0": ..., ...} (CacheBlend).
+
+    `text_field` names the field of an object that holds the text; "" leaves that to `read_object`.
+    """
     if isinstance(value, str):
         yield ParsedRecord(key, value, {})
-        return
-    if isinstance(value, dict):
-        if isinstance(value.get("ctxs"), list):
-            # Question and answers stay out of the metadata: they belong to the record, not to the passage.
-            for number, passage in enumerate(value["ctxs"]):
-                try:
-                    yield from _parse_record(passage, f"{key}{joint}{number}", ".")
-                except NotADocumentError as error:
-                    raise UnreadableDocumentError(f"has a passage {number + 1} that {error}") from error
-            return
-        name = next((name for name in TEXT_FIELDS if isinstance(value.get(name), str)), None)
-        if name is not None:
-            extra = value.get("metadata")
-            fields = {key: item for key, item in value.items() if key not in {name, "metadata"}}
-            yield ParsedRecord(key, value[name], {**fields, **(extra if isinstance(extra, dict) else {})})
-            return
-        numbered = [name for name in value if name.isdecimal() and isinstance(value[name], str)]
-        if numbered:
-            for name in sorted(numbered, key=_as_number):
-                yield ParsedRecord(f"{key}{joint}{name}", value[name], {})
-            return
-    raise NotADocumentError(
-        f"is neither a string nor an object with one of {', '.join(TEXT_FIELDS)}, ctxs or numbered passages; "
-        "rename the field that holds the text"
-    )
+    elif isinstance(value, list):
+        flat = flatten(value)
+        yield ParsedRecord(key, flat.text, {}, notes=flat.notes)
+    elif not isinstance(value, dict):
+        raise NotADocumentError(f"is {json.dumps(value, default=str)}, which is neither a text nor an object with one")
+    elif text_field:
+        yield _parse_field(value, key, text_field)
+    elif isinstance(value.get("ctxs"), list):
+        # Question and answers stay out of the metadata: they belong to the record, not to the passage.
+        for number, passage in enumerate(value["ctxs"]):
+            try:
+                yield from _parse_record(passage, f"{key}{joint}{number}", ".", "")
+            except NotADocumentError as error:
+                raise UnreadableDocumentError(f"has a passage {number + 1} that {error}") from error
+    elif not any(name in value for name in TEXT_FIELDS) and (passages := _passages(value)):
+        for name in passages:
+            yield ParsedRecord(f"{key}{joint}{name}", value[name], {})
+    else:
+        found = read_object(value)
+        yield ParsedRecord(key, found.text, found.metadata, notes=found.notes)
+
+
+def _parse_field(value: dict[str, Any], key: str, text_field: str) -> ParsedRecord:
+    found = read_field(value, text_field)
+    if found is None:
+        raise UnreadableDocumentError(
+            f"has no field {text_field!r}, but {_list_names(value)}; name another (`text_field`)"
+        )
+    return ParsedRecord(key, found.text, found.metadata, notes=found.notes)
+
+
+def _list_names(names: Iterable[str]) -> str:
+    """The first names for a message."""
+    shown = [name[:40] for name in islice(names, 13)]
+    return ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "") or "none"
 
 
 _ROWS_AT_A_TIME = 256
 
 
-def stream_parquet(file: io.BufferedReader, digest: str) -> ParsedRecords:
+def stream_parquet(file: io.BufferedReader, digest: str, text_field: str = "") -> ParsedRecords:
     """`read_parquet` of a file, some rows at a time."""
     if hashlib.file_digest(file, new_digest).hexdigest() != digest:
         raise UnreadableDocumentError(CHANGED_REASON)
     file.seek(0)
-    yield from _parse_parquet(file)
+    yield from _parse_parquet(file, text_field)
 
 
-def read_parquet(data: bytes) -> ParsedRecords:
+def read_parquet(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read the rows of a Parquet file."""
-    return _parse_parquet(io.BytesIO(data))
+    return _parse_parquet(io.BytesIO(data), text_field)
 
 
-def _parse_parquet(file: BinaryIO) -> ParsedRecords:
-    """A row is read as a line of JSON with its columns would be: those of bytes and of lists of numbers (embeddings,
-    pictures) are left out, and where none could be text, it is no document."""
+def _parse_parquet(file: BinaryIO, text_field: str) -> ParsedRecords:
+    """Read each row as a line of JSON with its columns. Columns of bytes and of lists of numbers (embeddings, pictures)
+    are left out."""
     try:
         from pyarrow import ArrowException, types
         from pyarrow.parquet import ParquetFile
@@ -173,13 +216,14 @@ def _parse_parquet(file: BinaryIO) -> ParsedRecords:
     try:
         table = ParquetFile(file)
         names = [column.name for column in table.schema_arrow if is_kept(column.type)]
-        if not any(name in TEXT_FIELDS or name == "ctxs" or name.isdecimal() for name in names):
-            found = ", ".join(table.schema_arrow.names) or "none"
-            raise NotADocumentError(f"has no column {', '.join(TEXT_FIELDS)} or ctxs, but {found}; rename the text's")
+        if text_field and not {text_field, text_field.partition(".")[0]} & set(names):
+            raise UnreadableDocumentError(
+                f"has no column {text_field!r} of texts, but {_list_names(names)}; name another (`text_field`)"
+            )
         number = 0
         for batch in table.iter_batches(_ROWS_AT_A_TIME, columns=names):
             for row in batch.to_pylist():
-                yield from _parse_item(_as_json(row), number, f"row {number + 1}")
+                yield from _parse_item(_as_json(row), number, f"row {number + 1}", text_field)
                 number += 1
     except (ArrowException, OSError) as error:
         if "encrypt" in str(error).lower():

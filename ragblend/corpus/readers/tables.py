@@ -1,41 +1,281 @@
-"""CSV and TSV."""
+"""CSV and TSV, with any of the delimiters that spreadsheets and databases write. Read `parse_table` first."""
 
 from __future__ import annotations
 
 import csv
-import io
+import re
 import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import NamedTuple
 
 from ragblend.corpus.readers.encodings import decode
-from ragblend.corpus.readers.records import TEXT_FIELDS
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords, UnreadableRecord
+from ragblend.corpus.readers.fields import TEXT_FIELDS
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
+Row = list[str]
 
-def read_csv(data: bytes) -> ParsedRecords:
-    """One document per row when a column is called text, content or page_content; else one, a paragraph per row."""
-    text = decode(data)
-    header = text.partition("\n")[0]
-    delimiter = max(",;\t|\x1f", key=lambda mark: (header.count(mark), mark == "\x1f"))  # \x1f: a single column
-    limit = csv.field_size_limit(sys.maxsize >> 32)  # 128 KiB otherwise: less than a document may have
-    try:
-        rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, restkey="", restval=""))
-    except csv.Error as error:
-        raise UnreadableDocumentError(f"is not CSV ({error}); repair it or rename it to .txt") from error
-    finally:
-        csv.field_size_limit(limit)
-    wide = {number for number, row in enumerate(rows) if isinstance(row.get(""), list)}
-    column = next((name for name in (rows[0] if rows else ()) if name.strip().lower() in TEXT_FIELDS), None)
-    message = f"has more fields than the header; quote the {delimiter!r} in its text"
-    if column is None:
-        if wide:
-            raise UnreadableDocumentError(f"row {min(wide) + 1} {message}")
-        lines = ("; ".join(f"{name}: {value}" for name, value in row.items() if value) for row in rows)
-        yield ParsedRecord("", "\n\n".join(lines), {})
+_SAMPLE_CHARS = 1 << 17  # what delimiter and header are found in
+_ROWS_AT_A_TIME = 512
+_MAX_LINES_ABOVE_HEADER = 10
+_DELIMITERS = ",;\t|"
+_NO_DELIMITER = "\x1f"  # the csv module requires one
+_DELIMITER_LINE = re.compile(r'"?sep=(\t|[^\w\s"\'])"?[;,]*\n', re.IGNORECASE)  # what Excel reads and writes
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+_NUMBER = re.compile(r"[-+(]?[$€£]? ?\d[\d.,' ]*[%)]?")
+_OTHER_DELIMITERS = {  # a comma inside of a number or before a space belongs to the value
+    mark: re.compile(
+        "[" + _DELIMITERS.replace(mark, "").replace(",", "") + "]" + ("" if mark == "," else r"|,(?![\d ])")
+    )
+    for mark in _DELIMITERS
+}
+_LIMIT_LOCK = threading.Lock()
+
+
+class Table(NamedTuple):
+    """A table: the lines above its header, the names of its columns, and its rows from top to bottom.
+
+    `delimiter` is "" for a file of one column. Blank rows are left out. A row may have more or fewer values than there
+    are names; no two names are equal, but for "".
+    """
+
+    delimiter: str
+    preamble: list[str]
+    names: list[str]
+    rows: Iterator[Row]
+
+
+def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
+    """One document per row where `text_field`, or else text, content or page_content, names a column.
+
+    Otherwise the file is one document with a paragraph per row, `name: value; name: value`. Every chunk thus has the
+    names of its values, wherever the table is cut.
+    """
+    table = parse_table(decode(data), text_field)
+    column = _find_text_column(table.names, text_field)
+    if column is not None:
+        yield from _read_texts(table, column)
         return
-    for number, row in enumerate(rows):
-        if number in wide:
-            yield UnreadableRecord(f"#{number}", f"row {number + 1} {message}")
-            continue
-        others = {name: value for name, value in row.items() if name and name != column}
-        yield ParsedRecord(f"#{number}", row[column], others)
+    num_wide, paragraphs = 0, ["\n".join(table.preamble)] if table.preamble else []
+    for row in table.rows:
+        num_wide += len(row) > len(table.names) > 0
+        paragraphs.append("; ".join(_describe_values(table.names, row)))
+    notes = (f"{num_wide} rows have more values than the header has names; these have no name",) if num_wide else ()
+    yield ParsedRecord("", "\n\n".join(paragraphs), {}, notes=notes)
+
+
+def _find_text_column(names: Row, text_field: str) -> int | None:
+    if text_field:
+        column = next((at for at, name in enumerate(names) if name.casefold() == text_field.casefold()), None)
+        if column is None:
+            raise UnreadableDocumentError(
+                f"has no column {text_field!r}, but {', '.join(names[:12]) or 'one without a name'}; name another "
+                "(`text_field`)"
+            )
+        return column
+    # Only as programs write it: "Text" is a column of bank statements, whose amounts belong to the text.
+    return next((at for at, name in enumerate(names) if name in TEXT_FIELDS), None)
+
+
+def _read_texts(table: Table, column: int) -> ParsedRecords:
+    """The documents of a table with a column of texts; the other columns are metadata."""
+    above = {"preamble": "\n".join(table.preamble)} if table.preamble else {}
+    for number, row in enumerate(table.rows):
+        notes: tuple[str, ...] = ()
+        if (num_more := len(row) - len(table.names)) > 0:
+            text = table.delimiter.join(row[column : column + num_more + 1])
+            row = [*row[:column], text, *row[column + num_more + 1 :]]
+            notes = (f"row {number + 1} has {num_more} values more than the header; they are read as part of its text",)
+        names = enumerate(table.names[: len(row)])
+        others = {name: row[at].strip() for at, name in names if name and at != column}
+        yield ParsedRecord(f"#{number}", row[column] if column < len(row) else "", {**above, **others}, notes=notes)
+
+
+def _describe_values(names: Row, row: Row) -> Iterator[str]:
+    """`name: value` of what is filled in; values without a name stay alone."""
+    for name, value in zip(chain(names, [""] * (len(row) - len(names))), row, strict=False):
+        if value := _without_blank_lines(value.strip()):
+            yield f"{name}: {value}" if name else value
+
+
+def _without_blank_lines(value: str) -> str:
+    if "\n" not in value:
+        return value
+    return "\n".join(line.rstrip() for line in value.split("\n") if line.strip())
+
+
+def _without_blank_end(row: Row, width: int) -> Row:
+    """`row` without the empty values behind the last column, which trailing delimiters make."""
+    while len(row) > width and not row[-1].strip():
+        row.pop()
+    return row
+
+
+def parse_table(text: str, text_field: str = "") -> Table:
+    """Find the delimiter and the header of a table, in time that grows with the text alone.
+
+    A first line `sep=;` names the delimiter. Otherwise that one counts with which most rows of the beginning have
+    equally many values, above all the header's. Lines above the header, such as an account's name and period, are the
+    preamble. A first row with numbers where the rows below have numbers is data: then no column has a name.
+    """
+    text_names = {*TEXT_FIELDS, text_field} - {""}
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    if found := _DELIMITER_LINE.match(text):
+        text, delimiter = text[found.end() :], found[1]
+    else:
+        delimiter = _find_delimiter(text, text_names)
+    sample = _parse_sample(text, delimiter)
+    num_above = _count_rows_above_header(text, sample)
+    rows = (row for row in _parse_rows(text, delimiter) if any(map(str.strip, row)))
+    preamble = ["; ".join(filter(None, map(str.strip, row))) for row in islice(rows, num_above)]
+    below = sample[num_above:]
+    names = _make_names(next(rows)) if below and _is_header(below, text_names) else []
+    trimmed = (_without_blank_end(row, len(names)) for row in rows)
+    return Table(delimiter.strip(_NO_DELIMITER), preamble, names, trimmed)
+
+
+def _parse_rows(text: str, delimiter: str) -> Iterator[Row]:
+    """Rows of values. A quoted value may have line breaks; quotes that do not begin a value belong to it."""
+    lines = (match[0] for match in _LINE.finditer(text))
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=delimiter != "\t")
+    while rows := _next_rows(reader):
+        yield from rows
+
+
+def _next_rows(reader: Iterator[Row]) -> list[Row]:
+    # The longest value that the csv module reads is a setting of the process, 128 KiB: less than a document may have.
+    # It is raised for a moment only, and by one thread, so that it ends as it was.
+    with _LIMIT_LOCK:
+        limit = csv.field_size_limit(sys.maxsize >> 32)
+        try:
+            return list(islice(reader, _ROWS_AT_A_TIME))
+        finally:
+            csv.field_size_limit(limit)
+
+
+def _parse_sample(text: str, delimiter: str) -> list[Row]:
+    """The rows at a text's beginning that are not blank, without one that the sample's end cuts."""
+    sample = text[:_SAMPLE_CHARS]
+    rows = [row for row in _parse_rows(sample, delimiter) if any(map(str.strip, row))]
+    return rows[:-1] if len(sample) < len(text) and len(rows) > 2 else rows
+
+
+def _find_delimiter(text: str, single_names: Iterable[str]) -> str:
+    """The delimiter of a table's text, `_NO_DELIMITER` for one column."""
+    first = text.lstrip().partition("\n")[0].strip().strip('"')
+    if first in single_names:
+        return _NO_DELIMITER
+    scores = {mark: _score_delimiter(text, mark) for mark in _DELIMITERS if mark in text[:_SAMPLE_CHARS]}
+    best = max(scores, key=scores.__getitem__, default=_NO_DELIMITER)
+    return best if scores.get(best) else _NO_DELIMITER
+
+
+def _score_delimiter(text: str, delimiter: str) -> float:
+    """How well a delimiter divides a text: 0 not at all, 1 into many columns, alike in all rows."""
+    rows = _parse_sample(text, delimiter)
+    width = _usual_width(rows)
+    if width < 2:
+        return 0.0
+    share = sum(len(row) == width for row in rows) / len(rows)
+    sample = text[:_SAMPLE_CHARS]
+    prose = sample.count(f"{delimiter} ") / sample.count(delimiter)  # ", " is a comma of the language
+    if share < 0.5 or (share < 0.95 and prose > 0.5):
+        return 0.0
+    values = [value for row in rows if len(row) == width for value in row]
+    mixed = sum(_OTHER_DELIMITERS[delimiter].search(value) is not None for value in values) / len(values)
+    score = share * (1 - 1 / width) * (1 - 0.9 * prose) * (1 - mixed)
+    header = rows[_first_full_row(rows, width)]
+    has_numbers = any(_NUMBER.fullmatch(value.strip()) for value in header)
+    return score / 2 if header is not rows[0] and has_numbers else score
+
+
+def _usual_width(rows: list[Row]) -> int:
+    """The number of values that most rows have; the larger one where as many have another."""
+    widths = Counter(map(len, rows))
+    return max(widths, key=lambda width: (widths[width], width), default=0)
+
+
+def _num_filled(row: Row) -> int:
+    return sum(bool(value.strip()) for value in row)
+
+
+def _first_full_row(rows: list[Row], width: int) -> int:
+    """Index of the first row that has all columns, one of them perhaps without a name."""
+    least = min(width, max(2, width - 1))
+    return next((at for at, row in enumerate(rows) if len(row) >= width and _num_filled(row) >= least), 0)
+
+
+def _count_rows_above_header(text: str, sample: list[Row]) -> int:
+    """The number of rows above the header, at most 10; 0 where there is no header in sight."""
+    width = _usual_width(sample)
+    if width < 2:
+        return 0
+    num_above = _first_full_row(sample, width)
+    after_gap = _count_rows_above_gap(text)
+    if 0 < after_gap < len(sample):
+        is_full = [_num_filled(row) == len(row) == width for row in sample[: after_gap + 1]]
+        num_above = after_gap if is_full[-1] and not any(is_full[:-1]) else num_above
+    return num_above if num_above <= _MAX_LINES_ABOVE_HEADER else 0
+
+
+def _count_rows_above_gap(text: str) -> int:
+    """The number of lines above the last blank one among the first; 0 without a blank line."""
+    first = text[: 400 * _MAX_LINES_ABOVE_HEADER].split("\n")[:_MAX_LINES_ABOVE_HEADER]
+    is_filled = [bool(line.strip(f" {_DELIMITERS}")) for line in first]
+    gaps = [at for at in range(1, len(is_filled)) if not is_filled[at] and any(is_filled[at + 1 :])]
+    return sum(is_filled[: gaps[-1]]) if gaps else 0
+
+
+def _is_header(rows: list[Row], text_names: Iterable[str]) -> bool:
+    """True if the first row names columns."""
+    first, below = rows[0], rows[1:]
+    if len(first) < 2 or not below:
+        return any(value.strip() in text_names for value in first)
+    numeric = [at for at, value in enumerate(first) if _NUMBER.fullmatch(value.strip())]
+    if not numeric:
+        return True
+    columns = [[row[at].strip() for row in below if at < len(row) and row[at].strip()] for at in range(len(first))]
+    filled = [at for at, values in enumerate(columns) if values]
+    usual = [
+        at for at in filled if sum(bool(_NUMBER.fullmatch(value)) for value in columns[at]) > 0.9 * len(columns[at])
+    ]
+    if not set(numeric) & set(usual) or not set(usual) <= set(numeric):
+        return True
+    return _are_years(first[at].strip() for at in numeric) or _are_counted([first[at].strip() for at in numeric])
+
+
+def _are_years(values: Iterable[str]) -> bool:
+    return all(re.fullmatch(r"(19|20)\d\d", value) for value in values)
+
+
+def _are_counted(values: Row) -> bool:
+    """True for 1, 2, 3 or other whole numbers in a row, such as days of a month.
+
+    >>> _are_counted(["1", "2", "3"]), _are_counted(["1"]), _are_counted(["1", "5"])
+    (True, False, False)
+    """
+    if len(values) < 2 or not all(value.isdecimal() and len(value) < 10 for value in values):
+        return False
+    return all(int(value) == int(values[0]) + at for at, value in enumerate(values))
+
+
+def _make_names(header: Row) -> Row:
+    """Names of columns; of equal ones all but the first get a number.
+
+    >>> _make_names(["Key", "Comment", "Comment", ""])
+    ['Key', 'Comment', 'Comment 2', '']
+    """
+    names: Row = []
+    header = [" ".join(name.split()) for name in header]
+    taken, seen = set(header), Counter[str]()
+    for name in header:
+        seen[name] += 1
+        if name and seen[name] > 1:
+            while f"{name} {seen[name]}" in taken:
+                seen[name] += 1
+            taken.add(f"{name} {seen[name]}")
+        names.append(name if seen[name] == 1 or not name else f"{name} {seen[name]}")
+    return names

@@ -1,0 +1,160 @@
+"""How ingestion reads files: with the readers of this package, or with a loader of the caller's.
+
+A loader is a function from a file's path to its documents. LangChain's and LlamaIndex's documents are recognised by
+their attributes, so neither is imported. Read `FileReader` first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from ragblend.corpus.documents import (
+    MAX_FILE_MIB,
+    Document,
+    FileContents,
+    SourceFile,
+    has_visible_text,
+    normalize_text,
+    open_file,
+    open_source,
+    reader_version,
+)
+from ragblend.corpus.folder_scan import make_source
+from ragblend.corpus.readers.encodings import new_digest
+from ragblend.errors import NotADocumentError, RagblendError, UnreadableDocumentError, UsageError
+
+Loader = Callable[[str], Any]
+"""A function from a file's absolute path to a string, a document, several of them, or a LangChain loader.
+
+Documents are those of ragblend, LangChain and LlamaIndex. Whatever it raises is the failure of that file alone.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileReader:
+    """How each file of an ingestion is read.
+
+    max_file_mib: larger files are not read; 0: no limit. text_field: the field that holds the text of CSV, JSON and
+    Parquet records, "" to have it found. loader: reads every file instead of this package's readers.
+    """
+
+    max_file_mib: float = MAX_FILE_MIB
+    text_field: str = ""
+    loader: Loader | None = None
+
+    def open(self, path: str) -> SourceFile:
+        """Return a file's digest, and the function that reads it. Raises what `open_source` does."""
+        if self.loader is None:
+            return open_source(path, self.max_file_mib, self.text_field)
+        with open_file(path, self.max_file_mib, any_kind=True) as file:
+            digest = hashlib.file_digest(file, new_digest).hexdigest()
+        return SourceFile(digest, partial(load_file, self.loader, path))
+
+    def version(self, path: str) -> str:
+        """Return what decides, besides a file's bytes, which documents are read from it."""
+        if self.loader is not None:
+            return f"loader {name_loader(self.loader)}"
+        return reader_version(path, self.text_field)
+
+
+DEFAULT_READER = FileReader()
+
+
+def import_loader(name: str) -> Loader:
+    """Return the loader that `module:function` names; modules of the working folder are found, too.
+
+    Raises UsageError when there is none.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise UsageError(f"the loader is {name!r}; name it as module:function, for example `loader=my_loader:read`")
+    folder = str(Path.cwd())
+    sys.path.append(folder)  # behind all others: a json.py there is not the standard library's
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # whatever a module does when it is imported
+        raise UsageError(
+            f"the loader {name} cannot be imported ({_describe(error)}); check the name, and import it in Python"
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    if not callable(found):
+        raise UsageError(f"the loader {name} is a {type(found).__name__}; name a function from a path to documents")
+    return found  # type: ignore[no-any-return]
+
+
+def name_loader(loader: Loader) -> str:
+    """Return what tells a loader from others: its `version` if it has one, else its module and its name."""
+    named = loader if hasattr(loader, "__qualname__") else type(loader)
+    return str(getattr(loader, "version", "") or f"{named.__module__}:{named.__qualname__}")
+
+
+def load_file(loader: Loader, path: str) -> FileContents:
+    """Return the documents that `loader` finds in a file; its errors are raised as the documents are asked for."""
+    return FileContents(_load_documents(loader, path))
+
+
+def _load_documents(loader: Loader, path: str) -> Iterator[Document]:
+    texts = ((text, metadata) for text, metadata in _run_loader(loader, path) if has_visible_text(text))
+    first = list(islice(texts, 2))
+    if not first:
+        raise NotADocumentError(f"holds no text that the loader {name_loader(loader)} finds")
+    if len(first) == 1:  # a record's number would only make its source longer
+        yield Document(first[0][0], make_source(path), first[0][1])
+        return
+    for number, (text, metadata) in enumerate(chain(first, texts)):
+        yield Document(text, make_source(path, f"#{number}"), metadata)
+
+
+def _run_loader(loader: Loader, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Texts and metadata of what a loader returns, one at a time."""
+    try:
+        for item in _list_items(loader(path)):
+            text, metadata = _read_item(item)
+            yield normalize_text(text), {name: value for name, value in metadata.items() if value != path}
+    except RagblendError:
+        raise
+    except Exception as error:  # a loader is anybody's code
+        raise UnreadableDocumentError(
+            f"cannot be read by the loader {name_loader(loader)} ({_describe(error)})"
+        ) from error
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _list_items(found: Any) -> Iterable[Any]:
+    if hasattr(found, "lazy_load"):  # a LangChain loader, whose class was named
+        return found.lazy_load()  # type: ignore[no-any-return]
+    if found is None:
+        return ()
+    if isinstance(found, str) or not isinstance(found, Iterable) or _is_document(found):
+        return (found,)  # LangChain's Documents can be iterated: over their fields
+    return found
+
+
+def _is_document(item: Any) -> bool:
+    return hasattr(item, "page_content") or (hasattr(item, "text") and hasattr(item, "metadata"))
+
+
+def _read_item(item: Any) -> tuple[str, Mapping[str, Any]]:
+    """Text and metadata of a string, or of a document of ragblend, LangChain or LlamaIndex."""
+    if isinstance(item, str):
+        return item, {}
+    text = getattr(item, "page_content", None)
+    if text is None:
+        text = getattr(item, "text", None)
+    if not isinstance(text, str):
+        raise TypeError(f"it returns a {type(item).__name__}; return strings, or Documents of LangChain or LlamaIndex")
+    return text, getattr(item, "metadata", None) or {}

@@ -1,0 +1,194 @@
+"""Records -> text and metadata: which field of a JSON object or of a table's row holds the text.
+
+Works on values as `json.loads` returns them. Used by the readers of JSON, JSON lines, Parquet and CSV.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+TEXT_FIELDS = ("text", "content", "page_content")
+METADATA_FIELDS = ("metadata", "meta")
+"""Objects of these names are metadata, however they are nested: LangChain, the Pile and others write them so."""
+
+_MAX_SHORT_CHARS = 200  # of a string that may be a label; longer ones are sentences that somebody may ask about
+_MAX_PATH_CHARS = 120  # of the names before a value; bounds the text that deep nesting and long names make
+_MAX_NUMBERS = 16  # of a list that is shown; longer ones are vectors, coordinates and pictures
+_MIN_ENCODED_CHARS = 256
+_ENCODED = re.compile(r"data:[^,\s]{0,200},\S*|(?=[^0-9]*[0-9])(?=[^A-Z]*[A-Z])(?=[^a-z]*[a-z])[A-Za-z0-9+/_=-]+")
+_MIN_PROSE_WORDS, _MIN_PROSE_SHARE = 4, 0.2
+
+
+class RecordText(NamedTuple):
+    """The text of a record, what goes into its metadata, and how many values are in neither."""
+
+    text: str
+    metadata: dict[str, Any]
+    num_left_out: int = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence about values that are no text, if there are any."""
+        if not self.num_left_out:
+            return ()
+        return (f"{self.num_left_out} lists of numbers and base64 strings of a record are left out",)
+
+
+def read_object(record: Mapping[str, Any]) -> RecordText:
+    """Return the text of a record whose text field nobody named.
+
+    The text is the string at `text`, `content` or `page_content`. Other strings of at most 200 characters on one line,
+    numbers, and lists of these are metadata, and so are objects called `metadata` or `meta`. All other values follow
+    the text as `path: value` lines, so that no sentence gets lost, whatever field it is in. A record without a text
+    field is flattened as a whole; its metadata is its title.
+    """
+    present = [name for name in TEXT_FIELDS if isinstance(record.get(name), str)]
+    empty = [name for name in TEXT_FIELDS if record.get(name, "") is None]
+    main = next(iter(present + empty), None)
+    if main is None:
+        flat = flatten(record)
+        title = record.get("title")
+        return flat._replace(metadata={"title": title} if isinstance(title, str) and is_short(title) else {})
+    metadata = select_metadata(record, {main, *present})
+    taken = {main, *metadata, *(name for name in METADATA_FIELDS if isinstance(record.get(name), dict))}
+    flat = flatten({name: value for name, value in record.items() if name not in taken})
+    text = "\n\n".join(part for part in (record[main] or "", flat.text) if part)
+    return RecordText(text, metadata, flat.num_left_out)
+
+
+def read_field(record: Mapping[str, Any], text_field: str) -> RecordText | None:
+    """Return the text at `text_field`, a name or a dotted path; None where the record has no such field.
+
+    A path leads through lists to the field of each item: `sections.body` is all bodies, with a blank line between two.
+    null is an empty text, and a list or an object is flattened. Labels of the record are metadata (see `read_object`);
+    all else is left out, since the caller chose.
+    """
+    values = _find_values(record, text_field)
+    if values is None:
+        return None
+    found = [RecordText(value, {}) if isinstance(value, str) else flatten(value) for value in values]
+    text = "\n\n".join(each.text for each in found if each.text)
+    return RecordText(text, select_metadata(record, {text_field}), sum(each.num_left_out for each in found))
+
+
+def _find_values(record: Mapping[str, Any], path: str) -> list[Any] | None:
+    if path in record:
+        return [record[path]]
+    values: list[Any] = [record]
+    for name in path.split("."):
+        values = [each[name] for each in _items(values) if isinstance(each, dict) and name in each]
+    return values or None
+
+
+def _items(values: list[Any]) -> Iterator[Any]:
+    """`values`, with the items of a list in the list's place."""
+    waiting = values[::-1]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting.extend(reversed(value))
+        else:
+            yield value
+
+
+def select_metadata(record: Mapping[str, Any], excluded: set[str]) -> dict[str, Any]:
+    """Return the labels of a record, and the contents of its objects `metadata` and `meta`."""
+    labels = {name: value for name, value in record.items() if name not in excluded and _is_label(value)}
+    for name in METADATA_FIELDS:
+        if isinstance(record.get(name), dict) and name not in excluded:
+            labels.update(record[name])
+    return labels
+
+
+def _is_label(value: Any) -> bool:
+    if isinstance(value, list):
+        return not _is_vector(value) and all(is_short(item) for item in value)
+    return is_short(value)
+
+
+def is_short(value: Any) -> bool:
+    """True for a string of one short line, a number, a truth value and null."""
+    if isinstance(value, str):
+        return len(value) <= _MAX_SHORT_CHARS and "\n" not in value
+    return not isinstance(value, dict | list)
+
+
+_BREAK = object()  # between two items of a list: chunks end at blank lines
+
+
+def flatten(value: Any) -> RecordText:
+    """Return `path: value` lines of a JSON value, the names of nested objects joined by dots.
+
+    >>> flatten({"name": "Pump", "parts": [{"id": 1, "tags": ["a", "b"]}, {"id": 2}]}).text
+    'name: Pump\\n\\nparts.id: 1\\nparts.tags: a, b\\n\\nparts.id: 2'
+
+    Items of a list have no number, so an item that is inserted changes the text of no other. Lists of more than 16
+    numbers and base64 are left out, and counted.
+    """
+    lines: list[str] = []
+    num_left_out = 0
+    waiting: list[tuple[str, Any]] = [("", value)]  # a stack: nesting may be deeper than Python recurses
+    while waiting:
+        path, item = waiting.pop()
+        if item is _BREAK:
+            if lines and lines[-1]:
+                lines.append("")
+        elif isinstance(item, dict):
+            waiting.extend((_join(path, name), each) for name, each in reversed(item.items()))
+        elif isinstance(item, list) and _is_vector(item):
+            num_left_out += 1
+        elif isinstance(item, list) and not all(is_short(each) for each in item):
+            waiting.append((path, _BREAK))
+            for each in reversed(item):
+                waiting.extend(((path, each), (path, _BREAK)))
+        elif isinstance(item, str) and _is_encoded(item):
+            num_left_out += 1
+        elif text := ", ".join(filter(None, map(_as_text, item))) if isinstance(item, list) else _as_text(item):
+            lines.append(f"{path}: {text}" if path else text)
+    return RecordText("\n".join(lines).strip("\n"), {}, num_left_out)
+
+
+def _join(path: str, name: str) -> str:
+    name = " ".join(name[-_MAX_PATH_CHARS:].split())
+    return f"{path}.{name}"[-_MAX_PATH_CHARS:] if path else name
+
+
+def _as_text(value: Any) -> str:
+    """A scalar as JSON writes it; "" for null."""
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value).strip()
+
+
+def _is_vector(items: list[Any]) -> bool:
+    """True for many numbers, also in pairs or rows."""
+    rows = [item if isinstance(item, list) else [item] for item in items]
+    return sum(map(len, rows)) > _MAX_NUMBERS and all(
+        isinstance(each, int | float) and not isinstance(each, bool) for row in rows for each in row
+    )
+
+
+def _is_encoded(text: str) -> bool:
+    """True for bytes in base64, such as a picture."""
+    return len(text) >= _MIN_ENCODED_CHARS and _ENCODED.fullmatch(text) is not None
+
+
+def is_settings(value: Any) -> bool:
+    """True for a JSON object that holds neither a list of objects nor sentences, such as a program's settings."""
+    num_chars = num_prose_chars = 0
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            num_chars += sum(map(len, item))
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            if any(isinstance(each, dict) for each in item):
+                return False
+            waiting.extend(item)
+        elif isinstance(item, str):
+            num_chars += len(item)
+            num_prose_chars += len(item) if len(item.split(None, _MIN_PROSE_WORDS)) >= _MIN_PROSE_WORDS else 0
+    return num_prose_chars < _MIN_PROSE_SHARE * num_chars or not num_chars
