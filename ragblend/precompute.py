@@ -84,10 +84,11 @@ class IngestReport:
     failures: list[ReadFailure] = field(default_factory=list)
     skipped: list[ReadFailure] = field(default_factory=list)  # files that are no documents
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
+    notes: list[ReadFailure] = field(default_factory=list)  # what was left out of files that were read, or guessed
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
-        lists = {name: [item._asdict() for item in getattr(self, name)] for name in ("failures", "skipped")}
+        lists = {name: [item._asdict() for item in getattr(self, name)] for name in ("failures", "skipped", "notes")}
         return {**asdict(self), **lists}
 
 
@@ -157,6 +158,7 @@ def ingest(
         report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
         report.num_updated, report.removed = followed.num_updated, followed.removed
         report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
+        report.notes = followed.notes
         report.num_removed_kv, problem = delete_orphaned_kv(opened, engine)
         if problem:
             logger.warning("what is gone stays in the remote tier (%s); the next ingestion drops it there", problem)

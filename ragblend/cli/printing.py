@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ragblend.config import Settings
+    from ragblend.corpus.folder_scan import ReadFailure
     from ragblend.engine.api import Engine
     from ragblend.index import SearchHit
 
 SCHEMA_VERSION = 1
 NUM_NAMED = 3  # files, of a list in a result
+NUM_NOTES = 20  # of an ingestion
 PROGRESS_INTERVAL_S = 10.0  # between two lines of progress, where stderr is no terminal
 
 
@@ -98,7 +100,10 @@ def print_json(facts: dict[str, Any]) -> None:
 
 
 def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
-    """What an ingestion did and cost. `ragblend --verbose` names every file that is gone or left out, not a few."""
+    """What an ingestion did and cost; notes about the files go to stderr.
+
+    `ragblend --verbose` names every file that is gone or left out and prints every note, not a few.
+    """
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.tiered import format_bytes
 
@@ -122,22 +127,37 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
         *(f"failed: {display_source(failure.path)}: {with_flags(failure.reason)}" for failure in report.failures),
     ]
     print_result(report.as_dict(), "\n".join(lines), json_)
+    if not json_:
+        _print_notes(report.notes, len(report.notes) if most is None else NUM_NOTES)
+
+
+def _print_notes(notes: Sequence[ReadFailure], most: int) -> None:
+    from ragblend.corpus.folder_scan import display_source, escape_control
+
+    for note in notes[:most]:
+        print_message(f"note: {display_source(note.path)}: {escape_control(note.reason)}")
+    if len(notes) > most:
+        print_message(f"{len(notes) - most} more notes (ragblend --verbose ingest, or --json, lists all)")
 
 
 def source_facts(hit: SearchHit) -> dict[str, Any]:
-    """One retrieved chunk, as `--json` shows it."""
+    """One retrieved chunk, as `--json` shows it; with title, page, page_end and headings where they are known."""
+    from ragblend.corpus.citations import citation_facts
+
     chunk = hit.chunk
     return {
         "source": chunk.source,
         "start": chunk.start,
         "end": chunk.end,
+        **citation_facts(chunk.metadata),
         "score": round(hit.score, 4),
         "text": chunk.text,
     }
 
 
 def print_sources(hits: Sequence[SearchHit]) -> None:
-    """The retrieved chunks, one line each."""
+    """The retrieved chunks, one line each: file, page and heading, or characters where it has neither."""
+    from ragblend.corpus.citations import describe_source
     from ragblend.corpus.folder_scan import display_source
 
     for number, hit in enumerate(hits, start=1):
@@ -145,6 +165,8 @@ def print_sources(hits: Sequence[SearchHit]) -> None:
         text = " ".join(chunk.text.split())
         text = text if len(text) <= 160 else text[:157] + "..."
         place = f"{display_source(chunk.source)}:{chunk.start}-{chunk.end}"
+        if {"page", "headings"} & chunk.metadata.keys():
+            place = describe_source(chunk.source, chunk.metadata)
         print_line(f"[{number}] {place} ({hit.score:.2f}) {text}")
 
 

@@ -71,6 +71,7 @@ class FileContents:
     documents: Iterable[Document]
     failure: str = ""
     unread: tuple[str, ...] = ()  # what the sources of these records are, or begin with (and then comes a full stop)
+    notes: dict[str, str] = field(default_factory=dict)  # what was left out or guessed: sentence -> its first source
 
     def may_be_unread(self, source: str) -> bool:
         """Whether a source belongs to a record that could not be read."""
@@ -199,6 +200,8 @@ def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> It
             bad.append(record)
             continue
         num_records += 1
+        for sentence in record.notes:
+            contents.notes.setdefault(sentence, make_source(path, record.key))
         text = normalize_text(record.text)
         if has_visible_text(text):
             num_documents += 1

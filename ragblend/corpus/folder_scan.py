@@ -235,7 +235,15 @@ def display_source(source: str) -> str:
         here = os.getcwd().rstrip("/") + "/"
     except OSError:  # the working folder is gone
         here = "/"
-    text = source[len(here) :] if len(here) > 1 and source.startswith(here) else source
+    return escape_control(source[len(here) :] if len(here) > 1 and source.startswith(here) else source)
+
+
+def escape_control(text: str) -> str:
+    """`text` with its control characters spelled out, so that it does nothing to a terminal.
+
+    >>> escape_control("a\\x1b[2J")
+    'a\\\\x1b[2J'
+    """
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+from ragblend.corpus.citations import locate
 from ragblend.corpus.documents import Document, FileContents
 from ragblend.corpus.embedders import FloatArray
 from ragblend.corpus.folder_scan import (
@@ -59,6 +60,7 @@ class SyncResult:
     removed: list[str] = field(default_factory=list)  # sources that are gone
     failures: list[ReadFailure] = field(default_factory=list)
     skipped: list[ReadFailure] = field(default_factory=list)  # no documents: empty, a picture, a configuration
+    notes: list[ReadFailure] = field(default_factory=list)  # what was left out of a file that was read, or guessed
     arrived: set[str] = field(default_factory=set)  # versions of files that were not known before
 
 
@@ -175,12 +177,13 @@ class _SyncPass:
             if had.get(source) == wanted:
                 self.result.num_unchanged += 1
                 continue
-            chunks = self.chunker.split(document)
+            chunks = locate(document, self.chunker.split(document))
             log.info("%s: %d characters in %d chunks", display_source(source), len(document.text), len(chunks))
             self._waiting.append((document, wanted, chunks))
             self.result.num_updated += source in had
             self._flush_if_many()  # a file may hold more documents than memory
         gone = [source for source in had.keys() - set(sources) if not contents.may_be_unread(source)]
+        self.result.notes += (ReadFailure(source, sentence) for sentence, source in contents.notes.items())
         if contents.failure:
             self.result.failures.append(ReadFailure(path, contents.failure))
         # Known by its bytes only when the next run has nothing to say or to do about it.

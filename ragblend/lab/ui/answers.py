@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings
+from ragblend.corpus.citations import citation_facts, describe_source
 from ragblend.corpus.folder_scan import display_source
 from ragblend.demo.show import examples
 from ragblend.engine.api import Engine, Stream
@@ -228,11 +229,14 @@ def _model_name(name: str) -> str:
 
 def _source(hit: SearchHit) -> dict[str, Any]:
     chunk = hit.chunk
+    name = display_name(chunk.source) if chunk.source else "chunk"
     return {
-        "name": display_name(chunk.source) if chunk.source else "chunk",
+        "name": name,
+        "place": describe_source(name, chunk.metadata),
         "source": display_source(chunk.source),
         "start": chunk.start,
         "end": chunk.end,
+        **citation_facts(chunk.metadata),
         "score": round(hit.score, 3),
         "is_neighbour": hit.is_neighbour,
         "text": chunk.text,

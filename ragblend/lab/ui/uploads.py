@@ -127,7 +127,7 @@ def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: Chun
     finally:
         if not index.is_saved:
             index.save()
-    problems = [*report.failures, *report.skipped]
+    problems = [*report.failures, *report.skipped, *report.notes]
     job.emit(
         "ingested",
         num_documents=report.num_documents,

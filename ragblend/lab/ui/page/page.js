@@ -289,7 +289,7 @@ function lines(told) {
 function list(sources) {
   $("sources").hidden = false;
   $("sources").querySelector("ol").replaceChildren(...sources.map((source) => {
-    const summary = element("summary", `${source.name} `);
+    const summary = element("summary", `${source.place} `);
     summary.title = `${source.source}, characters ${source.start} to ${source.end}`;
     const text = source.text.replace(/\s+/g, " ").trim();
     const place = source.is_neighbour ? "beside a hit" : `similarity ${source.score.toFixed(2)}`;

@@ -1,0 +1,101 @@
+"""Where a chunk stands, for a citation: pages and headings in its metadata, and one line of text for people."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ragblend.corpus.documents import Document
+from ragblend.corpus.folder_scan import display_source, escape_control
+from ragblend.prompt.types import Chunk
+
+CITATION_FIELDS = ("title", "page", "page_end", "headings")
+"""Of a chunk's metadata, beside its source."""
+
+_MAX_HEADING_CHARS = 200
+_MAX_DEPTH = 6
+
+
+def locate(document: Document, chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Return `chunks` of `document` with the pages and headings that they stand under in their metadata.
+
+    `page` is where the chunk begins and `page_end`, only if it is another one, where it ends: a number, or a label such
+    as "iv". `headings` are those above the chunk's first character, outermost first, at most six of at most 200
+    characters. A heading that begins the chunk counts. A field that a splitter has set stays as it is.
+    """
+    if not document.marks:
+        return list(chunks)
+    pages = [mark for mark in document.marks if mark.kind == "page"]
+    page_offsets = [mark.offset for mark in pages]
+    paths, path_offsets = _heading_paths(document), [mark.offset for mark in document.marks if mark.kind == "heading"]
+    located = []
+    for chunk in chunks:
+        facts: dict[str, Any] = {}
+        first = bisect_right(page_offsets, chunk.start) - 1
+        last = bisect_right(page_offsets, max(chunk.start, chunk.end - 1)) - 1
+        if first >= 0:
+            facts["page"] = _page_number(pages[first].value)
+        if last > first >= 0 and pages[last].value != pages[first].value:
+            facts["page_end"] = _page_number(pages[last].value)
+        path = paths[bisect_right(path_offsets, chunk.start)]
+        if path:
+            facts["headings"] = list(path)
+        located.append(replace(chunk, metadata={**facts, **chunk.metadata}) if facts else chunk)
+    return located
+
+
+def describe_source(source: str, metadata: Mapping[str, Any]) -> str:
+    """Return a chunk's file with its record, its pages and the innermost heading, else the title, above it.
+
+    A file below the working folder is named by its path from there.
+
+    >>> describe_source("handbook.pdf", {"page": 12, "headings": ["Staff", "Leave"]})
+    'handbook.pdf, p. 12, "Leave"'
+    >>> describe_source("mail.mbox#3", {"page": "iv", "page_end": 2, "title": "Minutes"})
+    'mail.mbox#3, pp. iv-2, "Minutes"'
+    """
+    parts = [display_source(source)] if source else []
+    page, page_end = metadata.get("page"), metadata.get("page_end")
+    if _is_label(page):
+        pages = f"pp. {page}-{page_end}" if _is_label(page_end) else f"p. {page}"
+        parts.append(_shorten(pages))
+    headings = metadata.get("headings")
+    named = headings[-1] if isinstance(headings, list | tuple) and headings else metadata.get("title")
+    if isinstance(named, str) and named.strip():
+        parts.append(f'"{_shorten(named)}"')
+    return escape_control(", ".join(parts)) or "chunk"
+
+
+def citation_facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return title, pages and headings of a chunk's metadata, those that it has."""
+    return {name: metadata[name] for name in CITATION_FIELDS if name in metadata}
+
+
+def _heading_paths(document: Document) -> list[tuple[str, ...]]:
+    """Return the headings in force before the first heading mark (none), and from each mark on."""
+    paths: list[tuple[str, ...]] = [()]
+    open_headings: list[tuple[int, str]] = []  # level and words, outermost first
+    for mark in document.marks:
+        if mark.kind != "heading":
+            continue
+        level = min(mark.level, _MAX_DEPTH)
+        while open_headings and open_headings[-1][0] >= level:
+            open_headings.pop()
+        open_headings.append((level, _shorten(mark.value)))
+        paths.append(tuple(words for _, words in open_headings if words))
+    return paths
+
+
+def _shorten(heading: str) -> str:
+    words = " ".join(heading[: 4 * _MAX_HEADING_CHARS].split())
+    return words if len(words) <= _MAX_HEADING_CHARS else f"{words[: _MAX_HEADING_CHARS - 3]}..."
+
+
+def _page_number(value: str) -> int | str:
+    return int(value) if value.isascii() and value.isdecimal() and len(value) < 10 else value[:_MAX_HEADING_CHARS]
+
+
+def _is_label(page: object) -> bool:
+    return isinstance(page, int | str) and page != ""
