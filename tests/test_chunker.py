@@ -6,8 +6,6 @@ import io
 import logging
 import re
 import sys
-from datetime import date
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 
 from ragblend.chunker import Document, adapt_splitter, get_splitter_version, split
 from ragblend.corpus.documents import open_source
-from ragblend.errors import NotADocumentError, UnreadableDocumentError, UsageError
+from ragblend.errors import UnreadableDocumentError, UsageError
 
 
 def count_words(text: str) -> int:
@@ -190,19 +188,6 @@ def below(folder: Path, source: str) -> str:
         ("a.md", b"\xef\xbb\xbf# T", [("a.md", "# T", {})]),
         ("a.txt", "naïve".encode("utf-16"), [("a.txt", "naïve", {})]),
         ("noext", "plain", [("noext", "plain", {})]),
-        ("a.json", '["x", "", "y"]', [("a.json#0", "x", {}), ("a.json#2", "y", {})]),
-        ("a.json", '{"text": "x", "title": "T"}', [("a.json", "x", {"title": "T"})]),
-        ("a.json", '{"page_content": "x", "metadata": {"p": 1}}', [("a.json", "x", {"p": 1})]),
-        ("a.json", '{"0": "x", "10": "z", "2": "y", "query": "q", "chunk_num": 3}',
-         [("a.json#0", "x", {}), ("a.json#2", "y", {}), ("a.json#10", "z", {})]),
-        ("a.json", '[{"question": "q", "answers": ["a"], "ctxs": [{"title": "T", "text": "x"}, {"text": "y"}]}]',
-         [("a.json#0.0", "x", {"title": "T"}), ("a.json#0.1", "y", {})]),
-        ("a.jsonl", '{"content": "x\u2028y", "n": 1}\n\n"z"\n',
-         [("a.jsonl#0", "x\u2028y", {"n": 1}), ("a.jsonl#1", "z", {})]),
-        ("a.json", '["lone \\ud800 surrogate"]', [("a.json#0", "lone \ufffd surrogate", {})]),
-        ("a.csv", 'title,text\nT,"one, two"\n', [("a.csv#0", "one, two", {"title": "T"})]),
-        ("a.csv", "text\none, two\n", [("a.csv#0", "one, two", {})]),
-        ("a.csv", "name;age\nAda;36\nAlan;41\n", [("a.csv", "name: Ada; age: 36\n\nname: Alan; age: 41", {})]),
     ],
 )  # fmt: skip
 def test_every_text_format_is_read(tmp_path, name, content, expected):
@@ -304,60 +289,6 @@ def test_what_pypdf_reports_of_a_file_is_in_our_log_with_the_name_of_the_file(tm
     assert {record.name.partition(".")[0] for record in records} == {"pypdf"}
 
 
-def make_parquet(rows: list[dict], **options) -> bytes:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    out = io.BytesIO()
-    parquet.write_table(arrow.Table.from_pylist(rows), out, **options)
-    return out.getvalue()
-
-
-def test_rows_of_parquet_are_documents(tmp_path):
-    day, price = date(2026, 3, 1), Decimal("1.50")
-    rows = [
-        {
-            "text": f"Text {at} 東京",
-            "title": "T",
-            "day": day,
-            "price": price,
-            "emb": [0.5] * 3,
-            "raw": b"x",
-            "tags": ["a"],
-        }
-        for at in range(700)  # of several batches and row groups
-    ]
-    documents = read(tmp_path, "a.parquet", make_parquet(rows, row_group_size=300))
-    assert [document.text for document in documents] == [row["text"] for row in rows]
-    assert below(tmp_path, documents[699].source) == "a.parquet#699"
-    assert dict(documents[3].metadata) == {"title": "T", "day": "2026-03-01", "price": "1.50", "tags": ["a"]}
-    asked = [{"question": "q", "ctxs": [{"title": "T", "text": "x"}, {"title": "U", "text": "y"}]}]
-    nested = read(tmp_path, "b.parquet", make_parquet(asked))
-    assert [(below(tmp_path, one.source), one.text, dict(one.metadata)) for one in nested] == [
-        ("b.parquet#0.0", "x", {"title": "T"}),
-        ("b.parquet#0.1", "y", {"title": "U"}),
-    ]
-
-
-def test_what_parquet_cannot_say_is_said(tmp_path, monkeypatch):
-    with pytest.raises(UnreadableDocumentError, match=r"1 of 3 records .* left out: row 2 is neither"):
-        read(tmp_path, "a.parquet", make_parquet([{"text": "x"}, {"text": None}, {"text": "z"}]))
-    with pytest.raises(NotADocumentError, match=r"no column text, .* but body, emb; rename"):
-        read(tmp_path, "a.parquet", make_parquet([{"body": "x", "emb": [0.5]}]))
-    with pytest.raises(NotADocumentError, match="holds no text"):
-        read(tmp_path, "a.parquet", make_parquet([{"text": " "}]))
-    data = make_parquet([{"text": "x" * 1000}])
-    for damaged in (data[:-30], b"PAR1 and nothing else", data[:20] + b"\0" * 20 + data[40:]):
-        with pytest.raises(UnreadableDocumentError, match="damaged Parquet file"):
-            read(tmp_path, "a.parquet", damaged)
-    (tmp_path / "a.parquet").write_bytes(data)
-    contents = open_source(str(tmp_path / "a.parquet")).read()
-    (tmp_path / "a.parquet").write_bytes(make_parquet([{"text": "another"}]))
-    with pytest.raises(UnreadableDocumentError, match="changed while it was read"):
-        list(contents.documents)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UnreadableDocumentError, match=re.escape("pip install 'ragblend[parquet]'")):
-        read(tmp_path, "a.parquet", data)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -366,12 +297,6 @@ def test_what_parquet_cannot_say_is_said(tmp_path, monkeypatch):
         ("a.txt", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "binary file"),
         ("a.txt", b"caf\xe9 in latin-1", "not UTF-8 text \\(byte 3\\).*iconv"),
         ("a.txt", bytes(range(1, 32)) * 3, "control or unassigned"),
-        ("a.json", b'{"text": ', "not JSON"),
-        ("a.json", b"[" * 100_000, "not JSON"),
-        ("a.json", b'[{"title": "no text"}]', "item 1 is neither"),
-        ("a.json", b'{"ctxs": [{"text": "x"}, {"title": "no text"}]}', "passage 2 that is neither"),
-        ("a.jsonl", b'"x"\n\nnonsense\n', "1 of 2 records .* left out: line 3 is not JSON"),
-        ("a.csv", b"title,text\nT,one, two\n", "row 1 has more fields than the header"),
         ("a.html", b"<html><script>x</script></html>", "holds no text"),
     ],
 )
@@ -390,20 +315,6 @@ def test_random_bytes_never_crash_the_reader(tmp_path_factory, data):
     except UnreadableDocumentError:
         return
     assert document.text.strip()
-
-
-def test_one_bad_line_costs_that_line_and_is_counted_as_editors_do(tmp_path):
-    (tmp_path / "a.jsonl").write_text('"one"\n\n{"text": \n"three"\n{"title": "no text"}\n"five"\n')
-    contents = open_source(str(tmp_path / "a.jsonl")).read()
-    sources = [below(tmp_path, document.source) for document in contents.documents]
-    assert sources == ["a.jsonl#0", "a.jsonl#2", "a.jsonl#4"]
-    assert contents.failure.startswith("2 of 5 records could not be read and are left out: line 3 is not JSON")
-    assert "line 5 is neither" in contents.failure
-
-
-def test_a_text_in_a_table_may_be_long(tmp_path):
-    (document,) = read(tmp_path, "a.csv", "text\n" + "long " * 50_000)
-    assert len(document.text) > 131_072
 
 
 def test_equal_content_has_equal_hash_and_metadata_counts():

@@ -290,7 +290,7 @@ def test_streamed_json_lines_are_read_as_those_in_memory(
     )
 
 
-@pytest.mark.parametrize("data", [b'"a"\n"caf\xe9"\n', b'"a"\n\0\n', b'"' + b"\x01" * 900 + b'"\n', b'"\xc3'])
+@pytest.mark.parametrize("data", [b'"a"\n\0\n', b'"' + b"\x01" * 900 + b'"\n', b'"\xc3'])
 def test_json_lines_that_are_no_text_are_refused_before_the_first_document(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(data)

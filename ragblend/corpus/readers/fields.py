@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+
 TEXT_FIELDS = ("text", "content", "page_content")
 METADATA_FIELDS = ("metadata", "meta")
 """Objects of these names are metadata, however they are nested: LangChain, the Pile and others write them so."""
@@ -34,6 +36,14 @@ class RecordText(NamedTuple):
         if not self.num_left_out:
             return ()
         return (f"{self.num_left_out} lists of numbers and base64 strings of a record are left out",)
+
+
+def note_on_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecords:
+    """Yield `records`, the first text with `notes` about the whole file."""
+    for record in records:
+        if notes and isinstance(record, ParsedRecord):
+            record, notes = record._replace(notes=(*notes, *record.notes)), ()
+        yield record
 
 
 def read_object(record: Mapping[str, Any]) -> RecordText:

@@ -12,22 +12,24 @@ from itertools import islice
 from typing import Any, BinaryIO
 
 from ragblend.corpus.readers.encodings import (
-    BINARY_REASON,
     CHANGED_REASON,
     SAMPLE_CHARS,
     check_sample,
-    decode,
-    decode_as,
+    decode_text,
     new_digest,
 )
-from ragblend.corpus.readers.fields import TEXT_FIELDS, flatten, is_settings, read_field, read_object
+from ragblend.corpus.readers.fields import TEXT_FIELDS, flatten, is_settings, note_on_first, read_field, read_object
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords, UnreadableRecord
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
 
 def read_json(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read a JSON file: a value, a list of values, or a value on each line."""
-    text = decode(data)
+    decoded = decode_text(data)
+    return note_on_first(_parse_json_file(decoded.text, text_field), decoded.notes)
+
+
+def _parse_json_file(text: str, text_field: str) -> ParsedRecords:
     try:
         value = _parse_json(text)
     except json.JSONDecodeError as error:
@@ -86,25 +88,39 @@ def _as_number(digits: str) -> tuple[int, str]:
 
 def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read a JSON value from each line."""
-    return _parse_jsonl(decode(data).split("\n"), text_field)  # splitlines() would cut inside strings
+    decoded = decode_text(data)
+    # splitlines() would cut inside strings
+    return note_on_first(_parse_jsonl(decoded.text.split("\n"), text_field), decoded.notes)
 
 
 def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRecords:
-    """`read_jsonl` of a file that is no UTF-16, a line at a time. All of it is known to be text before the first."""
-    read, num_bytes, sample = new_digest(), 0, ""
-    for line in file:  # ends at "\n" alone, which in UTF-8 is a part of no other character
-        if b"\0" in line:
-            raise UnreadableDocumentError(BINARY_REASON)
-        text = decode_as(line, "utf-8", num_bytes)
-        sample += text[: max(0, SAMPLE_CHARS - len(sample))]
-        read.update(line)
-        num_bytes += len(line)
-    check_sample(sample.removeprefix("\ufeff"))
-    if read.hexdigest() != digest:
-        raise UnreadableDocumentError(CHANGED_REASON)
+    """`read_jsonl` of a file, a line at a time. All of it is known to be text before the first."""
+    if not _is_utf8(file, digest):  # another encoding is found from all of it
+        file.seek(0)
+        yield from read_jsonl(file.read(), text_field)
+        return
     file.seek(0)
     texts = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(file))
     yield from _parse_jsonl((text.removesuffix("\n") for text in texts), text_field)
+
+
+def _is_utf8(file: BinaryIO, digest: str) -> bool:
+    """True if a file is text in UTF-8. Raises UnreadableDocumentError if its digest has changed, and for no text."""
+    read, sample, is_utf8 = new_digest(), "", True
+    for line in file:  # ends at "\n" alone, which in UTF-8 is a part of no other character
+        read.update(line)
+        try:
+            text = line.decode() if is_utf8 else ""
+        except UnicodeDecodeError:
+            is_utf8 = False
+            continue
+        is_utf8 = is_utf8 and b"\0" not in line
+        sample += text[: max(0, SAMPLE_CHARS - len(sample))]
+    if read.hexdigest() != digest:
+        raise UnreadableDocumentError(CHANGED_REASON)
+    if is_utf8:
+        check_sample(sample.removeprefix("\ufeff"))
+    return is_utf8
 
 
 def _parse_jsonl(lines: Iterable[str], text_field: str) -> ParsedRecords:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import NamedTuple
 
-from ragblend.corpus.readers.encodings import decode
-from ragblend.corpus.readers.fields import TEXT_FIELDS
+from ragblend.corpus.readers.encodings import decode_text
+from ragblend.corpus.readers.fields import TEXT_FIELDS, note_on_first
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
@@ -54,11 +54,14 @@ def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
     Otherwise the file is one document with a paragraph per row, `name: value; name: value`. Every chunk thus has the
     names of its values, wherever the table is cut.
     """
-    table = parse_table(decode(data), text_field)
+    decoded = decode_text(data)
+    table = parse_table(decoded.text, text_field)
     column = _find_text_column(table.names, text_field)
-    if column is not None:
-        yield from _read_texts(table, column)
-        return
+    return note_on_first(_read_rows(table) if column is None else _read_texts(table, column), decoded.notes)
+
+
+def _read_rows(table: Table) -> ParsedRecords:
+    """One document of all rows."""
     num_wide, paragraphs = 0, ["\n".join(table.preamble)] if table.preamble else []
     for row in table.rows:
         num_wide += len(row) > len(table.names) > 0
