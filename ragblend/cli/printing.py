@@ -157,7 +157,7 @@ def source_facts(hit: SearchHit) -> dict[str, Any]:
 
 def print_sources(hits: Sequence[SearchHit]) -> None:
     """The retrieved chunks, one line each: file, page and heading, or characters where it has neither."""
-    from ragblend.corpus.citations import describe_source
+    from ragblend.corpus.citations import PLACE_FIELDS, describe_source
     from ragblend.corpus.folder_scan import display_source
 
     for number, hit in enumerate(hits, start=1):
@@ -165,7 +165,7 @@ def print_sources(hits: Sequence[SearchHit]) -> None:
         text = " ".join(chunk.text.split())
         text = text if len(text) <= 160 else text[:157] + "..."
         place = f"{display_source(chunk.source)}:{chunk.start}-{chunk.end}"
-        if {"page", "headings"} & chunk.metadata.keys():
+        if PLACE_FIELDS & chunk.metadata.keys():
             place = describe_source(chunk.source, chunk.metadata)
         print_line(f"[{number}] {place} ({hit.score:.2f}) {text}")
 

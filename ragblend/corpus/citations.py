@@ -12,7 +12,10 @@ from ragblend.corpus.folder_scan import display_source, escape_control
 from ragblend.prompt.types import Chunk
 
 CITATION_FIELDS = ("title", "page", "page_end", "headings")
-"""Of a chunk's metadata, beside its source."""
+"""Of a chunk's metadata, in addition to its source."""
+
+PLACE_FIELDS = frozenset({"page", "page_label", "headings"})
+"""Of a chunk's metadata: each says where in its file the chunk stands."""
 
 _MAX_HEADING_CHARS = 200
 _MAX_DEPTH = 6
@@ -57,7 +60,8 @@ def describe_source(source: str, metadata: Mapping[str, Any]) -> str:
     'mail.mbox#3, pp. iv-2, "Minutes"'
     """
     parts = [display_source(source)] if source else []
-    page, page_end = metadata.get("page"), metadata.get("page_end")
+    # LangChain's and LlamaIndex's PDF readers count `page` from 0 and have the page's own number in `page_label`.
+    page, page_end = metadata.get("page_label", metadata.get("page")), metadata.get("page_end")
     if _is_label(page):
         pages = f"pp. {page}-{page_end}" if _is_label(page_end) else f"p. {page}"
         parts.append(_shorten(pages))
