@@ -1,0 +1,170 @@
+"""Where `split` cuts: headings stay with their text, code and rows in one piece, and a row more changes little."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from ragblend.chunker import split
+from ragblend.corpus.documents import Document
+from ragblend.corpus.readers.types import Mark
+from ragblend.prompt.types import Chunk
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def cut(text: str, max_tokens: int, marks: tuple[Mark, ...] = ()) -> list[Chunk]:
+    return split(Document(text, marks=marks), count_words, max_tokens)
+
+
+def texts_of(text: str, max_tokens: int, marks: tuple[Mark, ...] = ()) -> list[str]:
+    return [chunk.text for chunk in cut(text, max_tokens, marks)]
+
+
+# --- headings ---
+
+INTRO, BODY = "one two three four.", "Thirty days a year are paid."
+
+
+def test_a_chunk_does_not_end_on_a_heading_whose_text_is_in_the_next() -> None:
+    heading = "## Leave\n\n### Days"
+    assert texts_of(f"{INTRO}\n\n{heading}\n\n{BODY}", 8) == [INTRO, f"{heading}\n\nThirty days a year", "are paid."]
+
+
+@pytest.mark.parametrize("heading", ["Leave of absence", "Leave\n====="])
+def test_a_marked_heading_is_one_without_any_sign_in_the_text(heading: str) -> None:
+    text = f"{INTRO}\n\n{heading}\n\n{BODY}"
+    mark = Mark(text.index("Leave"), "heading", "Leave", 2)
+    size = len(f"{INTRO} {heading}".split())
+    assert texts_of(text, size)[0] == f"{INTRO}\n\n{heading}"
+    assert texts_of(text, size, (mark,))[0] == INTRO
+
+
+def test_a_heading_that_begins_before_the_middle_of_a_chunk_may_still_go_to_the_next() -> None:
+    heading = "## a heading of a few more words"
+    assert texts_of(f"{INTRO}\n\n{heading}\n\n{'word ' * 40}", 12)[0] == INTRO
+
+
+def test_comment_lines_of_source_code_are_no_headings() -> None:
+    code = "# one two three\n# four five six\n# seven eight\nx = 1"
+    assert texts_of(code, 9) == ["# one two three\n# four five six", "# seven eight\nx = 1"]
+
+
+# --- code ---
+
+
+@pytest.mark.parametrize("fence", ["```", "~~~~"])
+@pytest.mark.parametrize("num_before", range(1, 8))
+def test_a_code_block_that_fits_is_not_cut(fence: str, num_before: int) -> None:
+    code = f"{fence}python\n" + "\n\n".join(f"x = {n}." for n in range(5)) + f"\n{fence}"
+    around = "\n\n".join(["The code is here."] * num_before)
+    chunks = texts_of(f"{around}\n\n{code}\n\n{around}", 24)
+    assert num_before * 4 < 6 or any(code in chunk for chunk in chunks)  # a quarter full is too little
+
+
+def test_a_code_block_larger_than_a_chunk_is_cut_at_its_blank_lines() -> None:
+    blocks = [f"{name} of_it():\n    a = 1.\n    return a" for name in "abcdefghij"]
+    chunks = texts_of("```\n" + "\n\n".join(blocks) + "\n```", 20)
+    assert len(chunks) > 3
+    assert "\n\n".join(chunks) == "```\n" + "\n\n".join(blocks) + "\n```"
+
+
+def test_a_fence_that_is_never_closed_is_text() -> None:
+    assert texts_of("```\na b cat. e f g h", 6) == ["```\na b cat.", "e f g h"]
+
+
+# --- tables ---
+
+ROWS = [f"Wood duck {n}. | Ponds and lakes. Swamps. | {n} eggs" for n in range(40)]
+
+
+def test_rows_stay_whole_and_a_table_that_goes_on_repeats_its_header() -> None:
+    text = "Ducks.\n\nName | Home | Eggs\n" + "\n".join(ROWS) + "\n\nThe end of it."
+    first, *others = cut(text, 60)
+    assert first.text.startswith("Ducks.\n\nName | Home | Eggs\nWood duck 0.")
+    assert "verbatim" not in first.metadata
+    for chunk in others:
+        assert chunk.text == f"Name | Home | Eggs\n{text[chunk.start : chunk.end]}"
+        assert (chunk.metadata["verbatim"], chunk.metadata["num_tokens"]) == (False, count_words(chunk.text))
+        assert count_words(chunk.text) <= 60
+        assert set(chunk.text.split("\n")) <= {"Name | Home | Eggs", *ROWS, "", "The end of it."}
+
+
+def test_a_markdown_table_repeats_the_rule_below_its_header() -> None:
+    header = "| Name | 2026 |\n| --- | :---: |"
+    for chunk in cut("\n".join([header, *(f"| {n} | {n} |" for n in range(60))]), 60)[1:]:
+        assert chunk.text.startswith(f"{header}\n| ")
+
+
+@pytest.mark.parametrize(
+    "first_row",
+    [
+        "2026-03-01 08:00:00 | INFO | started it",  # a log has no header
+        "duck 1 | Ponds | 1 eggs",  # like the rows below
+        "Name " + "of each duck " * 6 + "| Home | Eggs",  # more than a quarter of the budget
+    ],
+)
+def test_a_row_that_is_no_header_or_takes_too_much_is_not_repeated(first_row: str) -> None:
+    text = "\n".join([first_row, *(f"duck {n} | Ponds | {n} eggs" for n in range(30))])
+    chunks = cut(text, 30)
+    assert len(chunks) > 5
+    assert all(chunk.text == text[chunk.start : chunk.end] for chunk in chunks)
+
+
+def test_a_row_longer_than_a_chunk_is_cut_and_has_the_header_as_well() -> None:
+    chunks = texts_of("Name | Home\nDuck | " + "pond " * 50, 20)
+    assert chunks[0].startswith("Name | Home\nDuck | pond")
+    assert all(chunk.startswith("Name | Home\npond") for chunk in chunks[1:])
+    assert sum(chunk.count("pond") for chunk in chunks) == 50
+
+
+def test_text_behind_a_table_has_no_header() -> None:
+    text = "Name | Home\nDuck | Pond\n\n" + "word " * 60
+    assert all("Name" not in chunk for chunk in texts_of(text, 20)[1:])
+
+
+# --- rows that are put in ---
+
+
+def make_rows(kind: str, count: int) -> list[str]:
+    rng = Random(kind)
+    words = ["oak", "elm", "ash", "fir", "yew", "box", "bay", "fig", "ivy", "nut", "oat", "pea", "rye", "sow"]
+    form = {
+        "csv": "id: {n}; name: {a} {b}; note: {c}.",
+        "cells": "{n} | {a} | {c}. {b}",
+        "log": "2026-03-01T10:{m:02d}:{s:02d}Z {a} {c}.",
+        "json": "[{n}].name: {a}\n[{n}].note: {c}",
+    }[kind]
+    rows = []
+    for n in range(count):
+        a, b, *c = rng.choices(words, k=rng.randint(4, 14))
+        rows.append(form.format(n=n, m=n // 60 % 60, s=n % 60, a=a, b=b, c=" ".join(c)))
+    return rows
+
+
+@pytest.mark.parametrize("place", ["top", "middle"])
+@pytest.mark.parametrize(
+    ("kind", "separator", "header"),
+    [("csv", "\n\n", ""), ("cells", "\n", "Number | Tree | Note\n"), ("log", "\n", ""), ("json", "\n\n", "")],
+)
+def test_a_row_more_changes_a_tenth_of_the_chunks_at_most(kind: str, separator: str, header: str, place: str) -> None:
+    *rows, extra = make_rows(kind, 901)
+    at = 0 if place == "top" else 450
+    longer = [*rows[:at], extra, *rows[at:]]
+    before, after = (texts_of(header + separator.join(each), 150) for each in (rows, longer))
+    assert len(before) > 60
+    assert len(set(after) - set(before)) <= 0.1 * len(after)
+    assert {row for chunk in after for row in chunk.split(separator)} >= set(longer)  # no row is cut
+
+
+def test_equal_rows_are_cut_as_late_as_the_budget_allows() -> None:
+    assert [chunk.count("a: b") for chunk in texts_of("a: b\n\n" * 100, 20)] == [10] * 10
+
+
+def test_paragraphs_of_prose_are_cut_at_the_last_that_fits() -> None:
+    starts = ["The", "A", "In", "When", "It", "But", "As", "For", "Each", "No", "One", "Some"]
+    paragraphs = [f"{start} {'word ' * 5}end." for start in starts]
+    assert texts_of("\n\n".join(paragraphs), 28) == ["\n\n".join(paragraphs[n : n + 4]) for n in (0, 4, 8)]
