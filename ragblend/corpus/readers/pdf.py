@@ -1,36 +1,178 @@
-"""PDF: the text of its pages."""
+"""PDF: the text of its pages, form fields and notes, with marks for pages and bookmarks.
+
+`pdfium` reads the file, `pdf_text` cleans its text; this module puts both together.
+"""
 
 from __future__ import annotations
 
-import io
-import unicodedata
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.pdf_text import (
+    compose_accents,
+    is_garbage,
+    join_hyphens,
+    normalize_characters,
+    remove_controls,
+)
+from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
-# Typesetting, not spelling: nobody who asks about an office writes one, and tokenizers cut words at them.
-_LIGATURES = {ord(ligature): unicodedata.normalize("NFKC", ligature) for ligature in "ﬀﬁﬂﬃﬄﬅﬆ"}
+if TYPE_CHECKING:
+    from ragblend.corpus.readers.pdfium import PdfHeading, PdfPageContents
+
+_PICTURE = "a picture and no text"
+_GARBAGE = "garbled text"
+_DAMAGE = "contents that cannot be read"
+_FIXES = {
+    # Without an option ocrmypdf rejects a file that has text on some page.
+    _PICTURE: "run OCR on the file, for example: ocrmypdf --skip-text FILE NEW",
+    _GARBAGE: "run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW",
+    _DAMAGE: "repair the file, for example: qpdf FILE NEW",
+}
+_MAX_RANGES = 20  # of pages named in a note
+_MAX_LEVEL = 6
+_MAX_TITLE = 300
+_MAX_HEADING_LINES = 3
+_MAX_HEADING = 200  # characters of a line
+_NO_LETTERS = re.compile(r"[\W_]+")
+_PROGRAM = re.compile(r"^(microsoft (office )?(word|powerpoint|excel)|powerpoint presentation) ?- ?", re.IGNORECASE)
+_NO_TITLE = re.compile(
+    r"(untitled|unknown|no title|title|document|dokument|print|presentation|about:blank)[\s_-]?\d*"
+    r"|\(anonymous\)|\W*|\S*\.(docx?|rtf|odt|pptx?|xlsx?|pdf|ps|dvi|tex|indd|qxd|pmd|html?|txt|fm|cdr|ai)|.*[/\\]\S+\.\w+",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"(?:(?i:chapter|kapitel|chapitre|part|section)\s)?[\dA-Z]{1,4}(?:\.\d{1,3})*\.?\s")
 
 
 def read_pdf(data: bytes) -> ParsedRecords:
-    """Read all pages as one document."""
-    try:
-        from pypdf import PdfReader
-        from pypdf.errors import DependencyError, FileNotDecryptedError
-    except ImportError as error:
-        raise UnreadableDocumentError("PDF needs pypdf: pip install 'ragblend[pdf]'") from error
-    try:
-        pages = [page.extract_text().translate(_LIGATURES) for page in PdfReader(io.BytesIO(data)).pages]
-    except FileNotDecryptedError as error:
-        raise UnreadableDocumentError(
-            "is a PDF that needs a password; save it without one, for example: qpdf --decrypt --password=... FILE NEW"
-        ) from error
-    except DependencyError as error:  # an encrypted file that opens without a password
-        raise UnreadableDocumentError(
-            f"is an encrypted PDF, and {error}; install it, or save the file without encryption"
-        ) from error
-    except Exception as error:  # pypdf raises errors of many types for a damaged file
-        raise UnreadableDocumentError(
-            f"is a damaged PDF ({error or type(error).__name__}); repair it, for example: qpdf FILE NEW"
-        ) from error
-    yield ParsedRecord("", "\n\n".join(pages), {"num_pages": len(pages)})
+    """Read all pages as one document, with a mark for each page and each bookmark.
+
+    Pages without readable text are left out and named in the record's notes. Raises UnreadableDocumentError for a
+    password, damage, and a file without any text.
+    """
+    from ragblend.corpus.readers.pdfium import read_contents
+
+    contents = read_contents(data)
+    texts, problems = list[str](), dict[str, list[int]]()
+    for number, page in enumerate(contents.pages, 1):
+        text, problem = _page_text(page)
+        texts.append(text)
+        if problem:
+            problems.setdefault(problem, []).append(number)
+    notes = tuple(f"{_name_pages(pages)} {problem}; {_FIXES[problem]}" for problem, pages in problems.items())
+    if not any(texts):
+        raise UnreadableDocumentError(f"holds no text; {'; '.join(notes) or 'run OCR on it first if it shows any'}")
+    metadata: dict[str, Any] = {"num_pages": len(texts)}
+    if title := _clean_title(contents.title):
+        metadata["title"] = title
+    if problems:
+        metadata["num_pages_unread"] = sum(map(len, problems.values()))
+    text, marks = _join_pages(join_hyphens(compose_accents(texts)), contents.labels, contents.headings)
+    yield ParsedRecord("", text, metadata, marks, notes)
+
+
+def _page_text(page: PdfPageContents) -> tuple[str, str]:
+    """Return (the page's text with its fields and notes, what is wrong with the page or "")."""
+    if page.is_damaged:
+        return "", _DAMAGE
+    text = normalize_characters(page.text)
+    problem = _GARBAGE if is_garbage(text) else _PICTURE if page.has_picture else ""
+    text = "" if problem else remove_controls(text)
+    fields = [(_one_line(name), _clean(value)) for name, value in page.fields]
+    lines = [f"{name}: {value}" if name else value for name, value in fields if value not in text or value == "yes"]
+    notes = [note for note in map(_clean, page.notes) if note not in text]
+    blocks = [text, *("\n".join(dict.fromkeys(block)) for block in (lines, notes))]
+    return "\n\n".join(filter(None, blocks)), problem
+
+
+def _clean(text: str) -> str:
+    return remove_controls(normalize_characters(text.replace("\r", "\n")))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(_clean(text).split())
+
+
+def _name_pages(pages: Sequence[int]) -> str:
+    """Return the beginning of a sentence about `pages`, which ascend.
+
+    >>> _name_pages([3]), _name_pages([1, 2, 3, 7])
+    ('page 3 has', 'pages 1-3, 7 have')
+    """
+    if len(pages) == 1:
+        return f"page {pages[0]} has"
+    ranges: list[list[int]] = []
+    for page in pages:
+        if ranges and page == ranges[-1][1] + 1:
+            ranges[-1][1] = page
+        else:
+            ranges.append([page, page])
+    named = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MAX_RANGES]]
+    num_more = sum(last - first + 1 for first, last in ranges[_MAX_RANGES:])
+    return f"pages {', '.join(named)}{f' and {num_more} more' if num_more else ''} have"
+
+
+def _clean_title(title: str) -> str:
+    """Return a document's title; "" for a name that a program gave it.
+
+    >>> _clean_title("Microsoft Word - lease.doc"), _clean_title("Untitled-1"), _clean_title("Lease of the house")
+    ('', '', 'Lease of the house')
+    """
+    words = _PROGRAM.sub("", _one_line(title))[:_MAX_TITLE].strip()
+    return "" if _NO_TITLE.fullmatch(words) else words
+
+
+def _join_pages(
+    texts: Sequence[str], labels: Sequence[str], headings: Sequence[PdfHeading]
+) -> tuple[str, tuple[Mark, ...]]:
+    """Return the document's text, with a blank line between pages, and its marks. Empty pages have none."""
+    by_page: dict[int, list[PdfHeading]] = {}
+    for heading in headings:
+        by_page.setdefault(heading.page, []).append(heading)
+    waiting: list[PdfHeading] = []  # of pages without text: their first words are on the next page
+    marks, offset, parts = list[Mark](), 0, list[str]()
+    for at, text in enumerate(texts):
+        waiting += by_page.get(at, [])
+        if not text:
+            continue
+        marks.append(Mark(offset, "page", labels[at] or str(at + 1)))
+        marks += (mark._replace(offset=offset + mark.offset) for mark in _mark_headings(text, waiting))
+        waiting = []
+        parts.append(text)
+        offset += len(text) + 2
+    return "\n\n".join(parts), tuple(marks)
+
+
+def _mark_headings(text: str, headings: Sequence[PdfHeading]) -> list[Mark]:
+    """Return marks of the headings of a page, at the line with the heading's words or else behind the one before."""
+    if not headings:
+        return []
+    lines = _find_lines(text)
+    marks, offset = list[Mark](), 0
+    for heading in headings:
+        value = _one_line(heading.title)[:_MAX_TITLE]
+        if value:
+            offset = max(offset, lines.get(_line_key(value), offset))
+            marks.append(Mark(offset, "heading", value, min(heading.level, _MAX_LEVEL)))
+    return marks
+
+
+def _find_lines(text: str) -> dict[str, int]:
+    """Return the offsets of a page's lines, and of two and three lines as one, by `_line_key`."""
+    offsets, offset, keys = dict[str, int](), 0, list[tuple[int, str]]()  # (offset, key) of one to three lines
+    for line in text.split("\n"):
+        words = _NO_LETTERS.sub("", line[:_MAX_HEADING]).casefold()
+        keys = [(first, key + words) for first, key in keys[1 - _MAX_HEADING_LINES :]]
+        keys.append((offset, _line_key(line[:_MAX_HEADING])))
+        for first, key in keys:
+            offsets.setdefault(key, first)
+        offset += len(line) + 1
+    return offsets
+
+
+def _line_key(line: str) -> str:
+    """Return what is equal for a heading in the text and in a bookmark: no number, one case, letters and digits."""
+    number = _NUMBER.match(line)
+    return _NO_LETTERS.sub("", line[number.end() :] if number else line).casefold()

@@ -1,0 +1,199 @@
+"""PDFium -> what a PDF holds: text of pages, form fields, notes, bookmarks, labels and title, as it stores them.
+
+`read_contents` is the one entry. PDFium is not thread-safe: one lock serves the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from itertools import islice
+from threading import Lock
+from typing import Any, NamedTuple
+
+import pypdfium2.raw as raw
+from pypdfium2 import PdfBookmark, PdfDocument, PdfiumError, PdfPage, PdfTextPage
+
+from ragblend.errors import UnreadableDocumentError
+
+_LOCK = Lock()
+_HEADER_BYTES = 1024  # PDFium looks for "%PDF-" in the first of them, and for "%%EOF" in the last
+_PASSWORD, _SECURITY = 4, 5  # PDFium's error codes
+_MIN_PAGE_BYTES = 8  # of a file, per page; 100,000 empty pages that are compressed take more
+_MAX_ANNOTATIONS = 5000  # of a page; each is looked for in the page's text
+_MAX_BOOKMARKS = 20_000  # PDFium looks for each one's page among all pages
+_MAX_OBJECTS = 1000  # of a page without text, among which a picture is looked for
+_MANY_PATHS = 50  # letters as outlines; a page that is empty on purpose has a line or a frame
+_HIDDEN = 2  # a flag of annotations
+_INVISIBLE = re.compile("[\\s\x00-\x1f\ufffe]+")
+
+_FIELD_TYPES = {raw.FPDF_FORMFIELD_TEXTFIELD, raw.FPDF_FORMFIELD_COMBOBOX, raw.FPDF_FORMFIELD_LISTBOX}
+_BUTTON_TYPES = {raw.FPDF_FORMFIELD_CHECKBOX, raw.FPDF_FORMFIELD_RADIOBUTTON}
+_NOTE_TYPES = {
+    raw.FPDF_ANNOT_TEXT,
+    raw.FPDF_ANNOT_FREETEXT,
+    raw.FPDF_ANNOT_HIGHLIGHT,
+    raw.FPDF_ANNOT_UNDERLINE,
+    raw.FPDF_ANNOT_SQUIGGLY,
+    raw.FPDF_ANNOT_STRIKEOUT,
+    raw.FPDF_ANNOT_STAMP,
+    raw.FPDF_ANNOT_CARET,
+}
+
+
+class PdfPageContents(NamedTuple):
+    """A page: its text, values of form fields with their names, texts of notes, and whether it shows a picture.
+
+    `has_picture` is False where there is text. `is_damaged`: PDFium cannot read the page.
+    """
+
+    text: str = ""
+    fields: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    has_picture: bool = False
+    is_damaged: bool = False
+
+
+class PdfHeading(NamedTuple):
+    """A bookmark: its title, the page it leads to (counted from 0), and its level from 1."""
+
+    title: str
+    page: int
+    level: int
+
+
+class PdfContents(NamedTuple):
+    """A document. `labels` are those of the pages, such as "iv", or "" for a page without one."""
+
+    pages: list[PdfPageContents]
+    labels: list[str]
+    headings: list[PdfHeading]
+    title: str
+
+
+def read_contents(data: bytes) -> PdfContents:
+    """Return what the PDF `data` holds. Raises UnreadableDocumentError for a password, damage and what is no PDF."""
+    with _LOCK, _opened(data) as document:
+        num_pages = len(document)
+        return PdfContents(
+            [_read_page(document, at) for at in range(num_pages)],
+            [document.get_page_label(at).strip() for at in range(num_pages)],
+            list(_read_headings(document)),
+            document.get_metadata_value("Title"),
+        )
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[PdfDocument]:
+    if b"%PDF-" not in data[:_HEADER_BYTES]:
+        raise UnreadableDocumentError(
+            f"is no PDF: it begins with {data[:20]!r}, not with %PDF-; download it again, or rename it after its format"
+        )
+    try:
+        document = PdfDocument(data)
+    except PdfiumError as error:
+        raise UnreadableDocumentError(_explain_failure(data, getattr(error, "err_code", None))) from error
+    with closing(document):
+        if len(document) * _MIN_PAGE_BYTES > len(data):
+            raise UnreadableDocumentError(
+                f"is a damaged PDF (it lists {len(document)} pages in {len(data)} bytes); repair it, for example: "
+                "qpdf FILE NEW"
+            )
+        document.init_forms()
+        yield document
+
+
+def _explain_failure(data: bytes, code: int | None) -> str:
+    if code == _PASSWORD:
+        return (
+            "is a PDF that needs a password; save it without one, for example: qpdf --decrypt --password=... FILE NEW"
+        )
+    if code == _SECURITY:
+        return "is a PDF with an encryption that PDFium does not know; save it without encryption"
+    if b"%%EOF" not in data[-_HEADER_BYTES:]:
+        return (
+            f"is a damaged PDF (it ends after {len(data)} bytes without %%EOF, so it is cut off); copy or download it "
+            "again, or repair it, for example: qpdf FILE NEW"
+        )
+    return "is a damaged PDF (PDFium finds no pages in it); repair it, for example: qpdf FILE NEW"
+
+
+def _read_page(document: PdfDocument, at: int) -> PdfPageContents:
+    try:
+        with closing(document[at]) as page:
+            with closing(page.get_textpage()) as textpage:
+                text = _visible_text(textpage)
+            fields, notes = _read_annotations(document, page)
+            return PdfPageContents(text, fields, notes, has_picture=not text.strip() and _has_picture(page))
+    except PdfiumError:
+        return PdfPageContents(is_damaged=True)
+
+
+def _visible_text(textpage: PdfTextPage) -> str:
+    """Return the text within the page's edges. Printers put marks outside, and cropped pictures have text there."""
+    text: str = textpage.get_text_range()
+    bounded: str = textpage.get_text_bounded()
+    # The text of a rectangle lacks some line breaks between columns; the other one lacks characters beyond U+FFFF.
+    is_whole = len("".join(text.split())) == len("".join(bounded.split())) or (
+        len(_INVISIBLE.sub("", text)) == len(_INVISIBLE.sub("", bounded))
+    )
+    return text if is_whole else bounded
+
+
+def _has_picture(page: PdfPage) -> bool:
+    num_paths = 0
+    for item in islice(page.get_objects(), _MAX_OBJECTS):
+        if item.type == raw.FPDF_PAGEOBJ_IMAGE:
+            return True
+        num_paths += item.type == raw.FPDF_PAGEOBJ_PATH
+    return num_paths >= _MANY_PATHS
+
+
+def _read_annotations(document: PdfDocument, page: PdfPage) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Return (form fields with a value, texts of notes), without hidden ones."""
+    fields, notes = list[tuple[str, str]](), list[str]()
+    for at in range(min(raw.FPDFPage_GetAnnotCount(page), _MAX_ANNOTATIONS)):
+        annotation = raw.FPDFPage_GetAnnot(page, at)
+        if not annotation:
+            continue
+        kind = raw.FPDFAnnot_GetSubtype(annotation)
+        if kind == raw.FPDF_ANNOT_WIDGET and document.formenv:
+            fields += _read_field(document.formenv, annotation)
+        elif kind in _NOTE_TYPES and not raw.FPDFAnnot_GetFlags(annotation) & _HIDDEN:
+            notes.append(_read_wide(raw.FPDFAnnot_GetStringValue, annotation, b"Contents"))
+        raw.FPDFPage_CloseAnnot(annotation)
+    return tuple(fields), tuple(filter(None, notes))
+
+
+def _read_field(form: Any, annotation: Any) -> list[tuple[str, str]]:
+    """Return [(name, value)] of a form field, [] for an empty one. A button that is switched on has its name alone."""
+    kind = raw.FPDFAnnot_GetFormFieldType(form, annotation)
+    if raw.FPDFAnnot_GetFlags(annotation) & _HIDDEN or kind not in _FIELD_TYPES | _BUTTON_TYPES:
+        return []
+    name = _read_wide(raw.FPDFAnnot_GetFormFieldAlternateName, form, annotation)
+    if kind in _BUTTON_TYPES:
+        return [(name, "yes")] if name and raw.FPDFAnnot_IsChecked(form, annotation) else []
+    value = _read_wide(raw.FPDFAnnot_GetFormFieldValue, form, annotation)
+    name = name or _read_wide(raw.FPDFAnnot_GetFormFieldName, form, annotation)
+    return [(name, value)] if value.strip() else []
+
+
+def _read_wide(function: Callable[..., int], *arguments: Any) -> str:
+    """Return the string of a PDFium function that fills a buffer with UTF-16 and returns its size in bytes."""
+    num_bytes = function(*arguments, None, 0)
+    if num_bytes <= 2:  # the final NUL
+        return ""
+    buffer = ctypes.create_string_buffer(num_bytes)
+    function(*arguments, ctypes.cast(buffer, ctypes.POINTER(ctypes.c_ushort)), num_bytes)
+    return buffer.raw[: num_bytes - 2].decode("utf-16-le", "replace")
+
+
+def _read_headings(document: PdfDocument) -> Iterator[PdfHeading]:
+    bookmark: PdfBookmark
+    for bookmark in islice(document.get_toc(), _MAX_BOOKMARKS):
+        destination = bookmark.get_dest()
+        page = destination.get_index() if destination else None
+        if page is not None:
+            yield PdfHeading(bookmark.get_title(), page, bookmark.level + 1)
