@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ragblend.corpus.citations import describe_source
 from ragblend.errors import UsageError
 from ragblend.frameworks.conversation import REPHRASE
 from ragblend.index import ChunkIndex, SearchHit, open_index
@@ -108,9 +109,10 @@ def create_blend_chain(
     """Question -> documents -> answer; the prompt is the documents and the question, with blank lines between them.
 
     Invoke it with a question or `{"input": question}`. The result holds `input`, `context` (the documents), `sources`
-    (their distinct sources), `answer` and `report` (what was reused). Streaming yields the documents first, then the
-    answer piece by piece, then the report. `llm` is a ChatBlend or BlendLLM; any other chat model gets the same
-    documents as plain text and no report.
+    (their distinct sources), `citations` (of each document: file, pages and heading, such as `a.pdf, p. 12, "Leave"`),
+    `answer` and `report` (what was reused). Streaming yields the documents first, then the answer piece by piece, then
+    the report. `llm` is a ChatBlend or BlendLLM; any other chat model gets the same documents as plain text and no
+    report.
     """
     return _chain(RunnableLambda(_as_input), "input", retriever, _chat(llm), system).with_config(run_name="blend_chain")
 
@@ -205,6 +207,10 @@ def _result(chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if "context" in plain:
         sources = (str(document.metadata.get("source") or "") for document in plain["context"])
         plain["sources"] = [source for source in dict.fromkeys(sources) if source]
+        plain["citations"] = [
+            describe_source(str(document.metadata.get("source") or ""), document.metadata)
+            for document in plain["context"]
+        ]
     if plain:
         yield AddableDict(plain)
     message = chunk.get("message")

@@ -95,8 +95,9 @@ def test_retriever_takes_a_folder(retriever: BlendRetriever, index: ChunkIndex, 
 
 def test_answer_sources_and_report(chat: ChatBlend, retriever: BlendRetriever) -> None:
     result = create_blend_chain(retriever, chat).invoke(QUESTION)
-    assert list(result) == ["input", "context", "sources", "answer", "report"]
+    assert list(result) == ["input", "context", "sources", "citations", "answer", "report"]
     assert result["sources"] == ["rock.txt"]
+    assert result["citations"] == [f"rock.txt, p. {document.metadata['page']}" for document in result["context"]]
     assert result["context"] == retriever.invoke(QUESTION)
     assert (result["report"]["num_chunks"], result["report"]["num_chunk_hits"]) == (2, 2)
     assert result["report"]["chunks"][0]["source"] == "rock.txt"

@@ -202,11 +202,14 @@ def test_from_texts(chat: ChatBlend, tmp_path: Path) -> None:
 
 def test_blend_store_finds_ingested_chunks_beside_its_own(tmp_path: Path) -> None:
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
-        opened.add_document("a.txt", "", [Chunk(A, "a.txt", 7)])
+        cited = {"title": "T", "page": 3, "page_end": 4, "headings": ["Outer", "Inner"]}
+        opened.add_document("a.txt", "", [Chunk(A, "a.txt", 7, metadata=cited)])
         store = BlendVectorStore(opened)
         store.add_documents([Document(B, id="b", metadata={"source": "b.txt"})])
         (ingested,), (own,) = store.similarity_search(A, k=1), store.similarity_search(B, k=1)
         assert (ingested.metadata["source"], ingested.metadata["start"]) == ("a.txt", 7)
+        assert ingested.metadata.items() >= cited.items()
+        assert store.similarity_search(A, filter={"headings": ["Outer", "Inner"]}) == [ingested]
         assert (own.id, own.metadata) == ("b", {"source": "b.txt"})
         assert store.get_by_ids([ingested.id or "", "b"]) == [ingested, own]
         with pytest.raises(UsageError, match="ragblend remove"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -22,9 +23,11 @@ from ragblend.engine.store.signing import read_key
 from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.errors import RagblendError, StoreFullError, StoreNotWritableError
 from ragblend.files.output import write_output
+from ragblend.index import SearchHit
 from ragblend.lab.plan import read_profile
 from ragblend.lab.quality.data import find_data, read_cases
 from ragblend.precompute import IngestReport
+from ragblend.prompt.types import Chunk
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,6 +209,39 @@ def test_files_that_are_left_out_are_named(capsys, monkeypatch, verbose):
     assert ("/docs/f is a named pipe" in six) is verbose
     assert ("and 3 more (ragblend --verbose lists all)" in six) is not verbose
     assert "/docs/d is a named pipe, not a file" in four
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_notes_about_files_go_to_stderr_and_into_the_json(capsys, monkeypatch, verbose):
+    monkeypatch.setattr(logging.getLogger(), "isEnabledFor", lambda level: verbose)
+    notes = [ReadFailure(f"/docs/{n}.pdf", f"page {n} has a picture and no text\x1b[2J") for n in range(25)]
+    printing.print_ingest(IngestReport(notes=notes), Settings(), False)
+    out, err = capsys.readouterr()
+    first, *_, last = err.splitlines()
+    assert first == "note: /docs/0.pdf: page 0 has a picture and no text\\x1b[2J"
+    assert ("24.pdf" in last) is verbose
+    assert last.startswith("5 more notes") is not verbose
+    assert "picture" not in out
+    printing.print_ingest(IngestReport(notes=notes[:1]), Settings(), True)
+    out, err = capsys.readouterr()
+    assert json.loads(out)["notes"] == [{"path": "/docs/0.pdf", "reason": notes[0].reason}]
+    assert err == ""
+
+
+def test_a_source_is_printed_with_page_and_heading_or_with_its_characters(capsys):
+    metadata = {"page": 12, "page_end": 13, "headings": ["Staff", "Leave"], "title": "Handbook", "num_tokens": 3}
+    hits = [
+        SearchHit(Chunk("Thirty days.", "handbook.pdf", 40, metadata=metadata), 0.5, 0),
+        SearchHit(Chunk("Plain text.", "notes.txt", 7, metadata={"title": "T"}), 0.25, 1),
+    ]
+    printing.print_sources(hits)
+    assert capsys.readouterr().out == (
+        '[1] handbook.pdf, pp. 12-13, "Leave" (0.50) Thirty days.\n[2] notes.txt:7-18 (0.25) Plain text.\n'
+    )
+    facts = printing.source_facts(hits[0])
+    assert facts == {"source": "handbook.pdf", "start": 40, "end": 52, "score": 0.5, "text": "Thirty days."} | {
+        name: metadata[name] for name in ("page", "page_end", "headings", "title")
+    }
 
 
 # --- Ctrl-C ---

@@ -305,7 +305,8 @@ def test_an_engine_in_a_pipeline_is_refused_by_pickle_and_an_llm_is_taken(llm: B
 def blend_index(tmp_path: Path) -> Iterator[Any]:
     with open_index(tmp_path, HashingEmbedder(), create=True) as index:
         starts = [0, 100, 200]
-        chunks = [Chunk(text, "rock.txt", start) for text, start in zip(TEXTS, starts, strict=True)]
+        cited = {"page": 3, "headings": ["Outer", "Inner"], "title": "T"}
+        chunks = [Chunk(text, "rock.txt", start, -1, cited) for text, start in zip(TEXTS, starts, strict=True)]
         index.add_document("rock.txt", "", chunks)
         index.save()
         yield index
@@ -316,6 +317,7 @@ async def test_index_retriever_gives_nodes_of_the_exact_text(blend_index: Any, l
     (found,) = retriever.retrieve(QUESTION)
     assert found.node.get_content(metadata_mode=MetadataMode.LLM) == B
     assert (found.node.metadata["source"], found.node.ref_doc_id) == ("rock.txt", "rock.txt")
+    assert (found.node.metadata["page"], found.node.metadata["headings"]) == (3, ["Outer", "Inner"])
     assert found.score is not None
     assert await retriever.aretrieve(QUESTION) == [found]
 

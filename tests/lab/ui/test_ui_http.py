@@ -34,6 +34,7 @@ def test_a_question_is_answered_in_all_modes_each_beside_full_prefill(site: Site
     assert "error" not in names
     sources = of(events, "sources")[0]["sources"]
     assert {source["name"] for source in sources} >= {"security-review.md"}
+    assert all(source["place"].startswith(source["name"]) for source in sources)
     answers = {facts["mode"]: facts for facts in of(events, "answer")}
     assert list(answers) == ["full", "prefix", "reuse", "blend"]
     # What the command-line demo shows of this question, here as there.
