@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
+from ragblend.corpus.readers.books import read_epub
 from ragblend.corpus.readers.html import read_html
+from ragblend.corpus.readers.mail import read_eml, read_mbox
+from ragblend.corpus.readers.notebook import read_notebook
+from ragblend.corpus.readers.opendocument import read_odp, read_odt
 from ragblend.corpus.readers.pdf import read_pdf
 from ragblend.corpus.readers.records import read_json, read_jsonl, read_parquet
+from ragblend.corpus.readers.rejected import CONVERTIBLE, read_keynote, reject
+from ragblend.corpus.readers.rtf import read_rtf
+from ragblend.corpus.readers.slides import read_pptx
+from ragblend.corpus.readers.spreadsheets import read_spreadsheet
 from ragblend.corpus.readers.tables import read_csv
 from ragblend.corpus.readers.types import ParsedRecords
+from ragblend.corpus.readers.word import read_doc, read_docx
 
 READERS_VERSION = 3
 """To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
@@ -35,5 +45,18 @@ RECORD_READERS: dict[str, RecordReader] = {
 READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
     ".pdf": read_pdf,
+    **dict.fromkeys((".docx", ".docm"), read_docx),
+    ".doc": read_doc,
+    **dict.fromkeys((".pptx", ".pptm", ".ppsx"), read_pptx),
+    **dict.fromkeys((".xlsx", ".xlsm", ".xls", ".ods"), read_spreadsheet),
+    ".odt": read_odt,
+    ".odp": read_odp,
+    ".rtf": read_rtf,
+    ".epub": read_epub,
+    ".ipynb": read_notebook,
+    ".eml": read_eml,
+    ".mbox": read_mbox,
+    **{suffix: partial(reject, reason) for suffix, reason in CONVERTIBLE.items()},
+    ".key": read_keynote,
     **RECORD_READERS,
 }

@@ -1,0 +1,102 @@
+"""The text of a document while it is read: blocks that one blank line separates, and the marks in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ragblend.corpus.readers.types import Mark
+
+_LINE_BREAKS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
+_SPACES = re.compile(r"\s+")
+MAX_HEADING_LEVEL = 6
+
+
+class TextBlocks:
+    """Collects blocks and marks in reading order; the offsets of the marks are those of the joined text."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+        self._blocks: list[str] = []
+        self._num_chars = 0
+        self._new_pages: list[str] = []
+
+    def add(self, block: str) -> None:
+        """Append a block. Blank ones are left out."""
+        block = _LINE_BREAKS.sub("\n", block).strip("\n").rstrip()
+        if not block.strip():
+            return
+        self._place_pages(self._next_offset())
+        self._num_chars = self._next_offset() + len(block)
+        self._blocks.append(block)
+
+    def add_heading(self, words: str, level: int) -> None:
+        """Append a heading as a Markdown line, with its mark. Blank ones are left out."""
+        words = one_line(words)
+        if words:
+            level = min(max(level, 1), MAX_HEADING_LEVEL)
+            self.mark_heading(words, level)
+            self.add(f"{'#' * level} {words}")
+
+    def mark_heading(self, words: str, level: int) -> None:
+        """Mark the next block as a heading, or as what a heading that is not in the text stands over."""
+        self._place_pages(self._next_offset())
+        self.marks.append(Mark(self._next_offset(), "heading", words, level))
+
+    def add_page(self, value: str) -> None:
+        """Begin a page; the next block is its first."""
+        self._new_pages.append(value)
+
+    def add_text(self, text: str, marks: Iterable[Mark]) -> None:
+        """Append a text that another reader made, with its marks."""
+        if not text.strip():
+            return
+        start = self._next_offset()
+        self._place_pages(start)
+        self.marks.extend(mark._replace(offset=start + mark.offset) for mark in marks)
+        self._blocks.append(text)
+        self._num_chars = start + len(text)
+
+    def build(self) -> tuple[str, tuple[Mark, ...]]:
+        """The joined text and its marks. Pages without text have a mark at the offset of what follows them."""
+        self._place_pages(self._num_chars)
+        return "\n\n".join(self._blocks), tuple(self.marks)
+
+    def _next_offset(self) -> int:
+        return self._num_chars + 2 if self._blocks else 0
+
+    def _place_pages(self, offset: int) -> None:
+        self.marks.extend(Mark(offset, "page", value) for value in self._new_pages)
+        self._new_pages.clear()
+
+
+def one_line(text: str) -> str:
+    """`text` with every run of white space as one space, as in a heading or a table's cell.
+
+    >>> one_line(" Wood\\n Duck ")
+    'Wood Duck'
+    """
+    return _SPACES.sub(" ", text).strip()
+
+
+def table_row(cells: Sequence[str]) -> str:
+    """The line of a table's row; empty cells at its end are left out.
+
+    >>> table_row(["M8", "", "40\\nNm", ""])
+    'M8 |  | 40 Nm'
+    """
+    return " | ".join(map(one_line, cells)).rstrip(" |")
+
+
+def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+    """The blocks of a table, given as rows of cells of paragraphs: one block with a line per row.
+
+    A table of one column is a frame around text, so it makes a block per paragraph.
+
+    >>> table_blocks([[["M8"], ["40", "Nm"]], [["M10"], ["70 Nm"]]]), table_blocks([[["One", "Two"]]])
+    (['M8 | 40 Nm\nM10 | 70 Nm'], ['One', 'Two'])
+    """
+    if all(len(row) <= 1 for row in rows):
+        return [paragraph for row in rows for cell in row for paragraph in cell]
+    lines = (table_row([" ".join(cell) for cell in row]) for row in rows)
+    return ["\n".join(line for line in lines if line)]

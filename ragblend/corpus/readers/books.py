@@ -1,0 +1,132 @@
+"""Books (.epub): the chapters in reading order, as the HTML reader reads each.
+
+Left out: what the book itself calls not linear, and pictures. A chapter without a heading takes its title from the
+table of contents.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from xml.etree.ElementTree import Element
+
+from ragblend.corpus.readers.blocks import TextBlocks, one_line
+from ragblend.corpus.readers.html import read_html
+from ragblend.corpus.readers.office_xml import attribute, child, local_name, parse_part, resolve_part
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.zip_container import ZipContainer
+from ragblend.errors import NotADocumentError, UnreadableDocumentError
+
+_CONTAINER = "META-INF/container.xml"
+_ENCRYPTION = "META-INF/encryption.xml"
+# Of a page on the web these are furniture; of a book, footnotes and the titles of chapters.
+_FURNITURE = re.compile(rb"<(/?)(?:aside|header|footer)\b", re.IGNORECASE)
+
+
+def read_epub(data: bytes) -> ParsedRecords:
+    """Read one book as one document. Raises UnreadableDocumentError for other, damaged and protected files."""
+    container = ZipContainer(data, "EPUB book")
+    package_part = _find_package(container)
+    package = parse_part(container, package_part)
+    folder = posixpath.dirname(package_part)
+    items = {attribute(one, "id"): one for one in package.iter() if local_name(one) == "item"}
+    chapters = list(_find_chapters(package, items, folder))
+    _check_protection(container, chapters)
+    titles = _read_titles(container, items, folder)
+    blocks = TextBlocks()
+    notes = []
+    for part in chapters:
+        try:
+            _add_chapter(blocks, container.read(part), titles.get(part, ""))
+        except UnreadableDocumentError as error:
+            notes.append(f"chapter {part!r} is left out: the file {error}")
+    if chapters and len(notes) == len(chapters):
+        raise UnreadableDocumentError(f"has no readable chapter; {notes[0]}")
+    text, marks = blocks.build()
+    yield ParsedRecord("", text, _read_metadata(package), marks, tuple(notes))
+
+
+def _find_package(container: ZipContainer) -> str:
+    for element in parse_part(container, _CONTAINER).iter():
+        if local_name(element) == "rootfile":
+            return resolve_part("", attribute(element, "full-path"))
+    raise UnreadableDocumentError(f"names no package in {_CONTAINER}: it is damaged; save or download it again")
+
+
+def _find_chapters(package: Element, items: dict[str, Element], folder: str) -> Iterator[str]:
+    """Parts of the chapters in reading order, each once."""
+    seen = set()
+    spine = child(package, "spine")
+    for reference in spine if spine is not None else ():
+        item = items.get(attribute(reference, "idref"))
+        if item is None or attribute(reference, "linear") == "no" or "svg" in attribute(item, "media-type"):
+            continue
+        part = resolve_part(folder, attribute(item, "href"))
+        if part not in seen:
+            seen.add(part)
+            yield part
+
+
+def _check_protection(container: ZipContainer, chapters: list[str]) -> None:
+    """Raise UnreadableDocumentError if chapters are encrypted. Encrypted fonts are common, and need no reading."""
+    if _ENCRYPTION not in container:
+        return
+    encrypted = {
+        resolve_part("", attribute(element, "URI"))
+        for element in parse_part(container, _ENCRYPTION).iter()
+        if local_name(element) == "CipherReference"
+    }
+    if encrypted.intersection(chapters):
+        raise UnreadableDocumentError("is a book with copy protection (DRM), which cannot be read; get one without")
+
+
+def _add_chapter(blocks: TextBlocks, page: bytes, title: str) -> None:
+    try:
+        records = list(read_html(_FURNITURE.sub(rb"<\1div", page)))
+    except NotADocumentError:
+        return
+    for record in records:
+        if not isinstance(record, ParsedRecord) or not record.text.strip():
+            continue
+        if title and not any(mark.kind == "heading" for mark in record.marks):
+            blocks.mark_heading(title, 1)
+        blocks.add_text(record.text, record.marks)
+
+
+def _read_titles(container: ZipContainer, items: dict[str, Element], folder: str) -> dict[str, str]:
+    """Titles of chapters by their parts, from the table of contents (EPUB 3's, else EPUB 2's)."""
+    contents = [one for one in items.values() if "nav" in attribute(one, "properties").split()]
+    contents += [one for one in items.values() if attribute(one, "media-type") == "application/x-dtbncx+xml"]
+    for item in contents:
+        part = resolve_part(folder, attribute(item, "href"))
+        try:
+            found = dict(reversed(list(_contents_entries(parse_part(container, part), posixpath.dirname(part)))))
+        except UnreadableDocumentError:
+            continue
+        if found:
+            return found
+    return {}
+
+
+def _contents_entries(root: Element, folder: str) -> Iterator[tuple[str, str]]:
+    """(part, title) of the entries of a table of contents."""
+    title = ""
+    for element in root.iter():
+        name = local_name(element)
+        if name == "navLabel":
+            title = one_line("".join(element.itertext()))
+        elif name == "content" and attribute(element, "src"):
+            yield resolve_part(folder, attribute(element, "src")), title
+        elif name == "a" and attribute(element, "href"):
+            yield resolve_part(folder, attribute(element, "href")), one_line("".join(element.itertext()))
+
+
+def _read_metadata(package: Element) -> dict[str, str]:
+    found: dict[str, str] = {}
+    metadata = child(package, "metadata")
+    for element in metadata if metadata is not None else ():
+        name = {"title": "title", "creator": "author", "language": "language"}.get(local_name(element))
+        if name and element.text and element.text.strip():
+            found.setdefault(name, one_line(element.text))
+    return found

@@ -1,0 +1,70 @@
+"""Text of charts and SmartArt in Word and PowerPoint files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from xml.etree.ElementTree import Element
+
+from ragblend.corpus.readers.blocks import table_row
+from ragblend.corpus.readers.office_xml import Relationship, attribute, child, local_name, parse_part
+from ragblend.corpus.readers.zip_container import ZipContainer
+from ragblend.errors import UnreadableDocumentError
+
+REFERENCES = frozenset({"chart", "relIds"})
+"""Elements that stand where a chart or SmartArt is shown."""
+
+
+def read_drawing(container: ZipContainer, relationships: Mapping[str, Relationship], reference: Element) -> str:
+    """The text of the chart or SmartArt that an element refers to; "" where its part is missing or damaged."""
+    part = relationships.get(attribute(reference, "dm" if local_name(reference) == "relIds" else "id"))
+    if part is None:
+        return ""
+    try:
+        root = parse_part(container, part.target)
+    except UnreadableDocumentError:
+        return ""
+    return _chart_text(root) if part.kind == "chart" else _paragraphs(root)
+
+
+def drawing_text(element: Element) -> str:
+    """Text of the runs below an element, with its line breaks (DrawingML)."""
+    texts = (
+        "\n" if local_name(below) == "br" else (below.text or "")
+        for below in element.iter()
+        if local_name(below) in ("t", "br")
+    )
+    return "".join(texts)
+
+
+def _paragraphs(root: Element) -> str:
+    texts = (drawing_text(element).strip() for element in root.iter() if local_name(element) == "p")
+    return "\n".join(text for text in texts if text)
+
+
+def _chart_text(root: Element) -> str:
+    """Titles of a chart and its axes, then a table: a row per category, a column per series."""
+    titles = [_paragraphs(element) for element in root.iter() if local_name(element) == "title"]
+    series = [element for element in root.iter() if local_name(element) == "ser"]
+    names = [" ".join(_points(child(one, "tx")).values()) for one in series]
+    categories: dict[int, str] = {}
+    for one in series:
+        categories = categories or _points(child(one, "cat")) or _points(child(one, "xVal"))
+    values = [_points(child(one, "val")) or _points(child(one, "yVal")) for one in series]
+    numbers = sorted(set(categories).union(*values))
+    rows = [[categories.get(number, ""), *(column.get(number, "") for column in values)] for number in numbers]
+    lines = [title for title in titles if title] + [table_row(row) for row in [["", *names], *rows]]
+    return "\n".join(line for line in lines if line)
+
+
+def _points(data: Element | None) -> dict[int, str]:
+    """Cached values of a chart's reference by their numbers; of several levels of categories, the first."""
+    found: dict[int, str] = {}
+    for element in data.iter() if data is not None else ():
+        if local_name(element) == "pt":
+            value = child(element, "v")
+            number = attribute(element, "idx", "0")
+            if value is not None and value.text and number.isdecimal():
+                found.setdefault(int(number), value.text)
+        elif local_name(element) == "v" and not found and element.text:
+            found[0] = element.text  # a name that is written in the chart, not taken from a cell
+    return found

@@ -1,0 +1,141 @@
+"""Jupyter notebooks (.ipynb): Markdown cells as they are, code cells in fences, with the text that code printed.
+
+Outputs are left out if they are pictures, widgets or what went to stderr (warnings, progress bars), and cut after
+MAX_OUTPUT_CHARS: printed tables answer questions, logs of training runs would fill chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ragblend.corpus.readers.blocks import TextBlocks
+from ragblend.corpus.readers.encodings import decode_text
+from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
+from ragblend.errors import UnreadableDocumentError
+
+MAX_OUTPUT_CHARS = 2000
+_DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[\w+/=%-]*")
+_ANSI_CODE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
+_HEADING = re.compile(r"(#{1,6})[ \t]+(\S.*?)[ \t#]*$")
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})")
+_FIGURE = re.compile(r"<Figure size |<[\w.]+ at 0x")  # stands for a picture or an object, not for a result
+
+
+def read_notebook(data: bytes) -> ParsedRecords:
+    """Read one notebook as one document. Raises UnreadableDocumentError for what is no notebook."""
+    notebook = _parse(data)
+    metadata = notebook.get("metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    language = _language(metadata)
+    blocks = TextBlocks()
+    num_cut = sum(_add_cell(blocks, cell, language) for cell in _cells(notebook))
+    notes = (f"outputs of {num_cut} cells were cut after {MAX_OUTPUT_CHARS} characters",) if num_cut else ()
+    text, marks = blocks.build()
+    title = metadata.get("title")
+    yield ParsedRecord("", text, {"title": title} if title and isinstance(title, str) else {}, marks, notes)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        notebook = json.loads(decode_text(data).text)
+    except (ValueError, RecursionError) as error:
+        reason = "too deeply nested" if isinstance(error, RecursionError) else str(error)
+        raise UnreadableDocumentError(f"is no notebook: not JSON ({reason}); save or download it again") from error
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells", notebook.get("worksheets")), list):
+        raise UnreadableDocumentError("is no notebook: it has no list of cells; rename it to .json if it is other data")
+    return notebook
+
+
+def _language(metadata: dict[str, Any]) -> str:
+    """The name of the notebook's programming language, for the fences; "" where it is not known."""
+    for key, name in (("language_info", "name"), ("kernelspec", "language")):
+        section = metadata.get(key)
+        value = section.get(name) if isinstance(section, dict) else None
+        if isinstance(value, str) and value.isalnum():
+            return value.lower()
+    return ""
+
+
+def _cells(notebook: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The cells of a notebook; those of format 3 are in worksheets."""
+    sheets = notebook["worksheets"] if "cells" not in notebook else [notebook]
+    for sheet in sheets:
+        cells = sheet.get("cells") if isinstance(sheet, dict) else None
+        yield from (cell for cell in (cells if isinstance(cells, list) else []) if isinstance(cell, dict))
+
+
+def _add_cell(blocks: TextBlocks, cell: dict[str, Any], language: str) -> bool:
+    """Add a cell to the blocks. True if its outputs were cut."""
+    kind = cell.get("cell_type")
+    source = _text(cell.get("source", cell.get("input")))
+    if kind == "heading":  # of format 3
+        level = cell.get("level")
+        blocks.add_heading(source, level if isinstance(level, int) else 1)
+    elif kind != "code":
+        _add_markdown(blocks, source)
+    else:
+        blocks.add(_fenced(source, language))
+        outputs = "\n".join(text for text in map(_output_text, _list(cell.get("outputs"))) if text)
+        blocks.add(_fenced(_cut(outputs), "text"))
+        return len(outputs) > MAX_OUTPUT_CHARS
+    return False
+
+
+def _add_markdown(blocks: TextBlocks, source: str) -> None:
+    source = _DATA_URI.sub("", source).strip("\n").rstrip()
+    offset, fence = 0, ""
+    marks = []
+    for line in source.split("\n"):
+        if found := _FENCE.match(line):
+            if not fence:
+                fence = found[1]
+            elif found[1].startswith(fence):
+                fence = ""
+        elif not fence and (heading := _HEADING.match(line)):
+            marks.append(Mark(offset, "heading", heading[2], len(heading[1])))
+        offset += len(line) + 1
+    blocks.add_text(source, marks)
+
+
+def _fenced(code: str, language: str) -> str:
+    """Code between fences that do not occur in it; "" for no code."""
+    if not code.strip():
+        return ""
+    longest = max((len(run) for run in re.findall("`{3,}", code)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}{language}\n{code}\n{fence}"
+
+
+def _output_text(output: Any) -> str:
+    """The text of an output; "" for pictures, widgets and stderr."""
+    if not isinstance(output, dict) or output.get("name") == "stderr" or output.get("stream") == "stderr":
+        return ""
+    kind = output.get("output_type")
+    if kind in ("error", "pyerr"):
+        return f"{_text(output.get('ename'))}: {_text(output.get('evalue'))}"
+    bundle = output.get("data")
+    bundle = bundle if isinstance(bundle, dict) else {}
+    text = _text(output.get("text")) or _text(bundle.get("text/plain"))
+    if any(name.startswith("image/") for name in bundle) or _FIGURE.match(text):
+        return ""
+    return _ANSI_CODE.sub("", text).strip("\n")
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_OUTPUT_CHARS:
+        return text
+    return text[:MAX_OUTPUT_CHARS].rpartition("\n")[0] or text[:MAX_OUTPUT_CHARS]
+
+
+def _text(value: Any) -> str:
+    """The text of a field, which notebooks write as a string or as a list of lines."""
+    lines = value if isinstance(value, list) else [value]
+    text = "".join(line for line in lines if isinstance(line, str))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

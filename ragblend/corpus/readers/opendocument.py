@@ -1,0 +1,167 @@
+"""OpenDocument text and presentations (.odt, .odp): text in reading order with headings, lists, tables and footnotes.
+
+Left out: deleted text of tracked changes, comments, headers and footers, embedded objects, picture data.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from xml.etree.ElementTree import Element
+
+from ragblend.corpus.readers.blocks import TextBlocks, table_blocks
+from ragblend.corpus.readers.office_xml import Step, attribute, parse_number, parse_part, read_properties, walk
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.zip_container import ZipContainer
+from ragblend.errors import UnreadableDocumentError
+
+_LEFT_OUT_NAMES = (
+    "tracked-changes annotation scripts font-face-decls automatic-styles forms ruby-text title desc binary-data "
+    "footer-decl header-decl date-time-decl note-citation page-thumbnail"
+)
+_LEFT_OUT = frozenset(_LEFT_OUT_NAMES.split())
+_CHARACTERS = {"tab": "\t", "line-break": "\n"}
+_TABLE_PARTS = frozenset({"table", "table-row", "table-cell", "covered-table-cell"})
+_WHITE_SPACE = re.compile(r"\s+")  # of the XML; spaces of the text beyond one are elements
+_MAX_SPACES = 1000
+_MAX_REPEATED_CELLS = 64  # a sheet's empty end is written as one cell, repeated thousands of times
+
+
+def read_odt(data: bytes) -> ParsedRecords:
+    """Read one text document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
+    return _read(data, "OpenDocument text")
+
+
+def read_odp(data: bytes) -> ParsedRecords:
+    """Read one presentation as one document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
+    return _read(data, "OpenDocument presentation")
+
+
+def _read(data: bytes, kind: str) -> ParsedRecords:
+    container = ZipContainer(data, kind)
+    if "META-INF/manifest.xml" in container and b"encryption-data" in container.read("META-INF/manifest.xml"):
+        raise UnreadableDocumentError(f"is an {kind} with a password; save it without one")
+    reader = _ContentReader()
+    for step in walk(parse_part(container, "content.xml"), _LEFT_OUT):
+        reader.take(step)
+    text, marks = reader.blocks.build()
+    metadata = {
+        **read_properties(container, "meta.xml"),
+        **({"num_pages": reader.num_pages} if reader.num_pages else {}),
+    }
+    yield ParsedRecord("", text, metadata, marks)
+
+
+@dataclass(slots=True)
+class _Paragraph:
+    """A paragraph that is open: its text so far, and the footnotes that it refers to."""
+
+    prefix: str
+    texts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class _ContentReader:
+    """Reads the steps of a walk through a file's content into blocks."""
+
+    def __init__(self) -> None:
+        self.blocks = TextBlocks()
+        self.num_pages = 0
+        self._paragraphs: list[_Paragraph] = []  # one inside another: a text box is part of a paragraph
+        self._tables: list[list[list[list[str]]]] = []  # rows of cells of paragraphs; one table inside another
+        self._footnotes: list[list[str]] = []  # paragraphs of the footnotes that are open
+        self._num_footnotes = 0
+        self._frames: list[str] = []  # what the open frames of a slide hold: "title", "outline", "notes"
+        self._prefix = ""  # of the next paragraph
+
+    def take(self, step: Step) -> None:
+        """Take the next step. Text after an element is that of the element around it."""
+        begins, element, name = step
+        if begins:
+            self._begin(element, name)
+            self._add_text(element.text)
+        else:
+            self._end(element, name)
+            self._add_text(element.tail)
+
+    def _add_text(self, text: str | None) -> None:
+        if text and self._paragraphs:
+            self._paragraphs[-1].texts.append(_WHITE_SPACE.sub(" ", text))
+
+    def _begin(self, element: Element, name: str) -> None:
+        if name in ("p", "h"):
+            self._paragraphs.append(_Paragraph(self._prefix))
+            self._prefix = ""
+        elif name in _CHARACTERS and self._paragraphs:
+            self._paragraphs[-1].texts.append(_CHARACTERS[name])
+        elif name == "s" and self._paragraphs:
+            self._paragraphs[-1].texts.append(" " * min(parse_number(attribute(element, "c"), 1), _MAX_SPACES))
+        elif name == "list-item":
+            self._prefix = "- "
+        elif name == "note" and self._paragraphs:
+            self._num_footnotes += 1
+            self._paragraphs[-1].texts.append(f"[{self._num_footnotes}]")
+            self._footnotes.append([])
+        elif name == "frame":
+            self._frames.append(attribute(element, "class"))
+        elif name == "notes":
+            self._prefix = "Notes: "
+        elif name == "page":
+            self.num_pages += 1
+            self.blocks.add_page(str(self.num_pages))
+        elif name in _TABLE_PARTS:
+            self._begin_table_part(name)
+
+    def _begin_table_part(self, name: str) -> None:
+        if name == "table":
+            self._tables.append([])
+        elif name == "table-row" and self._tables:
+            self._tables[-1].append([])
+        elif self._tables and self._tables[-1]:
+            self._tables[-1][-1].append([])
+
+    def _end(self, element: Element, name: str) -> None:
+        if name in ("p", "h"):
+            self._end_paragraph(element, name)
+        elif name in ("list-item", "notes"):
+            self._prefix = ""
+        elif name == "note" and self._footnotes and self._paragraphs:
+            texts = self._footnotes.pop()
+            self._paragraphs[-1].notes.append(f"[{self._num_footnotes}] " + "\n".join(texts))
+        elif name == "frame":
+            self._frames.pop()
+        elif name == "table-cell" and self._tables and self._tables[-1] and self._tables[-1][-1]:
+            repeated = min(parse_number(attribute(element, "number-columns-repeated"), 1), _MAX_REPEATED_CELLS)
+            self._tables[-1][-1] += [self._tables[-1][-1][-1]] * (repeated - 1)
+        elif name == "table":
+            self._end_table(self._tables.pop())
+
+    def _end_paragraph(self, element: Element, name: str) -> None:
+        paragraph = self._paragraphs.pop()
+        text = "".join(paragraph.texts).strip()
+        text = paragraph.prefix + text if text else ""
+        if self._footnotes:
+            self._footnotes[-1].append(text)
+        elif (cell := self._open_cell()) is not None:
+            cell.extend(one for one in (text, *paragraph.notes) if one)
+        elif name == "h":
+            self.blocks.add_heading(text, parse_number(attribute(element, "outline-level"), 1))
+        elif self._frames[-1:] == ["title"]:
+            self.blocks.add_heading(text, 1)
+        else:
+            self.blocks.add(text)
+        if not self._footnotes and self._open_cell() is None:
+            for note in paragraph.notes:
+                self.blocks.add(note)
+
+    def _open_cell(self) -> list[str] | None:
+        rows = self._tables[-1] if self._tables else []
+        return rows[-1][-1] if rows and rows[-1] else None
+
+    def _end_table(self, rows: list[list[list[str]]]) -> None:
+        blocks = table_blocks(rows)
+        if (cell := self._open_cell()) is not None:
+            cell.extend(blocks)
+            return
+        for block in blocks:
+            self.blocks.add(block)

@@ -1,0 +1,264 @@
+"""RTF files: text in reading order with headings, tables, footnotes and list labels.
+
+Left out: hidden and deleted text, headers and footers, comments, field codes, picture data. Read `_RtfReader.read`
+first. Control words are those of Microsoft's RTF specification 1.9.1.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from dataclasses import dataclass, field, replace
+
+from ragblend.corpus.readers.blocks import TextBlocks, table_blocks
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.errors import UnreadableDocumentError
+
+RTF_MAGIC = b"{\\rtf"
+_MAX_GROUP_DEPTH = 10_000
+_TOKEN = re.compile(
+    r"\\([a-zA-Z]{1,32})(-?\d{1,9})?[ ]?|\\'([0-9a-fA-F]{2})|\\([^a-zA-Z])|([{}])|([^\\{}\r\n]+)|[\r\n]+|\\", re.DOTALL
+)
+_SKIPPED_NAMES = (
+    "colortbl stylesheet listtable listoverridetable revtbl rsidtbl pict objdata object nonshppict header headerl "
+    "headerr headerf footer footerl footerr footerf fldinst xe tc bkmkstart bkmkend annotation atnid atnauthor "
+    "themedata datastore generator xmlnstbl filetbl template private pgptbl ftnsep ftnsepc aftnsep aftnsepc fontemb "
+    "falt panose author operator subject keywords doccomm company manager category comment hlinkbase mmathPr sn sv "
+    "shprslt do"
+)
+_SKIPPED = frozenset(_SKIPPED_NAMES.split())
+_CHARACTERS = {
+    "line": "\n", "tab": "\t", "emdash": "\u2014", "endash": "\u2013", "emspace": " ", "enspace": " ", "qmspace": " ",
+    "bullet": "\u2022", "lquote": "\u2018", "rquote": "\u2019", "ldblquote": "\u201c", "rdblquote": "\u201d",
+    "~": " ", "_": "-", "{": "{", "}": "}", "\\": "\\",
+}  # fmt: skip
+_PARAGRAPH_ENDS = frozenset({"par", "sect", "page", "\n", "\r"})
+_CHARSETS = {
+    77: "mac_roman", 128: "cp932", 129: "cp949", 130: "johab", 134: "gbk", 136: "cp950", 161: "cp1253", 162: "cp1254",
+    163: "cp1258", 177: "cp1255", 178: "cp1256", 186: "cp1257", 204: "cp1251", 222: "cp874", 238: "cp1250",
+    254: "cp437", 255: "cp850",
+}  # fmt: skip
+
+
+def read_rtf(data: bytes) -> ParsedRecords:
+    """Read one RTF file as one document. Raises UnreadableDocumentError for other files."""
+    start = data.find(RTF_MAGIC, 0, 1024)
+    if start < 0:
+        raise UnreadableDocumentError("is no RTF file: it does not begin with {\\rtf; correct its name's ending")
+    reader = _RtfReader()
+    reader.read(data[start:].decode("latin-1"))
+    text, marks = reader.blocks.build()
+    title = " ".join("".join(reader.title).split())
+    yield ParsedRecord("", text, {"title": title} if title else {}, marks)
+
+
+@dataclass(slots=True)
+class _Group:
+    """What a group inherits from the one around it, and restores where it ends."""
+
+    destination: str = "body"  # "body", "note", "title", "fonts"; "" for text that is left out
+    font: str = ""
+    is_hidden: bool = False
+    num_fallback_chars: int = 1  # after a \\u, for programs without Unicode
+
+
+@dataclass(slots=True)
+class _Text:
+    """Text of the paragraph or footnote that is open."""
+
+    parts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class _RtfReader:
+    """Reads control words and text into blocks."""
+
+    def __init__(self) -> None:
+        self.blocks = TextBlocks()
+        self.title: list[str] = []
+        self._groups = [_Group()]
+        self._texts = [_Text()]  # of the body; of a footnote while it is open
+        self._bytes = bytearray()  # of text that is not decoded yet
+        self._num_to_skip = 0
+        self._codec = "cp1252"
+        self._font_codecs: dict[str, str] = {}
+        self._num_notes = 0
+        self._is_in_table = False
+        self._outline_level = 0
+        self._row: list[list[str]] = []
+        self._rows: list[list[list[str]]] = []
+
+    def read(self, source: str) -> None:
+        """Collect the blocks of a file, given with a character per byte."""
+        offset = 0
+        while token := _TOKEN.match(source, offset):
+            offset = token.end()
+            word, number, code, symbol, brace, text = token.groups()
+            if text is not None:
+                self._take_text(text)
+            elif code is not None:
+                self._take_text(chr(int(code, 16)))
+            elif word == "bin":
+                offset += max(int(number or 0), 0)
+            else:
+                self._flush_bytes()
+                self._num_to_skip = 0
+                if word is not None:
+                    self._control(word, int(number) if number else None)
+                elif brace == "{":
+                    self._open_group()
+                elif brace == "}" and not self._close_group():
+                    break
+                elif symbol is not None:
+                    self._symbol(symbol)
+        self._flush_bytes()
+        self._end_paragraph()
+        self._end_table()
+
+    def _take_text(self, text: str) -> None:
+        skipped = min(self._num_to_skip, len(text))
+        self._num_to_skip -= skipped
+        self._bytes += text[skipped:].encode("latin-1")
+
+    def _flush_bytes(self) -> None:
+        if self._bytes:
+            codec = self._font_codecs.get(self._groups[-1].font, self._codec)
+            self._add(self._bytes.decode(codec, "replace"))
+            self._bytes.clear()
+
+    def _add(self, text: str) -> None:
+        group = self._groups[-1]
+        if group.destination == "title":
+            self.title.append(text)
+        elif group.destination in ("body", "note") and not group.is_hidden:
+            self._texts[-1].parts.append(text)
+
+    def _open_group(self) -> None:
+        if len(self._groups) > _MAX_GROUP_DEPTH:
+            raise UnreadableDocumentError(f"has more than {_MAX_GROUP_DEPTH} groups inside each other; save it again")
+        self._groups.append(replace(self._groups[-1]))
+
+    def _close_group(self) -> bool:
+        """Restore what holds outside of the group. False where the document's outer group ends."""
+        group = self._groups.pop()
+        outer = self._groups[-1] if self._groups else _Group()
+        if group.destination == "note" and outer.destination != "note":
+            note = "\n".join(line for line in _join(self._texts.pop().parts).split("\n") if line.strip()).strip()
+            self._texts[-1].notes.append(f"[{self._num_notes}] {note}")
+        return len(self._groups) > 1
+
+    def _symbol(self, symbol: str) -> None:
+        if symbol == "*":  # a destination that not every program reads
+            self._groups[-1].destination = ""
+        elif symbol in _PARAGRAPH_ENDS:
+            self._end_paragraph()
+        else:
+            self._add(_CHARACTERS.get(symbol, ""))
+
+    def _control(self, word: str, number: int | None) -> None:
+        group = self._groups[-1]
+        if word == "u" and number is not None:
+            self._add(chr(number % 0x10000))
+            self._num_to_skip = group.num_fallback_chars
+        elif word == "uc":
+            group.num_fallback_chars = min(max(number or 0, 0), 100)
+        elif word in _CHARACTERS:
+            self._add(_CHARACTERS[word])
+        elif word in ("v", "deleted"):
+            group.is_hidden = number != 0
+        elif word in ("f", "fcharset", "cpg", "ansicpg", "mac", "pc", "pca"):
+            self._encoding(group, word, number)
+        elif word == "shpinst" and len(self._groups) > 1:  # a text box, which comes behind \\*
+            group.destination = self._groups[-2].destination
+        elif word in ("fonttbl", "info", "title", "footnote") or word in _SKIPPED:
+            self._destination(group, word)
+        elif group.destination == "body":
+            self._layout(word, number)
+        elif group.destination == "note" and word in _PARAGRAPH_ENDS:
+            self._add("\n")
+
+    def _encoding(self, group: _Group, word: str, number: int | None) -> None:
+        if word == "f":
+            group.font = str(number)
+        elif word == "fcharset" and group.destination == "fonts" and number in _CHARSETS:
+            self._font_codecs[group.font] = _CHARSETS[number]
+        elif word == "cpg" and group.destination == "fonts":
+            self._font_codecs[group.font] = _find_codec(number, self._codec)
+        elif word == "ansicpg":
+            self._codec = _find_codec(number, self._codec)
+        elif word in ("mac", "pc", "pca"):
+            self._codec = {"mac": "mac_roman", "pc": "cp437", "pca": "cp850"}[word]
+
+    def _destination(self, group: _Group, word: str) -> None:
+        if word == "fonttbl":
+            group.destination = "fonts"
+        elif word == "title" and group.destination == "info":
+            group.destination = "title"
+        elif word == "info":
+            group.destination = "info"
+        elif word == "footnote" and group.destination == "body":
+            self._num_notes += 1
+            self._add(f"[{self._num_notes}]")
+            self._texts.append(_Text())
+            group.destination = "note"
+        elif word != "title":
+            group.destination = ""
+
+    def _layout(self, word: str, number: int | None) -> None:
+        if word in _PARAGRAPH_ENDS:
+            self._end_paragraph()
+        elif word == "pard":
+            self._is_in_table = False
+            self._outline_level = 0
+        elif word == "intbl":
+            self._is_in_table = True
+        elif word == "outlinelevel" and number is not None and number < 9:
+            self._outline_level = number + 1
+        elif word in ("cell", "nestcell"):
+            self._row.append([self._take_paragraph(), *self._take_notes()])
+        elif word in ("row", "nestrow"):
+            self._rows.append(self._row)
+            self._row = []
+
+    def _end_paragraph(self) -> None:
+        if self._is_in_table:
+            self._add("\n")
+            return
+        text, notes = self._take_paragraph(), self._take_notes()
+        if not text and not notes:
+            return
+        self._end_table()
+        if self._outline_level:
+            self.blocks.add_heading(text, self._outline_level)
+        else:
+            self.blocks.add(text)
+        for note in notes:
+            self.blocks.add(note)
+
+    def _take_paragraph(self) -> str:
+        text = _join(self._texts[0].parts).strip()
+        self._texts[0].parts.clear()
+        return text
+
+    def _take_notes(self) -> list[str]:
+        notes = list(self._texts[0].notes)
+        self._texts[0].notes.clear()
+        return notes
+
+    def _end_table(self) -> None:
+        for block in table_blocks([*self._rows, self._row]):
+            self.blocks.add(block)
+        self._rows, self._row = [], []
+
+
+def _find_codec(number: int | None, default: str) -> str:
+    """Python's name of a Windows code page."""
+    try:
+        return codecs.lookup(f"cp{number}").name
+    except LookupError:
+        return default
+
+
+def _join(parts: list[str]) -> str:
+    """The text of parts. Characters beyond U+FFFF are written as two surrogates, in two parts."""
+    return "".join(parts).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,0 +1,132 @@
+"""PowerPoint files (.pptx): the slides in the order in which they are shown, with tables, charts, SmartArt and notes.
+
+Each slide is a page, its title a heading. Left out: slide numbers, dates and footers, comments, picture data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from xml.etree.ElementTree import Element
+
+from ragblend.corpus.readers.blocks import TextBlocks, table_row
+from ragblend.corpus.readers.drawings import REFERENCES, drawing_text, read_drawing
+from ragblend.corpus.readers.office_xml import (
+    Relationship,
+    attribute,
+    child,
+    find_main_part,
+    local_name,
+    parse_part,
+    read_properties,
+    read_relationships,
+    walk,
+)
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.zip_container import ZipContainer
+from ragblend.errors import UnreadableDocumentError
+
+_TITLES = frozenset({"title", "ctrTitle"})
+_FURNITURE = frozenset({"sldNum", "dt", "ftr", "hdr", "sldImg"})  # the same on every slide
+_LEFT_OUT = frozenset({"Fallback", "extLst"})  # Fallback repeats what Choice holds, for older programs
+
+
+def read_pptx(data: bytes) -> ParsedRecords:
+    """Read one presentation as one document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
+    container = ZipContainer(data, "PowerPoint file")
+    blocks = TextBlocks()
+    notes = []
+    slides = list(_slide_parts(container))
+    for number, part in enumerate(slides, 1):
+        blocks.add_page(str(number))
+        try:
+            slide = parse_part(container, part)
+        except UnreadableDocumentError as error:
+            notes.append(f"slide {number} is left out: the file {error}")
+            continue
+        if not _add_slide(blocks, container, part, slide) and next(_pictures(slide), None) is not None:
+            notes.append(f"slide {number} has a picture and no text; run OCR on it")
+    if slides and len([note for note in notes if "left out" in note]) == len(slides):
+        raise UnreadableDocumentError(f"has no readable slide; {notes[0]}")
+    text, marks = blocks.build()
+    if notes and not text:
+        raise UnreadableDocumentError("holds pictures and no text; export it as PDF and run OCR on it: ocrmypdf")
+    metadata = {**read_properties(container, "docProps/core.xml"), "num_pages": len(slides)}
+    yield ParsedRecord("", text, metadata, marks, tuple(notes))
+
+
+def _slide_parts(container: ZipContainer) -> Iterator[str]:
+    """Names of the slides' parts, in the presentation's order. The order of the files is another."""
+    main = find_main_part(container, "ppt/presentation.xml")
+    relationships = read_relationships(container, main)
+    slides = child(parse_part(container, main), "sldIdLst")
+    for element in slides if slides is not None else ():
+        # `id` is also the slide's own number, without a namespace.
+        names = (value for key, value in element.items() if key.endswith("}id"))
+        if (relationship := relationships.get(next(names, ""))) is not None:
+            yield relationship.target
+
+
+def _add_slide(blocks: TextBlocks, container: ZipContainer, part: str, slide: Element) -> bool:
+    """Add a slide's title, shapes and notes. False if it has no text."""
+    relationships = read_relationships(container, part)
+    shapes = list(_shapes(slide))
+    titles = [shape for shape in shapes if _placeholder(shape) in _TITLES]
+    texts = [text for shape in shapes if shape not in titles if (text := _shape_text(container, relationships, shape))]
+    heading = " ".join(drawing_text(paragraph) for title in titles for paragraph in _paragraphs(title))
+    blocks.add_heading(heading, 1)
+    for text in texts:
+        blocks.add(text)
+    notes = _notes(container, part, relationships)
+    if notes:
+        blocks.add(f"Notes: {notes}")
+    return bool(heading.strip() or texts or notes)
+
+
+def _shapes(slide: Element) -> Iterator[Element]:
+    """Shapes with text, tables, charts and SmartArt, in the order in which they are drawn, those in groups too."""
+    for begins, element, name in walk(slide, _LEFT_OUT):
+        if begins and name in ("sp", "graphicFrame", "cxnSp") and _placeholder(element) not in _FURNITURE:
+            yield element
+
+
+def _pictures(slide: Element) -> Iterator[Element]:
+    return (element for element in slide.iter() if local_name(element) == "pic")
+
+
+def _placeholder(shape: Element) -> str:
+    """The kind of placeholder that a shape fills ("title", "body", "sldNum"); "" for other shapes."""
+    for properties in ("nvSpPr", "nvGraphicFramePr"):
+        if (found := child(shape, properties, "nvPr", "ph")) is not None:
+            return attribute(found, "type", "body")
+    return ""
+
+
+def _shape_text(container: ZipContainer, relationships: dict[str, Relationship], shape: Element) -> str:
+    if local_name(shape) != "graphicFrame":
+        return "\n".join(text for paragraph in _paragraphs(shape) if (text := drawing_text(paragraph).strip()))
+    rows = [element for begins, element, name in walk(shape, _LEFT_OUT) if begins and name == "tr"]
+    lines = [table_row([_cell_text(cell) for cell in row if local_name(cell) == "tc"]) for row in rows]
+    references = [element for begins, element, name in walk(shape, _LEFT_OUT) if begins and name in REFERENCES]
+    drawings = [read_drawing(container, relationships, reference) for reference in references]
+    return "\n".join(line for line in (*lines, *drawings) if line)
+
+
+def _cell_text(cell: Element) -> str:
+    return " ".join(drawing_text(paragraph) for paragraph in _paragraphs(cell))
+
+
+def _paragraphs(shape: Element) -> Iterator[Element]:
+    return (element for begins, element, name in walk(shape, _LEFT_OUT) if begins and name == "p")
+
+
+def _notes(container: ZipContainer, part: str, relationships: dict[str, Relationship]) -> str:
+    """The speaker's notes of a slide; "" where it has none or their part is damaged."""
+    notes = next((one.target for one in relationships.values() if one.kind == "notesSlide"), "")
+    if not notes:
+        return ""
+    try:
+        shapes = _shapes(parse_part(container, notes))
+    except UnreadableDocumentError:
+        return ""
+    texts = (_shape_text(container, {}, shape) for shape in shapes)
+    return "\n".join(text for text in texts if text)

@@ -1,0 +1,79 @@
+"""Program of the child process that reads a spreadsheet: bytes on stdin, JSON on stdout. See `spreadsheets`.
+
+It imports nothing of ragblend, so that it starts in 30 ms.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+MAX_MEMORY_BYTES = 3 << 30
+MAX_TEXT_CHARS = 64 << 20
+
+
+class TooLargeError(Exception):
+    """A workbook has more text than is read."""
+
+
+def main() -> None:
+    """Write {"sheets": [[name, lines], ...]}, or {"error": class, "message": text}."""
+    _limit_memory()
+    try:
+        answer: dict[str, Any] = {"sheets": _read_sheets(sys.stdin.buffer.read())}
+    except TooLargeError as error:
+        answer = {"error": "TooLarge", "message": str(error)}
+    except BaseException as error:  # a panic of the Rust library is no Exception
+        answer = {"error": type(error).__name__, "message": str(error).strip()[:300]}
+    json.dump(answer, sys.stdout)
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
+    from python_calamine import CalamineWorkbook, SheetTypeEnum
+
+    workbook = CalamineWorkbook.from_object(io.BytesIO(data))
+    sheets = []
+    num_chars = 0
+    for sheet in workbook.sheets_metadata:
+        if sheet.typ is not SheetTypeEnum.WorkSheet:
+            continue  # a chart alone, or macros
+        lines = []
+        for row in workbook.get_sheet_by_name(sheet.name).iter_rows():
+            if line := _row_line(row):
+                lines.append(line)
+                num_chars += len(line)
+                if num_chars > MAX_TEXT_CHARS:
+                    raise TooLargeError(f"has more than {MAX_TEXT_CHARS >> 20} million characters of text")
+        sheets.append((sheet.name, lines))
+    return sheets
+
+
+def _row_line(row: Iterable[Any]) -> str:
+    """The cells of a row, joined; empty cells at its end are left out."""
+    return " | ".join(map(_cell_text, row)).rstrip(" |")
+
+
+def _cell_text(value: Any) -> str:
+    """A cell as it is searched for: whole numbers without a fraction, dates as ISO 8601."""
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
+    if isinstance(value, datetime.datetime):
+        return value.isoformat(" ").removesuffix(" 00:00:00")
+    return " ".join(str(value).split())
+
+
+if __name__ == "__main__":
+    main()
