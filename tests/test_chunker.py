@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 import sys
 from functools import partial
@@ -204,33 +203,6 @@ def test_every_text_format_is_read(tmp_path, name, content, expected):
     assert found == expected
 
 
-PAGE = (
-    "<html><head><title>The  Page</title><style>p {}</style></head><body><p>First <b>bold</b> line.</p>"
-    "<script>alert(1)</script><div>Second &amp; last<br>line.</div></body></html>"
-)
-
-
-@pytest.mark.parametrize("with_trafilatura", [True, False])
-def test_html_gives_its_visible_text_with_and_without_trafilatura(tmp_path, monkeypatch, with_trafilatura):
-    if with_trafilatura:
-        pytest.importorskip("trafilatura", exc_type=ImportError)
-    else:
-        monkeypatch.setattr("ragblend.corpus.readers.html._trafilatura_extract", lambda: None)
-    (document,) = read(tmp_path, "a.html", PAGE)
-    assert document.metadata == {"title": "The Page"}
-    assert "First bold line." in document.text
-    assert "Second & last" in document.text
-    assert "alert" not in document.text
-    if not with_trafilatura:
-        assert document.text == "First bold line.\n\nSecond & last\nline."
-
-
-def test_html_declares_its_encoding(tmp_path):
-    page = '<meta charset="iso-8859-1"><p>caf\xe9 \x93quoted\x94</p>'.encode("latin-1")
-    (document,) = read(tmp_path, "a.html", page)
-    assert "café “quoted”" in document.text
-
-
 def make_pdf(text: str) -> bytes:
     stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
     objects = [
@@ -280,21 +252,6 @@ def test_a_password_is_told_from_damage(tmp_path, password, reason):
         return
     with pytest.raises(UnreadableDocumentError, match=reason):
         read(tmp_path, "a.pdf", out.getvalue())
-
-
-def test_what_pypdf_reports_of_a_file_is_in_our_log_with_the_name_of_the_file(tmp_path, monkeypatch, caplog):
-    pypdf = pytest.importorskip("pypdf")
-    broken, records = b"junk" + make_pdf("Hello"), []
-    handler = logging.Handler()  # not caplog's, which pytest adds to loggers that do not propagate as well
-    handler.emit = records.append
-    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    caplog.set_level(logging.INFO, "ragblend.files.library_log")
-    read(tmp_path, "odd.pdf", broken)
-    assert {record.name for record in records} == {"ragblend.files.library_log"}
-    assert all("odd.pdf: pypdf" in record.getMessage() and record.levelname == "INFO" for record in records)
-    records.clear()
-    pypdf.PdfReader(io.BytesIO(broken))  # the application's own call
-    assert {record.name.partition(".")[0] for record in records} == {"pypdf"}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Self
 
 from ragblend.config import Settings
 from ragblend.corpus.folder_scan import display_source, normal_path, source_path
+from ragblend.corpus.readers.child import check_reading
 from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_SUFFIXES
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import format_bytes
@@ -59,9 +60,13 @@ def list_supported_suffixes() -> list[str]:
     """The endings of files that are read as documents here."""
     from importlib.util import find_spec
 
-    missing = {
-        ending for ending, package in ((".pdf", "pypdf"), (PARQUET_SUFFIX, "pyarrow")) if find_spec(package) is None
+    packages = {
+        PARQUET_SUFFIX: "pyarrow",
+        **dict.fromkeys((".docx", ".docm"), "mammoth"),
+        **dict.fromkeys((".xlsx", ".xlsm", ".xls", ".ods"), "python_calamine"),
+        ".rtf": "striprtf",
     }
+    missing = {ending for ending, package in packages.items() if find_spec(package) is None}
     return sorted({*TEXT_SUFFIXES, *READERS} - missing)
 
 
@@ -98,7 +103,8 @@ class Upload:
         self._data.write(data)
 
     def commit(self) -> None:
-        """Put the whole file into the folder."""
+        """Put the whole file into the folder. Raises UnreadableDocumentError where a child process cannot survive it."""
+        check_reading(self._data, self._size, self._path.suffix)
         folder = Directory(self._path.parent, fsync=False, full_hint="Make room and drop the file again")
         folder.remove_stale_files()
         self._data.seek(0)
@@ -117,6 +123,7 @@ def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: Chun
             chunk_size=settings.chunk_size,
             context=settings.context,
             max_file_mib=settings.max_file_mib,
+            text_field=settings.text_field,
             progress=job.progress,
             notify=lambda line: job.emit("said", text=line),
         )
