@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -201,57 +199,6 @@ def test_every_text_format_is_read(tmp_path, name, content, expected):
     documents = read(tmp_path, name, content)
     found = [(below(tmp_path, document.source), document.text, dict(document.metadata)) for document in documents]
     assert found == expected
-
-
-def make_pdf(text: str) -> bytes:
-    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
-    objects = [
-        b"<</Type/Catalog/Pages 2 0 R>>",
-        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
-        b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream),
-        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
-    ]
-    body, offsets = b"%PDF-1.4\n", []
-    for number, content in enumerate(objects, 1):
-        offsets.append(len(body))
-        body += b"%d 0 obj%s endobj\n" % (number, content)
-    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    return body + b"xref\n0 6\n0000000000 65535 f \n%strailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (
-        table,
-        len(body),
-    )
-
-
-def test_pdf_is_read_and_its_absence_of_text_or_extra_is_said(tmp_path, monkeypatch):
-    pytest.importorskip("pypdf")
-    (document,) = read(tmp_path, "a.pdf", make_pdf("Hello fused world"))
-    assert document.text.strip() == "Hello fused world"
-    assert document.metadata == {"num_pages": 1}
-    (ligatures,) = read(tmp_path, "b.pdf", make_pdf("the \\256rst \\257oor"))  # octal: fi and fl in Helvetica
-    assert ligatures.text.strip() == "the first floor"
-    with pytest.raises(UnreadableDocumentError, match="run OCR"):
-        read(tmp_path, "scan.pdf", make_pdf(""))
-    with pytest.raises(UnreadableDocumentError, match="damaged PDF"):
-        read(tmp_path, "cut.pdf", b"%PDF-1.4 nothing here")
-    monkeypatch.setitem(sys.modules, "pypdf", None)
-    with pytest.raises(UnreadableDocumentError, match=re.escape("pip install 'ragblend[pdf]'")):
-        read(tmp_path, "a.pdf", make_pdf("x"))
-
-
-@pytest.mark.parametrize(
-    ("password", "reason"), [("sesame", "is a PDF that needs a password"), ("", None)], ids=["password", "none"]
-)
-def test_a_password_is_told_from_damage(tmp_path, password, reason):
-    pypdf = pytest.importorskip("pypdf")
-    writer, out = pypdf.PdfWriter(clone_from=io.BytesIO(make_pdf("Hello fused world"))), io.BytesIO()
-    writer.encrypt(password, "owner", algorithm="RC4-128")  # no other algorithm works without `cryptography`
-    writer.write(out)
-    if reason is None:
-        assert read(tmp_path, "a.pdf", out.getvalue())[0].text.strip() == "Hello fused world"
-        return
-    with pytest.raises(UnreadableDocumentError, match=reason):
-        read(tmp_path, "a.pdf", out.getvalue())
 
 
 @pytest.mark.parametrize(

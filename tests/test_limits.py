@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tracemalloc
-from collections.abc import Callable, Iterable
-from html.parser import HTMLParser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ragblend.chunker import Document, split
-from ragblend.corpus import pages
 from ragblend.corpus.documents import open_source, read_documents
 from ragblend.corpus.folder_scan import scan_folders
 from ragblend.corpus.loaders import FileReader
-from ragblend.corpus.pages import read_page
 from ragblend.demo import WEIGHTS
 from ragblend.errors import UnreadableDocumentError
 from ragblend.index import open_index
@@ -95,100 +91,6 @@ def test_edges_and_ids_of_the_chunks_of_texts_in_this_repository_are_what_they_w
             found.update(repr((path.name, chunk.start, chunk.end, renderer.chunk_ids(chunk.text))).encode())
             count += 1
     assert (count, found.hexdigest()[:32]) == (num_chunks, digest)
-
-
-# --- pages ---
-
-
-class _PlainPage(HTMLParser):
-    """The tags and texts of a page as the standard library's parser tells them."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.found: list[object] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, True, False))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, True, True))
-
-    def handle_endtag(self, tag: str) -> None:
-        self.found.append((tag, False, True))
-
-    def handle_data(self, data: str) -> None:
-        self.found.append(data)
-
-
-_MARKUP = (
-    "<p>|</p>|<b>|<br/>|<TD>|a| |&amp;|&lt|<!-- c -->|<!DOCTYPE html>|<?php x?>|<script></script>|<style></style>"
-    "|<title>t</title>|<a href='x>y'>|<a href=\"q\" b>|<img src=x />|<svg>|</svg>|1 < 2|</ul>"
-    "|<x-y:z>|<input value='<b>'>"
-)
-
-
-@given(page=st.lists(st.sampled_from(_MARKUP.split("|")), max_size=25).map("".join))
-def test_ordinary_pages_have_the_tags_and_texts_that_the_standard_library_finds(page: str) -> None:
-    from ragblend.corpus.pages import _tokenize
-
-    def joined(items: Iterable[Any]) -> list[object]:
-        found: list[object] = []
-        for item in items:
-            if isinstance(item, str) and found and isinstance(found[-1], str):
-                found[-1] += item
-            elif item:
-                found.append(item)
-        return found
-
-    found = (item if isinstance(item, str) else tuple(item) for item in _tokenize(page))
-    assert joined(found) == joined(_PlainPage(page).found)
-
-
-def test_a_page_shows_its_text_and_a_title() -> None:
-    page = "<html><head><title>A  B</title><style>x</style></head><body><h1>C</h1>d<br>e <b>f</b><table><tr><td>g<td>h"
-    assert read_page(page) == ("C\n\nd\ne f\n\ng h", "A B")
-    assert read_page("a &#" + "1" * 5000 + "; b").text.startswith("a &#111")
-
-
-class _Counted(str):
-    """A page that counts the characters its searches look at."""
-
-    looked_at = 0
-
-    def find(self, mark: str, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
-        found = super().find(mark, start)
-        _Counted.looked_at += (len(self) if found < 0 else found) - start
-        return found
-
-
-@pytest.mark.parametrize(
-    "piece", ["<a ", "<a", "</a ", "<!-- >", "<![CDATA[ >", "<? ", "<a x='", "<a x='>", "<script></", "<", "<svg></x>"]
-)
-def test_marks_that_do_not_end_are_not_looked_for_again(piece: str) -> None:
-    _Counted.looked_at = 0
-    page = _Counted(piece * 3000)
-    read_page(page)
-    assert _Counted.looked_at <= 8 * len(page)
-
-
-def test_tags_with_open_quotes_read_the_rest_of_a_page_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at = 0
-
-    class Counting:
-        def match(self, page: str, place: int) -> re.Match[str] | None:
-            nonlocal looked_at
-            found = attributes.match(page, place)
-            looked_at += (len(page) if found is None else found.end()) - place
-            return found
-
-    attributes = pages._ATTRIBUTES
-    monkeypatch.setattr(pages, "_ATTRIBUTES", Counting())
-    page = "<x y='<a z=\"" * 3000 + ">"
-    assert "<x y=" in page
-    read_page(page)
-    assert looked_at < 40 * len(page)
 
 
 # --- limits ---

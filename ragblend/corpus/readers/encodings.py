@@ -166,7 +166,10 @@ def check_sample(sample: str) -> None:
 
 
 def _count_odd(sample: str) -> int:
-    return sum(unicodedata.category(char) in {"Cc", "Cn", "Co", "Cs"} and char not in "\t\n\r\f\x1b" for char in sample)
+    """The number of control, unassigned and private characters; each distinct one is looked up once."""
+    kinds = {"Cc", "Cn", "Co", "Cs"}
+    odd = {char for char in set(sample) if unicodedata.category(char) in kinds and char not in "\t\n\r\f\x1b"}
+    return sum(char in odd for char in sample) if odd else 0
 
 
 def new_digest(data: bytes = b"") -> hashlib.blake2b:

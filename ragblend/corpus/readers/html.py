@@ -1,41 +1,110 @@
-"""HTML and XHTML: the text that a reader of the page sees, without menus."""
+"""HTML and XHTML: the text that a reader of the page sees, without menus. Read `parse_html` first."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable
-from functools import cache
+from typing import NamedTuple
 
-from ragblend.corpus.pages import read_page
+from selectolax.lexbor import LexborHTMLParser, LexborNode
+
 from ragblend.corpus.readers.encodings import decode_text
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.html_blocks import PageWriter
+from ragblend.corpus.readers.html_markup import clean_markup
+from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
 
-logger = logging.getLogger(__name__)
+_CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)
+_INVISIBLE = frozenset(
+    {
+        *("script", "style", "noscript", "template", "svg", "head", "title", "iframe", "object", "audio"),
+        *("video", "canvas", "datalist", "annotation", "annotation-xml", "-comment", "-doctype"),
+    }
+)
+_HEADER_FOOTER = frozenset({"header", "footer"})  # those of an article or a section are text
+_MENUS = frozenset({"nav", "aside", *_HEADER_FOOTER})
+_ARTICLES = frozenset({"article", "section", "main"})
+_HIDDEN = '[hidden]:not([hidden="until-found"]), a.headerlink'
 
-_CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
 
+class HtmlText(NamedTuple):
+    """The text of a page: blocks with a blank line between them, and the headings in it."""
 
-_MAX_EXTRACTED_CHARS = 2 << 20  # trafilatura takes 3 to 20 s per megabyte, and larger pages are data, not articles
+    text: str
+    title: str
+    marks: tuple[Mark, ...]
 
 
 def read_html(data: bytes) -> ParsedRecords:
     """Read one page as one document."""
-    found = None if data.startswith(b"\xef\xbb\xbf") else _CHARSET.search(data[:4096])
-    page = decode_text(data, found[1].decode() if found else "").text
-    parsed = read_page(page)
-    extract = _trafilatura_extract() if len(page) <= _MAX_EXTRACTED_CHARS else None
-    text = extract(page, include_comments=False) if extract else None
-    yield ParsedRecord("", text or parsed.text, {"title": parsed.title} if parsed.title else {})
+    declared = _CHARSET.search(data[:4096])
+    decoded = decode_text(data, declared[1].decode() if declared else "")
+    page = parse_html(decoded.text)
+    yield ParsedRecord("", page.text, {"title": page.title} if page.title else {}, page.marks, decoded.notes)
 
 
-@cache
-def _trafilatura_extract() -> Callable[..., str | None] | None:
-    """The extra `html`, which drops menus and footers that our own parser keeps; None when it is not installed."""
-    try:
-        from trafilatura import extract
-    except ImportError as error:
-        if error.name != "trafilatura":  # installed, but for example its lxml came without lxml_html_clean
-            logger.warning("trafilatura does not import (%s); pages are read by the simpler parser", error)
-        return None
-    return extract  # type: ignore[no-any-return]
+def parse_html(markup: str) -> HtmlText:
+    """Return the text of a page, or of a part of one, without its menus; with them where there is nothing else.
+
+    >>> parse_html("<title>T</title><nav>Home</nav><h1>A</h1><p>b<br>c</p><ul><li>d</ul>").text
+    '# A\\n\\nb\\nc\\n\\n- d'
+    """
+    tree = LexborHTMLParser(clean_markup(markup))
+    title = next((node.text() for node in tree.css("title") if node.parent is None or node.parent.tag != "svg"), "")
+    root = tree.body or tree.root
+    if root is None:
+        return HtmlText("", "", ())
+    text, marks = _write(root, _Visibility(root, shows_menus=False))
+    if not text:
+        text, marks = _write(root, _Visibility(root, shows_menus=True))
+    return HtmlText(text, " ".join(title.split()), marks)
+
+
+class _Visibility:
+    """Decides which elements of a page are read."""
+
+    def __init__(self, root: LexborNode, shows_menus: bool) -> None:
+        hidden = _HIDDEN if shows_menus else f'{_HIDDEN}, [role="navigation"]'
+        self._hidden = {node.mem_id for node in root.css(hidden)}
+        # What pandoc puts there is the title of the text, its author and its date.
+        self._headers = {node.mem_id for node in root.css("header#title-block-header")}
+        self._shows_menus = shows_menus
+
+    def shows(self, node: LexborNode, tag: str, is_in_article: bool) -> bool:
+        """Return True if a reader of the page reads the element `node`, as far as its own tag decides."""
+        if tag in _INVISIBLE or (self._hidden and node.mem_id in self._hidden):
+            return False
+        if self._shows_menus or tag not in _MENUS:
+            return True
+        return tag in _HEADER_FOOTER and (is_in_article or node.mem_id in self._headers)
+
+
+def _write(root: LexborNode, visibility: _Visibility) -> tuple[str, tuple[Mark, ...]]:
+    """Write what is below `root`, without recursion: the elements of a page may be nested deeply."""
+    writer = PageWriter()
+    ancestors: list[tuple[LexborNode, str]] = []
+    num_articles = 0  # of the ancestors
+    node = root.first_child
+    while node is not None:
+        tag = node.tag or "-comment"
+        child = None
+        if tag == "-text":
+            writer.add_text(node.text_content or "")
+        elif tag == "img":
+            writer.add_text(f" {node.attributes.get('alt') or ''} ")
+        elif visibility.shows(node, tag, num_articles > 0):
+            writer.open(tag)
+            child = node.first_child
+            if child is None:
+                writer.close(tag)
+        if child is not None:
+            num_articles += tag in _ARTICLES
+            ancestors.append((node, tag))
+            node = child
+            continue
+        following = node.next
+        while following is None and ancestors:
+            node, tag = ancestors.pop()
+            num_articles -= tag in _ARTICLES
+            writer.close(tag)
+            following = node.next
+        node = following
+    return writer.build()

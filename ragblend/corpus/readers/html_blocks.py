@@ -1,0 +1,241 @@
+"""The blocks of a page, written from its elements and texts in document order.
+
+Headings are lines of Markdown with a mark, items begin with "- ", a row of a table is a line of cells, a code block
+has fences. A table whose cells hold whole sections only lays the page out, and is written as if it were not there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ragblend.corpus.readers.blocks import TextBlocks, table_row
+from ragblend.corpus.readers.types import Mark
+
+_BLOCKS = frozenset(
+    {
+        *("address", "article", "aside", "blockquote", "body", "caption", "center", "dd", "details"),
+        *("dialog", "dir", "div", "dl", "dt", "fieldset", "figcaption", "figure", "footer", "form", "h1"),
+        *("h2", "h3", "h4", "h5", "h6", "header", "hgroup", "hr", "legend", "li", "main", "menu", "nav"),
+        *("ol", "optgroup", "option", "p", "pre", "search", "section", "select", "summary", "table", "tbody"),
+        *("td", "textarea", "tfoot", "th", "thead", "tr", "ul"),
+    }
+)
+_HEADINGS = {f"h{level}": level for level in range(1, 7)}
+# No heading holds these: its end tag was forgotten.
+_END_HEADINGS = frozenset({"p", "ul", "ol", "dl", "table", "pre", "blockquote"})
+_LISTS = frozenset({"ul", "ol", "menu", "dir"})
+_MAX_CELL_CHARS = 2000  # a longer cell lays out a page
+_MAX_INDENTED = 8
+_BLANK_LINES = re.compile(r"\n{3,}")
+_FENCE = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
+
+
+class _Block(NamedTuple):
+    text: str
+    group: int = 0  # blocks of one group follow each other without a blank line; 0: none
+    heading: int = 0
+
+
+@dataclass(slots=True)
+class _Cell:
+    blocks: list[_Block] = field(default_factory=list)
+    num_chars: int = 0
+    holds_section: bool = False  # a heading, code or another table
+
+    def add(self, block: _Block) -> None:
+        self.blocks.append(block)
+        self.num_chars += len(block.text)
+        self.holds_section |= bool(block.heading) or block.text.startswith("```")
+
+    def extend(self, other: _Cell) -> None:
+        self.blocks.extend(other.blocks)
+        self.num_chars += other.num_chars
+        self.holds_section |= other.holds_section
+
+
+class PageWriter:
+    """Takes the elements and texts of a page in document order and makes the page's text of them."""
+
+    def __init__(self) -> None:
+        self._output = TextBlocks()
+        self._lines: list[str] = []  # of the block that is open, those that a <br> has ended
+        self._pieces: list[str] = []  # of its last line
+        self._prefix = ""  # of the next block
+        self._group = 0  # of the next block
+        self._group_lines: list[str] = []
+        self._open_group = 0
+        self._num_groups = 0
+        self._heading = self._num_pre = 0
+        self._lists: list[int] = []  # the group of each open list
+        self._term_group = 0
+        self._tables: list[int] = []  # the group of each open table
+        self._rows: list[list[_Cell]] = []  # the cells of each open row
+        self._cells: list[_Cell] = []  # each open cell
+
+    def add_text(self, text: str) -> None:
+        """Append text to the open block."""
+        self._pieces.append(text)
+
+    def open(self, tag: str) -> None:
+        """Begin an element."""
+        if tag == "br":
+            self._break_line()
+        elif tag not in _BLOCKS:
+            if "-" in tag:  # a component, which mostly looks like a block
+                self._pieces.append(" ")
+        elif self._num_pre:
+            self._num_pre += tag == "pre"
+            self._end_line()
+        else:
+            self._end_block(tag in _END_HEADINGS)
+            self._begin(tag)
+
+    def close(self, tag: str) -> None:
+        """End an element that was begun last."""
+        if tag not in _BLOCKS:
+            return
+        if self._num_pre:
+            self._num_pre -= tag == "pre"
+            if self._num_pre or tag != "pre":
+                self._end_line()
+            else:
+                self._write_code()
+            return
+        is_heading = tag in _HEADINGS
+        self._end_block(is_heading)
+        if is_heading:
+            self._heading = 0
+        elif tag in {"li", "dd", "dt"}:
+            self._prefix, self._group = "", 0
+        elif tag in _LISTS and self._lists:
+            self._lists.pop()
+        elif tag == "table" and self._tables:
+            self._tables.pop()
+        elif tag in {"td", "th"} and self._cells:
+            self._rows[-1].append(self._cells.pop())
+        elif tag == "tr" and self._rows and len(self._rows) > len(self._cells):
+            self._write_row(self._rows.pop())
+
+    def build(self) -> tuple[str, tuple[Mark, ...]]:
+        """Return the text and its marks."""
+        self._end_block(ends_heading=True)
+        self._end_group()
+        return self._output.build()
+
+    def _begin(self, tag: str) -> None:
+        if tag in _HEADINGS:
+            self._heading = _HEADINGS[tag]
+        elif tag in _LISTS:
+            self._lists.append(self._lists[0] if self._lists else self._new_group())
+        elif tag == "li":
+            self._prefix = "  " * min(max(len(self._lists) - 1, 0), _MAX_INDENTED) + "- "
+            self._group = self._lists[-1] if self._lists else self._new_group()
+        elif tag == "dt":
+            self._group = self._term_group = self._new_group()
+        elif tag == "dd":
+            self._group = self._term_group
+        elif tag == "pre":
+            self._num_pre = 1
+        elif tag == "table":
+            self._tables.append(self._new_group())
+            self._prefix, self._group, self._heading = "", 0, 0
+        elif tag == "tr" and self._tables:
+            self._rows.append([])
+        elif tag in {"td", "th"} and len(self._rows) > len(self._cells):
+            self._cells.append(_Cell())
+
+    def _new_group(self) -> int:
+        self._num_groups += 1
+        return self._num_groups
+
+    # --- lines ---
+
+    def _break_line(self) -> None:
+        if self._num_pre:
+            self._pieces.append("\n")
+        else:
+            self._lines.append(_join_words(self._pieces))
+            self._pieces.clear()
+
+    def _end_line(self) -> None:
+        """Begin a new line in code, if something is on the last one."""
+        if self._pieces and not self._pieces[-1].endswith("\n"):
+            self._pieces.append("\n")
+
+    # --- blocks ---
+
+    def _end_block(self, ends_heading: bool) -> None:
+        if self._heading and not ends_heading:
+            self._pieces.append(" ")
+            return
+        if not self._pieces and not self._lines:
+            return
+        text = "\n".join([*self._lines, _join_words(self._pieces)]).strip("\n")
+        self._lines.clear()
+        self._pieces.clear()
+        if not text:
+            return
+        if self._heading:
+            self._emit(_Block(text.rstrip(" \n¶"), 0, self._heading))
+            self._heading = 0
+        else:
+            self._emit(_Block(self._prefix + _BLANK_LINES.sub("\n\n", text), self._group))
+        self._prefix, self._group = "", 0
+
+    def _write_code(self) -> None:
+        text = "".join(self._pieces).replace("\r\n", "\n").replace("\r", "\n").strip("\n").rstrip()
+        self._pieces.clear()
+        if not text:
+            return
+        if "\n" in text:
+            fence = max((found[1] for found in _FENCE.finditer(text)), key=len, default="``") + "`"
+            text = f"{fence}\n{text}\n{fence}"
+        self._emit(_Block(text))
+        self._prefix, self._group = "", 0
+
+    def _write_row(self, cells: list[_Cell]) -> None:
+        """Write a row as a line, or its cells one below the other where the table lays out the page."""
+        filled = [cell for cell in cells if cell.blocks]
+        is_line = all(not cell.holds_section and cell.num_chars <= _MAX_CELL_CHARS for cell in filled)
+        if is_line and len(cells) > 1 and filled:
+            line = table_row([" ".join(block.text.strip() for block in cell.blocks) for cell in cells])
+            self._emit(_Block(line, self._tables[-1]))
+            if self._cells:
+                self._cells[-1].holds_section = True
+            return
+        for cell in filled:
+            if self._cells:
+                self._cells[-1].extend(cell)
+            else:
+                for block in cell.blocks:
+                    self._write(block)
+
+    def _emit(self, block: _Block) -> None:
+        if self._cells:
+            self._cells[-1].add(block)
+        else:
+            self._write(block)
+
+    def _write(self, block: _Block) -> None:
+        if block.group != self._open_group or not block.group:
+            self._end_group()
+        if block.heading:
+            self._output.add_heading(block.text, block.heading)
+        elif block.group:
+            self._group_lines.append(block.text)
+            self._open_group = block.group
+        else:
+            self._output.add(block.text)
+
+    def _end_group(self) -> None:
+        if self._group_lines:
+            self._output.add("\n".join(self._group_lines))
+            self._group_lines.clear()
+        self._open_group = 0
+
+
+def _join_words(pieces: list[str]) -> str:
+    """One line of the pieces, without the hyphens that only show where a word may be divided."""
+    return " ".join("".join(pieces).replace("\u00ad", "").split())

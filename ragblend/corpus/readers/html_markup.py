@@ -1,0 +1,136 @@
+"""HTML before it is parsed: what a page's text does not depend on is taken out, and what makes parsing slow.
+
+Without scripts, comments and most attributes a page is a third as long. Works on strings; reads no trees but those
+that `_limit_depth` makes. Read `clean_markup` first.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+
+from selectolax.lexbor import LexborHTMLParser
+
+_VOID = frozenset(
+    {
+        *("area", "base", "basefont", "bgsound", "br", "col", "embed", "frame", "hr", "img", "input"),
+        *("keygen", "link", "meta", "param", "source", "track", "wbr"),
+    }
+)
+# The parser reopens these in every block after one that was not closed: 200 of them and 5,000 paragraphs of one
+# letter (42 KB) become a million elements. As spans they stay closed, and the text is the same.
+_FORMATTING = "b|big|code|em|font|i|nobr|s|small|strike|strong|tt|u"
+_FORMATTING_NAMES = frozenset(_FORMATTING.split("|"))
+_XHTML = "http://www.w3.org/1999/xhtml"
+_MAX_ATTRIBUTES_CHARS = 2000  # the parser compares each attribute of a tag with all others
+_ALT = re.compile(r"""(?<![\w-])alt\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)""", re.IGNORECASE)
+
+_ATTRIBUTES = r"""(?:
+    [^>"']*+(?:(?<==)"[^"]*+"[^>"']*+)*+(?=>)                              # the usual ones, for speed
+  | (?>[^>=]++ | =\s*+(?>"[^"]*+(?:"|\Z) | '[^']*+(?:'|\Z))?)*+            # a quote only counts after an =
+)"""
+_MARKUP = r"""<(?:
+    (?P<raw>(?i:script|style|iframe|noembed|noframes|xmp|title|textarea)) (?=[\s/>]) {attributes} {alone} (?:>|\Z)
+        (?P<inside>[^<]*+(?:<(?!/(?i:(?P=raw))[\s/>])[^<]*+)*+) (?:</[^>]*+(?:>|\Z)|\Z)
+  | (?P<name>[a-zA-Z][^\s/<>]*+) (?P<attributes>[\s/]{attributes}) (?:>|\Z)
+  | (?P<end>/?) (?P<formatting>(?i:{formatting})) (?=[\s>])
+  | !\[CDATA\[ (?P<cdata>.*?) (?:\]\]>|\Z)
+  | !-- (?: -?> | .*? (?:--!?>|\Z))
+  | [!?] [^>]*+ (?:>|\Z)
+)"""
+
+
+def _compile(alone: str) -> re.Pattern[str]:
+    pattern = _MARKUP.replace("{attributes}", _ATTRIBUTES).replace("{alone}", alone)
+    return re.compile(pattern.replace("{formatting}", _FORMATTING), re.DOTALL | re.VERBOSE)
+
+
+_HTML, _XML = _compile(""), _compile("(?<!/)")
+
+
+def clean_markup(page: str) -> str:
+    """Return markup with the text and the elements of `page`, in time that grows with the page whatever it holds.
+
+    Self-closed tags of XHTML have an end. A page too deeply nested is flat: line breaks in place of its elements.
+
+    >>> clean_markup('<p class="x">a <B>b</B><script>"<p>"</script><!-- c --><img src="d" alt="e">')
+    '<p>a <span>b</span><img alt="e">'
+    """
+    is_xhtml = page.lstrip("\ufeff \t\r\n").startswith("<?xml") or _XHTML in page[:1000]
+
+    def rewrite(token: re.Match[str]) -> str:
+        raw, inside, name, attributes, end, formatting, cdata = token.groups()
+        if name is not None:
+            return _rewrite_tag(name.lower(), attributes, is_xhtml)
+        if formatting is not None:
+            return f"<{end}span"
+        if raw is not None:
+            return _rewrite_raw(raw.lower(), inside)
+        return html.escape(cdata) if cdata is not None else ""
+
+    return _limit_depth((_XML if is_xhtml else _HTML).sub(rewrite, page))
+
+
+def _rewrite_tag(name: str, attributes: str, is_xhtml: bool) -> str:
+    if name == "img":
+        alt = _ALT.search(attributes)
+        return f"<img alt={alt[1]}>" if alt else ""
+    is_closed = is_xhtml and attributes.endswith("/") and name not in _VOID
+    if name in _FORMATTING_NAMES:
+        name = "span"
+    if len(attributes) > _MAX_ATTRIBUTES_CHARS or not _is_wanted(attributes):
+        attributes = ""
+    elif is_closed:
+        attributes = attributes[:-1]
+    return f"<{name}{attributes}></{name}>" if is_closed else f"<{name}{attributes}>"
+
+
+def _is_wanted(attributes: str) -> bool:
+    """True for attributes that html.py may look at. Written out, because it is called at every tag."""
+    return (
+        "hidden" in attributes
+        or "navigation" in attributes
+        or "headerlink" in attributes
+        or "title-block-header" in attributes
+    )
+
+
+def _rewrite_raw(name: str, inside: str) -> str:
+    """What becomes of an element whose content is no markup."""
+    if name in {"title", "textarea"}:
+        return f"<{name}>{inside}</{name}>"
+    return f"<pre>{html.escape(inside)}</pre>" if name == "xmp" else ""
+
+
+# --- depth ---
+
+# The parser looks through all open elements at most tags: 50,000 nested <div> take it ten seconds.
+_MAX_DEPTH = 1000
+_TAGS_AT_A_TIME = 2000
+_TAG_BEGINNING = re.compile(r"</?[a-zA-Z][^\s/>]*")
+_INLINE = re.compile(r"</?(?:span|a|abbr|q|label|sub|sup|cite|kbd|samp|var|mark|ins|del|time)(?=[\s/>])")
+_STRUCTURE = re.compile(r"</?(?!(?:p|h[1-6]|br|wbr|hr|img|title|textarea|html|head|body)[\s/>])[a-zA-Z][^\s/>]*")
+
+
+def _limit_depth(markup: str) -> str:
+    """`markup` if no more than `_MAX_DEPTH` of its elements are open at once, else without structure."""
+    if markup.count("<") <= _MAX_DEPTH:
+        return markup
+    tags = _TAG_BEGINNING.findall(markup)
+    open_tags: list[str] = []
+    for start in range(0, len(tags), _TAGS_AT_A_TIME):
+        piece = ">".join([*open_tags, *tags[start : start + _TAGS_AT_A_TIME], "<!----"])
+        open_tags = _find_open_tags(LexborHTMLParser(f"{piece}>"))
+        if len(open_tags) > _MAX_DEPTH:
+            return _STRUCTURE.sub("<br", _INLINE.sub("<wbr", markup))
+    return markup
+
+
+def _find_open_tags(tree: LexborHTMLParser) -> list[str]:
+    """The elements that are open at the end, where a comment is."""
+    open_tags: list[str] = []
+    node = tree.body.last_child if tree.body else None
+    while node is not None and not str(node.tag).startswith("-"):
+        open_tags.append(f"<{node.tag}")
+        node = node.last_child
+    return open_tags
