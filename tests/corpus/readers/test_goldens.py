@@ -22,7 +22,7 @@ def table_csv() -> bytes:
 
 
 def statement_csv() -> bytes:
-    return "Konto;DE00\nZeitraum;Mai\n\nTag;Text;Betrag\n02.05.;Miete, Mai;-800,00\n03.05.;Lohn;2.000,00\n".encode()
+    return b"Konto;DE00\nZeitraum;Mai\n\nTag;Text;Betrag\n02.05.;Miete, Mai;-800,00\n03.05.;Lohn;2.000,00\n"
 
 
 def texts_csv() -> bytes:
