@@ -25,7 +25,7 @@ def check_reading(file: IO[bytes], num_bytes: int, suffix: str) -> None:
 
     Raises UnreadableDocumentError where the child crashed, took longer than 10 s per MB (at least 30 s) or more memory
     than 4 GiB and 32 times the file. A file that a reader rejects with a reason passes, as does plain text, which is
-    not read. `file` has a descriptor, is read from its beginning, and is at its beginning again afterwards.
+    not read. `file` has a descriptor and is read from its beginning; its position is changed.
     """
     if suffix.lower() not in READERS:
         return
@@ -47,8 +47,6 @@ def check_reading(file: IO[bytes], num_bytes: int, suffix: str) -> None:
         raise UnreadableDocumentError(
             f"reading it took longer than {limit_s:.0f} s; save it anew with the program that made it, or as text"
         ) from error
-    finally:
-        file.seek(0)
     if status == _OUT_OF_MEMORY:
         raise UnreadableDocumentError("reading it took too much memory; split it, or save it as text")
     if status:

@@ -31,6 +31,7 @@ _FIXES = {
     _GARBAGE: "run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW",
     _DAMAGE: "repair the file, for example: qpdf FILE NEW",
 }
+_NO_TEXT = "; if a viewer shows some, run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW"
 _MAX_RANGES = 20  # of pages named in a note
 _MAX_LEVEL = 6
 _MAX_TITLE = 300
@@ -63,7 +64,7 @@ def read_pdf(data: bytes) -> ParsedRecords:
             problems.setdefault(problem, []).append(number)
     notes = tuple(f"{_name_pages(pages)} {problem}; {_FIXES[problem]}" for problem, pages in problems.items())
     if not any(texts):
-        raise UnreadableDocumentError(f"holds no text; {'; '.join(notes) or 'run OCR on it first if it shows any'}")
+        raise UnreadableDocumentError(f"holds no text{': ' if notes else ''}{'; '.join(notes) or _NO_TEXT}")
     metadata: dict[str, Any] = {"num_pages": len(texts)}
     if title := _clean_title(contents.title):
         metadata["title"] = title

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import re
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from threading import Lock
 from typing import Any, NamedTuple
@@ -27,6 +28,11 @@ _MAX_BOOKMARKS = 20_000  # PDFium looks for each one's page among all pages
 _MAX_OBJECTS = 1000  # of a page without text, among which a picture is looked for
 _MANY_PATHS = 50  # letters as outlines; a page that is empty on purpose has a line or a frame
 _HIDDEN = 2  # a flag of annotations
+_STREAM = re.compile(rb"\bstream\r?\n")
+_DICTIONARY_BYTES = 400  # before a stream
+_MIN_INFLATED, _MAX_RATIO = 16 << 20, 100  # pages of text are compressed to a quarter
+_MAX_FILTERS = 8
+_PIECE = 1 << 16
 _INVISIBLE = re.compile("[\\s\x00-\x1f\ufffe]+")
 
 _FIELD_TYPES = {raw.FPDF_FORMFIELD_TEXTFIELD, raw.FPDF_FORMFIELD_COMBOBOX, raw.FPDF_FORMFIELD_LISTBOX}
@@ -75,6 +81,7 @@ class PdfContents(NamedTuple):
 
 def read_contents(data: bytes) -> PdfContents:
     """Return what the PDF `data` holds. Raises UnreadableDocumentError for a password, damage and what is no PDF."""
+    _check_inflated_size(data)
     with _LOCK, _opened(data) as document:
         num_pages = len(document)
         return PdfContents(
@@ -85,8 +92,41 @@ def read_contents(data: bytes) -> PdfContents:
         )
 
 
+def _check_inflated_size(data: bytes) -> None:
+    """Raise UnreadableDocumentError where a page may be a bomb: PDFium takes 18 times its operators in memory."""
+    limit = _MIN_INFLATED + _MAX_RATIO * len(data)
+    size = 0
+    for stream in _STREAM.finditer(data):
+        head = data[max(0, stream.start() - _DICTIONARY_BYTES) : stream.start()]
+        if b"/Image" not in head.rpartition(b"obj")[2]:  # large, and not decoded for its text
+            size += _inflated_size(memoryview(data)[stream.end() :], limit - size)
+        if size > limit:
+            raise UnreadableDocumentError(
+                f"its compressed pages hold more than {limit >> 20} MiB in {len(data)} bytes; split the file, or "
+                "save it as text"
+            )
+
+
+def _inflated_size(data: memoryview | bytes, limit: int) -> int:
+    """Return how many bytes a stream of zlib holds, 0 for another one, and no more than `limit` and a bit."""
+    size = 0
+    for _ in range(_MAX_FILTERS):  # one stream may be compressed many times
+        if len(data) < 2 or data[0] & 15 != zlib.DEFLATED or int.from_bytes(data[:2]) % 31:
+            break
+        inflater, parts, start = zlib.decompressobj(), list[bytes](), 0
+        with suppress(zlib.error):  # PDFium reads a damaged stream up to the damage, too
+            while start < len(data) and not inflater.eof and size <= limit:
+                parts.append(inflater.decompress(data[start : start + _PIECE], limit - size + 1))
+                start += _PIECE
+                size += len(parts[-1])
+        data = b"".join(parts)
+    return size
+
+
 @contextmanager
 def _opened(data: bytes) -> Iterator[PdfDocument]:
+    if not data.strip():
+        raise UnreadableDocumentError(f"is empty ({len(data)} bytes); copy or download it again")
     if b"%PDF-" not in data[:_HEADER_BYTES]:
         raise UnreadableDocumentError(
             f"is no PDF: it begins with {data[:20]!r}, not with %PDF-; download it again, or rename it after its format"

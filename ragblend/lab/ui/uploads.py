@@ -103,7 +103,7 @@ class Upload:
         self._data.write(data)
 
     def commit(self) -> None:
-        """Put the whole file into the folder. Raises UnreadableDocumentError where a child process cannot survive it."""
+        """Put the whole file into the folder. Raises UnreadableDocumentError if reading it ends a child process."""
         check_reading(self._data, self._size, self._path.suffix)
         folder = Directory(self._path.parent, fsync=False, full_hint="Make room and drop the file again")
         folder.remove_stale_files()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from ui_site import QUESTION, Site, of, open_for, parsed, running, settings_in
 
 from ragblend.cli.session import retrieve
+from ragblend.corpus.readers import child
 from ragblend.errors import UnsupportedModelError, UsageError
 from ragblend.lab.ui import app, job_queue, timeouts
 from ragblend.lab.ui.answers import QuestionRun, shared_beginning
@@ -205,6 +207,17 @@ def test_a_damaged_pdf_is_named_and_the_others_are_ingested(empty: Site) -> None
     assert "repair it" in problem["reason"]
     assert empty.state()["documents"] == ["good.txt"]
     assert [path.name for path in uploads_folder(empty.settings.index).iterdir()] == ["good.txt"]
+
+
+def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(
+    empty: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert empty.upload("a.html", b"<p>James Bell lives in Dorburg.").status_code == 201
+    monkeypatch.setattr(child, "_command", lambda *_: [sys.executable, "-c", "import os; os.abort()"])
+    reply = empty.upload("a.html", b"<p>Other words")
+    assert (reply.status_code, "reading it crashed (SIGABRT)" in reply.json()["error"]) == (400, True)
+    (path,) = uploads_folder(empty.settings.index).iterdir()
+    assert path.read_bytes() == b"<p>James Bell lives in Dorburg."
 
 
 def test_a_file_beyond_the_limit_leaves_nothing_whether_its_size_was_said_or_not(empty: Site) -> None:
