@@ -1,0 +1,261 @@
+"""Texts of a file by programs that share no code with the readers, and the words in which two texts differ.
+
+Each reference is optional: one whose program is not installed is left out. Does not depend on ragblend.
+Read `compare_words` and `reference_texts` first.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import json
+import re
+import shutil
+import subprocess
+import unicodedata
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+# Scripts without spaces between words: each character is a word.
+_UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")
+# Programs differ in whether they join a word at a line's end, so a hyphen inside a word counts for nothing.
+_HYPHEN = re.compile(r"(?<=[^\W\d_])[-\u2010](?:[ \t\r]*\n\s*)?(?=[^\W\d_])")
+
+_PANDOC = ("pandoc", "-t", "plain", "--wrap=none")
+_COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    ".pdf": (
+        ("pdftotext", "-q", "-enc", "UTF-8", "{}", "-"),
+        ("mutool", "draw", "-q", "-F", "txt", "-o", "-", "{}"),
+    ),
+    **dict.fromkeys(
+        (".html", ".htm", ".xhtml"),
+        (("lynx", "-dump", "-nolist", "-force_html", "-width=1000", "-display_charset=utf-8", "{}"),),
+    ),
+    **{f".{name}": ((*_PANDOC, "-f", name, "{}"),) for name in ("docx", "odt", "epub", "rtf")},
+    ".xls": (("xls2csv", "-d", "utf-8", "{}"),),
+}
+TOOLS = tuple(sorted({command[0] for commands in _COMMANDS.values() for command in commands} | {"lxml"}))
+
+
+class WordDifference(NamedTuple):
+    """Shares of the reference's words, in percent, as multisets. `reference`: the program that gave the words."""
+
+    missing_percent: float
+    extra_percent: float
+    reference: str
+    missing: tuple[str, ...] = ()  # the most frequent ones
+    extra: tuple[str, ...] = ()
+
+
+def missing_tools() -> list[str]:
+    """Names of the references that are not installed."""
+    return [name for name in TOOLS if not shutil.which(name) and not (name == "lxml" and _has_lxml())]
+
+
+def count_words(text: str) -> Counter[str]:
+    """Words of a text and how often each occurs: letters and digits in compatibility form, case folded."""
+    text = _INVISIBLE.sub("", unicodedata.normalize("NFKC", text))
+    return Counter(_WORD.findall(_HYPHEN.sub("", text).casefold()))
+
+
+def compare_words(text: str, references: Mapping[str, str]) -> WordDifference | None:
+    """The difference to the reference that is nearest to `text`; None where no reference has a word."""
+    got = count_words(text)
+    return min((_difference(got, each, name) for name, each in references.items() if count_words(each)), default=None,
+               key=lambda found: found.missing_percent + found.extra_percent)  # fmt: skip
+
+
+def _difference(got: Counter[str], reference: str, name: str) -> WordDifference:
+    wanted = count_words(reference)
+    missing, extra, total = wanted - got, got - wanted, wanted.total()
+    samples = (tuple(word for word, _ in words.most_common(12)) for words in (missing, extra))
+    return WordDifference(100 * missing.total() / total, 100 * extra.total() / total, name, *samples)
+
+
+def reference_texts(path: Path) -> dict[str, str]:
+    """The text of a file by each program that reads its format and is installed, by the program's name."""
+    suffix = path.suffix.lower()
+    texts = {}
+    for command in _COMMANDS.get(suffix, ()):
+        if (text := _run(command, path)) is not None:
+            texts[command[0]] = text
+    walk = _WALKS.get(suffix)
+    if walk in (html_text, _epub_text):
+        if _has_lxml() and (walk is html_text or not texts):  # pandoc, where it reads a book, reads its parts in order
+            texts["lxml"] = walk(path.read_bytes())
+    elif walk is not None:
+        texts["own walk"] = walk(path.read_bytes())
+    return texts
+
+
+def _run(command: tuple[str, ...], path: Path) -> str | None:
+    """Standard output of a program; None where it is not installed or fails on the file."""
+    if not shutil.which(command[0]):
+        return None
+    charset = ("-assume_charset=utf-8",) if command[0] == "lynx" and _is_utf8(path.read_bytes()) else ()
+    filled = [command[0], *charset, *(part.replace("{}", str(path)) for part in command[1:])]
+    try:
+        ran = subprocess.run(filled, capture_output=True, timeout=120, check=True, stdin=subprocess.DEVNULL)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return ran.stdout.decode("utf-8", "replace")
+
+
+def _has_lxml() -> bool:
+    return importlib.util.find_spec("lxml") is not None
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+_LEFT_OUT = frozenset({"script", "style", "noscript", "template", "svg", "head", "nav", "aside", "iframe", "object"})
+_FURNITURE = frozenset({"header", "footer"})  # outside of articles
+_ARTICLES = frozenset({"article", "section", "main"})
+_INLINE = frozenset(
+    {"a", "abbr", "acronym", "b", "bdi", "bdo", "big", "cite", "code", "data", "del", "dfn", "em", "font", "i", "ins"}
+    | {"kbd", "mark", "nobr", "q", "s", "samp", "small", "span", "strike", "strong", "sub", "sup", "time", "tt", "u"}
+    | {"var", "wbr"}
+)
+
+
+def html_text(data: bytes) -> str:
+    """All text of a page without its menus, by lxml: a blank around each element that is not inline."""
+    lxml_html = importlib.import_module("lxml.html")
+    parser = lxml_html.HTMLParser(encoding="utf-8" if _is_utf8(data) else None, huge_tree=True)
+    root = lxml_html.document_fromstring(data, parser=parser)
+    return "".join(_html_parts(root))
+
+
+def _html_parts(root: Any) -> Iterator[str]:
+    stack: list[tuple[Any, bool, bool]] = [(root, False, False)]  # element, is it at its end, is it in an article
+    while stack:
+        node, at_end, in_article = stack.pop()
+        tag = node.tag if isinstance(node.tag, str) else ""
+        gap = "" if tag in _INLINE else " "
+        if at_end:
+            yield gap
+            yield node.tail or ""
+        elif not tag or _is_menu(node, tag, in_article):
+            yield " " if tag else ""
+            yield node.tail or ""
+        else:
+            yield f"{gap}{node.get('alt') or ''}{gap}" if tag == "img" else gap
+            yield node.text or ""
+            stack.append((node, True, in_article))
+            inside = in_article or tag in _ARTICLES
+            stack.extend((child, False, inside) for child in reversed(node))
+
+
+def _is_menu(node: Any, tag: str, in_article: bool) -> bool:
+    return (
+        tag in _LEFT_OUT
+        or (tag in _FURNITURE and not in_article)
+        or node.get("role") == "navigation"
+        or node.get("hidden") is not None
+    )
+
+
+def _plain_text(data: bytes) -> str:
+    return data.decode("utf-8-sig", "replace")
+
+
+def _notebook_text(data: bytes) -> str:
+    return "\n".join("".join(cell["source"]) for cell in json.loads(data)["cells"])
+
+
+def _csv_text(data: bytes) -> str:
+    text = _plain_text(data)
+    delimiter = max(",;\t|", key=text.splitlines()[0].count)
+    return "\n".join(" ".join(row) for row in csv.reader(io.StringIO(text), delimiter=delimiter))
+
+
+def _json_text(data: bytes) -> str:
+    values, stack = [], [json.loads(data)]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict | list):
+            stack.extend(value.values() if isinstance(value, dict) else value)
+        elif value is not None:
+            values.append(str(value))
+    return "\n".join(values)
+
+
+def _xml_members(data: bytes, pattern: str) -> Iterator[ElementTree.Element]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for name in sorted(name for name in archive.namelist() if re.fullmatch(pattern, name)):
+            yield ElementTree.fromstring(archive.read(name))
+
+
+def _local(element: ElementTree.Element) -> str:
+    return element.tag.rpartition("}")[2]
+
+
+def _slides_text(data: bytes) -> str:
+    paragraphs = []
+    for root in _xml_members(data, r"ppt/(slides|notesSlides)/\w+\d+\.xml"):
+        for paragraph in (each for each in root.iter() if _local(each) == "p"):
+            parts = (" " if _local(part) == "br" else part.text or "" for part in paragraph.iter())
+            paragraphs.append("".join(parts))
+    return "\n".join(paragraphs)
+
+
+def _sheets_text(data: bytes) -> str:
+    """Texts of a workbook's cells. Numbers are left out: each program formats them in its own way."""
+    shared = [
+        "".join(part.text or "" for part in item.iter() if _local(part) == "t")
+        for root in _xml_members(data, r"xl/sharedStrings\.xml")
+        for item in root
+    ]
+    texts = []
+    for root in _xml_members(data, r"xl/worksheets/\w+\.xml"):
+        for cell in (each for each in root.iter() if _local(each) == "c"):
+            values = [part.text or "" for part in cell.iter() if _local(part) in ("v", "t")]
+            if cell.get("t") == "s":
+                texts += [shared[int(value)] for value in values]
+            elif cell.get("t") in ("inlineStr", "str"):
+                texts += values
+    return "\n".join(text for text in texts if re.search(r"[^\W\d]", text))
+
+
+def _epub_text(data: bytes) -> str:
+    """Texts of all pages of a book but its table of contents; "" where its container is missing."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = archive.namelist()
+        pages = [name for name in names if re.search(r"(?<!nav)(?<!toc)\.x?html?$", name)]
+        return "\n".join(html_text(archive.read(name)) for name in pages) if "META-INF/container.xml" in names else ""
+
+
+def _opendocument_text(data: bytes) -> str:
+    texts = []
+    for root in _xml_members(data, r"content\.xml"):
+        for paragraph in (each for each in root.iter() if _local(each) in ("p", "h")):
+            parts = "".join(paragraph.itertext())
+            texts.append(parts)
+    return "\n".join(texts)
+
+
+_WALKS: Mapping[str, Callable[[bytes], str]] = {
+    **dict.fromkeys((".html", ".htm", ".xhtml"), html_text),
+    **dict.fromkeys((".txt", ".md", ".rst"), _plain_text),
+    **dict.fromkeys((".csv", ".tsv"), _csv_text),
+    **dict.fromkeys((".ods", ".odp"), _opendocument_text),
+    ".epub": _epub_text,
+    ".ipynb": _notebook_text,
+    ".json": _json_text,
+    ".pptx": _slides_text,
+    ".xlsx": _sheets_text,
+}
+"""References made here where no program of Debian reads the format: as little code as finds the words."""

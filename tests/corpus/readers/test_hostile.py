@@ -1,0 +1,229 @@
+"""Damaged and hostile files of every kind: each gives a text or a named error, and none takes long.
+
+A case is a whole file of a kind and one change to it, drawn from a seed that is in the test's name.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import unicodedata
+from collections.abc import Callable
+from time import process_time
+
+import pytest
+from document_files import WHOLE, WORD, bomb, docx, epub, opendocument, packed_stream, pdf, xlsx, zipped
+
+from ragblend.corpus.documents import read_documents
+from ragblend.errors import NotADocumentError, UnreadableDocumentError
+
+S_PER_MB, MIN_S = 10.0, 2.0
+"""CPU seconds that a file may take: per MB of it, and at least."""
+
+
+def flip(data: bytes, draw: random.Random) -> bytes:
+    """Replace up to twenty bytes."""
+    changed = bytearray(data)
+    for _ in range(draw.randint(1, 20)):
+        changed[draw.randrange(len(changed))] = draw.randrange(256)
+    return bytes(changed)
+
+
+def truncate(data: bytes, draw: random.Random) -> bytes:
+    """Leave the first part."""
+    return data[: draw.randrange(1, len(data))]
+
+
+def cut_out(data: bytes, draw: random.Random) -> bytes:
+    """Leave out a part in the middle."""
+    start, stop = sorted(draw.sample(range(len(data)), 2))
+    return data[:start] + data[stop:]
+
+
+def repeat(data: bytes, draw: random.Random) -> bytes:
+    """Repeat a part many times, up to 200 kB."""
+    start, stop = sorted(draw.sample(range(len(data) + 1), 2))
+    return data[:start] + data[start:stop] * min(200_000 // (stop - start), 1000) + data[stop:]
+
+
+def insert(data: bytes, draw: random.Random) -> bytes:
+    """Put random bytes in the middle."""
+    at = draw.randrange(len(data))
+    return data[:at] + draw.randbytes(draw.randint(1, 3000)) + data[at:]
+
+
+def other_kind(data: bytes, draw: random.Random) -> bytes:
+    """Another kind's file under this kind's name."""
+    return WHOLE[draw.choice(sorted(WHOLE))]()
+
+
+def join(data: bytes, draw: random.Random) -> bytes:
+    """The beginning of this file and the end of one of another kind."""
+    other = WHOLE[draw.choice(sorted(WHOLE))]()
+    return data[: draw.randrange(len(data))] + other[draw.randrange(len(other)) :]
+
+
+CHANGES = (flip, truncate, cut_out, repeat, insert, other_kind, join)
+CASES = [(kind, change, seed) for kind in WHOLE for change in CHANGES for seed in range(2)]
+
+
+def marked(case: tuple[str, Callable[[bytes, random.Random], bytes], int]) -> object:
+    """The case with its name; all are slow but one change of each kind, another one from kind to kind."""
+    kind, change, seed = case
+    is_fast = seed == 0 and CHANGES.index(change) == list(WHOLE).index(kind) % len(CHANGES)
+    marks = [] if is_fast else [pytest.mark.slow]
+    return pytest.param(*case, id=f"{kind}-{change.__name__}-{seed}", marks=marks)
+
+
+def read(kind: str, data: bytes) -> str:
+    """The text of a file, or "" where it was refused with a named error. Fails where it took too long or is garbage."""
+    start_s = cpu_s()
+    try:
+        text = "\n\n".join(document.text for document in read_documents(f"file.{kind}", data).documents)
+        assert text.strip(), "a document without text"
+    except (NotADocumentError, UnreadableDocumentError):
+        text = ""
+    assert cpu_s() - start_s <= max(MIN_S, S_PER_MB * len(data) / 1e6)
+    assert num_garbage(text) <= 0.05 * len(text), f"garbage was taken for text: {text[:200]!r}"
+    return text
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return process_time() + children.ru_utime + children.ru_stime
+
+
+def num_garbage(text: str) -> int:
+    """Characters that no text holds: control, private and unassigned ones."""
+    return sum(unicodedata.category(char) in ("Cc", "Co", "Cn", "Cs") for char in text if char not in "\n\t\f")
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_the_whole_file_of_each_kind_is_read(kind: str) -> None:
+    assert any(word in read(kind, WHOLE[kind]()) for word in ("rent", "Ouagadougou", "bolt"))
+
+
+@pytest.mark.parametrize(("kind", "change", "seed"), [marked(case) for case in CASES])
+def test_a_damaged_file_gives_a_text_or_a_named_error(
+    kind: str, change: Callable[[bytes, random.Random], bytes], seed: int
+) -> None:
+    read(kind, change(WHOLE[kind](), random.Random(f"{kind} {change.__name__} {seed}")))
+
+
+@pytest.mark.parametrize("kind", [*WHOLE, "doc", "xls", "log", "parquet"])
+def test_random_bytes_are_no_text(kind: str) -> None:
+    assert read(kind, random.Random(kind).randbytes(20_000)) == ""
+
+
+HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "html-nested": ("html", lambda: b"<div>" * 100_000 + b"the end"),
+    "html-nested-inline": ("html", lambda: b"<b><i>" * 50_000 + b"the end"),
+    "html-nested-lists": ("html", lambda: b"<ul><li>" * 50_000 + b"the end"),
+    "html-nested-tables": ("html", lambda: b"<table><tr><td>" * 20_000 + b"the end"),
+    "html-attributes": ("html", lambda: b"<p " + b"a=b " * 200_000 + b">the end</p>"),
+    "html-many-blocks": ("html", lambda: b"<p>a" * 200_000),
+    "html-one-line": ("html", lambda: b"<p>" + b"word" * 400_000),
+    "html-unclosed-tag": ("html", lambda: b"<p>the end</p>" + b"<" * 500_000),
+    "html-unclosed-comment": ("html", lambda: b"<p>the end</p>" + b"<!--" * 200_000),
+    "html-entities": ("html", lambda: b"<p>" + b"&#x110000;&amp;&nosuch;" * 40_000),
+    "xhtml-self-closed": ("xhtml", lambda: b'<?xml version="1.0"?><html><body>' + b"<a " * 300_000 + b"the end"),
+    "txt-one-line": ("txt", lambda: b"word" * 500_000),
+    "txt-blanks": ("txt", lambda: b" " * 1_000_000 + b"the end"),
+    "txt-line-breaks": ("txt", lambda: b"\r" * 1_000_000 + b"the end"),
+    "md-one-line": ("md", lambda: b"#" * 1_000_000),
+    "md-fences": ("md", lambda: b"```\n" * 200_000),
+    "csv-one-line": ("csv", lambda: b"a," * 500_000),
+    "csv-open-quote": ("csv", lambda: b'a,b\n"' + b"x,y\n" * 200_000),
+    "csv-quotes": ("csv", lambda: b'a,b\n' + b'"' * 500_000),
+    "csv-many-columns": ("csv", lambda: b",".join(b"c%d" % at for at in range(20_000)) + b"\n" + b"1," * 20_000),
+    "json-nested-lists": ("json", lambda: b"[" * 200_000 + b"]" * 200_000),
+    "json-nested-records": ("json", lambda: b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "json-long-number": ("json", lambda: b'[{"text": "rent", "n": ' + b"9" * 100_000 + b"}]"),
+    "jsonl-nested": ("jsonl", lambda: b'{"text": ' + b"[" * 100_000 + b"\n" + b'{"text": "rent"}\n'),
+    "jsonl-one-line": ("jsonl", lambda: b'{"text": "' + b"word " * 300_000 + b'"}'),
+    "ipynb-nested": ("ipynb", lambda: b'{"cells": ' + b"[" * 100_000),
+    "xml-nested": ("xml", lambda: b"<a>" * 100_000 + b"the end"),
+    "xml-entities": (
+        "xml",
+        lambda: b'<!DOCTYPE a [<!ENTITY a "aaaaaaaaaa">'
+        + b"".join(b'<!ENTITY %c "%s">' % (at, b"&%c;" % (at - 1) * 10) for at in range(ord("b"), ord("k")))
+        + b"]><a>&j; rent</a>",
+    ),
+    "docx-nested": ("docx", lambda: docx("<w:p><w:r>" * 50_000 + "<w:t>the end</w:t>" + "</w:r></w:p>" * 50_000)),
+    "docx-entities": (
+        "docx",
+        lambda: zipped(
+            word__document_DOT_xml='<!DOCTYPE a [<!ENTITY a "aaaaaaaaaa">'
+            + "".join(f'<!ENTITY {chr(at)} "{f"&{chr(at - 1)};" * 10}">' for at in range(ord("b"), ord("k")))
+            + f']><w:document xmlns:w="{WORD}"><w:body><w:p><w:r><w:t>&j;</w:t></w:r></w:p></w:body></w:document>'
+        ),
+    ),
+    "docx-bomb": ("docx", lambda: bomb(docx(), "word/footnotes.xml", 300)),
+    "xlsx-bomb": ("xlsx", lambda: bomb(xlsx(), "xl/sharedStrings.xml", 300)),
+    "docx-wide-cell": (
+        "docx",
+        lambda: docx(
+            '<w:tbl><w:tr><w:tc><w:tcPr><w:gridSpan w:val="2000000000"/></w:tcPr><w:p><w:r><w:t>rent</w:t></w:r></w:p>'
+            "</w:tc></w:tr></w:tbl>"
+        ),
+    ),
+    "xlsx-far-cell": ("xlsx", lambda: xlsx('<row r="1048576"><c r="XFD1048576"><v>1</v></c></row>')),
+    "docx-empty-archive": ("docx", zipped),
+    "odt-nested": ("odt", lambda: opendocument("text", "<text:p>" * 50_000 + "the end" + "</text:p>" * 50_000)),
+    "odt-spaces": ("odt", lambda: opendocument("text", '<text:p>a<text:s text:c="2000000000"/>b</text:p>')),
+    "ods-repeated": (
+        "ods",
+        lambda: opendocument(
+            "spreadsheet",
+            '<table:table table:name="T"><table:table-row table:number-rows-repeated="1048576">'
+            '<table:table-cell office:value-type="string" table:number-columns-repeated="16384"><text:p>a</text:p>'
+            "</table:table-cell></table:table-row></table:table>",
+        ),
+    ),
+    "epub-nested": ("epub", lambda: epub("<div>" * 100_000 + "the end")),
+    "epub-many-parts": ("epub", lambda: zipped(**{f"part{at}": "a" for at in range(4_000)})),
+    "epub-one-part-often": ("epub", lambda: epub(num_readings=100_000)),
+    "rtf-nested": ("rtf", lambda: rb"{\rtf1 " + b"{" * 200_000 + b"the end"),
+    "rtf-binary": ("rtf", lambda: rb"{\rtf1 the end \bin2000000000 " + b"a" * 1000 + b"}"),
+    "eml-parts": (
+        "eml",
+        lambda: b"Subject: a\nContent-Type: multipart/mixed; boundary=b\n\n"
+        + b"--b\nContent-Type: multipart/mixed; boundary=b\n\n" * 3_000 + b"--b\n\nthe end\n",
+    ),
+    "eml-headers": ("eml", lambda: b"Subject: the end\n" + b"X-A: b\n" * 100_000 + b"\ntext\n"),
+    "eml-nested-messages": ("eml", lambda: b"Content-Type: message/rfc822\n\n" * 5_000 + b"Subject: a\n\nthe end\n"),
+    "mbox-empty-messages": ("mbox", lambda: b"From a\n\n" * 20_000),
+    "pdf-page-loop": ("pdf", lambda: pdf().replace(b"Kids[3 0 R 5 0 R", b"Kids[2 0 R 2 0 R")),
+    "pdf-one-page-often": ("pdf", lambda: pdf(kids=b"3 0 R " * 20_000)),
+    "pdf-outline-loop": (
+        "pdf",
+        lambda: pdf(
+            b"<</Type/Outlines/First 10 0 R/Last 10 0 R/Count 1>>",
+            b"<</Title(a)/Parent 9 0 R/Next 10 0 R/First 10 0 R/Dest[3 0 R/Fit]>>",
+            catalog=b"/Outlines 9 0 R",
+        ),
+    ),
+    "pdf-form-loop": (
+        "pdf",
+        lambda: pdf(
+            b"<</FT/Tx/T(a)/V(rent)/Kids[9 0 R 9 0 R]/Parent 9 0 R/Subtype/Widget/Rect[0 0 9 9]>>",
+            catalog=b"/AcroForm<</Fields[9 0 R 9 0 R]>>",
+        ).replace(b"/Contents 4 0 R", b"/Contents 4 0 R/Annots[9 0 R]"),
+    ),
+    "pdf-stream-bomb": ("pdf", lambda: pdf(packed_stream(40), kids=b"3 0 R").replace(b"/Contents 4", b"/Contents 9")),
+    "pdf-large-count": ("pdf", lambda: pdf().replace(b"/Count 3", b"/Count 999999999")),
+    "pdf-nested": ("pdf", lambda: b"%PDF-1.4\n1 0 obj\n" + b"[" * 100_000 + b"\nendobj\ntrailer<</Root 1 0 R>>\n%%EOF"),
+    "zip-as-text": ("txt", docx),
+    "picture-as-html": ("html", lambda: b"\x89PNG\r\n\x1a\n" + random.Random(1).randbytes(50_000)),
+}  # fmt: skip
+"""Files made to take time, memory or the stack."""
+FAST_HOSTILE = ("html-nested", "json-nested-lists", "docx-entities", "pdf-outline-loop", "txt-blanks")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST_HOSTILE else [pytest.mark.slow]) for name in HOSTILE]
+)
+def test_a_hostile_file_gives_a_text_or_a_named_error(name: str) -> None:
+    kind, make = HOSTILE[name]
+    read(kind, make())
