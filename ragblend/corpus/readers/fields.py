@@ -24,18 +24,16 @@ _MIN_PROSE_WORDS, _MIN_PROSE_SHARE = 4, 0.2
 
 
 class RecordText(NamedTuple):
-    """The text of a record, what goes into its metadata, and how many values are in neither."""
+    """The text of a record, what goes into its metadata, and True if some values are in neither."""
 
     text: str
     metadata: dict[str, Any]
-    num_left_out: int = 0
+    is_cut: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
         """A sentence about values that are no text, if there are any."""
-        if not self.num_left_out:
-            return ()
-        return (f"{self.num_left_out} lists of numbers and base64 strings of a record are left out",)
+        return ("lists of numbers and base64 strings are left out",) if self.is_cut else ()
 
 
 def note_on_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecords:
@@ -65,7 +63,7 @@ def read_object(record: Mapping[str, Any]) -> RecordText:
     taken = {main, *metadata, *(name for name in METADATA_FIELDS if isinstance(record.get(name), dict))}
     flat = flatten({name: value for name, value in record.items() if name not in taken})
     text = "\n\n".join(part for part in (record[main] or "", flat.text) if part)
-    return RecordText(text, metadata, flat.num_left_out)
+    return RecordText(text, metadata, flat.is_cut)
 
 
 def read_field(record: Mapping[str, Any], text_field: str) -> RecordText | None:
@@ -80,7 +78,7 @@ def read_field(record: Mapping[str, Any], text_field: str) -> RecordText | None:
         return None
     found = [RecordText(value, {}) if isinstance(value, str) else flatten(value) for value in values]
     text = "\n\n".join(each.text for each in found if each.text)
-    return RecordText(text, select_metadata(record, {text_field}), sum(each.num_left_out for each in found))
+    return RecordText(text, select_metadata(record, {text_field}), any(each.is_cut for each in found))
 
 
 def _find_values(record: Mapping[str, Any], path: str) -> list[Any] | None:
@@ -135,10 +133,10 @@ def flatten(value: Any) -> RecordText:
     'name: Pump\\n\\nparts.id: 1\\nparts.tags: a, b\\n\\nparts.id: 2'
 
     Items of a list have no number, so an item that is inserted changes the text of no other. Lists of more than 16
-    numbers and base64 are left out, and counted.
+    numbers and base64 are left out.
     """
     lines: list[str] = []
-    num_left_out = 0
+    is_cut = False
     waiting: list[tuple[str, Any]] = [("", value)]  # a stack: nesting may be deeper than Python recurses
     while waiting:
         path, item = waiting.pop()
@@ -148,16 +146,16 @@ def flatten(value: Any) -> RecordText:
         elif isinstance(item, dict):
             waiting.extend((_join(path, name), each) for name, each in reversed(item.items()))
         elif isinstance(item, list) and _is_vector(item):
-            num_left_out += 1
+            is_cut = True
         elif isinstance(item, list) and not all(is_short(each) for each in item):
             waiting.append((path, _BREAK))
             for each in reversed(item):
                 waiting.extend(((path, each), (path, _BREAK)))
         elif isinstance(item, str) and _is_encoded(item):
-            num_left_out += 1
+            is_cut = True
         elif text := ", ".join(filter(None, map(_as_text, item))) if isinstance(item, list) else _as_text(item):
             lines.append(f"{path}: {text}" if path else text)
-    return RecordText("\n".join(lines).strip("\n"), {}, num_left_out)
+    return RecordText("\n".join(lines).strip("\n"), {}, is_cut)
 
 
 def _join(path: str, name: str) -> str:

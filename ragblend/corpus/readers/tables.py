@@ -62,11 +62,11 @@ def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
 
 def _read_rows(table: Table) -> ParsedRecords:
     """One document of all rows."""
-    num_wide, paragraphs = 0, ["\n".join(table.preamble)] if table.preamble else []
+    has_wide, paragraphs = False, ["\n".join(table.preamble)] if table.preamble else []
     for row in table.rows:
-        num_wide += len(row) > len(table.names) > 0
+        has_wide = has_wide or len(row) > len(table.names) > 0
         paragraphs.append("; ".join(_describe_values(table.names, row)))
-    notes = (f"{num_wide} rows have more values than the header has names; these have no name",) if num_wide else ()
+    notes = ("some rows have more values than the header has names; these have no name",) if has_wide else ()
     yield ParsedRecord("", "\n\n".join(paragraphs), {}, notes=notes)
 
 
@@ -91,7 +91,7 @@ def _read_texts(table: Table, column: int) -> ParsedRecords:
         if (num_more := len(row) - len(table.names)) > 0:
             text = table.delimiter.join(row[column : column + num_more + 1])
             row = [*row[:column], text, *row[column + num_more + 1 :]]
-            notes = (f"row {number + 1} has {num_more} values more than the header; they are read as part of its text",)
+            notes = ("some rows have more values than the header has names; they are read as part of the text",)
         names = enumerate(table.names[: len(row)])
         others = {name: row[at].strip() for at, name in names if name and at != column}
         yield ParsedRecord(f"#{number}", row[column] if column < len(row) else "", {**above, **others}, notes=notes)

@@ -149,7 +149,7 @@ def test_ragged_rows_are_kept_whole() -> None:
     paragraphs = found.text.split("\n\n")
     assert len(paragraphs) == 53
     assert paragraphs[50:] == ["id: 77; name: a; b", "id: 1; name: 2", "id: 8"]
-    assert found.notes == ("1 rows have more values than the header has names; these have no name",)
+    assert found.notes == ("some rows have more values than the header has names; these have no name",)
 
 
 def test_rows_that_end_early_have_the_names_of_the_header() -> None:
@@ -173,7 +173,7 @@ def test_a_column_of_texts_makes_a_document_of_each_row() -> None:
 def test_delimiters_that_nobody_quoted_stay_in_the_text() -> None:
     first, second = records("id,text,year\n1,one, two, three,1999\n2,four,2000\n")
     assert (first.text, first.metadata) == ("one,two,three", {"id": "1", "year": "1999"})
-    assert first.notes == ("row 1 has 2 values more than the header; they are read as part of its text",)
+    assert first.notes == ("some rows have more values than the header has names; they are read as part of the text",)
     assert (second.text, second.notes) == ("four", ())
 
 
