@@ -29,6 +29,7 @@ from ragblend.corpus.readers.formats import (
     READERS,
     READERS_VERSION,
     RECORD_READERS,
+    TEXT_READERS,
     TEXT_SUFFIXES,
 )
 from ragblend.corpus.readers.records import stream_jsonl, stream_parquet
@@ -164,12 +165,12 @@ def _find_reader(path: str, text_field: str) -> Callable[[bytes], ParsedRecords]
     suffix = _suffix(path)
     if text_field and suffix in RECORD_READERS:
         return partial(RECORD_READERS[suffix], text_field=text_field)
-    return READERS.get(suffix, read_text)
+    return READERS.get(suffix) or TEXT_READERS.get(suffix, read_text)
 
 
 def _check_kind(path: str, head: bytes) -> None:
     """Raise NotADocumentError for archives, pictures, programs and other files that hold no text."""
-    if not _is_known(path) and (reason := find_reason_to_pass_over(_suffix(path), head)):
+    if reason := find_reason_to_pass_over(PurePath(path).name, head, has_reader=_is_known(path)):
         raise NotADocumentError(reason)
 
 

@@ -18,8 +18,10 @@ from ragblend.corpus.readers.rtf import read_rtf
 from ragblend.corpus.readers.slides import read_pptx
 from ragblend.corpus.readers.spreadsheets import read_spreadsheet
 from ragblend.corpus.readers.tables import read_csv
+from ragblend.corpus.readers.text import read_code, read_markdown, read_underlined
 from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.word import read_doc, read_docx
+from ragblend.corpus.readers.xml_text import read_xml
 
 READERS_VERSION = 3
 """To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
@@ -60,3 +62,10 @@ READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     ".key": read_keynote,
     **RECORD_READERS,
 }
+TEXT_READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
+    **dict.fromkeys((".md", ".markdown", ".mdx"), read_markdown),
+    **dict.fromkeys((".txt", ".text", ".rst"), read_underlined),
+    **dict.fromkeys((".xml", ".rss", ".atom", ".dbk", ".docbook", ".dita", ".xsd", ".xsl", ".xslt"), read_xml),
+    **dict.fromkeys((".js", ".mjs", ".cjs", ".css", ".map"), read_code),
+}
+"""Readers of text whose files are passed over where they hold none; `read_text` reads all other files."""

@@ -1,11 +1,53 @@
-"""Plain text and Markdown: all of the file is one document."""
+"""Plain text, Markdown and source code: all of the file is one document, as it is."""
 
 from __future__ import annotations
 
-from ragblend.corpus.readers.encodings import decode
+from ragblend.corpus.readers.encodings import DecodedText, decode_text
+from ragblend.corpus.readers.text_headings import (
+    find_front_matter_title,
+    find_markdown_headings,
+    find_underlined_headings,
+)
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.errors import NotADocumentError, UnreadableDocumentError
+
+_MAX_LINE_CHARS = 20_000  # of source code that someone wrote; that of a bundler is one line
 
 
 def read_text(data: bytes) -> ParsedRecords:
-    """All of it is one document."""
-    yield ParsedRecord("", decode(data), {})
+    """Read a text. Raises NotADocumentError for bytes that are no text."""
+    decoded = _decode(data)
+    yield ParsedRecord("", decoded.text, {}, notes=decoded.notes)
+
+
+def read_markdown(data: bytes) -> ParsedRecords:
+    """Read Markdown with the marks of its headings; a title in its front matter is metadata."""
+    decoded = _decode(data)
+    title = find_front_matter_title(decoded.text)
+    marks = find_markdown_headings(decoded.text)
+    yield ParsedRecord("", decoded.text, {"title": title} if title else {}, marks, decoded.notes)
+
+
+def read_underlined(data: bytes) -> ParsedRecords:
+    """Read a text with the marks of its underlined headings (reStructuredText)."""
+    decoded = _decode(data)
+    yield ParsedRecord("", decoded.text, {}, find_underlined_headings(decoded.text), decoded.notes)
+
+
+def read_code(data: bytes) -> ParsedRecords:
+    """Read source code. Raises NotADocumentError for what a program made of it: minified files, source maps."""
+    decoded = _decode(data)
+    longest = max(map(len, decoded.text.split("\n")))
+    if longest > _MAX_LINE_CHARS:
+        raise NotADocumentError(
+            f"is minified (a line of {longest:,} characters); add the source code that it was made from"
+        )
+    yield ParsedRecord("", decoded.text, {}, notes=decoded.notes)
+
+
+def _decode(data: bytes) -> DecodedText:
+    try:
+        text, notes = decode_text(data)
+    except UnreadableDocumentError as error:
+        raise NotADocumentError(str(error)) from error
+    return DecodedText(text.replace("\r\n", "\n").replace("\r", "\n"), notes)

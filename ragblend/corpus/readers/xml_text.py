@@ -1,0 +1,60 @@
+"""XML that is no document format known here: its text, markup aside.
+
+Tags are taken out one by one, so that damaged files are read too. No entity is resolved but characters, and no other
+file is opened.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+
+from ragblend.corpus.readers.encodings import decode_text
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+
+_DECLARED = re.compile(rb"""<\?xml[^>]*?encoding\s*=\s*["']([\w:.-]+)""")
+_CDATA = re.compile(r"<!\[CDATA\[(.*?)(?:\]\]>|\Z)", re.DOTALL)
+_TAG = re.compile(
+    r"""<!--.*?(?:-->|\Z) | <\?.*?(?:\?>|\Z) | <![A-Z][^<>\[]*+(?:\[.*?(?:\]\s*>|\Z)|>)
+    | </?[\w:] [^<>"']*+ (?:"[^"<]*+"[^<>"']*+ | '[^'<]*+'[^<>"']*+)*+ >""",
+    re.DOTALL | re.VERBOSE,
+)
+_REFERENCE = re.compile(r"&(?:#\d{1,7}|#x[0-9a-fA-F]{1,6}|[A-Za-z]\w{0,31});")
+
+
+def read_xml(data: bytes) -> ParsedRecords:
+    """Read an XML file as one document. One whose elements hold no text is read as it is, with its attributes."""
+    declared = _DECLARED.match(data[:200].lstrip())
+    decoded = decode_text(data, declared[1].decode() if declared else "")
+    text = strip_markup(decoded.text.replace("\r\n", "\n").replace("\r", "\n"))
+    yield ParsedRecord("", text or decoded.text, {}, notes=decoded.notes)
+
+
+def strip_markup(markup: str) -> str:
+    """Return the text of `markup`: elements on lines of their own, those inside of a sentence in it.
+
+    >>> strip_markup("<a><b>one <i>two</i> three</b><b>four &amp; &x;</b></a>")
+    'one two three\\nfour & &x;'
+    """
+    markup = _CDATA.sub(lambda found: html.escape(found[1]), markup)
+    pieces: list[str] = []
+    num_tags, has_space, has_break = 0, False, False  # since the last text
+    for number, segment in enumerate(_TAG.split(markup)):
+        num_tags += number > 0
+        words = segment.strip()
+        blanks = segment[: len(segment) - len(segment.lstrip())]
+        has_space |= bool(blanks)
+        has_break |= "\n" in blanks
+        if words:
+            pieces += (_separator(num_tags, has_space, has_break), words)
+            blanks = segment[len(segment.rstrip()) :]
+            num_tags, has_space, has_break = 0, bool(blanks), "\n" in blanks
+    text = _REFERENCE.sub(lambda found: html.unescape(found[0]), "".join(pieces))
+    return "\n".join(line.strip() for line in text.split("\n")).strip()
+
+
+def _separator(num_tags: int, has_space: bool, has_break: bool) -> str:
+    """What is between two texts. One tag between them is inside of a sentence, two end and begin an element."""
+    if num_tags <= 1 and not has_break:
+        return " " if has_space else ""
+    return "\n" if num_tags <= 2 else "\n\n"
