@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -164,8 +165,8 @@ def _find_lines(text: str) -> dict[str, int]:
     """Return the offsets of a page's lines, and of two and three lines as one, by `_line_key`."""
     offsets, offset, keys = dict[str, int](), 0, list[tuple[int, str]]()  # (offset, key) of one to three lines
     for line in text.split("\n"):
-        words = _NO_LETTERS.sub("", line[:_MAX_HEADING]).casefold()
-        keys = [(first, key + words) for first, key in keys[1 - _MAX_HEADING_LINES :]]
+        letters = _fold(line[:_MAX_HEADING])
+        keys = [(first, key + letters) for first, key in keys[1 - _MAX_HEADING_LINES :]]
         keys.append((offset, _line_key(line[:_MAX_HEADING])))
         for first, key in keys:
             offsets.setdefault(key, first)
@@ -174,6 +175,11 @@ def _find_lines(text: str) -> dict[str, int]:
 
 
 def _line_key(line: str) -> str:
-    """Return what is equal for a heading in the text and in a bookmark: no number, one case, letters and digits."""
+    """Return what is equal for a heading in the text and in a bookmark: its letters and digits without its number."""
     number = _NUMBER.match(line)
-    return _NO_LETTERS.sub("", line[number.end() :] if number else line).casefold()
+    return _fold(line[number.end() :] if number else line)
+
+
+def _fold(text: str) -> str:
+    """Return letters and digits of `text`, in lower case and without accents, which bookmarks may lack."""
+    return _NO_LETTERS.sub("", unicodedata.normalize("NFKD", text)).casefold()

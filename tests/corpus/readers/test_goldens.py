@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+from pdf_files import PICTURE, line, lines, make_pdf
 
 from ragblend.corpus.documents import read_documents
 from ragblend.corpus.readers.formats import READERS_VERSION
@@ -40,12 +41,64 @@ def records_jsonl() -> bytes:
     return b'"one"\n{"content": "two", "summary": "' + b"long " * 60 + b'"}\n{"ctxs": [{"title": "T", "text": "x"}]}\n'
 
 
+def manual_pdf() -> bytes:
+    note = "<</Type/Annot/Subtype/FreeText/Contents(Checked in May)/DA(/F1 12 Tf)/Rect[20 200 200 220]>>"
+    field = "<</Type/Annot/Subtype/Widget/FT/Tx/T(tenant)/V(Alice)/DA(/F1 12 Tf)/Rect[100 340 200 360]>>"
+    return make_pdf(
+        lines("1 Care of", "the pump", "The \\256rst hyphen-", "ated word."),
+        PICTURE,
+        f"{line('Repair')} {line('off the page', 900)}",
+        annotations=[note, field],
+        bookmarks=[("Care of the pump", 0), ("Repair", 2)],
+        title="Guide",
+        catalog="/PageLabels<</Nums[0<</S/r>>]>>",
+    )
+
+
+def page_html() -> bytes:
+    table = "<table><tr><th>Bolt<th>Torque<tr><td>M8<td><ul><li>40<li>Nm</ul></table>"
+    items = "<ol><li>one<ul><li>in</ul><li><p>two<p>more</ol><dl><dt>--dry<dd>Shows it.</dl>"
+    return (
+        '<meta charset="iso-8859-1"><title>The Pump</title><nav>Home</nav><main><header><h1>Pump</h1></header>'
+        f"<p>Caf\xe9<br>\x93now\x94 &amp; un<b>bold</b>ly{table}<h3>Care</h3>{items}<pre>seal --list\n  --all</pre>tail"
+        "<img alt='the seal'></main><footer>2026</footer>"
+    ).encode("latin-1")
+
+
+def book_xhtml() -> bytes:
+    head = '<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml"><head><title/><script src="a.js"/></head>'
+    return f'{head}<body><a id="p1"/><h2>Eins</h2><p>Größe</p></body></html>'.encode()
+
+
+def notes_md() -> bytes:
+    return b"---\ntitle: Notes\n---\n# One `x` #\r\n\r\n```\n# code\n```\n\nTwo\n---\ntext\n"
+
+
+def manual_rst() -> bytes:
+    return b"======\nManual\n======\n\nCare\n====\nOil it.\n\nSeals\n-----\n\n  Code\n  ----\n"
+
+
+def letter_txt() -> bytes:
+    return "Die Käse sind gültig für fünf Tage – prüfen Sie „Größe“ und Maß.\n".encode("cp1252")
+
+
+def feed_xml() -> bytes:
+    return b"<feed><entry><title>A &amp; b</title><n>1</n></entry>\n<entry><p>See <i>the</i> pump.</p></entry></feed>"
+
+
 GOLDENS: dict[str, tuple[Callable[[], bytes], str]] = {
     "table.csv": (table_csv, "c145a3f661f03dd547807b4905e0719a"),
     "statement.csv": (statement_csv, "8cee22c9ebfcdec95fbeef4c42bc5ed5"),
     "texts.tsv": (texts_csv, "b0e457e82601166deb95b7f0199c1447"),
     "records.json": (records_json, "ddf7bb6d08556ab60f4f03ec14f891ee"),
     "records.jsonl": (records_jsonl, "419adb40006367c3a8f1bab31efcfb17"),
+    "page.html": (page_html, "ab22cbb0614730139173d3a6a3ffeced"),
+    "book.xhtml": (book_xhtml, "0f9636b91a8b8a723fbfb9139933e8f2"),
+    "notes.md": (notes_md, "c4968091ff6cebe0b68442d4de18cd12"),
+    "manual.rst": (manual_rst, "0a98a038aa9d0ca1001c4dce9836acd2"),
+    "letter.txt": (letter_txt, "82f4e58cca9d44bac0fb49d4989b219d"),
+    "feed.xml": (feed_xml, "100e6fa3cbdf05fa6bb37152a147d44a"),
+    "manual.pdf": (manual_pdf, "eaafa6d944ceabb724e9735c44ecd810"),
 }
 
 

@@ -126,6 +126,11 @@ def test_bookmarks_are_headings_at_the_line_with_their_words():
     ]
 
 
+def test_a_bookmark_may_lack_accents_and_its_line_a_number():
+    record = read(make_pdf(lines("Words", "Chapter 2 Caf\xe9"), bookmarks=[("Cafe", 0)]))
+    assert record.marks[1] == Mark(record.text.index("Chapter"), "heading", "Cafe", 1)
+
+
 def test_a_bookmark_of_a_page_without_text_is_at_the_next_page():
     record = read(make_pdf("", line("Words"), bookmarks=[("Cover", 0), ("Words", 1)]))
     assert record.marks == (Mark(0, "page", "2"), Mark(0, "heading", "Cover", 1), Mark(0, "heading", "Words", 1))
