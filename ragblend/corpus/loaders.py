@@ -34,7 +34,7 @@ from ragblend.errors import NotADocumentError, RagblendError, UnreadableDocument
 Loader = Callable[[str], Any]
 """A function from a file's absolute path to a string, a document, several of them, or a LangChain loader.
 
-Documents are those of ragblend, LangChain and LlamaIndex. Whatever it raises is the failure of that file alone.
+Documents are those of ragblend, LangChain and LlamaIndex. An exception is reported as the failure of that file alone.
 """
 
 
@@ -59,7 +59,7 @@ class FileReader:
         return SourceFile(digest, partial(load_file, self.loader, path))
 
     def version(self, path: str) -> str:
-        """Return what decides, besides a file's bytes, which documents are read from it."""
+        """Return a name of this way to read the file: with equal bytes and an equal name, the documents are equal."""
         if self.loader is not None:
             return f"loader {name_loader(self.loader)}"
         return reader_version(path, self.text_field)
@@ -82,7 +82,7 @@ def import_loader(name: str) -> Loader:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever a module does when it is imported
+    except Exception as error:  # a module may raise any error when it is imported
         raise UsageError(
             f"the loader {name} cannot be imported ({_describe(error)}); check the name, and import it in Python"
         ) from error
@@ -94,7 +94,7 @@ def import_loader(name: str) -> Loader:
 
 
 def name_loader(loader: Loader) -> str:
-    """Return what tells a loader from others: its `version` if it has one, else its module and its name."""
+    """Return a loader's `version` if it has one, else its module and its name."""
     named = loader if hasattr(loader, "__qualname__") else type(loader)
     return str(getattr(loader, "version", "") or f"{named.__module__}:{named.__qualname__}")
 
@@ -124,7 +124,7 @@ def _run_loader(loader: Loader, path: str) -> Iterator[tuple[str, dict[str, Any]
             yield normalize_text(text), {name: value for name, value in metadata.items() if value != path}
     except RagblendError:
         raise
-    except Exception as error:  # a loader is anybody's code
+    except Exception as error:  # a loader may raise any error
         raise UnreadableDocumentError(
             f"cannot be read by the loader {name_loader(loader)} ({_describe(error)})"
         ) from error

@@ -15,7 +15,7 @@ TEXT_FIELDS = ("text", "content", "page_content")
 METADATA_FIELDS = ("metadata", "meta")
 """Objects of these names are metadata, however they are nested: LangChain, the Pile and others write them so."""
 
-_MAX_SHORT_CHARS = 200  # of a string that may be a label; longer ones are sentences that somebody may ask about
+_MAX_SHORT_CHARS = 200  # of a string that may be a label; longer ones are sentences, which a question may be about
 _MAX_PATH_CHARS = 120  # of the names before a value; bounds the text that deep nesting and long names make
 _MAX_NUMBERS = 16  # of a list that is shown; longer ones are vectors, coordinates and pictures
 _MIN_ENCODED_CHARS = 256
@@ -45,11 +45,11 @@ def note_on_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecor
 
 
 def read_object(record: Mapping[str, Any]) -> RecordText:
-    """Return the text of a record whose text field nobody named.
+    """Return the text and metadata of a record whose text field is not named by the caller.
 
     The text is the string at `text`, `content` or `page_content`. Other strings of at most 200 characters on one line,
     numbers, and lists of these are metadata, and so are objects called `metadata` or `meta`. All other values follow
-    the text as `path: value` lines, so that no sentence gets lost, whatever field it is in. A record without a text
+    the text as `path: value` lines, so that no sentence is lost. A record without a text
     field is flattened as a whole; its metadata is its title.
     """
     present = [name for name in TEXT_FIELDS if isinstance(record.get(name), str)]

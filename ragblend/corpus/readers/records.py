@@ -244,7 +244,7 @@ def _parse_parquet(file: BinaryIO, text_field: str) -> ParsedRecords:
     except (ArrowException, OSError) as error:
         if "encrypt" in str(error).lower():
             raise UnreadableDocumentError(f"is an encrypted Parquet file ({error}); save it without a key") from error
-        raise UnreadableDocumentError(f"is a damaged Parquet file ({error}); write it anew") from error
+        raise UnreadableDocumentError(f"is a damaged Parquet file ({error}); write it again") from error
 
 
 def _as_json(value: Any) -> Any:

@@ -51,8 +51,8 @@ class Table(NamedTuple):
 def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
     """One document per row where `text_field`, or else text, content or page_content, names a column.
 
-    Otherwise the file is one document with a paragraph per row, `name: value; name: value`. Every chunk thus has the
-    names of its values, wherever the table is cut.
+    Otherwise the file is one document with a paragraph per row, `name: value; name: value`. Every chunk then has the
+    names of its values.
     """
     decoded = decode_text(data)
     table = parse_table(decoded.text, text_field)
@@ -177,7 +177,7 @@ def _find_delimiter(text: str, single_names: Iterable[str]) -> str:
 
 
 def _score_delimiter(text: str, delimiter: str) -> float:
-    """How well a delimiter divides a text: 0 not at all, 1 into many columns, alike in all rows."""
+    """Return how well a delimiter divides a text: 0 not at all, 1 into many columns, as many in every row."""
     rows = _parse_sample(text, delimiter)
     width, share = _find_width(rows)
     if width < 2:
@@ -195,9 +195,9 @@ def _score_delimiter(text: str, delimiter: str) -> float:
 
 
 def _find_width(rows: list[Row]) -> tuple[int, float]:
-    """The number of columns, and the share of rows that speaks for it: most have as many values.
+    """Return the number of values that most rows have, and the share of these rows.
 
-    Where rows end early, each at another column, the header counts.
+    Where rows end early, each at another column, it is the number of names in the header, with half the share.
     """
     if not rows:
         return 0, 0.0
