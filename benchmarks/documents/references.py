@@ -121,7 +121,7 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-_LEFT_OUT = frozenset({"script", "style", "noscript", "template", "svg", "head", "nav", "aside", "iframe", "object"})
+_LEFT_OUT = frozenset({"script", "style", "noscript", "template", "svg", "title", "nav", "aside", "iframe", "object"})
 _FURNITURE = frozenset({"header", "footer"})  # outside of articles
 _ARTICLES = frozenset({"article", "section", "main"})
 _INLINE = frozenset(
