@@ -172,22 +172,24 @@ _LIST_MARK = re.compile(r"\W*|0[.)]|\(0\)")
 
 
 def find_row_ends(text: str, start: int, middle: int, end: int) -> list[RowEnd]:
-    """Return the ends in [middle, end] of the rows of [start, end), or none where the text is not uniform.
+    """Return the ends in [middle, end] of rows that begin like the row after them, or none where text is not uniform.
 
-    Rows are paragraphs (a CSV's), else lines (a table's, a log's) without a blank line among them, that begin alike.
+    Rows are paragraphs (a CSV's), else lines (a table's, a log's) without a blank line among them. Uniform is a text of
+    which three in four rows are alike, from `start` to two more times the size of [start, end).
     """
-    piece = text[start : end + 2 * _MAX_ROW_CHARS]
+    size = end - start
+    piece = text[start : end + 2 * size]
     for separator in ("\n\n", "\n"):
         if separator == "\n" and "\n\n" in text[middle:end]:
             break
         rows = list(_split_rows(piece, separator))
-        shapes = [_shape(piece[row[0] : row[0] + _MAX_ROW_CHARS]) for row in rows if start + row[0] < end]
-        num_alike = sum(bool(one) and one == other for one, other in pairwise(shapes))
-        if len(shapes) >= _MIN_ROWS and num_alike >= _MIN_ALIKE * (len(shapes) - 1):
+        shapes = [_shape(piece[row[0] : row[0] + _MAX_ROW_CHARS]) for row in rows]
+        alike = [bool(one) and one == other for one, other in pairwise(shapes)]
+        if len(rows) >= _MIN_ROWS and sum(alike) >= _MIN_ALIKE * len(alike):
             return [
                 RowEnd(start + row[1], _rank(piece[following[0] : following[1]]))
-                for row, following in pairwise(rows)
-                if middle <= start + row[1] <= end
+                for (row, following), is_alike in zip(pairwise(rows), alike, strict=True)
+                if is_alike and middle <= start + row[1] <= end
             ]
     return []
 
