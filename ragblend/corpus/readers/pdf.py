@@ -33,6 +33,7 @@ _FIXES = {
     _DAMAGE: "repair the file, for example: qpdf FILE NEW",
 }
 _NO_TEXT = "; if a viewer shows some, run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW"
+_XFA = "its form is of Adobe's type XFA, whose fields are not read; print it into a new PDF with Adobe Reader"
 _MAX_RANGES = 20  # of pages named in a note
 _MAX_LEVEL = 6
 _MAX_TITLE = 300
@@ -63,7 +64,9 @@ def read_pdf(data: bytes) -> ParsedRecords:
         texts.append(text)
         if problem:
             problems.setdefault(problem, []).append(number)
-    notes = tuple(f"{_name_pages(pages)} {problem}; {_FIXES[problem]}" for problem, pages in problems.items())
+    notes = [f"{_name_pages(pages)} {problem}; {_FIXES[problem]}" for problem, pages in problems.items()]
+    if contents.is_xfa:
+        notes.append(_XFA)
     if not any(texts):
         raise UnreadableDocumentError(f"holds no text{': ' if notes else ''}{'; '.join(notes) or _NO_TEXT}")
     metadata: dict[str, Any] = {"num_pages": len(texts)}
@@ -72,7 +75,7 @@ def read_pdf(data: bytes) -> ParsedRecords:
     if problems:
         metadata["num_pages_unread"] = sum(map(len, problems.values()))
     text, marks = _join_pages(join_hyphens(compose_accents(texts)), contents.labels, contents.headings)
-    yield ParsedRecord("", text, metadata, marks, notes)
+    yield ParsedRecord("", text, metadata, marks, tuple(notes))
 
 
 def _page_text(page: PdfPageContents) -> tuple[str, str]:

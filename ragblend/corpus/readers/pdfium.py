@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import pypdfium2.raw as raw
-from pypdfium2 import PdfBookmark, PdfDocument, PdfiumError, PdfPage, PdfTextPage
+from pypdfium2 import PdfBookmark, PdfDocument, PdfFormEnv, PdfiumError, PdfPage, PdfTextPage
 
 from ragblend.errors import UnreadableDocumentError
 
@@ -71,12 +71,16 @@ class PdfHeading(NamedTuple):
 
 
 class PdfContents(NamedTuple):
-    """A document. `labels` are those of the pages, such as "iv", or "" for a page without one."""
+    """A document. `labels` are those of the pages, such as "iv", or "" for a page without one.
+
+    `is_xfa`: its fields are in Adobe's form language alone, which PDFium does not read.
+    """
 
     pages: list[PdfPageContents]
     labels: list[str]
     headings: list[PdfHeading]
     title: str
+    is_xfa: bool
 
 
 def read_contents(data: bytes) -> PdfContents:
@@ -89,6 +93,7 @@ def read_contents(data: bytes) -> PdfContents:
             [document.get_page_label(at).strip() for at in range(num_pages)],
             list(_read_headings(document)),
             document.get_metadata_value("Title"),
+            document.get_formtype() == raw.FORMTYPE_XFA_FULL,
         )
 
 
@@ -141,8 +146,16 @@ def _opened(data: bytes) -> Iterator[PdfDocument]:
                 f"is a damaged PDF (it lists {len(document)} pages in {len(data)} bytes); repair it, for example: "
                 "qpdf FILE NEW"
             )
-        document.init_forms()
+        if document.get_formtype() != raw.FORMTYPE_NONE:
+            _load_form(document)
         yield document
+
+
+def _load_form(document: PdfDocument) -> None:
+    """Make the form's fields readable, as `init_forms` does, which also logs a warning for each form of type XFA."""
+    config = raw.FPDF_FORMFILLINFO(version=2)
+    if form := raw.FPDFDOC_InitFormFillEnvironment(document, config):
+        document.formenv = PdfFormEnv(form, config)
 
 
 def _explain_failure(data: bytes, code: int | None) -> str:
@@ -231,9 +244,17 @@ def _read_wide(function: Callable[..., int], *arguments: Any) -> str:
 
 
 def _read_headings(document: PdfDocument) -> Iterator[PdfHeading]:
-    bookmark: PdfBookmark
-    for bookmark in islice(document.get_toc(), _MAX_BOOKMARKS):
+    """Yield the bookmarks in the order of the tree. It is walked with a stack: a hostile one is deep, or a circle."""
+    stack, seen = [(raw.FPDFBookmark_GetFirstChild(document, None), 1)], set[int]()
+    while stack and len(seen) < _MAX_BOOKMARKS:
+        pointer, level = stack.pop()
+        if not pointer or (address := ctypes.addressof(pointer.contents)) in seen:
+            continue
+        seen.add(address)
+        stack.append((raw.FPDFBookmark_GetNextSibling(document, pointer), level))
+        stack.append((raw.FPDFBookmark_GetFirstChild(document, pointer), level + 1))
+        bookmark = PdfBookmark(pointer, document, level)
         destination = bookmark.get_dest()
         page = destination.get_index() if destination else None
         if page is not None:
-            yield PdfHeading(bookmark.get_title(), page, bookmark.level + 1)
+            yield PdfHeading(bookmark.get_title(), page, level)

@@ -110,6 +110,13 @@ def test_a_box_that_is_ticked_is_text(state, text):
     assert read(make_pdf(line("Form"), annotations=[BOX % state])).text == text
 
 
+def test_a_form_that_pdfium_does_not_read_is_noted_without_a_warning_of_its_own(caplog):
+    record = read(make_pdf(line("Please wait"), catalog="/NeedsRendering true/AcroForm<</Fields[]/XFA()>>"))
+    assert record.text == "Please wait"
+    assert record.notes[0].startswith("its form is of Adobe's type XFA")
+    assert not caplog.records
+
+
 # -- marks and metadata
 
 
@@ -135,6 +142,24 @@ def test_a_bookmark_may_lack_accents_and_its_line_a_number():
 def test_a_bookmark_of_a_page_without_text_is_at_the_next_page():
     record = read(make_pdf("", line("Words"), bookmarks=[("Cover", 0), ("Words", 1)]))
     assert record.marks == (Mark(0, "page", "2"), Mark(0, "heading", "Cover", 1), Mark(0, "heading", "Words", 1))
+
+
+def test_bookmarks_in_a_circle_and_in_a_deep_chain_end():
+    data = make_pdf(line("One"), bookmarks=[("A", 0), ("B", 0)])
+    circle = re.sub(rb"(\d+)( 0 R/Dest\[\d+ 0 R/Fit\])>>", rb"\1\2/Next \1 0 R/First \1 0 R>>", data)
+    assert {mark.value for mark in read(circle).marks if mark.kind == "heading"} >= {"A"}
+    chain = [f"<</Title(Level {at})/Dest[5 0 R/Fit]/First {at + 1} 0 R>>" for at in range(7, 3007)]
+    objects = dict.fromkeys(range(1, 3008), b"<<>>")
+    objects[1] = b"<</Type/Catalog/Pages 2 0 R/Outlines<</First 7 0 R>>>>"
+    objects[2] = b"<</Type/Pages/Count 1/Kids[5 0 R]>>"
+    objects[3] = HELVETICA.encode()
+    content = line("Deep").encode()
+    objects[4] = b"<</Length %d>>stream\n%s\nendstream" % (len(content), content)
+    objects[5] = b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 400]/Resources<</Font<</F1 3 0 R>>>>/Contents 4 0 R>>"
+    objects |= {number: text.encode() for number, text in enumerate(chain, 7)}
+    marks = read(write_objects(objects)).marks[1:]
+    assert len(marks) == 3000
+    assert max(mark.level for mark in marks) == 6
 
 
 def test_page_labels_are_named_where_there_are_some():
