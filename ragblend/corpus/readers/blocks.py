@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ragblend.corpus.readers.types import Mark
+from ragblend.errors import UnreadableDocumentError
 
 _LINE_BREAKS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 _SPACES = re.compile(r"\s+")
 MAX_HEADING_LEVEL = 6
+_MAX_NESTED_TABLES = 32
 
 
 class TextBlocks:
@@ -86,6 +88,14 @@ def table_row(cells: Sequence[str]) -> str:
     'M8 |  | 40 Nm'
     """
     return " | ".join(map(one_line, cells)).rstrip(" |")
+
+
+def check_table_depth(num_open: int) -> None:
+    """Raise UnreadableDocumentError where a table begins in too many others: the text of each is joined again."""
+    if num_open >= _MAX_NESTED_TABLES:
+        raise UnreadableDocumentError(
+            f"has tables inside each other, more than the {_MAX_NESTED_TABLES} levels that are read; save it as PDF"
+        )
 
 
 def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import TextBlocks, one_line
 from ragblend.corpus.readers.html import read_html
-from ragblend.corpus.readers.office_xml import attribute, child, local_name, parse_part, resolve_part
+from ragblend.corpus.readers.office_xml import attribute, child, local_name, outermost, parse_part, resolve_part
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
@@ -112,7 +112,7 @@ def _read_titles(container: ZipContainer, items: dict[str, Element], folder: str
 def _contents_entries(root: Element, folder: str) -> Iterator[tuple[str, str]]:
     """(part, title) of the entries of a table of contents."""
     title = ""
-    for element in root.iter():
+    for element in outermost(root, "navLabel", "content", "a"):
         name = local_name(element)
         if name == "navLabel":
             title = one_line("".join(element.itertext()))

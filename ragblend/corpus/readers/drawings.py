@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime
+import re
 from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import table_row
-from ragblend.corpus.readers.office_xml import Relationship, attribute, child, local_name, parse_part
+from ragblend.corpus.readers.office_xml import Relationship, attribute, child, local_name, outermost, parse_part
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
-REFERENCES = frozenset({"chart", "relIds"})
+DRAWING_REFERENCES = frozenset({"chart", "relIds"})
 """Elements that stand where a chart or SmartArt is shown."""
 
+_DATE_CODE = re.compile(r"yy|d[-/. ]m|m[-/. ]d", re.IGNORECASE)
 
-def read_drawing(container: ZipContainer, relationships: Mapping[str, Relationship], reference: Element) -> str:
-    """The text of the chart or SmartArt that an element refers to; "" where its part is missing or damaged."""
-    part = relationships.get(attribute(reference, "dm" if local_name(reference) == "relIds" else "id"))
+
+def read_drawing(container: ZipContainer, relationships: dict[str, Relationship], reference: Element) -> str:
+    """The text of the chart or SmartArt that an element refers to; "" where its part is missing or damaged.
+
+    Its relationship is taken out, so that a text is not repeated for every reference to it.
+    """
+    part = relationships.pop(attribute(reference, "dm" if local_name(reference) == "relIds" else "id"), None)
     if part is None:
         return ""
     try:
@@ -37,14 +43,14 @@ def drawing_text(element: Element) -> str:
 
 
 def _paragraphs(root: Element) -> str:
-    texts = (drawing_text(element).strip() for element in root.iter() if local_name(element) == "p")
+    texts = (drawing_text(element).strip() for element in outermost(root, "p"))
     return "\n".join(text for text in texts if text)
 
 
 def _chart_text(root: Element) -> str:
     """Titles of a chart and its axes, then a table: a row per category, a column per series."""
-    titles = [_paragraphs(element) for element in root.iter() if local_name(element) == "title"]
-    series = [element for element in root.iter() if local_name(element) == "ser"]
+    titles = [_paragraphs(element) for element in outermost(root, "title")]
+    series = list(outermost(root, "ser"))
     names = [" ".join(_points(child(one, "tx")).values()) for one in series]
     categories: dict[int, str] = {}
     for one in series:
@@ -59,12 +65,30 @@ def _chart_text(root: Element) -> str:
 def _points(data: Element | None) -> dict[int, str]:
     """Cached values of a chart's reference by their numbers; of several levels of categories, the first."""
     found: dict[int, str] = {}
+    format_code = ""
     for element in data.iter() if data is not None else ():
-        if local_name(element) == "pt":
+        if local_name(element) == "formatCode":
+            format_code = element.text or ""
+        elif local_name(element) == "pt":
             value = child(element, "v")
             number = attribute(element, "idx", "0")
             if value is not None and value.text and number.isdecimal():
-                found.setdefault(int(number), value.text)
+                found.setdefault(int(number), _value_text(value.text, format_code))
         elif local_name(element) == "v" and not found and element.text:
             found[0] = element.text  # a name that is written in the chart, not taken from a cell
     return found
+
+
+def _value_text(value: str, format_code: str) -> str:
+    """A chart's value as it is shown: dates are stored as days since 1899-12-30, decimals with the errors of binary.
+
+    >>> _value_text("37261.0", "m/d/yyyy"), _value_text("4.4000000000000004", "General"), _value_text("May", "")
+    ('2002-01-05', '4.4', 'May')
+    """
+    try:
+        number = float(value)
+        if _DATE_CODE.search(format_code):
+            return (datetime.date(1899, 12, 30) + datetime.timedelta(int(number))).isoformat()
+    except (ValueError, OverflowError):
+        return value
+    return f"{number:.15g}"

@@ -14,7 +14,7 @@ from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
 MAX_XML_BYTES = 64 << 20
-MAX_TAGS = 4_000_000  # an element takes 150 to 300 bytes in memory, also "<a/>"
+MAX_TAGS = 2_000_000  # an element takes 150 to 300 bytes in memory, also "<a/>"
 # Entities are what billion-laughs and external-entity attacks need; no program writes them into these parts.
 _ENTITY = re.compile(rb"<!ENTITY|<\0!\0E\0N\0T\0I\0T\0Y\0|\0<\0!\0E\0N\0T\0I\0T\0Y")
 
@@ -50,7 +50,10 @@ def attribute(element: Element, name: str, default: str = "") -> str:
     """The attribute with this local name, in any namespace: transitional and strict files use different ones."""
     if (value := element.get(name)) is not None:
         return value
-    return next((value for key, value in element.items() if key.rpartition("}")[2] == name), default)
+    for key, value in element.items():
+        if key.endswith(name) and key.rpartition("}")[2] == name:
+            return value
+    return default
 
 
 def child(element: Element | None, *path: str) -> Element | None:
@@ -58,7 +61,12 @@ def child(element: Element | None, *path: str) -> Element | None:
     for name in path:
         if element is None:
             return None
-        element = next((below for below in element if local_name(below) == name), None)
+        for below in element:
+            if below.tag.endswith(name) and local_name(below) == name:
+                element = below
+                break
+        else:
+            return None
     return element
 
 
@@ -67,30 +75,42 @@ def parse_number(text: str, default: int = 0) -> int:
     return int(text) if text.isdecimal() and len(text) <= 7 else default
 
 
-class Step(NamedTuple):
-    """One step of a walk: an element begins, or it ends. The name is the local one; "" for a left out element."""
-
-    begins: bool
-    element: Element
-    name: str
+Step = tuple[bool, Element, str]
+"""One step of a walk: True where an element begins, False where it ends; the element; its local name."""
 
 
 def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[Step]:
     """Steps through all elements in document order. Of those whose local name is in `left_out`, the end alone comes,
-    without a name: the text after them (`tail`) belongs to the element around them."""
-    yield Step(True, root, local_name(root))
-    open_elements = [(root, iter(root))]
+    with the name "": the text after them (`tail`) belongs to the element around them."""
+    names: dict[str, str] = {}
+    name = local_name(root)
+    yield True, root, name
+    open_elements = [(root, name, iter(root))]
     while open_elements:
-        element, children = open_elements[-1]
-        below = next(children, None)
-        if below is None:
-            open_elements.pop()
-            yield Step(False, element, local_name(element))
-        elif (name := local_name(below)) in left_out:
-            yield Step(False, below, "")
+        element, name, children = open_elements[-1]
+        for below in children:
+            name_below = names.get(below.tag) or names.setdefault(below.tag, local_name(below))
+            if name_below in left_out:
+                yield False, below, ""
+                continue
+            yield True, below, name_below
+            if len(below):
+                open_elements.append((below, name_below, iter(below)))
+                break
+            yield False, below, name_below
         else:
-            yield Step(True, below, name)
-            open_elements.append((below, iter(below)))
+            open_elements.pop()
+            yield False, element, name
+
+
+def outermost(root: Element, *names: str, left_out: Set[str] = frozenset()) -> Iterator[Element]:
+    """Elements below `root` with one of the names, but those inside another of them: each text is met once."""
+    num_open = 0
+    for begins, element, name in walk(root, left_out):
+        if name in names:
+            num_open += 1 if begins else -1
+            if begins and num_open == 1:
+                yield element
 
 
 class Relationship(NamedTuple):

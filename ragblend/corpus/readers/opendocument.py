@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import TextBlocks, table_blocks
+from ragblend.corpus.readers.blocks import TextBlocks, check_table_depth, table_blocks
 from ragblend.corpus.readers.office_xml import Step, attribute, parse_number, parse_part, read_properties, walk
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
@@ -23,7 +23,7 @@ _LEFT_OUT = frozenset(_LEFT_OUT_NAMES.split())
 _CHARACTERS = {"tab": "\t", "line-break": "\n"}
 _TABLE_PARTS = frozenset({"table", "table-row", "table-cell", "covered-table-cell"})
 _WHITE_SPACE = re.compile(r"\s+")  # of the XML; spaces of the text beyond one are elements
-_MAX_SPACES = 1000
+_MAX_SPACES = 16
 _MAX_REPEATED_CELLS = 64  # a sheet's empty end is written as one cell, repeated thousands of times
 
 
@@ -114,6 +114,7 @@ class _ContentReader:
 
     def _begin_table_part(self, name: str) -> None:
         if name == "table":
+            check_table_depth(len(self._tables))
             self._tables.append([])
         elif name == "table-row" and self._tables:
             self._tables[-1].append([])

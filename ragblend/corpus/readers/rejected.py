@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
+from ragblend.corpus.readers.encodings import BINARY_REASON, is_binary
 from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
@@ -37,6 +40,7 @@ CONVERTIBLE: dict[str, str] = {
     ".mobi": "is a Kindle book, which is not read; convert it: ebook-convert FILE FILE.epub (Calibre)",
     ".azw": "is a Kindle book, which is not read; convert it: ebook-convert FILE FILE.epub (Calibre)",
     ".azw3": "is a Kindle book, which is not read; convert it: ebook-convert FILE FILE.epub (Calibre)",
+    ".ps": "is a PostScript file, which is not read; convert it: ps2pdf FILE",
     ".djvu": "is a DjVu document, which is not read; take its text: djvutxt FILE FILE.txt",
 }
 """Documents whose format is not read, by the ending of their names."""
@@ -45,17 +49,15 @@ _ARCHIVE = "is an archive; unpack it and add the folder"
 _PICTURE = "is a picture; if it shows text, run OCR on it: tesseract FILE FILE"
 _SOUND = "is a sound or video file; add its transcript"
 _PROGRAM = "is a program or data of one"
-_OTHER_BINARY = {
+_OTHER_ENDINGS = {
     _ARCHIVE: "zip tar gz tgz bz2 tbz2 xz txz zst 7z rar jar war whl deb rpm iso dmg cab lz4 lzma",
-    _PICTURE: "png jpg jpeg gif bmp tif tiff webp heic heif avif ico psd svg svgz eps ai raw cr2 nef",
-    _SOUND: "mp3 mp4 m4a m4v wav ogg oga ogv opus flac aac wma avi mov mkv webm wmv mpg mpeg 3gp mid",
-    _PROGRAM: "exe dll so dylib o a class pyc pyd wasm bin dat db sqlite sqlite3 ttf otf woff woff2",
+    _PICTURE: "png jpg jpeg gif bmp tif tiff webp heic heif avif ico psd svg svgz eps",
+    _SOUND: "mp3 mp4 m4a m4v wav ogg oga ogv opus flac aac wma avi mov mkv webm wmv mpg mpeg 3gp",
+    _PROGRAM: "exe dll so dylib pyc pyd wasm sqlite sqlite3 ttf otf woff woff2",
 }
-PASSED_OVER: dict[str, str] = {
-    f".{ending}": why for why, endings in _OTHER_BINARY.items() for ending in endings.split()
-}
-"""Files that are no documents, by the ending of their names."""
+_PASSED_OVER = {f".{ending}": reason for reason, endings in _OTHER_ENDINGS.items() for ending in endings.split()}
 
+_DOCUMENT_PARTS = (b"[Content_Types].xml", b"mimetypeapplication/")
 _MAGIC = (
     (ZIP_MAGIC, _ARCHIVE),
     (b"\x1f\x8b", _ARCHIVE),
@@ -78,15 +80,24 @@ _MAGIC = (
 )
 
 
-def describe_binary(head: bytes) -> str:
-    """Why a file whose name has no known ending is passed over, by its first bytes; "" for other bytes.
+def find_reason_to_pass_over(name: str, head: bytes, has_reader: bool) -> str:
+    """Why a file is no document, by its name and first bytes; "" for text, and for files whose name has a reader.
 
-    >>> describe_binary(b"GIF89a\\0")
-    'is a picture; if it shows text, run OCR on it: tesseract FILE FILE'
+    >>> find_reason_to_pass_over("a.gif", b"", False), find_reason_to_pass_over("a", b"GIF89a\\0", False)[:12]
+    ('is a picture; if it shows text, run OCR on it: tesseract FILE FILE', 'is a picture')
     """
+    if name.startswith("~$"):
+        return "is the lock file of a document that is open in Office"
+    if has_reader:
+        return ""
+    suffix = PurePath(name).suffix.lower()
+    if suffix in _PASSED_OVER or not is_binary(head):
+        return _PASSED_OVER.get(suffix, "")
     if head.startswith(OLE_MAGIC):
         return describe_ole(head, "document")
-    return next((reason for magic, reason in _MAGIC if head.startswith(magic)), "")
+    if head.startswith(ZIP_MAGIC) and any(name in head for name in _DOCUMENT_PARTS):
+        return "is an Office file or a book; give it the ending of its format: .docx, .pptx, .xlsx, .odt, .epub"
+    return next((reason for magic, reason in _MAGIC if head.startswith(magic)), BINARY_REASON)
 
 
 def describe_ole(data: bytes, kind: str) -> str:
@@ -105,7 +116,7 @@ def describe_ole(data: bytes, kind: str) -> str:
         return _soffice("an Excel file of the format before 2007", "xlsx")
     if has_stream("__substg1.0_") or has_stream("__properties_version1.0"):
         return _OUTLOOK
-    return f"is an OLE file (Office before 2007), not a {kind}; convert it: soffice --headless --convert-to pdf FILE"
+    return _soffice("an OLE file, as Office wrote before 2007", "pdf")
 
 
 def reject(reason: str, data: bytes) -> ParsedRecords:

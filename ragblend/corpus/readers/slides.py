@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import TextBlocks, table_row
-from ragblend.corpus.readers.drawings import REFERENCES, drawing_text, read_drawing
+from ragblend.corpus.readers.drawings import DRAWING_REFERENCES, drawing_text, read_drawing
 from ragblend.corpus.readers.office_xml import (
     Relationship,
     attribute,
     child,
     find_main_part,
     local_name,
+    outermost,
     parse_part,
     read_properties,
     read_relationships,
-    walk,
 )
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
@@ -35,7 +35,7 @@ def read_pptx(data: bytes) -> ParsedRecords:
     container = ZipContainer(data, "PowerPoint file")
     blocks = TextBlocks()
     notes = []
-    slides = list(_slide_parts(container))
+    slides = list(dict.fromkeys(_slide_parts(container)))
     for number, part in enumerate(slides, 1):
         blocks.add_page(str(number))
         try:
@@ -84,9 +84,8 @@ def _add_slide(blocks: TextBlocks, container: ZipContainer, part: str, slide: El
 
 def _shapes(slide: Element) -> Iterator[Element]:
     """Shapes with text, tables, charts and SmartArt, in the order in which they are drawn, those in groups too."""
-    for begins, element, name in walk(slide, _LEFT_OUT):
-        if begins and name in ("sp", "graphicFrame", "cxnSp") and _placeholder(element) not in _FURNITURE:
-            yield element
+    shapes = outermost(slide, "sp", "graphicFrame", "cxnSp", left_out=_LEFT_OUT)
+    return (shape for shape in shapes if _placeholder(shape) not in _FURNITURE)
 
 
 def _pictures(slide: Element) -> Iterator[Element]:
@@ -104,10 +103,12 @@ def _placeholder(shape: Element) -> str:
 def _shape_text(container: ZipContainer, relationships: dict[str, Relationship], shape: Element) -> str:
     if local_name(shape) != "graphicFrame":
         return "\n".join(text for paragraph in _paragraphs(shape) if (text := drawing_text(paragraph).strip()))
-    rows = [element for begins, element, name in walk(shape, _LEFT_OUT) if begins and name == "tr"]
+    rows = outermost(shape, "tr", left_out=_LEFT_OUT)
     lines = [table_row([_cell_text(cell) for cell in row if local_name(cell) == "tc"]) for row in rows]
-    references = [element for begins, element, name in walk(shape, _LEFT_OUT) if begins and name in REFERENCES]
-    drawings = [read_drawing(container, relationships, reference) for reference in references]
+    drawings = [
+        read_drawing(container, relationships, reference)
+        for reference in outermost(shape, *DRAWING_REFERENCES, left_out=_LEFT_OUT)
+    ]
     return "\n".join(line for line in (*lines, *drawings) if line)
 
 
@@ -116,7 +117,7 @@ def _cell_text(cell: Element) -> str:
 
 
 def _paragraphs(shape: Element) -> Iterator[Element]:
-    return (element for begins, element, name in walk(shape, _LEFT_OUT) if begins and name == "p")
+    return outermost(shape, "p", left_out=_LEFT_OUT)
 
 
 def _notes(container: ZipContainer, part: str, relationships: dict[str, Relationship]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 MAX_MEMORY_BYTES = 3 << 30
 MAX_TEXT_CHARS = 64 << 20
+MAX_CELLS = 5_000_000  # empty ones between others too; they take 2 to 3 µs each
 
 
 class TooLargeError(Exception):
@@ -46,12 +47,16 @@ def _read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
 
     workbook = CalamineWorkbook.from_object(io.BytesIO(data))
     sheets = []
-    num_chars = 0
+    num_chars = num_cells = 0
     for sheet in workbook.sheets_metadata:
         if sheet.typ is not SheetTypeEnum.WorkSheet:
             continue  # a chart alone, or macros
         lines = []
-        for row in workbook.get_sheet_by_name(sheet.name).iter_rows():
+        content = workbook.get_sheet_by_name(sheet.name)
+        num_cells += content.height * content.width
+        if num_cells > MAX_CELLS:
+            raise TooLargeError(f"has {num_cells} cells, more than the {MAX_CELLS} that are read")
+        for row in content.iter_rows():
             if line := _row_line(row):
                 lines.append(line)
                 num_chars += len(line)

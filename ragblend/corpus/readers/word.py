@@ -9,8 +9,8 @@ import posixpath
 from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import TextBlocks, table_blocks
-from ragblend.corpus.readers.drawings import REFERENCES, read_drawing
+from ragblend.corpus.readers.blocks import TextBlocks, check_table_depth, table_blocks
+from ragblend.corpus.readers.drawings import DRAWING_REFERENCES, read_drawing
 from ragblend.corpus.readers.html import read_html
 from ragblend.corpus.readers.office_xml import (
     attribute,
@@ -26,7 +26,7 @@ from ragblend.corpus.readers.rejected import OLE_MAGIC, ZIP_MAGIC, describe_ole
 from ragblend.corpus.readers.rtf import RTF_MAGIC, read_rtf
 from ragblend.corpus.readers.text import read_text
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
-from ragblend.corpus.readers.word_styles import ListLabels, Style, outline_level, read_styles, value_of
+from ragblend.corpus.readers.word_styles import ListLabels, Style, Styles, outline_level, value_of
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
@@ -77,7 +77,7 @@ class _BodyReader:
         self._relationships = read_relationships(container, main)
         part_of = {one.kind: one.target for one in self._relationships.values()}
         folder = posixpath.dirname(main)
-        self._styles = read_styles(container, part_of.get("styles", f"{folder}/styles.xml"))
+        self._styles = Styles(container, part_of.get("styles", f"{folder}/styles.xml"))
         self._labels = ListLabels(container, part_of.get("numbering", f"{folder}/numbering.xml"))
         self._notes = {
             reference: self._read_notes(part_of.get(kind, f"{folder}/{kind}.xml"))
@@ -104,7 +104,7 @@ class _BodyReader:
             return
         paragraph = self._paragraphs.pop()
         text = "".join(paragraph.texts).strip()
-        style = self._styles.get(value_of(child(paragraph.properties, "pStyle")), Style())
+        style = self._styles.find(value_of(child(paragraph.properties, "pStyle")))
         if text:
             label = self._label(paragraph.properties, style)
             text = f"{label} {text}" if label else text
@@ -126,6 +126,7 @@ class _BodyReader:
 
     def _table(self, begins: bool, element: Element, name: str) -> None:
         if begins and name == "tbl":
+            check_table_depth(len(self._tables))
             self._tables.append([])
         elif begins and name == "tr" and self._tables:
             self._tables[-1].append([])
@@ -163,8 +164,9 @@ class _BodyReader:
         elif name == "sym":
             paragraph.texts.append(_symbol(attribute(element, "char")))
         elif name in self._notes:
-            self._reference(paragraph, self._notes[name].get(attribute(element, "id"), ""))
-        elif name in REFERENCES:
+            # Taken out, so that a note is never repeated.
+            self._reference(paragraph, self._notes[name].pop(attribute(element, "id"), ""))
+        elif name in DRAWING_REFERENCES:
             paragraph.texts.append("\n" + read_drawing(self._container, self._relationships, element) + "\n")
 
     def _reference(self, paragraph: _Paragraph, note: str) -> None:

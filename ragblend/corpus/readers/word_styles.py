@@ -11,8 +11,9 @@ from ragblend.corpus.readers.office_xml import attribute, child, local_name, par
 from ragblend.corpus.readers.zip_container import ZipContainer
 
 _HEADING = re.compile(r"heading ([1-9])$", re.IGNORECASE)
-_MAX_BASED_ON = 20  # styles may be based on each other in a circle
+_MAX_BASED_ON = 12  # styles may be based on each other in a circle
 _MAX_LEVELS = 9
+_MAX_LABEL_CHARS = 40
 _ROMAN = ((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"))
 _ROMAN_UNITS = ((9, "ix"), (5, "v"), (4, "iv"), (1, "i"))
 _MAX_ROMAN = 5000
@@ -34,26 +35,32 @@ class Level(NamedTuple):
     start: int
 
 
-def read_styles(container: ZipContainer, part: str) -> dict[str, Style]:
-    """Paragraph styles of a Word file by their ids; none where the file has no such part."""
-    if part not in container:
-        return {}
-    elements = {attribute(one, "styleId"): one for one in parse_part(container, part) if local_name(one) == "style"}
-    return {style_id: _resolve_style(style_id, elements) for style_id in elements}
+class Styles:
+    """Paragraph styles of a Word file; none where the file has no such part."""
 
+    def __init__(self, container: ZipContainer, part: str) -> None:
+        root = parse_part(container, part) if part in container else ()
+        self._elements = {attribute(one, "styleId"): one for one in root if local_name(one) == "style"}
+        self._resolved: dict[str, Style] = {}
 
-def _resolve_style(style_id: str, elements: dict[str, Element]) -> Style:
-    level, list_id, list_level = 0, "", ""
-    element = elements.get(style_id)
-    for _ in range(_MAX_BASED_ON):
-        if element is None:
-            break
-        level = level or _heading_level(element)
-        numbering = child(element, "pPr", "numPr")
-        list_id = list_id or value_of(child(numbering, "numId"))
-        list_level = list_level or value_of(child(numbering, "ilvl"))
-        element = elements.get(value_of(child(element, "basedOn")))
-    return Style(level, list_id, parse_number(list_level))
+    def find(self, style_id: str) -> Style:
+        """The style with an id; that of body text where there is none."""
+        if style_id not in self._resolved:
+            self._resolved[style_id] = self._resolve(style_id)
+        return self._resolved[style_id]
+
+    def _resolve(self, style_id: str) -> Style:
+        level, list_id, list_level = 0, "", ""
+        element = self._elements.get(style_id)
+        for _ in range(_MAX_BASED_ON):
+            if element is None:
+                break
+            level = level or _heading_level(element)
+            numbering = child(element, "pPr", "numPr")
+            list_id = list_id or value_of(child(numbering, "numId"))
+            list_level = list_level or value_of(child(numbering, "ilvl"))
+            element = self._elements.get(value_of(child(element, "basedOn")))
+        return Style(level, list_id, parse_number(list_level))
 
 
 def _heading_level(style: Element) -> int:
@@ -116,7 +123,7 @@ def _read_levels(abstract: Element | None) -> dict[int, Level]:
         if local_name(element) == "lvl":
             levels[parse_number(attribute(element, "ilvl"))] = Level(
                 value_of(child(element, "numFmt")),
-                value_of(child(element, "lvlText")),
+                value_of(child(element, "lvlText"))[:_MAX_LABEL_CHARS],
                 parse_number(value_of(child(element, "start")), 1),
             )
     return levels
