@@ -47,8 +47,8 @@ def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512)
     Each chunk runs as far as the budget lets it and ends at the last paragraph, else sentence, else line in its second
     half, else at a word; only a word that exceeds the budget alone is cut inside. It ends after a heading, in a code
     block or in a row of a table only where nothing else is left from its second quarter on. Rows of records (a CSV, a
-    log) are cut, from two fifths of a chunk on, where a row's own content says, so that a row more changes few chunks. Chunks carry no outer
-    whitespace, and that is all they lose. Their metadata is the document's plus `num_tokens`.
+    log) are cut, from two fifths of a chunk on, where a row's own content says, so that a row more changes few chunks.
+    Chunks carry no outer whitespace, and that is all they lose. Their metadata is the document's plus `num_tokens`.
 
     A chunk that goes on with a table begins with the table's header row, if that takes at most a quarter of the budget.
     It has `verbatim: False` in its metadata, and its text is the header row, a line break and

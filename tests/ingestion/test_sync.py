@@ -18,6 +18,8 @@ from ragblend.chunker import adapt_splitter
 from ragblend.corpus import documents
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
+from ragblend.corpus.readers.formats import READERS
+from ragblend.corpus.readers.types import ParsedRecord
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import (
@@ -437,6 +439,16 @@ def test_a_moved_project_is_not_computed_twice_and_the_old_place_is_named(corpus
 
 
 # --- what is removed by hand ---
+
+
+def test_what_readers_note_is_in_the_report_of_the_run_that_read_the_file(corpus, monkeypatch):
+    note = "page 3 has a picture and no text; run OCR on it"
+    monkeypatch.setitem(READERS, ".manual", lambda data: iter([ParsedRecord("", FOX, {}, (), (note,))]))
+    corpus.write(a_manual="anything")
+    report = corpus.ingest()
+    expected = {"path": f"{corpus.docs}/a.manual", "reason": note}
+    assert (report.as_dict()["notes"], report.failures, report.num_documents) == ([expected], [], 1)
+    assert corpus.ingest().notes == []
 
 
 def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
