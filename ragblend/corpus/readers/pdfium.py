@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import pypdfium2.raw as raw
-from pypdfium2 import PdfBookmark, PdfDocument, PdfFormEnv, PdfiumError, PdfPage, PdfTextPage
+from pypdfium2 import PdfBookmark, PdfDocument, PdfiumError, PdfPage, PdfTextPage
 
 from ragblend.errors import UnreadableDocumentError
 
@@ -86,10 +86,10 @@ class PdfContents(NamedTuple):
 def read_contents(data: bytes) -> PdfContents:
     """Return what the PDF `data` holds. Raises UnreadableDocumentError for a password, damage and what is no PDF."""
     _check_inflated_size(data)
-    with _LOCK, _opened(data) as document:
+    with _LOCK, _opened(data) as document, _opened_form(document) as form:
         num_pages = len(document)
         return PdfContents(
-            [_read_page(document, at) for at in range(num_pages)],
+            [_read_page(document, at, form) for at in range(num_pages)],
             [document.get_page_label(at).strip() for at in range(num_pages)],
             list(_read_headings(document)),
             document.get_metadata_value("Title"),
@@ -146,16 +146,20 @@ def _opened(data: bytes) -> Iterator[PdfDocument]:
                 f"is a damaged PDF (it lists {len(document)} pages in {len(data)} bytes); repair it, for example: "
                 "qpdf FILE NEW"
             )
-        if document.get_formtype() != raw.FORMTYPE_NONE:
-            _load_form(document)
         yield document
 
 
-def _load_form(document: PdfDocument) -> None:
-    """Make the form's fields readable, as `init_forms` does, which also logs a warning for each form of type XFA."""
+@contextmanager
+def _opened_form(document: PdfDocument) -> Iterator[Any]:
+    """A handle for the form's fields, None without a form. pypdfium2's own logs a warning for a form of type XFA."""
     config = raw.FPDF_FORMFILLINFO(version=2)
-    if form := raw.FPDFDOC_InitFormFillEnvironment(document, config):
-        document.formenv = PdfFormEnv(form, config)
+    has_form = document.get_formtype() != raw.FORMTYPE_NONE
+    form = raw.FPDFDOC_InitFormFillEnvironment(document, config) if has_form else None
+    try:
+        yield form
+    finally:
+        if form:
+            raw.FPDFDOC_ExitFormFillEnvironment(form)
 
 
 def _explain_failure(data: bytes, code: int | None) -> str:
@@ -173,12 +177,16 @@ def _explain_failure(data: bytes, code: int | None) -> str:
     return "is a damaged PDF (PDFium finds no pages in it); repair it, for example: qpdf FILE NEW"
 
 
-def _read_page(document: PdfDocument, at: int) -> PdfPageContents:
+def _read_page(document: PdfDocument, at: int, form: Any) -> PdfPageContents:
     try:
         with closing(document[at]) as page:
             with closing(page.get_textpage()) as textpage:
                 text = _visible_text(textpage)
-            fields, notes = _read_annotations(document, page)
+            if form:
+                raw.FORM_OnAfterLoadPage(page, form)  # a box's state is not known before
+            fields, notes = _read_annotations(page, form)
+            if form:
+                raw.FORM_OnBeforeClosePage(page, form)
             return PdfPageContents(text, fields, notes, has_picture=not text.strip() and _has_picture(page))
     except PdfiumError:
         return PdfPageContents(is_damaged=True)
@@ -204,7 +212,7 @@ def _has_picture(page: PdfPage) -> bool:
     return num_paths >= _MANY_PATHS
 
 
-def _read_annotations(document: PdfDocument, page: PdfPage) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+def _read_annotations(page: PdfPage, form: Any) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Return (form fields with a value, texts of notes), without hidden ones."""
     fields, notes = list[tuple[str, str]](), list[str]()
     for at in range(min(raw.FPDFPage_GetAnnotCount(page), _MAX_ANNOTATIONS)):
@@ -212,8 +220,8 @@ def _read_annotations(document: PdfDocument, page: PdfPage) -> tuple[tuple[tuple
         if not annotation:
             continue
         kind = raw.FPDFAnnot_GetSubtype(annotation)
-        if kind == raw.FPDF_ANNOT_WIDGET and document.formenv:
-            fields += _read_field(document.formenv, annotation)
+        if kind == raw.FPDF_ANNOT_WIDGET and form:
+            fields += _read_field(form, annotation)
         elif kind in _NOTE_TYPES and not raw.FPDFAnnot_GetFlags(annotation) & _HIDDEN:
             notes.append(_read_wide(raw.FPDFAnnot_GetStringValue, annotation, b"Contents"))
         raw.FPDFPage_CloseAnnot(annotation)
