@@ -86,8 +86,8 @@ def _page_text(page: PdfPageContents) -> tuple[str, str]:
     problem = _GARBAGE if is_garbage(text) else _PICTURE if page.has_picture else ""
     text = "" if problem else remove_controls(text)
     fields = [(_one_line(name), _clean(value)) for name, value in page.fields]
-    lines = [f"{name}: {value}" if name else value for name, value in fields if value not in text or value == "yes"]
-    notes = [note for note in map(_clean, page.notes) if note not in text]
+    lines = [f"{name}: {value}" if name else value for name, value in fields]
+    notes = [note for note in map(_clean, page.notes) if note not in text]  # a highlight may quote the page
     blocks = [text, *("\n".join(dict.fromkeys(block)) for block in (lines, notes))]
     return "\n\n".join(filter(None, blocks)), problem
 

@@ -98,10 +98,10 @@ def test_form_values_have_their_names_and_notes_are_a_block():
     assert read(make_pdf(line("x"), annotations=[TENANT % "/TU(Name of tenant)"])).text == "x\n\nName of tenant: Alice"
 
 
-def test_a_value_that_the_page_shows_and_what_is_hidden_are_left_out():
+def test_a_note_that_quotes_the_page_and_what_is_hidden_are_left_out():
     hidden = [TENANT % "/F 2", NOTE % ("FreeText", "Internal", "/F 2"), EMPTY]
     assert read(make_pdf(line("Lease"), annotations=hidden)).text == "Lease"
-    assert read(make_pdf(line("Alice signs"), annotations=[TENANT % ""])).text == "Alice signs"
+    assert read(make_pdf(line("Alice signs"), annotations=[TENANT % ""])).text == "Alice signs\n\ntenant: Alice"
     assert read(make_pdf(line("Lease note"), annotations=[NOTE % ("Highlight", "note", "")])).text == "Lease note"
 
 
