@@ -166,7 +166,7 @@ class RowEnd(NamedTuple):
     rank: bytes
 
 
-_MIN_ROWS, _MIN_ALIKE = 4, 0.75
+_MIN_ROWS, _MIN_SIMILAR = 4, 0.75
 _DIGITS = re.compile(r"\d+")
 _LIST_MARK = re.compile(r"\W*|0[.)]|\(0\)")
 
@@ -175,7 +175,7 @@ def find_row_ends(text: str, start: int, middle: int, end: int) -> list[RowEnd]:
     """Return the ends in [middle, end] of rows that begin like the row after them, or none where text is not uniform.
 
     Rows are paragraphs (a CSV's), else lines (a table's, a log's) without a blank line among them. Uniform is a text of
-    which three in four rows are alike, from `start` to two more times the size of [start, end).
+    which three in four rows begin like the next one, from `start` to two more times the size of [start, end).
     """
     size = end - start
     piece = text[start : end + 2 * size]
@@ -184,12 +184,12 @@ def find_row_ends(text: str, start: int, middle: int, end: int) -> list[RowEnd]:
             break
         rows = list(_split_rows(piece, separator))
         shapes = [_shape(piece[row[0] : row[0] + _MAX_ROW_CHARS]) for row in rows]
-        alike = [bool(one) and one == other for one, other in pairwise(shapes)]
-        if len(rows) >= _MIN_ROWS and sum(alike) >= _MIN_ALIKE * len(alike):
+        similar = [bool(one) and one == other for one, other in pairwise(shapes)]
+        if len(rows) >= _MIN_ROWS and sum(similar) >= _MIN_SIMILAR * len(similar):
             return [
                 RowEnd(start + row[1], _rank(piece[following[0] : following[1]]))
-                for (row, following), is_alike in zip(pairwise(rows), alike, strict=True)
-                if is_alike and middle <= start + row[1] <= end
+                for (row, following), is_similar in zip(pairwise(rows), similar, strict=True)
+                if is_similar and middle <= start + row[1] <= end
             ]
     return []
 
