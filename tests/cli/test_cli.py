@@ -413,7 +413,7 @@ def docs(run, tmp_path, monkeypatch) -> Path:
 def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(docs, run, monkeypatch):
     place = ["--index", str(docs.parent / "i"), "--store", str(docs.parent / "s")]
     code, out, _ = run("ingest", ".", "--embedder", "hashing", *place)
-    assert (code, "1 files are no documents: docs/logo.png is a binary file" in out) == (0, True)
+    assert (code, "1 files are no documents: docs/logo.png is a picture" in out) == (0, True)
     (docs / "a.md").unlink()
     (docs / "r.jsonl").write_text('"Bob Fox lives in Norburg."\n')
     monkeypatch.chdir(docs / "sub")

@@ -10,7 +10,7 @@ from ragblend.corpus.readers.books import read_epub
 from ragblend.corpus.readers.html import read_html
 from ragblend.corpus.readers.mail import read_eml, read_mbox
 from ragblend.corpus.readers.notebook import read_notebook
-from ragblend.corpus.readers.opendocument import read_odp, read_odt
+from ragblend.corpus.readers.opendocument import read_odp, read_ods, read_odt
 from ragblend.corpus.readers.pdf import read_pdf
 from ragblend.corpus.readers.records import read_json, read_jsonl, read_parquet
 from ragblend.corpus.readers.rejected import CONVERTIBLE, read_keynote, reject
@@ -50,9 +50,10 @@ READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     **dict.fromkeys((".docx", ".docm"), read_docx),
     ".doc": read_doc,
     **dict.fromkeys((".pptx", ".pptm", ".ppsx"), read_pptx),
-    **dict.fromkeys((".xlsx", ".xlsm", ".xls", ".ods"), read_spreadsheet),
+    **dict.fromkeys((".xlsx", ".xlsm", ".xls"), read_spreadsheet),
     ".odt": read_odt,
     ".odp": read_odp,
+    ".ods": read_ods,
     ".rtf": read_rtf,
     ".epub": read_epub,
     ".ipynb": read_notebook,

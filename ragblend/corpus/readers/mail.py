@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import email.policy
 import re
+from contextlib import suppress
 from email.errors import MessageError
 from email.header import decode_header, make_header
 from email.message import Message
@@ -87,20 +88,21 @@ class _PartReader:
     def read(self, mail: Message) -> None:
         """Collect a mail's header lines, texts and forwarded mails, then the names of its attachments."""
         self._add_header(mail, 1)
-        parts = [(mail, 1)]
+        parts = [(mail, 1, 1)]
         while parts:
-            part, depth = parts.pop()
+            part, depth, level = parts.pop()  # level: of mails inside mails
             if depth > MAX_DEPTH:
                 self.notes.append(f"parts deeper than {MAX_DEPTH} are left out")
                 continue
-            below = self._below(part, depth)
-            parts += [(one, depth + 1) for one in reversed(below)]
+            level += part.get_content_type() == "message/rfc822"
+            below = self._below(part, level)
+            parts += [(one, depth + 1, level) for one in reversed(below)]
             if not below:
                 self._add_part(part)
         if self._attachments:
             self.blocks.add("Attachments: " + ", ".join(self._attachments))
 
-    def _below(self, part: Message, depth: int) -> list[Message]:
+    def _below(self, part: Message, level: int) -> list[Message]:
         """The parts of a part that are read; of alternatives, one."""
         payload = part.get_payload()
         if not isinstance(payload, list):
@@ -109,7 +111,7 @@ class _PartReader:
         kind = part.get_content_type()
         if kind == "message/rfc822":
             for mail in below:
-                self._add_header(mail, depth + 1)
+                self._add_header(mail, level)
         elif kind == "multipart/alternative":
             return _choose_alternative(below)
         return below
@@ -167,14 +169,21 @@ def _file_name(part: Message) -> str:
 
 def _header(mail: Message, name: str) -> str:
     """The value of a header in readable letters; "" where the mail has none."""
-    value = mail.get(name)
-    if value is None:
-        return ""
+    values = (value for key, value in mail.raw_items() if key.lower() == name.lower())
+    raw = str(next(values, "")).encode("ascii", "surrogateescape")
+    value = _decode_raw(raw)
+    if "=?" in value:
+        with suppress(ValueError, LookupError, MessageError):
+            value = str(make_header(decode_header(value)))
+    return one_line(value)
+
+
+def _decode_raw(header: bytes) -> str:
+    """Letters that a program wrote into a header without encoding them: UTF-8 (RFC 6532), or of an old program."""
     try:
-        return one_line(str(make_header(decode_header(value))))
-    except (ValueError, LookupError, MessageError):
-        raw = str(value).encode("ascii", "surrogateescape")
-        return one_line(raw.decode("utf-8", "replace"))
+        return header.decode()
+    except UnicodeDecodeError:
+        return header.decode("cp1252", "replace")
 
 
 def _metadata(mail: Message) -> dict[str, Any]:

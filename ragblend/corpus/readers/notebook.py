@@ -78,7 +78,8 @@ def _add_cell(blocks: TextBlocks, cell: dict[str, Any], language: str) -> bool:
         _add_markdown(blocks, source)
     else:
         blocks.add(_fenced(source, language))
-        outputs = "\n".join(text for text in map(_output_text, _list(cell.get("outputs"))) if text)
+        texts = (_ANSI_CODE.sub("", _output_text(output)).strip("\n") for output in _list(cell.get("outputs")))
+        outputs = "\n".join(text for text in texts if text)
         blocks.add(_fenced(_cut(outputs), "text"))
         return len(outputs) > MAX_OUTPUT_CHARS
     return False
@@ -121,7 +122,7 @@ def _output_text(output: Any) -> str:
     text = _text(output.get("text")) or _text(bundle.get("text/plain"))
     if any(name.startswith("image/") for name in bundle) or _FIGURE.match(text):
         return ""
-    return _ANSI_CODE.sub("", text).strip("\n")
+    return text
 
 
 def _cut(text: str) -> str:

@@ -1,4 +1,6 @@
-"""OpenDocument text and presentations (.odt, .odp): text in reading order with headings, lists, tables and footnotes.
+"""OpenDocument files (.odt, .odp, .ods): text in reading order with headings, lists, tables and footnotes.
+
+Slides are pages. Sheets are headings with a line per row, and cells are read as they are shown, but dates as ISO 8601.
 
 Left out: deleted text of tracked changes, comments, headers and footers, embedded objects, picture data.
 """
@@ -9,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import TextBlocks, check_table_depth, table_blocks
+from ragblend.corpus.readers.blocks import TextBlocks, check_table_depth, table_blocks, table_row
 from ragblend.corpus.readers.office_xml import Step, attribute, parse_number, parse_part, read_properties, walk
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
@@ -37,6 +39,11 @@ def read_odp(data: bytes) -> ParsedRecords:
     return _read(data, "OpenDocument presentation")
 
 
+def read_ods(data: bytes) -> ParsedRecords:
+    """Read one spreadsheet as one document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
+    return _read(data, "OpenDocument spreadsheet")
+
+
 def _read(data: bytes, kind: str) -> ParsedRecords:
     container = ZipContainer(data, kind)
     if "META-INF/manifest.xml" in container and b"encryption-data" in container.read("META-INF/manifest.xml"):
@@ -44,7 +51,7 @@ def _read(data: bytes, kind: str) -> ParsedRecords:
     reader = _ContentReader()
     for step in walk(parse_part(container, "content.xml"), _LEFT_OUT):
         reader.take(step)
-    text, marks = reader.blocks.build()
+    text, marks = reader.blocks.build() if reader.num_texts else ("", ())
     metadata = {
         **read_properties(container, "meta.xml"),
         **({"num_pages": reader.num_pages} if reader.num_pages else {}),
@@ -67,6 +74,8 @@ class _ContentReader:
     def __init__(self) -> None:
         self.blocks = TextBlocks()
         self.num_pages = 0
+        self.num_texts = 0  # a spreadsheet without any has but the names of its sheets
+        self._is_spreadsheet = False
         self._paragraphs: list[_Paragraph] = []  # one inside another: a text box is part of a paragraph
         self._tables: list[list[list[list[str]]]] = []  # rows of cells of paragraphs; one table inside another
         self._footnotes: list[list[str]] = []  # paragraphs of the footnotes that are open
@@ -106,14 +115,18 @@ class _ContentReader:
             self._frames.append(attribute(element, "class"))
         elif name == "notes":
             self._prefix = "Notes: "
+        elif name == "spreadsheet":
+            self._is_spreadsheet = True
         elif name == "page":
             self.num_pages += 1
             self.blocks.add_page(str(self.num_pages))
         elif name in _TABLE_PARTS:
-            self._begin_table_part(name)
+            self._begin_table_part(element, name)
 
-    def _begin_table_part(self, name: str) -> None:
+    def _begin_table_part(self, element: Element, name: str) -> None:
         if name == "table":
+            if self._is_spreadsheet and not self._tables:
+                self.blocks.add_heading(attribute(element, "name"), 1)
             check_table_depth(len(self._tables))
             self._tables.append([])
         elif name == "table-row" and self._tables:
@@ -132,6 +145,8 @@ class _ContentReader:
         elif name == "frame":
             self._frames.pop()
         elif name == "table-cell" and self._tables and self._tables[-1] and self._tables[-1][-1]:
+            if date := attribute(element, "date-value"):
+                self._tables[-1][-1][-1][:] = [date.removesuffix("T00:00:00").replace("T", " ")]
             repeated = min(parse_number(attribute(element, "number-columns-repeated"), 1), _MAX_REPEATED_CELLS)
             self._tables[-1][-1] += [self._tables[-1][-1][-1]] * (repeated - 1)
         elif name == "table":
@@ -141,6 +156,7 @@ class _ContentReader:
         paragraph = self._paragraphs.pop()
         text = "".join(paragraph.texts).strip()
         text = paragraph.prefix + text if text else ""
+        self.num_texts += bool(text)
         if self._footnotes:
             self._footnotes[-1].append(text)
         elif (cell := self._open_cell()) is not None:
@@ -160,6 +176,10 @@ class _ContentReader:
         return rows[-1][-1] if rows and rows[-1] else None
 
     def _end_table(self, rows: list[list[list[str]]]) -> None:
+        if self._is_spreadsheet and not self._tables:
+            lines = (table_row([" ".join(cell) for cell in row]) for row in rows)
+            self.blocks.add("\n".join(line for line in lines if line))
+            return
         blocks = table_blocks(rows)
         if (cell := self._open_cell()) is not None:
             cell.extend(blocks)

@@ -91,10 +91,12 @@ def find_reason_to_pass_over(name: str, head: bytes, has_reader: bool) -> str:
     if has_reader:
         return ""
     suffix = PurePath(name).suffix.lower()
-    if suffix in _PASSED_OVER or not is_binary(head):
-        return _PASSED_OVER.get(suffix, "")
+    if suffix in _PASSED_OVER:
+        return _PASSED_OVER[suffix]
     if head.startswith(OLE_MAGIC):
         return describe_ole(head, "document")
+    if not is_binary(head):
+        return ""
     if head.startswith(ZIP_MAGIC) and any(name in head for name in _DOCUMENT_PARTS):
         return "is an Office file or a book; give it the ending of its format: .docx, .pptx, .xlsx, .odt, .epub"
     return next((reason for magic, reason in _MAGIC if head.startswith(magic)), BINARY_REASON)

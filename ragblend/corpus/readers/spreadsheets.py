@@ -1,4 +1,4 @@
-"""Spreadsheets (.xlsx, .xls, .ods): each sheet a heading, each row a line of cells.
+"""Excel workbooks (.xlsx, .xls): each sheet a heading, each row a line of cells.
 
 calamine (Rust) does the parsing in a child process: it ends the process that it runs in when a sheet does not fit in
 memory, and two cells at opposite ends of a sheet of 2 KB are enough for that.
@@ -54,7 +54,7 @@ def _read_other(data: bytes) -> ParsedRecords:
     elif b"\t" in data[:4096] or b";" in data[:4096] or b"," in data[:4096]:
         yield from read_csv(data)
     else:
-        raise UnreadableDocumentError("is no spreadsheet: it begins neither as Excel nor as OpenDocument files do")
+        raise UnreadableDocumentError("is no spreadsheet: it does not begin as Excel files do")
 
 
 def _run_calamine(data: bytes) -> list[tuple[str, list[str]]]:

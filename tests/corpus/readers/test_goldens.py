@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+from office_files import make_docx, make_epub, make_odf, make_pptx, make_xlsx, shape, word_paragraph
 from pdf_files import PICTURE, line, lines, make_pdf
 
 from ragblend.corpus.documents import read_documents
@@ -86,6 +87,74 @@ def feed_xml() -> bytes:
     return b"<feed><entry><title>A &amp; b</title><n>1</n></entry>\n<entry><p>See <i>the</i> pump.</p></entry></feed>"
 
 
+def lease_docx() -> bytes:
+    heading = '<w:style w:styleId="H"><w:name w:val="heading 2"/></w:style>'
+    levels = '<w:lvl w:ilvl="0"><w:numFmt w:val="upperRoman"/><w:lvlText w:val="%1."/></w:lvl>'
+    lists = f'<w:abstractNum w:abstractNumId="0">{levels}</w:abstractNum>'
+    lists += '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num>'
+    item = word_paragraph("Rent", '<w:pStyle w:val="H"/><w:numPr><w:numId w:val="1"/></w:numPr>')
+    note = f'<w:footnote w:id="1">{word_paragraph("Monthly.")}</w:footnote>'
+    row = f"<w:tr><w:tc>{word_paragraph('M8')}</w:tc><w:tc>{word_paragraph('40')}{word_paragraph('Nm')}</w:tc></w:tr>"
+    body = f'{item}{item}<w:p><w:r><w:t>Due</w:t><w:footnoteReference w:id="1"/></w:r></w:p><w:tbl>{row}</w:tbl>'
+    return make_docx(body, styles=heading, numbering=lists, footnotes=note)
+
+
+def talk_pptx() -> bytes:
+    cells = "".join(f"<a:tc><a:p><a:r><a:t>{text}</a:t></a:r></a:p></a:tc>" for text in ("M8", "40"))
+    table = f"<p:graphicFrame><a:tbl><a:tr>{cells}</a:tr></a:tbl></p:graphicFrame>"
+    return make_pptx({"a": table, "b": shape("one", "two") + shape("Care", placeholder="title")}, ["b", "a"])
+
+
+def odf_body() -> str:
+    table = "<table:table table:name='T'><table:table-row><table:table-cell><text:p>M8</text:p></table:table-cell>"
+    table += "<table:table-cell office:date-value='2026-05-01'><text:p>1.5.</text:p></table:table-cell>"
+    return f"{table}</table:table-row></table:table>"
+
+
+def lease_odt() -> bytes:
+    items = "<text:list><text:list-item><text:p>a<text:s text:c='3'/>b</text:p></text:list-item></text:list>"
+    note = "<text:note><text:note-body><text:p>Monthly.</text:p></text:note-body></text:note>"
+    return make_odf(f"<text:h text:outline-level='1'>Rent</text:h><text:p>Due{note}</text:p>{items}{odf_body()}")
+
+
+def prices_ods() -> bytes:
+    return make_odf(odf_body(), "spreadsheet")
+
+
+def prices_xlsx() -> bytes:
+    row = '<row r="1"><c r="A1" t="s"><v>0</v></c><c r="C1"><v>40</v></c><c r="D1" s="1"><v>46000</v></c></row>'
+    return make_xlsx({"Prices": row, "Other": ""}, '<cellXfs><xf/><xf numFmtId="14"/></cellXfs>', ["M8"])
+
+
+def letter_rtf() -> bytes:
+    table = r"\intbl a\cell b\cell\row\pard"
+    return rf"{{\rtf1\ansicpg1251\outlinelevel0 \'cf\par\pard x{{\footnote note}}\par{table} end\par}}".encode()
+
+
+def ducks_epub() -> bytes:
+    return make_epub({"a": "<p>two</p>", "b": "<h1>One</h1>"}, '<itemref idref="b"/><itemref idref="a"/>')
+
+
+def plot_ipynb() -> bytes:
+    output = {"output_type": "stream", "name": "stdout", "text": ["1\n"]}
+    cells = [
+        {"cell_type": "markdown", "source": "# One\ntext"},
+        {"cell_type": "code", "source": "x", "outputs": [output]},
+    ]
+    return json.dumps({"cells": cells}).encode()
+
+
+def lease_eml() -> bytes:
+    head = b"Subject: =?utf-8?B?S8Okc2U=?=\nFrom: a@example.com\nContent-Type: multipart/mixed; boundary=b\n\n"
+    text = b"--b\nContent-Type: text/plain; charset=latin-1\n\nL\xe4nge\n"
+    inner = b"--b\nContent-Type: message/rfc822\n\nSubject: in\n\nx"
+    return head + text + inner + b"\n--b\nContent-Type: application/pdf; name=a.pdf\n\nx\n--b--\n"
+
+
+def box_mbox() -> bytes:
+    return b"From a 10:00\nSubject: one\n\ntext\n\nFrom b 11:00\nSubject: two\n\n>From me\n"
+
+
 GOLDENS: dict[str, tuple[Callable[[], bytes], str]] = {
     "table.csv": (table_csv, "c145a3f661f03dd547807b4905e0719a"),
     "statement.csv": (statement_csv, "8cee22c9ebfcdec95fbeef4c42bc5ed5"),
@@ -99,6 +168,16 @@ GOLDENS: dict[str, tuple[Callable[[], bytes], str]] = {
     "letter.txt": (letter_txt, "82f4e58cca9d44bac0fb49d4989b219d"),
     "feed.xml": (feed_xml, "100e6fa3cbdf05fa6bb37152a147d44a"),
     "manual.pdf": (manual_pdf, "eaafa6d944ceabb724e9735c44ecd810"),
+    "lease.docx": (lease_docx, "18813885355d21e731d090790a2503cc"),
+    "talk.pptx": (talk_pptx, "634ad8658429658d397c6c8720ac6116"),
+    "lease.odt": (lease_odt, "536e421254ad70c8a28ecfc2baa4efb2"),
+    "prices.ods": (prices_ods, "db6c9788030f58a572c3d8520987d95f"),
+    "prices.xlsx": (prices_xlsx, "7ca607227ca82ca36d0b3307b13ed979"),
+    "letter.rtf": (letter_rtf, "d4c4c7e2170121a0c9f8d63ea106c94e"),
+    "ducks.epub": (ducks_epub, "0c9b545e73c384c70514aba8a77e211f"),
+    "plot.ipynb": (plot_ipynb, "05f482bafc6906c7e052eb6577d69e0c"),
+    "lease.eml": (lease_eml, "c90c34fdabd2f881fff7e9bff3757b89"),
+    "box.mbox": (box_mbox, "7816a368e3955b85e473b11e784f1640"),
 }
 
 

@@ -1,0 +1,130 @@
+"""Office files, books and mails made in tests: the smallest that programs would open."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+DRAWING = "http://schemas.openxmlformats.org/drawingml/2006/main"
+SLIDES = "http://schemas.openxmlformats.org/presentationml/2006/main"
+SHEETS = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+REFERENCES = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+PACKAGE = "http://schemas.openxmlformats.org/package/2006"
+
+
+def make_zip(parts: dict[str, str | bytes]) -> bytes:
+    """A zip file with these parts, the same bytes in every run."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as container:
+        for name, content in parts.items():
+            container.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return file.getvalue()
+
+
+def relationships(**targets: str) -> str:
+    """A part of relationships: id="kind target"."""
+    rows = (
+        f'<Relationship Id="{name}" Type="{REFERENCES}/{target.split()[0]}" Target="{target.split()[1]}"/>'
+        for name, target in targets.items()
+    )
+    return f'<Relationships xmlns="{PACKAGE}/relationships">{"".join(rows)}</Relationships>'
+
+
+def make_docx(body: str, **parts: str) -> bytes:
+    """A Word file; `parts` are contents of word/NAME.xml, without their root element."""
+    others = {f"word/{name}.xml": f'<w:{name} xmlns:w="{WORD}">{content}</w:{name}>' for name, content in parts.items()}
+    return make_zip(
+        {
+            "[Content_Types].xml": f'<Types xmlns="{PACKAGE}/content-types"/>',
+            "_rels/.rels": relationships(r1="officeDocument word/document.xml"),
+            "word/document.xml": f'<w:document xmlns:w="{WORD}" xmlns:r="{REFERENCES}">'
+            f"<w:body>{body}</w:body></w:document>",
+            **others,
+        }
+    )
+
+
+def word_paragraph(text: str, properties: str = "") -> str:
+    """A paragraph of a Word file."""
+    return f'<w:p><w:pPr>{properties}</w:pPr><w:r><w:t xml:space="preserve">{text}</w:t></w:r></w:p>'
+
+
+def make_pptx(slides: dict[str, str], order: list[str], **parts: str) -> bytes:
+    """A presentation: shapes of slides by their part's name, and the names in the order of the slides."""
+    names = f'xmlns:a="{DRAWING}" xmlns:p="{SLIDES}" xmlns:r="{REFERENCES}"'
+    ids = "".join(f'<p:sldId id="{256 + number}" r:id="{name}"/>' for number, name in enumerate(order))
+    return make_zip(
+        {
+            "[Content_Types].xml": f'<Types xmlns="{PACKAGE}/content-types"/>',
+            "_rels/.rels": relationships(r1="officeDocument ppt/presentation.xml"),
+            "ppt/presentation.xml": f"<p:presentation {names}><p:sldIdLst>{ids}</p:sldIdLst></p:presentation>",
+            "ppt/_rels/presentation.xml.rels": relationships(**{one: f"slide slides/{one}.xml" for one in slides}),
+            **{
+                f"ppt/slides/{name}.xml": f"<p:sld {names}><p:cSld><p:spTree>{shapes}</p:spTree></p:cSld></p:sld>"
+                for name, shapes in slides.items()
+            },
+            **{
+                name.replace("__", "/") + (".xml.rels" if "rels" in name else ".xml"): content
+                for name, content in parts.items()
+            },
+        }
+    )
+
+
+def shape(*paragraphs: str, placeholder: str = "") -> str:
+    """A shape of a slide."""
+    kind = f'<p:nvSpPr><p:nvPr><p:ph type="{placeholder}"/></p:nvPr></p:nvSpPr>' if placeholder else ""
+    texts = "".join(f"<a:p><a:r><a:t>{text}</a:t></a:r></a:p>" for text in paragraphs)
+    return f"<p:sp>{kind}<p:txBody>{texts}</p:txBody></p:sp>"
+
+
+def make_odf(body: str, kind: str = "text") -> bytes:
+    """An OpenDocument file."""
+    names = " ".join(
+        f'xmlns:{name}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"'
+        for name in ("office", "text", "table", "draw", "presentation")
+    )
+    inner = f"<office:body><office:{kind}>{body}</office:{kind}></office:body>"
+    content = f"<office:document-content {names}>{inner}</office:document-content>"
+    return make_zip({"mimetype": f"application/vnd.oasis.opendocument.{kind}", "content.xml": content})
+
+
+def make_xlsx(sheets: dict[str, str], styles: str = "", shared: list[str] | None = None) -> bytes:
+    """A workbook: rows (XML) of sheets by their names."""
+    entries = "".join(
+        f'<sheet name="{name}" sheetId="{number}" r:id="s{number}"/>' for number, name in enumerate(sheets, 1)
+    )
+    targets = {f"s{number}": f"worksheet worksheets/sheet{number}.xml" for number in range(1, len(sheets) + 1)}
+    strings = "".join(f"<si><t>{text}</t></si>" for text in shared or [])
+    return make_zip(
+        {
+            "[Content_Types].xml": f'<Types xmlns="{PACKAGE}/content-types"/>',
+            "_rels/.rels": relationships(r1="officeDocument xl/workbook.xml"),
+            "xl/workbook.xml": f'<workbook xmlns="{SHEETS}" xmlns:r="{REFERENCES}">'
+            f"<sheets>{entries}</sheets></workbook>",
+            "xl/_rels/workbook.xml.rels": relationships(**targets),
+            "xl/styles.xml": f'<styleSheet xmlns="{SHEETS}">{styles}</styleSheet>',
+            "xl/sharedStrings.xml": f'<sst xmlns="{SHEETS}">{strings}</sst>',
+            **{
+                f"xl/worksheets/sheet{number}.xml": f'<worksheet xmlns="{SHEETS}"><sheetData>{rows}'
+                "</sheetData></worksheet>"
+                for number, rows in enumerate(sheets.values(), 1)
+            },
+        }
+    )
+
+
+def make_epub(chapters: dict[str, str], spine: str, extra: dict[str, str] | None = None, items: str = "") -> bytes:
+    """A book: pages by their names, and the entries of its spine."""
+    manifest = "".join(f'<item id="{name}" href="{name}.xhtml"/>' for name in chapters)
+    return make_zip(
+        {
+            "META-INF/container.xml": '<container><rootfiles><rootfile full-path="O/c.opf"/></rootfiles></container>',
+            "O/c.opf": '<package xmlns:dc="http://purl.org/dc/elements/1.1/"><metadata><dc:title>Ducks</dc:title>'
+            "<dc:creator>Ann</dc:creator></metadata>"
+            f"<manifest>{manifest}{items}</manifest><spine>{spine}</spine></package>",
+            **{f"O/{name}.xhtml": f"<html><body>{page}</body></html>" for name, page in chapters.items()},
+            **(extra or {}),
+        }
+    )
