@@ -16,7 +16,8 @@ from typing import Self
 from ragblend.config import Settings
 from ragblend.corpus.folder_scan import display_source, normal_path, source_path
 from ragblend.corpus.readers.child import check_reading
-from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_SUFFIXES
+from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_READERS, TEXT_SUFFIXES
+from ragblend.corpus.readers.rejected import CONVERTIBLE
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import RagblendError, UsageError, check_unicode
@@ -63,11 +64,11 @@ def list_supported_suffixes() -> list[str]:
     packages = {
         PARQUET_SUFFIX: "pyarrow",
         **dict.fromkeys((".docx", ".docm"), "mammoth"),
-        **dict.fromkeys((".xlsx", ".xlsm", ".xls", ".ods"), "python_calamine"),
+        **dict.fromkeys((".xlsx", ".xlsm", ".xls"), "python_calamine"),
         ".rtf": "striprtf",
     }
     missing = {ending for ending, package in packages.items() if find_spec(package) is None}
-    return sorted({*TEXT_SUFFIXES, *READERS} - missing)
+    return sorted({*TEXT_SUFFIXES, *READERS, *TEXT_READERS} - missing - {*CONVERTIBLE, ".doc", ".key"})
 
 
 class Upload:

@@ -306,7 +306,10 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
 
 
 def test_columns_of_parquet_without_a_text_are_lines(tmp_path: Path) -> None:
-    rows = [{"body": PROSE, "place": {"city": "Oslo"}, "emb": [0.5]}, {"body": None, "place": {"city": "Bergen"}}]
+    rows: list[dict[str, Any]] = [
+        {"body": PROSE, "place": {"city": "Oslo"}, "emb": [0.5]},
+        {"body": None, "place": {"city": "Bergen"}},
+    ]
     first, second = read(tmp_path, "a.parquet", make_parquet(rows))
     assert (first.text, second.text) == (f"body: {PROSE.strip()}\nplace.city: Oslo", "place.city: Bergen")
     (only_body,) = read(tmp_path, "a.parquet", make_parquet(rows), "body")
