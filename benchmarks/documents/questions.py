@@ -23,9 +23,9 @@ from ragblend.corpus.embedders import Embedder, default_embedder, embed_question
 
 QUESTIONS = Path(__file__).parents[2] / "data" / "questions" / "documents_40.json"
 TOP = 6
-MAX_DISTRACTOR_BYTES = {"pdf": 120_000}
+MAX_DISTRACTOR_BYTES = {"pdf": 60_000}
 """Files that no question asks about are searched, too, up to this size; embedding all would take half an hour."""
-MAX_OTHER_BYTES = 16_000
+MAX_OTHER_BYTES = 8_000
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 

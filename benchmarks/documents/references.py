@@ -45,6 +45,11 @@ _COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 TOOLS = tuple(sorted({command[0] for commands in _COMMANDS.values() for command in commands} | {"lxml"}))
 
 
+TEXT_CELLS = "text cells"
+WORDS_ONLY = frozenset({TEXT_CELLS, "xls2csv"})
+"""References for workbooks. Words with digits are left out: programs differ in how they format numbers and dates."""
+
+
 class WordDifference(NamedTuple):
     """Shares of the reference's words, in percent, as multisets. `reference`: the program that gave the words."""
 
@@ -75,6 +80,8 @@ def compare_words(text: str, references: Mapping[str, str]) -> WordDifference | 
 
 def _difference(got: Counter[str], reference: str, name: str) -> WordDifference:
     wanted = count_words(reference)
+    if name in WORDS_ONLY:
+        got, wanted = (Counter({word: n for word, n in words.items() if word.isalpha()}) for words in (got, wanted))
     missing, extra, total = wanted - got, got - wanted, wanted.total()
     samples = (tuple(word for word, _ in words.most_common(12)) for words in (missing, extra))
     return WordDifference(100 * missing.total() / total, 100 * extra.total() / total, name, *samples)
@@ -92,7 +99,7 @@ def reference_texts(path: Path) -> dict[str, str]:
         if _has_lxml() and (walk is html_text or not texts):  # pandoc, where it reads a book, reads its parts in order
             texts["lxml"] = walk(path.read_bytes())
     elif walk is not None:
-        texts["own walk"] = walk(path.read_bytes())
+        texts[TEXT_CELLS if suffix in (".xlsx", ".ods") else "own walk"] = walk(path.read_bytes())
     return texts
 
 
@@ -213,7 +220,7 @@ def _slides_text(data: bytes) -> str:
 
 
 def _sheets_text(data: bytes) -> str:
-    """Texts of a workbook's cells. Numbers are left out: each program formats them in its own way."""
+    """Texts of a workbook's cells."""
     shared = [
         "".join(part.text or "" for part in item.iter() if _local(part) == "t")
         for root in _xml_members(data, r"xl/sharedStrings\.xml")
@@ -227,7 +234,7 @@ def _sheets_text(data: bytes) -> str:
                 texts += [shared[int(value)] for value in values]
             elif cell.get("t") in ("inlineStr", "str"):
                 texts += values
-    return "\n".join(text for text in texts if re.search(r"[^\W\d]", text))
+    return "\n".join(texts)
 
 
 def _epub_text(data: bytes) -> str:
@@ -238,12 +245,18 @@ def _epub_text(data: bytes) -> str:
         return "\n".join(html_text(archive.read(name)) for name in pages) if "META-INF/container.xml" in names else ""
 
 
+def _paragraph_parts(paragraph: ElementTree.Element) -> Iterator[str]:
+    for part in paragraph.iter():
+        yield " " if _local(part) in ("s", "tab", "line-break") else ""
+        yield part.text or ""
+        yield part.tail or "" if part is not paragraph else ""
+
+
 def _opendocument_text(data: bytes) -> str:
     texts = []
     for root in _xml_members(data, r"content\.xml"):
         for paragraph in (each for each in root.iter() if _local(each) in ("p", "h")):
-            parts = "".join(paragraph.itertext())
-            texts.append(parts)
+            texts.append("".join(_paragraph_parts(paragraph)))
     return "\n".join(texts)
 
 
@@ -251,7 +264,7 @@ _WALKS: Mapping[str, Callable[[bytes], str]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), html_text),
     **dict.fromkeys((".txt", ".md", ".rst"), _plain_text),
     **dict.fromkeys((".csv", ".tsv"), _csv_text),
-    **dict.fromkeys((".ods", ".odp"), _opendocument_text),
+    **dict.fromkeys((".odt", ".ods", ".odp"), _opendocument_text),
     ".epub": _epub_text,
     ".ipynb": _notebook_text,
     ".json": _json_text,
