@@ -21,6 +21,7 @@ _INVISIBLE = frozenset(
 )
 _HEADER_FOOTER = frozenset({"header", "footer"})  # those of an article or a section are text
 _MENUS = frozenset({"nav", "aside", *_HEADER_FOOTER})
+_NOT_ALWAYS_SHOWN = _INVISIBLE | _MENUS
 _ARTICLES = frozenset({"article", "section", "main"})
 _HIDDEN = '[hidden]:not([hidden="until-found"]), a.headerlink'
 
@@ -70,7 +71,9 @@ class _Visibility:
 
     def shows(self, node: LexborNode, tag: str, is_in_article: bool) -> bool:
         """Return True if a reader of the page reads the element `node`, as far as its own tag decides."""
-        if tag in _INVISIBLE or (self._hidden and node.mem_id in self._hidden):
+        if tag not in _NOT_ALWAYS_SHOWN and not self._hidden:
+            return True
+        if tag in _INVISIBLE or node.mem_id in self._hidden:
             return False
         if self._shows_menus or tag not in _MENUS:
             return True

@@ -26,6 +26,7 @@ _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 # No heading holds these: its end tag was forgotten.
 _END_HEADINGS = frozenset({"p", "ul", "ol", "dl", "table", "pre", "blockquote"})
 _LISTS = frozenset({"ul", "ol", "menu", "dir"})
+_STRUCTURED = frozenset({*_HEADINGS, *_LISTS, "li", "dt", "dd", "pre", "table", "tr", "td", "th"})
 _MAX_CELL_CHARS = 2000  # a longer cell lays out a page
 _MAX_INDENTED = 8
 _BLANK_LINES = re.compile(r"\n{3,}")
@@ -76,21 +77,23 @@ class PageWriter:
 
     def add_text(self, text: str) -> None:
         """Append text to the open block."""
-        self._pieces.append(text)
+        if self._pieces or self._num_pre or not text.isspace():  # most texts are the blanks between two blocks
+            self._pieces.append(text)
 
     def open(self, tag: str) -> None:
         """Begin an element."""
-        if tag == "br":
-            self._break_line()
-        elif tag not in _BLOCKS:
-            if "-" in tag:  # a component, which mostly looks like a block
-                self._pieces.append(" ")
-        elif self._num_pre:
-            self._num_pre += tag == "pre"
-            self._end_line()
-        else:
+        if tag in _BLOCKS:
+            if self._num_pre:
+                self._num_pre += tag == "pre"
+                self._end_line()
+                return
             self._end_block(tag in _END_HEADINGS)
-            self._begin(tag)
+            if tag in _STRUCTURED:
+                self._begin(tag)
+        elif tag == "br":
+            self._break_line()
+        elif "-" in tag:  # a component, which mostly looks like a block
+            self._pieces.append(" ")
 
     def close(self, tag: str) -> None:
         """End an element that was begun last."""
@@ -103,20 +106,9 @@ class PageWriter:
             else:
                 self._write_code()
             return
-        is_heading = tag in _HEADINGS
-        self._end_block(is_heading)
-        if is_heading:
-            self._heading = 0
-        elif tag in {"li", "dd", "dt"}:
-            self._prefix, self._group = "", 0
-        elif tag in _LISTS and self._lists:
-            self._lists.pop()
-        elif tag == "table" and self._tables:
-            self._tables.pop()
-        elif tag in {"td", "th"} and self._cells:
-            self._rows[-1].append(self._cells.pop())
-        elif tag == "tr" and self._rows and len(self._rows) > len(self._cells):
-            self._write_row(self._rows.pop())
+        self._end_block(tag in _HEADINGS)
+        if tag in _STRUCTURED:
+            self._end(tag)
 
     def build(self) -> tuple[str, tuple[Mark, ...]]:
         """Return the text and its marks."""
@@ -146,6 +138,22 @@ class PageWriter:
         elif tag in {"td", "th"} and len(self._rows) > len(self._cells):
             self._cells.append(_Cell())
 
+    def _end(self, tag: str) -> None:
+        if tag in {"li", "dd", "dt"}:
+            self._prefix, self._group = "", 0
+        elif tag in {"td", "th"}:
+            if self._cells:
+                self._rows[-1].append(self._cells.pop())
+        elif tag == "tr":
+            if len(self._rows) > len(self._cells):
+                self._write_row(self._rows.pop())
+        elif tag in _HEADINGS:
+            self._heading = 0
+        elif tag in _LISTS:
+            self._lists.pop()
+        elif tag == "table":
+            self._tables.pop()
+
     def _new_group(self) -> int:
         self._num_groups += 1
         return self._num_groups
@@ -167,21 +175,23 @@ class PageWriter:
     # --- blocks ---
 
     def _end_block(self, ends_heading: bool) -> None:
+        if not self._pieces and not self._lines:
+            return
         if self._heading and not ends_heading:
             self._pieces.append(" ")
             return
-        if not self._pieces and not self._lines:
-            return
-        text = "\n".join([*self._lines, _join_words(self._pieces)]).strip("\n")
-        self._lines.clear()
+        text = _join_words(self._pieces)
         self._pieces.clear()
+        if self._lines:
+            text = _BLANK_LINES.sub("\n\n", "\n".join([*self._lines, text]).strip("\n"))
+            self._lines.clear()
         if not text:
             return
         if self._heading:
             self._emit(_Block(text.rstrip(" \n¶"), 0, self._heading))
             self._heading = 0
         else:
-            self._emit(_Block(self._prefix + _BLANK_LINES.sub("\n\n", text), self._group))
+            self._emit(_Block(self._prefix + text, self._group))
         self._prefix, self._group = "", 0
 
     def _write_code(self) -> None:

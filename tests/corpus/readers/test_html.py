@@ -104,6 +104,8 @@ def test_headings_are_marked_lines(page: str, headings: list[tuple[int, str]]) -
         "<aside>Home</aside>",
         "<p hidden>Home</p>",
         "<b hidden>Home</b>",
+        "<A HREF=x><span class='x' hidden><i>Ho<span>m</span></i>e</span></A>",
+        "<a class='headerlink' href=#a><i>Home</i></a>",
         "<script>Home</script><style>Home</style><noscript>Home</noscript><template>Home</template>",
         "<svg><title>Home</title><text>Home</text></svg><iframe>Home</iframe><object>Home</object>",
         "<!-- Home --><!-- Home --!><!-->",
@@ -124,6 +126,8 @@ def test_menus_and_invisible_text_leave(menu: str) -> None:
         "<header id='title-block-header'>kept</header>",  # pandoc's
         "<p hidden='until-found'>kept</p>",
         "<p aria-hidden='false' class='hidden-xs'>kept</p>",
+        "<i class='hidden x' title=\"hidden\">ke</i>pt",
+        "<a data-x='not hidden '>kept</a>",
         "<details><summary>kept</summary></details>",
         "<div style='overflow:hidden' id=x>kept</div>",
     ],
@@ -301,6 +305,7 @@ def test_a_large_flat_page_keeps_its_structure() -> None:
 
 
 def test_markup_is_cleaned_of_what_the_text_does_not_depend_on() -> None:
-    assert clean_markup('<P Class="a>b" id=c><FONT size=1>x</FONT><br/>') == "<p><span>x</span><br>"
+    assert clean_markup('<P Class="a>b" id=c><FONT size=1>x</FONT><br/>') == "<p>x<br>"
+    assert clean_markup("<a class='x'>b</a><i hidden>c</I>") == "<a>b</a><span hidden>c</span>"
     assert clean_markup("<img src='data:" + "A" * 5000 + "' alt='x>y'>") == "<img alt='x>y'>"
     assert clean_markup("<nav role=navigation data-x=1>") == "<nav role=navigation data-x=1>"
