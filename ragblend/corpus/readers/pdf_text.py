@@ -17,11 +17,11 @@ _MAX_GLYPH_NAME_SHARE = 0.3  # a page about fonts may name some
 _ODD = frozenset({"Cc", "Cn", "Co", "Cs"})  # categories of Unicode
 _LONE = re.compile(r"(?<![^ \n\t])[^ \n\t](?![^ \n\t])")
 _GLYPH_NAMES = re.compile(r"/[gG]\d{1,5}\b|\(cid:\d{1,6}\)")
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2060\ufeff\ufffe\uffff]")
+_CONTROLS = frozenset(map(chr, [*range(32), *range(0x7F, 0xA0)])) - {"\t", "\n"} | set("\u200b\u2060\ufeff\ufffe\uffff")
 _MANY_LINE_BREAKS = re.compile(r"\n{3,}")
 
 # PDFium removes the line break after a hyphen: U+FFFE in a page's text, U+0002 in the text of a rectangle.
-_HYPHEN_MARKS = re.compile("\ufffe|(?<=\\w)\x02(?=\\w)")
+_HYPHEN_MARK = re.compile("(?<=\\w)\x02(?=\\w)")
 # A look-behind, not a group, for the word before: a group would be tried from each of its letters.
 _HYPHEN = re.compile(r"(?<=[^\W\d_])[-\u2010\xad]\n(?=[^\W\d_])")
 _WORD = re.compile(r"[^\W\d_]++")
@@ -56,7 +56,9 @@ _VOWELS = "aeiouyAEIOUYıȷ"
 
 def normalize_characters(text: str) -> str:
     """Return a page's text with line breaks of "\\n", ligatures as letters and known private characters as others."""
-    text = _HYPHEN_MARKS.sub("\xad\n", text.replace("\r\n", "\n"))
+    text = text.replace("\r\n", "\n").replace("\ufffe", "\xad\n")
+    if "\x02" in text:
+        text = _HYPHEN_MARK.sub("\xad\n", text)
     for char in _CHARACTERS.keys() & set(text):
         text = text.replace(char, _CHARACTERS[char])
     return text
@@ -82,8 +84,11 @@ def is_garbage(text: str) -> bool:
 
 def remove_controls(text: str) -> str:
     """Return `text` without control characters, spaces at the ends of lines, and repeated blank lines."""
-    lines = _CONTROLS.sub("", text.replace("\f", "\n")).split("\n")
-    return _MANY_LINE_BREAKS.sub("\n\n", "\n".join(line.strip() for line in lines).strip())
+    text = text.replace("\f", "\n")
+    for char in _CONTROLS & set(text):
+        text = text.replace(char, "")
+    text = "\n".join(map(str.strip, text.split("\n"))).strip()
+    return _MANY_LINE_BREAKS.sub("\n\n", text) if "\n\n\n" in text else text
 
 
 def join_hyphens(pages: Sequence[str]) -> list[str]:
@@ -138,8 +143,9 @@ def compose_accents(pages: Sequence[str]) -> list[str]:
         return list(pages)
     text = "\n".join(pages)
     num_own = Counter[str]()  # letters with each accent, by accent
-    for letter in filter(str.isalpha, letters):
-        num_own[unicodedata.normalize("NFD", letter)[-1]] += text.count(letter)
+    for letter in letters:
+        if len(parts := unicodedata.normalize("NFD", letter)) > 1:
+            num_own[parts[-1]] += text.count(letter)
     accents = "".join(accent for accent in candidates if text.count(accent) > num_own[_ACCENTS[accent]])
     if not accents:
         return list(pages)
