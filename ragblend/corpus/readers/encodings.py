@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import re
 import unicodedata
@@ -56,13 +57,26 @@ def decode_text(data: bytes, declared: str = "") -> DecodedText:
     A declared charset that does not fit the bytes is ignored. Raises UnreadableDocumentError for what is no text: a
     single-byte charset gives every byte some character, so a guess is only taken when no control character results.
     """
-    if detect_bom_encoding(data) or data.startswith(b"\xef\xbb\xbf"):
-        return DecodedText(decode(data))
+    if marked := detect_bom_encoding(data):
+        return _decode_marked(data, marked)
     if b"\0" in data:
         return _decode_utf16(data)
-    decoded = _decode_known(data, find_codec(declared)) or _decode_guessed(data)
+    codec = "" if data.startswith(codecs.BOM_UTF8) else find_codec(declared)
+    decoded = _decode_known(data, codec) or _decode_guessed(data)
     check_sample(decoded.text[:SAMPLE_CHARS])
     return decoded
+
+
+def _decode_marked(data: bytes, encoding: str) -> DecodedText:
+    """The text of a file with a byte order mark; one that was cut inside of a character is read up to there."""
+    text = data.decode(encoding, "replace")
+    num_bad = text.count("\ufffd")
+    if num_bad > len(text) / 1000 + 1 or _is_odd(text):
+        raise UnreadableDocumentError(
+            f"begins with the byte order mark of {encoding} and is no such text; if it is text in another encoding, "
+            "convert it: iconv -f ENCODING -t UTF-8 FILE"
+        )
+    return DecodedText(text, (_broken_note(num_bad, encoding),) if num_bad else ())
 
 
 def is_binary(head: bytes) -> bool:
@@ -96,7 +110,7 @@ def _decode_known(data: bytes, declared: str) -> DecodedText | None:
     """The text as declared or as UTF-8, None when it is neither; a few broken bytes in it become U+FFFD."""
     if b"\x1b$" in data and not declared:  # ISO-2022 is ASCII by its bytes, and UTF-8 would take it
         declared = "iso2022_jp_2"
-    encodings = [declared, "utf-8"] if declared else ["utf-8"]
+    encodings = [declared, "utf-8-sig"] if declared else ["utf-8-sig"]
     if declared == "cp1252":
         # Editors declare it in pages that are UTF-8. Bytes above 0x7f are UTF-8 by chance in none but tiny files.
         encodings.reverse()
@@ -109,7 +123,7 @@ def _decode_known(data: bytes, declared: str) -> DecodedText | None:
         text = data.decode(encoding, "replace")
         num_bad = text.count("\ufffd")
         if num_bad * 20 <= len(text) - num_bad - len(text.encode("ascii", "ignore")):
-            return DecodedText(text, (f"{num_bad} places are not {_name(encoding)} and were read as \ufffd",))
+            return DecodedText(text, (_broken_note(num_bad, encoding),))
     return None
 
 
@@ -133,6 +147,11 @@ def _is_odd(text: str) -> bool:
     return len(_CONTROL.findall(text)) > len(text) / 1000 or _count_odd(sample) > len(sample) / 1000
 
 
+def _broken_note(num_bad: int, encoding: str) -> str:
+    places = "1 place is" if num_bad == 1 else f"{num_bad} places are"
+    return f"{places} not {_name(encoding)} and read as \ufffd"
+
+
 def _guess_note(encoding: str) -> str:
     return f"read as {_name(encoding)} (guessed); convert the file to UTF-8 if letters are wrong"
 
@@ -140,7 +159,13 @@ def _guess_note(encoding: str) -> str:
 def _name(codec: str) -> str:
     """How a codec is called outside of Python."""
     name = re.sub("^cp(?=12|87)", "windows-", codec).replace("_", "-").replace("iso8859", "iso-8859")
-    return {"utf-8": "UTF-8", "euc-jis-2004": "euc-jp", "big5hkscs": "big5", "cp932": "shift-jis"}.get(name, name)
+    return {
+        "utf-8": "UTF-8",
+        "utf-8-sig": "UTF-8",
+        "euc-jis-2004": "euc-jp",
+        "big5hkscs": "big5",
+        "cp932": "shift-jis",
+    }.get(name, name)
 
 
 def decode_as(data: bytes, encoding: str, start: int = 0) -> str:

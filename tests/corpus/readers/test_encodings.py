@@ -86,16 +86,25 @@ def test_a_declared_label_means_what_browsers_take_it_for(label: str, encoding: 
 
 
 def test_a_declaration_that_does_not_fit_is_ignored() -> None:
+    assert decode_text(GERMAN.encode("utf-8-sig"), "koi8-r") == (GERMAN, ())
+    assert decode_text(GERMAN.encode("utf-16"), "koi8-r") == (GERMAN, ())
     assert decode_text(GERMAN.encode(), "shift_jis").text == GERMAN
     assert decode_text(GERMAN.encode("cp1252"), "utf-8").text == GERMAN
 
 
 def test_a_few_broken_bytes_do_not_turn_utf8_into_another_encoding() -> None:
     decoded = decode_text(f"{GERMAN} {RUSSIAN}".encode() + b"\xe4 end")
-    assert decoded == (f"{GERMAN} {RUSSIAN}\ufffd end", ("1 places are not UTF-8 and were read as \ufffd",))
+    assert decoded == (f"{GERMAN} {RUSSIAN}\ufffd end", ("1 place is not UTF-8 and read as \ufffd",))
     declared = decode_text(JAPANESE.encode("cp932") + b"\x85", "shift_jis")
     assert declared.text.startswith(JAPANESE)
     assert "shift-jis" in declared.notes[0]
+
+
+def test_a_file_with_a_mark_that_was_cut_is_read_up_to_there() -> None:
+    decoded = decode_text(GERMAN.encode("utf-16")[:-1])
+    assert decoded == (GERMAN[:-1] + "\ufffd", ("1 place is not utf-16 and read as \ufffd",))
+    with pytest.raises(UnreadableDocumentError, match=r"byte order mark of utf-16 and is no such text.*iconv"):
+        decode_text(b"\xff\xfe" + random.Random(1).randbytes(999))
 
 
 def test_an_accent_after_much_ascii_is_found() -> None:
