@@ -82,9 +82,11 @@ def _page_text(page: PdfPageContents) -> tuple[str, str]:
     """Return (the page's text with its fields and notes, what is wrong with the page or "")."""
     if page.is_damaged:
         return "", _DAMAGE
-    text = normalize_characters(page.text)
-    problem = _GARBAGE if is_garbage(text) else _PICTURE if page.has_picture else ""
-    text = "" if problem else remove_controls(text)
+    raw = normalize_characters(page.text)
+    text = remove_controls(raw)
+    is_unreadable = is_garbage(raw) or bool(raw.strip() and not text)
+    problem = _GARBAGE if is_unreadable else _PICTURE if page.has_picture else ""
+    text = "" if problem else text
     fields = [(_one_line(name), _clean(value)) for name, value in page.fields]
     lines = [f"{name}: {value}" if name else value for name, value in fields]
     notes = [note for note in map(_clean, page.notes) if note not in text]  # a highlight may quote the page

@@ -211,6 +211,11 @@ def test_a_file_of_such_pages_alone_fails_with_their_reasons():
     assert error_of(make_pdf("", "")).startswith("holds no text; if a viewer shows some, run OCR")
 
 
+def test_a_page_of_symbols_alone_is_garbled():
+    record = read(make_pdf(line("Words"), line("\\001 \\002 \\003 \\004")))
+    assert record.notes[0].startswith("page 2 has garbled text")
+
+
 def test_outlines_of_letters_are_a_picture_and_a_frame_is_none():
     outlines = "".join(f"{at} 100 m {at} 200 l S " for at in range(100))
     assert "picture" in error_of(make_pdf(outlines))
