@@ -15,7 +15,7 @@ import pytest
 from office_files import make_docx, make_epub, make_odf, make_pptx, make_xlsx, shape, word_paragraph
 from pdf_files import PICTURE, line, lines, make_pdf
 
-from ragblend.corpus.documents import read_documents
+from ragblend.corpus.documents import read_documents, reader_version
 from ragblend.corpus.readers.formats import READERS_VERSION
 
 
@@ -191,3 +191,8 @@ def digest_of(name: str, data: bytes) -> str:
 def test_readers_give_the_texts_that_they_gave_before(name: str) -> None:
     build, golden = GOLDENS[name]
     assert (READERS_VERSION, digest_of(name, build())) == (3, golden)
+
+
+def test_a_release_of_a_parser_reads_no_file_again() -> None:
+    names = ("/a.html", "/a.pdf", "/a.docx", "/a.txt")
+    assert {reader_version(name) for name in names} == {str(READERS_VERSION)}
