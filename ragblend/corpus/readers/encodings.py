@@ -85,10 +85,15 @@ def is_binary(head: bytes) -> bool:
 
 
 def _detect_utf16(data: bytes) -> str:
-    """The byte order of UTF-16 without a mark, "" if it is something else: one byte of each Latin letter is NUL."""
+    """The byte order of UTF-16 without a mark, "" if it is something else.
+
+    The high bytes of a text are few different ones, and NUL for each Latin letter, space and line break.
+    """
     even, odd = data[::2].count(0), data[1::2].count(0)
-    most = max(even, odd)
-    if most < len(data) / 40 or min(even, odd) > most / 10:
+    high = data[::2] if even > odd else data[1::2]
+    if min(even, odd) > max(even, odd) / 10 or max(even, odd) < len(high) / 20:
+        return ""
+    if len(set(high)) > max(3, len(high) // 10):
         return ""
     return "utf-16-be" if even > odd else "utf-16-le"
 

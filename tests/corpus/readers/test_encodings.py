@@ -136,11 +136,19 @@ def test_random_bytes_are_never_text(data: bytes, seed: int) -> None:
         bytes(range(1, 32)) * 3,
         b"text and then \xff\xfe\xfd\x01\x02\x03\x04" * 9,
         b"\0",
+        b"GIF89a\0",
     ],
 )
 def test_binary_data_is_refused(data: bytes) -> None:
     with pytest.raises(UnreadableDocumentError):
         decode_text(data)
+
+
+def test_the_first_bytes_of_a_binary_file_are_told_from_utf16() -> None:
+    assert is_binary(b"GIF89a\0")
+    assert is_binary(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    assert not is_binary("Größe".encode("utf-16-be"))
+    assert not is_binary(b"plain")
 
 
 def test_records_are_utf8_or_have_a_mark() -> None:
