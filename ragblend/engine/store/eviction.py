@@ -105,9 +105,11 @@ class DiskEvictor:
             self._kept_bytes -= self._untrack(key)
 
     def held_bytes(self) -> int:
-        """Return the bytes of all entries, damaged ones included. Only folders that changed since are listed."""
+        """Return the bytes of all entries, damaged ones included. Only folders that changed since are listed; where the
+        directory cannot be listed at all, the bytes are those of the last time."""
         with self._put_lock:
-            self._rescan(removes_damaged=False)
+            with suppress(OSError):
+                self._rescan(removes_damaged=False)
             with self._lock:
                 return self._used_bytes + sum(self._damaged_bytes.values())
 
@@ -288,5 +290,5 @@ def _folders(root: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(root) as found:
             return [each for each in found if len(each.name) == 2 and each.is_dir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
