@@ -226,24 +226,28 @@ class DiskEvictor:
 
     def _rescan(self, *, removes_damaged: bool = True) -> None:
         """Bring the table up to what the directory holds. Damaged files are removed, or counted."""
-        now_s, found, kept = time.time(), dict[str, os.stat_result](), set[str]()
+        now_s, found, kept, damaged_bytes = time.time(), dict[str, os.stat_result](), set[str](), dict[str, int]()
         for folder in _folders(self._root):
             try:
                 changed_ns = folder.stat().st_mtime_ns  # before it is listed: a change meanwhile shows next time
                 is_known = self._listed_ns.get(folder.name) == changed_ns
-                files = None if is_known else self._list(folder, removes_damaged)
+                files = None if is_known else self._list(folder, removes_damaged, damaged_bytes)
             except OSError:  # what cannot be listed stays as it was known
                 files = None
             if files is None:
                 kept.add(folder.name)
+                damaged_bytes[folder.name] = self._damaged_bytes.get(folder.name, 0)
                 continue
             found |= files
-            is_settled = now_s - changed_ns / 1e9 > _SETTLED_S and not self._damaged_bytes[folder.name]
+            is_settled = now_s - changed_ns / 1e9 > _SETTLED_S and not damaged_bytes[folder.name]
             self._listed_ns[folder.name] = changed_ns if is_settled else -1
         with self._lock:
+            self._damaged_bytes = damaged_bytes
             for key in [key for key in self._held if key[:2] not in kept and key not in found]:
                 self._kept_bytes -= self._untrack(key)
-            new = [key for key in found if key not in self._held]
+            new = [
+                key for key, stat in found.items() if key not in self._held or self._held[key].nbytes != stat.st_size
+            ]
             for key in new:
                 self._track(key, found[key].st_size, min(found[key].st_mtime, now_s))
             if new:
@@ -251,9 +255,11 @@ class DiskEvictor:
             self._unseen_bytes = 0
         self._looked_s = time.monotonic()
 
-    def _list(self, folder: os.DirEntry[str], removes_damaged: bool) -> dict[str, os.stat_result]:
+    def _list(
+        self, folder: os.DirEntry[str], removes_damaged: bool, damaged_of: dict[str, int]
+    ) -> dict[str, os.stat_result]:
         """Return the entries of one folder. Times that lie ahead (a clock went back) become now. Damaged files are
-        removed, before any entry is, where `removes_damaged`; what is not removed is counted."""
+        removed, before any entry is, where `removes_damaged`; the bytes of others are put into `damaged_of`."""
         found, damaged_bytes, now_s = {}, 0, time.time()
         with os.scandir(folder.path) as files:
             for file in files:
@@ -270,7 +276,7 @@ class DiskEvictor:
                         with suppress(OSError):
                             os.utime(file.path, (now_s, now_s))
                     found[key] = stat
-        self._damaged_bytes[folder.name] = damaged_bytes
+        damaged_of[folder.name] = damaged_bytes
         return found
 
 
