@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -120,7 +121,7 @@ def open_index(
     chosen = load_embedder(_embedder_id(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
     facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
     facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
-    facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint}
+    facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint, "id": uuid.uuid4().hex}
     facts["probe"] = base64.b64encode(_embed_probe(chosen, PROBE_TEXT).astype("<f4").tobytes()).decode()
     create_database(folder, facts)
     return ChunkIndex(folder, chosen, is_new=True)
@@ -201,6 +202,13 @@ class ChunkIndex(ChunkDatabase):
                 self._check_probe(self._embedder, *self._probe)
                 self._probe = None
             return self._embedder
+
+    @property
+    def document(self) -> str:
+        """The name by which the chunk registry of a store knows what this index has; "" for an index made before
+        indexes had an id of their own."""
+        made_with = self.read_metadata().get("id", "")
+        return f"index:{made_with}" if made_with else ""
 
     # --- changing it ---
 

@@ -240,7 +240,7 @@ def precompute_chunks(
         register_texts()
     else:
         with closing(open_registry(engine.store)) as registry:
-            registry.add(text for text, *_ in distinct)
+            registry.add((text for text, *_ in distinct), index.document if isinstance(index, ChunkIndex) else "")
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
@@ -329,15 +329,18 @@ def precompute_documents(
     progress: Progress | None = None,
     *,
     ids: Sequence[str] = (),
+    versions: Sequence[str] = (),
     collection: str = LANGCHAIN_COLLECTION,
     workers: Workers | None = None,
 ) -> IngestReport:
     """Precompute the KV of documents that are chunks already: strings, Chunks, LangChain Documents, LlamaIndex nodes.
 
     `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend). `ids`: the id of each
-    document, the same for all chunks of one, "" for none; by default the `id` of LangChain Documents. Documents of an
-    id replace those that it had in its `collection`, and KV that no other document has is deleted. `workers`:
-    processes that prefill instead of this one (`RayWorkers`).
+    document, the same for all chunks of one, "" for none; by default the `id` of LangChain Documents. The chunks of an
+    id replace those that it had in its `collection`, and KV that no other document has is deleted. With `versions`, a
+    version for each document (a hash of the file that it is cut from, for example), chunks of the version that an id
+    has already are added to its others: a document may come in several calls. `workers`: processes that prefill instead
+    of this one (`RayWorkers`).
 
     A document that the engine cannot prefill (longer than the model's context, or not Unicode) stops no other: it is
     in `report.failures` with its id and source, and logged. One without visible text is in `report.skipped`.
@@ -349,13 +352,16 @@ def precompute_documents(
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     engine.check_process()
     resolve_context_policy(engine, None)
-    given = list(documents)
+    given = [documents] if isinstance(documents, str) else list(documents)
     chunks = [as_chunk(document) for document in given]
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
     texts_of: dict[str, list[str]] = {}
-    for document, chunk, found in zip(given, chunks, ids or map(_document_id, given), strict=True):
+    version_of: dict[str, str] = {}
+    named_as, versioned_as = ids or map(_document_id, given), versions or [""] * len(given)
+    for document, chunk, found, version in zip(given, chunks, named_as, versioned_as, strict=True):
         name = _registered_name(found, collection)
+        version_of[name] = version
         texts_of.setdefault(name, [])  # a document that has nothing to prefill now loses what it had
         if problem := problems.get(chunk.text):
             failures.append(ReadFailure(_describe_document(document, chunk), problem))
@@ -384,8 +390,11 @@ def precompute_documents(
     report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
     if finder is not None:
         finder.mark_stored(wanted)
-    named = {name: texts for name, texts in texts_of.items() if name}
-    report.num_removed_kv, problem = replace_documents(named, engine, registry)
+    changed = {name for name, version in version_of.items() if name and version != registry.version_of(name)}
+    replaced = {name: texts for name, texts in texts_of.items() if name in changed or (name and not version_of[name])}
+    report.num_removed_kv, problem = replace_documents(replaced, engine, registry)
+    for name in changed:  # last: killed before, the same call replaces the document again
+        registry.set_version(name, version_of[name])
     if problem:
         logger.warning("what is gone stays in the remote tier until it is evicted there: %s", problem)
     return report
@@ -399,7 +408,11 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     named = {name: list[str]() for each in ids if (name := _registered_name(each, collection))}
-    num_removed, problem = replace_documents(named, engine, registry_for(engine))
+    registry = registry_for(engine)
+    num_removed, problem = replace_documents(named, engine, registry)
+    for name in named:
+        if registry.version_of(name):
+            registry.set_version(name, "")
     if problem:
         raise BackendUnreachableError(problem)
     return num_removed

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -129,8 +131,12 @@ class BlendVectorStore(VectorStore):
     fails they are found nevertheless, and prefilled in their prompts. KV of a text that another document has stays.
 
     `embedding` is the LangChain embedding with which the folder's index was made; an index that was made with an
-    embedder of ragblend's own opens without it. Several stores whose documents may have equal ids, over one KV store,
-    need a `collection` each. Other attributes are the inner store's (`index`, `save_local`, ...).
+    embedder of ragblend's own opens without it. Other attributes are the inner store's (`index`, `save_local`, ...).
+
+    `collection`: the name by which the KV store tells the documents of this vector store from those of others that may
+    have the same ids. By default it is made of the inner store's class and of what names its data (collection, index,
+    table, folder); stores that nothing names, in memory for example, are numbered in the order in which a process opens
+    them.
     """
 
     def __init__(
@@ -139,7 +145,7 @@ class BlendVectorStore(VectorStore):
         embedding: Embeddings | None = None,
         *,
         llm: Any = None,
-        collection: str = LANGCHAIN_COLLECTION,
+        collection: str = "",
     ) -> None:
         if embedding is not None and not isinstance(inner, str | Path):
             raise UsageError(
@@ -150,7 +156,7 @@ class BlendVectorStore(VectorStore):
             inner = open_index(inner, _as_embedder(embedding))
         self.inner = _IndexStore(inner) if isinstance(inner, ChunkIndex) else inner
         self.llm = llm
-        self.collection = collection
+        self.collection = collection or _collection_of(self.inner)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the inner store."""
@@ -359,6 +365,28 @@ class _IndexStore(VectorStore):
     @classmethod
     def from_texts(cls, texts: list[str], embedding: Embeddings, *args: Any, **kwargs: Any) -> Self:
         raise NotImplementedError("BlendVectorStore.from_texts opens the index")
+
+
+_NAMES = ("collection_name", "index_name", "table_name", "namespace", "persist_directory", "location", "path", "folder")
+"""Attributes by which vector stores name their data; some have an underscore before them."""
+_UNNAMED: WeakKeyDictionary[VectorStore, str] = WeakKeyDictionary()
+_UNNAMED_COUNT: Counter[str] = Counter()
+
+
+def _collection_of(inner: VectorStore) -> str:
+    """Return a name for the documents of a vector store, the same in every process where its attributes name it."""
+    if isinstance(inner, _IndexStore):
+        return inner.index.document or LANGCHAIN_COLLECTION
+    kind = type(inner).__name__
+    stored = getattr(inner, "__dict__", {})
+    attributes = {name.lstrip("_"): value for name, value in stored.items() if isinstance(value, str)}
+    named = [f"{name}={attributes[name]}" for name in _NAMES if attributes.get(name)]
+    if named:
+        return f"{kind}({', '.join(named)})"
+    if inner not in _UNNAMED:
+        _UNNAMED_COUNT[kind] += 1
+        _UNNAMED[inner] = f"{kind}#{_UNNAMED_COUNT[kind]}"
+    return _UNNAMED[inner]
 
 
 def _make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | None) -> list[Document]:

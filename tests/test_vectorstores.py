@@ -122,6 +122,61 @@ def test_collections_and_ingested_files_keep_the_texts_that_another_store_delete
     assert known(chat, A, B) == [True, False]
 
 
+def test_two_stores_with_equal_ids_keep_the_kv_of_both(chat: ChatBlend, tmp_path: Path) -> None:
+    """Two tenants in memory, two indexes, and two that name their data: none deletes what another has added."""
+
+    class Named(InMemoryVectorStore):
+        def __init__(self, collection_name: str) -> None:
+            super().__init__(DeterministicFakeEmbedding(size=64))
+            self._collection_name = collection_name
+
+    def in_memory() -> InMemoryVectorStore:
+        return InMemoryVectorStore(DeterministicFakeEmbedding(size=64))
+
+    with (
+        open_index(tmp_path / "one", HashingEmbedder(), create=True) as one,
+        open_index(tmp_path / "two", HashingEmbedder(), create=True) as two,
+    ):
+        for pair in ((in_memory(), in_memory()), (one, two), (Named("a"), Named("b"))):
+            first, second = (BlendVectorStore(inner, llm=chat) for inner in pair)
+            first.add_texts([A], ids=["1"])
+            second.add_texts([B], ids=["1"])
+            assert known(chat, A, B) == [True, True], first.collection
+            second.delete(["1"])
+            assert known(chat, A, B) == [True, False], second.collection
+            again = BlendVectorStore(pair[0], llm=chat)  # as the next request of a server may do
+            again.delete(["1"])
+            assert known(chat, A, B) == [False, False], first.collection
+    assert BlendVectorStore(Named("a"), llm=chat).collection == BlendVectorStore(Named("a"), llm=chat).collection
+
+
+def test_two_indexes_of_one_folder_keep_the_kv_of_both(chat: ChatBlend, tmp_path: Path) -> None:
+    file = tmp_path / "docs" / "a.txt"
+    file.parent.mkdir()
+    with (
+        open_index(tmp_path / "whole", HashingEmbedder(), create=True) as whole,
+        open_index(tmp_path / "cut", HashingEmbedder(), create=True) as cut,
+    ):
+        file.write_text(f"{A}\n\n{B}\n\nOld end.")
+        ingest(file.parent, chat.engine, whole, chunk_size=200)
+        ingest(file.parent, chat.engine, cut, chunk_size=chat.engine.renderer.count_tokens(A))
+        pieces = [chunk.text for chunk in cut.chunks()]
+        assert len(pieces) > 1
+        file.write_text(f"{A}\n\n{B}\n\nNew end.")
+        ingest(file.parent, chat.engine, whole)
+        assert all(known(chat, *pieces)), "the other index has them until it is ingested, too"
+        ingest(file.parent, chat.engine, cut)
+        assert all(known(chat, *(chunk.text for index in (whole, cut) for chunk in index.chunks())))
+        gone = set(pieces) - {chunk.text for chunk in cut.chunks()}
+        assert gone
+        assert not any(known(chat, *gone))
+
+
+def test_one_string_is_one_document(chat: ChatBlend) -> None:
+    assert precompute_documents(A, chat).num_chunks == 1
+    assert known(chat, A) == [True]
+
+
 @pytest.mark.parametrize("is_index", [True, False], ids=["index", "another store"])
 def test_a_chain_over_the_store_reuses_every_document_that_it_retrieves(
     is_index: bool, chat: ChatBlend, tmp_path: Path

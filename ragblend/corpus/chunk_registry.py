@@ -1,9 +1,10 @@
 """Texts and token ids of ingested chunks, kept beside their KV, so that they are found again in prompts.
 
-Two texts are the same when they are equal after `strip()`. A text is here for whoever added it: an index, or documents
-that a framework knows by their ids; when the last of them lets it go, nobody needs its KV either. The file also lists
-the entries that ingestion has stored beside it, so that one that went missing is missed, and has the vectors of the
-chunks that frameworks bring, which no index of ours has. Token ids are those of one tokenizer, and belong to one
+Two texts are the same when they are equal after `strip()`. A text belongs to the documents that have it: an index is
+one, and so is each document that a framework knows by an id; when the last of them releases the text, its KV can be
+deleted. The file also lists which chunks each stored entry holds or was computed after, so that a removed text is found
+without reading the entries; the entries that ingestion has stored, so that a missing one is noticed; and the vectors of
+the chunks that frameworks bring, which are in no index of ours. Token ids are those of one tokenizer, and belong to one
 namespace. Knows strings, ids and one SQLite file. Knows nothing about KV, engines or frameworks.
 """
 
@@ -30,9 +31,9 @@ from ragblend.files.sqlite import connect, row_checksum, transaction, truncate_l
 REGISTRY_FILE = "texts.sqlite"
 """In a store's directory: the texts whose KV it holds."""
 
-_TABLE, _HOLDERS, _STORED, _SIMILAR = "registered_texts", "text_holders", "stored_kv", "similar_versions"
-_IDS = "chunk_token_ids"
-_VERSION = 4
+_TABLE, _HOLDERS, _STORED, _SIMILAR = "registered_texts", "text_holders", "stored_kv", "similar_variants"
+_IDS, _ENTRIES, _VERSIONS = "chunk_token_ids", "chunk_entries", "document_versions"
+_VERSION = 5
 _SCHEMA = (
     f"CREATE TABLE IF NOT EXISTS {_TABLE} "
     "(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, text TEXT NOT NULL)",
@@ -42,9 +43,16 @@ _SCHEMA = (
     f"CREATE TABLE IF NOT EXISTS {_STORED} "
     "(key TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
     f"CREATE TABLE IF NOT EXISTS {_SIMILAR} "
-    "(entry TEXT PRIMARY KEY, key BLOB NOT NULL, embedder TEXT NOT NULL, vector BLOB NOT NULL, "
-    "is_stored INTEGER NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
-    f"CREATE INDEX IF NOT EXISTS similar_by_text ON {_SIMILAR} (key)",
+    "(id INTEGER PRIMARY KEY AUTOINCREMENT, entry TEXT NOT NULL UNIQUE, key BLOB NOT NULL, embedder TEXT NOT NULL, "
+    "vector BLOB NOT NULL, is_stored INTEGER NOT NULL, checksum INTEGER NOT NULL)",
+    f"CREATE INDEX IF NOT EXISTS variants_by_text ON {_SIMILAR} (key)",
+    f"CREATE INDEX IF NOT EXISTS missing_variants ON {_SIMILAR} (embedder) WHERE NOT is_stored",
+    f"CREATE TABLE IF NOT EXISTS {_ENTRIES} "
+    "(ids_hash BLOB NOT NULL, namespace TEXT NOT NULL, entry TEXT NOT NULL, checksum INTEGER NOT NULL, "
+    "PRIMARY KEY (ids_hash, namespace, entry)) WITHOUT ROWID",
+    f"CREATE INDEX IF NOT EXISTS entries_by_key ON {_ENTRIES} (entry)",
+    f"CREATE TABLE IF NOT EXISTS {_VERSIONS} "
+    "(document TEXT PRIMARY KEY, version TEXT NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
     f"CREATE TABLE IF NOT EXISTS {_IDS} "
     "(id INTEGER PRIMARY KEY AUTOINCREMENT, tokenizer TEXT NOT NULL, namespace TEXT NOT NULL, key BLOB NOT NULL, "
     "ids BLOB NOT NULL, checksum INTEGER NOT NULL)",
@@ -58,16 +66,25 @@ _DAMAGED_ROWS = {
     "stored entries": f"FROM {_STORED} WHERE checksum IS NOT row_checksum(key, fingerprint)",
     "token ids of texts": f"FROM {_IDS} WHERE checksum IS NOT row_checksum(tokenizer, namespace, key, ids)",
     "vectors of texts": f"FROM {_SIMILAR} WHERE checksum IS NOT row_checksum(entry, key, embedder, vector)",
+    "entries of chunks": f"FROM {_ENTRIES} WHERE checksum IS NOT row_checksum(ids_hash, namespace, entry)",
+    "versions of documents": f"FROM {_VERSIONS} WHERE checksum IS NOT row_checksum(document, version)",
 }
+_ADDED_LATER = {3: (_IDS, _ENTRIES, _VERSIONS), 4: (_ENTRIES, _VERSIONS)}
+"""The tables that files of an earlier version lack, by version."""
+_FORMER_SIMILAR = "similar_versions"
+_ALL_RECORDED = (b"", "", "")
+"""The row of `chunk_entries` that says: every entry in the store's folder is recorded."""
 
+_SOUND_VARIANT = "s.checksum IS row_checksum(s.entry, s.key, s.embedder, s.vector)"
+_IS_RECORDED = f"SELECT 1 FROM {_ENTRIES} WHERE ids_hash = ? AND namespace = ? AND entry = ?"
+_RECORD_ENTRY = f"INSERT OR IGNORE INTO {_ENTRIES} VALUES (?, ?, ?, ?)"
 _SOUND_IDS = "checksum IS row_checksum(tokenizer, namespace, key, ids)"
-_INSERT = "INSERT OR IGNORE INTO {} VALUES (?1, ?2, row_checksum(?1, ?2))"
 
 
 class SimilarVariant(NamedTuple):
-    """A chunk that a framework has brought, of which a version computed behind similar ones is to be kept."""
+    """The variant, computed after similar chunks, of a chunk that a framework has brought."""
 
-    entry: str  # the key of that version's KV: of one model, prefix and namespace
+    entry: str  # the key of its KV: of one model, prefix and namespace
     text: str
     vector: bytes  # [dim] little-endian float32
     is_stored: bool = False
@@ -126,8 +143,24 @@ class ChunkRegistry:
             if new or missing:
                 with self._write_transaction():
                     connection.executemany(f"INSERT OR IGNORE INTO {_TABLE} (key, text) VALUES (?, ?)", new)
-                    connection.executemany(_INSERT.format(_HOLDERS), missing)
+                    connection.executemany(
+                        f"INSERT OR IGNORE INTO {_HOLDERS} VALUES (?, ?, ?)", map(_with_checksum, missing)
+                    )
         return len(new)
+
+    def version_of(self, document: str) -> str:
+        """Return the version of a document that `set_version` recorded; "" for none."""
+        query = f"SELECT version FROM {_VERSIONS} WHERE document = ? AND checksum IS row_checksum(document, version)"
+        with self._locked() as connection:
+            row = connection.execute(query, (document,)).fetchone()
+        return str(row[0]) if row is not None else ""
+
+    def set_version(self, document: str, version: str) -> None:
+        """Record the version of a document; "" removes the record."""
+        with self._write_transaction() as connection:
+            connection.execute(f"DELETE FROM {_VERSIONS} WHERE document = ?", (document,))
+            if version:
+                connection.execute(f"INSERT INTO {_VERSIONS} VALUES (?, ?, ?)", _with_checksum((document, version)))
 
     def preview_release(self, texts_of: Mapping[str, Iterable[str]]) -> list[str]:
         """Return the texts that no document would have if each of these documents had the texts given here alone."""
@@ -181,16 +214,15 @@ class ChunkRegistry:
     def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
         """Keep the token ids of texts, by the tokenizer of this fingerprint, for this namespace; sound rows stay."""
         known = f"SELECT 1 FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ? AND {_SOUND_IDS}"
-        insert = (
-            f"INSERT OR REPLACE INTO {_IDS} (tokenizer, namespace, key, ids, checksum) "
-            "VALUES (?1, ?2, ?3, ?4, row_checksum(?1, ?2, ?3, ?4))"
-        )
+        insert = f"INSERT OR REPLACE INTO {_IDS} (tokenizer, namespace, key, ids, checksum) VALUES (?, ?, ?, ?, ?)"
         rows = {_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
         with self._locked() as connection:
             new = [key for key in rows if connection.execute(known, (key, tokenizer, namespace)).fetchone() is None]
             if new:
                 with self._write_transaction():
-                    connection.executemany(insert, [(tokenizer, namespace, key, rows[key]) for key in new])
+                    connection.executemany(
+                        insert, (_with_checksum((tokenizer, namespace, key, rows[key])) for key in new)
+                    )
                     self._num_id_changes += 1
 
     def remove_ids(self, text: str, tokenizer: str, namespace: str) -> None:
@@ -243,10 +275,13 @@ class ChunkRegistry:
     def record_stored(self, keys: Iterable[str], fingerprint: str) -> None:
         """Note entries that were stored, by the model of this fingerprint."""
         with self._locked() as connection:
-            known = {key for (key,) in connection.execute(f"SELECT key FROM {_STORED}")}
-            if new := [(key, fingerprint) for key in dict.fromkeys(keys) if key not in known]:
+            is_known = f"SELECT 1 FROM {_STORED} WHERE key = ?"
+            each = dict.fromkeys(keys)
+            if new := [(key, fingerprint) for key in each if connection.execute(is_known, (key,)).fetchone() is None]:
                 with self._write_transaction():
-                    connection.executemany(_INSERT.format(_STORED), new)
+                    connection.executemany(
+                        f"INSERT OR IGNORE INTO {_STORED} VALUES (?, ?, ?)", map(_with_checksum, new)
+                    )
 
     def remove_stored(self, keys: Iterable[str]) -> None:
         """Note that entries are to go, or gone: nobody misses them."""
@@ -259,31 +294,102 @@ class ChunkRegistry:
         with self._locked() as connection:
             return dict(connection.execute(f"SELECT key, fingerprint FROM {_STORED} {sound} ORDER BY key").fetchall())
 
-    # --- similar versions of what frameworks bring ---
+    # --- which chunks an entry holds or was computed after ---
 
-    def similar_variants(self, embedder: str) -> list[SimilarVariant]:
-        """Those whose vectors this embedder made, oldest text first; of sound rows."""
+    def record_entry(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
+        """Record that the entry of this key holds, or was computed after, the chunks of these token ids."""
+        rows = [(_ids_hash(ids), namespace, entry) for ids in chunks]
+        with self._locked() as connection:
+            if new := [row for row in rows if connection.execute(_IS_RECORDED, row).fetchone() is None]:
+                with self._write_transaction():
+                    connection.executemany(_RECORD_ENTRY, map(_with_checksum, new))
+
+    def entries_of(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
+        """Return for each chunk the entries that hold it, or were computed after it; of sound rows."""
         query = (
-            f"SELECT s.entry, t.text, s.vector, s.is_stored FROM {_SIMILAR} s JOIN {_TABLE} t ON t.key = s.key WHERE "
-            "s.embedder = ? AND s.checksum IS row_checksum(s.entry, s.key, s.embedder, s.vector) ORDER BY t.id, s.entry"
+            f"SELECT entry FROM {_ENTRIES} WHERE ids_hash = ? AND namespace = ? "
+            "AND checksum IS row_checksum(ids_hash, namespace, entry) ORDER BY entry"
+        )
+        with self._locked() as connection:
+            rows = (connection.execute(query, (_ids_hash(ids), namespace)).fetchall() for ids in chunks)
+            return [[entry for (entry,) in found] for found in rows]
+
+    def remove_entries(self, entries: Iterable[str]) -> None:
+        """Remove the records of entries that were deleted."""
+        with self._write_transaction() as connection:
+            connection.executemany(f"DELETE FROM {_ENTRIES} WHERE entry = ?", ((entry,) for entry in entries if entry))
+
+    @property
+    def has_all_entries(self) -> bool:
+        """True once every entry in the store's folder is recorded, those included that an earlier version stored."""
+        with self._locked() as connection:
+            return connection.execute(_IS_RECORDED, _ALL_RECORDED).fetchone() is not None
+
+    def set_has_all_entries(self) -> None:
+        """Note that every entry in the store's folder is recorded."""
+        with self._write_transaction() as connection:
+            connection.execute(_RECORD_ENTRY, _with_checksum(_ALL_RECORDED))
+
+    # --- similar variants of what frameworks bring ---
+
+    def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarVariant]]:
+        """Return the variants whose vectors this embedder made, with their numbers, those after `number` in the order
+        in which they were recorded; of sound rows."""
+        query = (
+            f"SELECT s.id, s.entry, t.text, s.vector, s.is_stored FROM {_SIMILAR} s JOIN {_TABLE} t ON t.key = s.key "
+            f"WHERE s.id > ? AND s.embedder = ? AND {_SOUND_VARIANT} ORDER BY s.id"
+        )
+        with self._locked() as connection:
+            rows = connection.execute(query, (number, embedder)).fetchall()
+        return [(row[0], SimilarVariant(*row[1:])) for row in rows]
+
+    def count_variants(self, embedder: str) -> int:
+        """Return the number of variants whose vectors this embedder made."""
+        with self._locked() as connection:
+            query = f"SELECT count(*) FROM {_SIMILAR} WHERE embedder = ?"
+            return int(connection.execute(query, (embedder,)).fetchone()[0])
+
+    def missing_variants(self, embedder: str) -> list[SimilarVariant]:
+        """Return the variants that are wanted and not stored; of sound rows."""
+        query = (
+            f"SELECT s.entry, t.text, s.vector, s.is_stored FROM {_SIMILAR} s JOIN {_TABLE} t ON t.key = s.key "
+            f"WHERE NOT s.is_stored AND s.embedder = ? AND {_SOUND_VARIANT} ORDER BY s.id"
         )
         with self._locked() as connection:
             return [SimilarVariant(*row) for row in connection.execute(query, (embedder,))]
 
-    def similar_entries(self) -> list[str]:
-        """The entries of those that are stored."""
+    def has_variant(self, entry: str, embedder: str) -> bool:
+        """Return True if the variant is recorded with a vector of this embedder, in a sound row."""
+        query = f"SELECT 1 FROM {_SIMILAR} s WHERE s.entry = ? AND s.embedder = ? AND {_SOUND_VARIANT}"
         with self._locked() as connection:
-            return [entry for (entry,) in connection.execute(f"SELECT entry FROM {_SIMILAR} WHERE is_stored")]
+            return connection.execute(query, (entry, embedder)).fetchone() is not None
 
-    def record_similar(self, versions: Iterable[SimilarVariant], embedder: str) -> None:
-        """Note versions that are to be kept, in place of what was noted of their entries."""
-        insert = f"INSERT OR REPLACE INTO {_SIMILAR} VALUES (?1, ?2, ?3, ?4, ?5, row_checksum(?1, ?2, ?3, ?4))"
-        rows = [(each.entry, _key(each.text.strip()), embedder, each.vector, each.is_stored) for each in versions]
+    def similar_entries(self) -> list[str]:
+        """Return the entries of the variants that are stored."""
+        with self._locked() as connection:
+            query = f"SELECT entry FROM {_SIMILAR} WHERE is_stored ORDER BY entry"
+            return [entry for (entry,) in connection.execute(query)]
+
+    def has_similar_entries(self) -> bool:
+        """Return True if a variant is stored."""
+        with self._locked() as connection:
+            return connection.execute(f"SELECT 1 FROM {_SIMILAR} WHERE is_stored LIMIT 1").fetchone() is not None
+
+    def record_similar(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
+        """Record variants that are wanted, in place of what was recorded of their entries."""
+        insert = (
+            f"INSERT OR REPLACE INTO {_SIMILAR} (entry, key, embedder, vector, is_stored, checksum) "
+            "VALUES (?, ?, ?, ?, ?, ?)"
+        )
+        rows: list[tuple[object, ...]] = []
+        for each in variants:
+            columns = (each.entry, _key(each.text.strip()), embedder, each.vector)
+            rows.append((*columns, each.is_stored, row_checksum(*columns)))
         with self._write_transaction() as connection:
             connection.executemany(insert, rows)
 
     def set_similar_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Note of versions whether they are stored now."""
+        """Record of variants whether they are stored now."""
         with self._write_transaction() as connection:
             rows = ((is_stored, entry) for entry in entries)
             connection.executemany(f"UPDATE {_SIMILAR} SET is_stored = ? WHERE entry = ?", rows)
@@ -304,6 +410,7 @@ class ChunkRegistry:
         with self._locked() as connection:
             for rows in _DAMAGED_ROWS.values():
                 connection.execute(f"DELETE {rows}")
+            connection.execute(f"DELETE FROM {_ENTRIES} WHERE entry = ''")  # the entries are read and recorded again
         self.close()
 
     def truncate_log(self) -> None:
@@ -365,6 +472,14 @@ def _key(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
+def _with_checksum(columns: tuple[object, ...]) -> tuple[object, ...]:
+    return (*columns, row_checksum(*columns))
+
+
+def _ids_hash(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.asarray(ids, "<u4").tobytes(), digest_size=16).digest()
+
+
 def _open(path: Path | None) -> sqlite3.Connection:
     """A connection in autocommit mode to a file that holds the tables, made if there is none."""
     if path is not None:
@@ -387,10 +502,10 @@ def _open(path: Path | None) -> sqlite3.Connection:
             )
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         has_schema = all(tables.get(name) == sql for name, sql in _TABLES.items())
-        if version == 3 and all(tables.get(name) == sql for name, sql in _TABLES.items() if name != _IDS):
-            with transaction(connection, "IMMEDIATE"):  # version 4 has token ids as well
-                for statement in _SCHEMA:
-                    connection.execute(statement)
+        if version in _ADDED_LATER and _is_former(tables, version):
+            with transaction(connection, "IMMEDIATE"):
+                if connection.execute("PRAGMA user_version").fetchone()[0] == version:  # or another process was faster
+                    _upgrade(connection)
             version, has_schema = _VERSION, True
         if tables and has_schema != (version == _VERSION):  # other versions have other tables
             raise CorruptError(
@@ -409,6 +524,22 @@ def _open(path: Path | None) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _is_former(tables: Mapping[str, str], version: int) -> bool:
+    """Return True if these are the tables of an earlier version."""
+    later = (*_ADDED_LATER[version], _SIMILAR)
+    kept = {name: sql for name, sql in _TABLES.items() if name not in later}
+    return _FORMER_SIMILAR in tables and all(tables.get(name) == sql for name, sql in kept.items())
+
+
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """Make the tables of an earlier version those of this one."""
+    for statement in _SCHEMA:
+        connection.execute(statement)
+    columns = "entry, key, embedder, vector, is_stored, checksum"
+    connection.execute(f"INSERT INTO {_SIMILAR} ({columns}) SELECT {columns} FROM {_FORMER_SIMILAR} ORDER BY entry")
+    connection.execute(f"DROP TABLE {_FORMER_SIMILAR}")
 
 
 def _fix_hint(path: Path | None) -> str:

@@ -44,10 +44,12 @@ class FaissVectors:
 
     def sync(self, catalogue: ChunkDatabase) -> None:
         """Come to hold the vectors of the catalogue and no others, those written since anew."""
-        wanted, changed = catalogue.ids(), catalogue.ids(newer_than=self.generation)
-        held = faiss.vector_to_array(self.faiss.id_map)
-        stale = ~np.isin(held, wanted) | np.isin(held, changed)
-        missing = wanted[~np.isin(wanted, held[~stale])]
+        changed, held = catalogue.ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
+        stale, missing = np.isin(held, changed), changed
+        if held.size - np.count_nonzero(stale) + changed.size != catalogue.num_chunks:  # some were removed
+            wanted = catalogue.ids()
+            stale |= ~np.isin(held, wanted)
+            missing = wanted[~np.isin(wanted, held[~stale])]
         if stale.any():
             self.faiss.remove_ids(held[stale])
         for start in range(0, missing.size, _ROWS_PER_PAGE):
@@ -55,7 +57,7 @@ class FaissVectors:
             vectors = np.frombuffer(b"".join(row.vector for row in rows), "<f4").reshape(len(rows), -1)
             self.faiss.add_with_ids(vectors.astype(np.float32), np.array([row.id for row in rows], np.int64))
         self.generation = catalogue.generation()
-        assert len(self) == wanted.size
+        assert len(self) == catalogue.num_chunks
 
     def nearest(self, vector: FloatArray, k: int) -> dict[int, float]:
         """Row ids and scores of the `k` nearest to `vector` [1, dim]. Of equals the same are taken whatever came

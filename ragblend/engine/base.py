@@ -16,7 +16,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Literal, NoReturn, Self
 
-from ragblend.corpus.chunk_registry import open_registry
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, open_registry
 from ragblend.corpus.known_chunks import KnownChunks, find_runs_of, open_known_chunks
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.lookup import (
@@ -30,6 +30,7 @@ from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
@@ -38,6 +39,22 @@ from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
 
 LEAST_QUOTE = 64
 """Tokens from which a run at the end of the user's turn is a document; a shorter one is a question that quotes it."""
+
+
+def record_entries(store: KVStore) -> ChunkRegistry | None:
+    """Have the disk tier of a store record in its registry which chunks each entry holds, or was computed after.
+
+    An entry is recorded before its file is written, so that a killed process leaves none that is not. Return the
+    registry; None without a disk tier, and where the tier records its entries already.
+    """
+    disk = disk_tier(store)
+    if disk is None or disk.on_put is not None:
+        return None
+    registry = ChunkRegistry(disk.root / REGISTRY_FILE)
+    disk.on_put = lambda header: registry.record_entry(
+        header.key, (header.token_ids, *header.context_ids), header.namespace
+    )
+    return registry
 
 
 class EngineBase(ABC):
@@ -80,6 +97,7 @@ class EngineBase(ABC):
         self.fingerprint = fingerprint
         self.system = system
         self.namespace = namespace
+        self._entry_registry = record_entries(store)
         self.default_prefix_ids = renderer.prefix_ids(system, pins_date=True)
         if context is not None:
             CONTEXT.validate("context", context)
@@ -301,6 +319,8 @@ class EngineBase(ABC):
         self._worker.shutdown()
         if "known_chunks" in self.__dict__:
             self.known_chunks.close()
+        if self._entry_registry is not None:
+            self._entry_registry.close()
 
     def __enter__(self) -> Self:
         return self

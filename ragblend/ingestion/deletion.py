@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from typing import Any, TypeVar
 
 from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
 from ragblend.corpus.schema import OrphanedTexts, PendingDeletion, text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.tiered import TieredStore, disk_tier
 from ragblend.errors import BackendUnreachableError
@@ -57,12 +59,12 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 
 def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Note which entries are to go, in place of the texts that they are of."""
-    gone = registry.release(left.texts)
+    gone = registry.release(left.texts, index.document)
     for source in left.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
     pending = []
-    for key, text in keys_to_delete(gone, engine, everywhere=True).items():
+    for key, text in keys_to_delete(gone, engine, registry, everywhere=True).items():
         pending += [PendingDeletion(key, place, left.source_of.get(text, ""), text_hash(text)) for place in places]
     if gone and engine.context == "similar":
         unseen = _find_unseen_remote_keys(
@@ -74,14 +76,17 @@ def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, 
 
 
 def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[tuple[str, str]]:
-    """Keys of similar versions that this machine does not hold, and where they may be: nobody here can tell what they
-    were computed behind, so where a text is gone they go from other machines. They are computed again with the next
-    ingestion."""
+    """Return the keys of similar variants that only other machines may have stored, each with the tier it may be in.
+
+    What those were computed after is not known here, so where a text is removed they are deleted from the tiers that
+    machines share. The next ingestion computes them again.
+    """
     elsewhere = [place for place in places if place != LOCAL or not has_local_tier(engine.store)]
     if not elsewhere:
         return []
-    near = {header.key for header in engine.store.headers()}
-    return [(key, place) for key in sorted(set(keys) - near) for place in elsewhere]
+    here = [tier for tier in engine.store.tiers if not tier.is_remote]
+    unseen = [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
+    return [(key, place) for key in unseen for place in elsewhere]
 
 
 def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
@@ -103,6 +108,8 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
                 except BackendUnreachableError as error:
                     problem = str(error)
                 index.clear_deletions(done)
+                if place == LOCAL:
+                    registry.remove_entries(entry.key for entry in done if entry.key in gone)
             if problem:
                 break
     return len(gone), problem
@@ -117,23 +124,46 @@ def _map_deleters(engine: Engine) -> dict[str, Callable[[str], bool]]:
     return {LOCAL: store.delete_local, **{tier.url: store.delete for tier in store.remote_tiers}}
 
 
-def keys_to_delete(texts: Iterable[str], engine: Engine, *, everywhere: bool = False) -> dict[str, str]:
-    """Keys of the KV of texts, each with the text because of which it goes; in the order in which to delete them.
+def keys_to_delete(
+    texts: Iterable[str], engine: Engine, registry: ChunkRegistry, *, everywhere: bool = False
+) -> dict[str, str]:
+    """Return the keys of the KV of texts, in the order in which to delete them, each with the text that it goes with.
 
-    everywhere: in the local tiers, whose headers are read for it, also that of other models and prefixes, and of
-    whatever was computed behind these texts, in the engine's own namespace.
+    everywhere: in the engine's namespace, also the KV of other models and prefixes, and all that was computed after
+    these texts, as far as this machine has recorded it.
     """
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}
     if texts and everywhere:
-        namespace = getattr(engine, "namespace", "")
-        gone = {engine.renderer.chunk_ids(text): text for text in texts}
-        mine = (header for header in engine.store.headers() if header.namespace == namespace)
-        keys = dict(find_orphaned_keys(mine, gone.get, engine.renderer.separator_ids))
+        namespace, joint = getattr(engine, "namespace", ""), engine.renderer.separator_ids
+        text_of = {engine.renderer.chunk_ids(text): text for text in texts}
+        _record_earlier_entries(engine, registry)
+        for ids, text in text_of.items():
+            for entry in dict.fromkeys(chain.from_iterable(registry.entries_of((ids, ids + joint), namespace))):
+                keys.setdefault(entry, text)
+        mine = (header for header in _unrecorded_headers(engine.store) if header.namespace == namespace)
+        for entry, text in find_orphaned_keys(mine, text_of.get, joint):
+            keys.setdefault(entry, text)
     for text in texts:
         for version in every_version(text):
             keys.setdefault(engine.key(version), text)
     return keys
+
+
+def _unrecorded_headers(store: KVStore) -> Iterator[KVHeader]:
+    """Yield the headers of the local tiers whose entries are not recorded: all but the disk tier, which records what
+    it writes."""
+    return chain.from_iterable(tier.headers() for tier in store.tiers if not isinstance(tier, DiskStore))
+
+
+def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
+    """Record the entries that an earlier version of ragblend has stored, once for a store."""
+    disk = disk_tier(engine.store)
+    if disk is None or registry.has_all_entries:
+        return
+    for header in disk.headers():
+        registry.record_entry(header.key, (header.token_ids, *header.context_ids), header.namespace)
+    registry.set_has_all_entries()
 
 
 def has_local_tier(store: KVStore) -> bool:
@@ -159,13 +189,14 @@ def delete_texts_kv(
 
 def _has_similar(engine: Engine, registry: ChunkRegistry) -> bool:
     """Whether similar versions may be stored; the engine may have been told of the context before others settled it."""
-    return engine.context == "similar" or bool(registry.similar_entries())
+    return engine.context == "similar" or registry.has_similar_entries()
 
 
 def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
     if not texts:
         return 0, ""
-    keys, places = [*keys_to_delete(texts, engine, everywhere=_has_similar(engine, registry))], _map_deleters(engine)
+    places = _map_deleters(engine)
+    keys = [*keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))]
     unseen = _find_unseen_remote_keys(registry.similar_entries(), engine, places)
     with closing(open_registry(engine.store)) as noting:
         noting.remove_stored(keys)
@@ -177,6 +208,7 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
                 num_removed += delete(key) and place == LOCAL
         except BackendUnreachableError as error:
             problem = str(error)
+    registry.remove_entries(keys)
     return num_removed, problem
 
 
@@ -189,18 +221,11 @@ def find_orphaned_keys(
     joint: the ids of what stands between two chunks.
     """
     for header in headers:
-        reasons = map(reason_of, (header.token_ids, *_iter_context_ids(header, joint)))
+        before = [ids[: len(ids) - len(joint)] for ids in reversed(header.context_ids)]
+        reasons = map(reason_of, (header.token_ids, *before))
         reason = next((each for each in reasons if each is not None), None)
         if reason is not None:
             yield header.key, reason
-
-
-def _iter_context_ids(header: KVHeader, joint: Ids) -> Iterator[Ids]:
-    """The ids of the chunks that a similar version was computed behind."""
-    end = len(header.prefix_ids)
-    for length in reversed(header.context):
-        yield header.prefix_ids[end - length : end - len(joint)]
-        end -= length
 
 
 def replace_documents(

@@ -1,14 +1,16 @@
-"""Which of the chunks that frameworks bring are like each other: for stores that keep similar versions.
+"""Which of the chunks that frameworks bring are like each other: for stores that keep similar variants.
 
 Chunks of a LangChain vector store or a LlamaIndex pipeline are in no index of ours, so their vectors are kept with
-their texts, in the store's registry, and every new chunk is compared with all of them. Knows the registry, embedders
+their texts in the store's registry, and every new chunk is compared with all of them. Knows the registry, embedders
 and engines; prefills nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -28,77 +30,125 @@ from ragblend.prompt.types import Chunk
 
 
 class RegisteredChunkFinder:
-    """A `contexts.Finder` over the chunks that frameworks have brought into `registry`; it notes their versions there.
+    """A `contexts.SimilarChunkFinder` over the chunks that frameworks have brought into `registry`.
 
-    They are found by MiniLM where the extra `demo` is installed, else by their words, whatever the framework's own
-    vectors are.
+    They are compared by MiniLM's vectors where the extra `demo` is installed, else by their words, whatever the
+    framework's own vectors are.
     """
 
-    def __init__(self, engine: Engine, registry: ChunkRegistry) -> None:
+    def __init__(self, engine: Engine, registry: ChunkRegistry, vectors: _Vectors) -> None:
         self.engine = engine
         self.registry = registry
-        self._place_of: dict[str, int] | None = None  # by text, its row; None until they are needed
-        self._rows: FloatArray = np.empty((0, 0), np.float32)  # [texts, dim], length 1
+        self._vectors = vectors
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """Embed the chunks that have no vector yet. From here on their similar versions are wanted."""
+        """Embed the chunks that have no vector yet. From here on their similar variants are wanted."""
         entries = {self._entry(text): text for text in dict.fromkeys(chunk.text for chunk in chunks) if text.strip()}
-        known = {each.entry for each in self._recorded_variants()}
-        if new := [(entry, text) for entry, text in entries.items() if entry not in known]:
+        name = _embedder_name()
+        if new := [pair for pair in entries.items() if not self.registry.has_variant(pair[0], name)]:
             rows = _embedder().embed([text for _, text in new])
-            noted = [SimilarVariant(*pair, row.astype("<f4").tobytes()) for pair, row in zip(new, rows, strict=True)]
-            self.registry.record_similar(noted, _embedder_name())
-            self._place_of = None
+            found = [SimilarVariant(*pair, row.astype("<f4").tobytes()) for pair, row in zip(new, rows, strict=True)]
+            self.registry.record_similar(found, name)
 
     def find_missing_variants(self) -> list[Chunk]:
-        """The chunks of this engine that have no similar version: what it was computed behind is gone, or nothing was
-        near them when they came."""
+        """Return the chunks of this engine that lack a similar variant: what it was computed after is gone, or nothing
+        was near them when they came."""
         lost = [
-            each for each in self._recorded_variants() if not each.is_stored and self._entry(each.text) == each.entry
+            each for each in self.registry.missing_variants(_embedder_name()) if self._entry(each.text) == each.entry
         ]
         return [Chunk(each.text, context="similar") for each in lost]
 
     def mark_stored(self, chunks: Iterable[Chunk]) -> None:
-        """Note which of the similar versions among `chunks` are stored now."""
+        """Record which of the similar variants among `chunks` are stored now."""
         entries = [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]
         self.registry.set_similar_stored(filter(self.engine.store.contains, entries), is_stored=True)
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
-        """See `Finder`. A chunk is compared with all others: one product, where its prefill takes far longer."""
-        if self._place_of is None:
-            vectors = {each.text: each.vector for each in self._recorded_variants()}
-            self._place_of = {known: place for place, known in enumerate(vectors)}
-            self._rows = np.frombuffer(b"".join(vectors.values()), "<f4").reshape(len(vectors), -1 if vectors else 0)
-        own = self._place_of.get(text.strip())
-        if own is None:
-            return []
-        texts, found = list(self._place_of), list[str]()
-        for place in np.argsort(-(self._rows @ self._rows[own]), kind="stable"):
+        """See `SimilarChunkFinder`. A chunk is compared with all others: one product, where its prefill takes far
+        longer."""
+        found: list[str] = []
+        for near in self._vectors.nearest(text.strip(), self.registry):
             if len(found) == count:
                 break
-            if place != own and is_allowed(texts[place]):
-                found.append(texts[place])
+            if near in self.registry and is_allowed(near):
+                found.append(near)
         return found
 
     def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
-        """See `Finder`: what is registered at this moment, whoever takes it away."""
+        """See `SimilarChunkFinder`: what is registered at this moment, whichever process removes it."""
         return {text_hash(text): b"" for text in texts if text in self.registry}
-
-    def _recorded_variants(self) -> list[SimilarVariant]:
-        return self.registry.similar_variants(_embedder_name())
 
     def _entry(self, text: str) -> str:
         return self.engine.key(Chunk(text, context="similar"))
 
 
+class _Vectors:
+    """The vectors of a registry's variants in memory, brought up to date without reading all of them again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._place_of: dict[str, int] = {}  # by text, its row
+        self._texts: list[str] = []
+        self._rows: FloatArray = np.empty((0, 0), np.float32)  # [capacity, dim], length 1
+        self._last_number = self._num_read = 0
+
+    def nearest(self, text: str, registry: ChunkRegistry) -> Iterator[str]:
+        """Yield the other texts, the nearest first; none where the registry has no vector of `text`. A text that was
+        removed meanwhile may be among them."""
+        with self._lock:
+            self._update(registry)
+            own = self._place_of.get(text)
+            texts, rows = self._texts, self._rows[: len(self._texts)]
+        if own is None:
+            return
+        scores = rows @ rows[own]
+        num_seen, num_wanted = 0, _FIRST_NEAREST
+        while num_seen < len(scores):
+            num_wanted = min(num_wanted, len(scores))
+            least = np.partition(scores, -num_wanted)[-num_wanted]
+            kept = np.flatnonzero(scores >= least)  # with all that equal the last: the oldest of equals come first
+            order = kept[np.argsort(-scores[kept], kind="stable")]
+            yield from (texts[place] for place in order[num_seen:] if place != own)
+            num_seen, num_wanted = len(order), 8 * num_wanted
+
+    def _update(self, registry: ChunkRegistry) -> None:
+        name = _embedder_name()
+        added = registry.variants_after(self._last_number, name)
+        self._num_read += len(added)
+        if self._num_read - registry.count_variants(name) > self._num_read // 4:  # so many were removed or replaced
+            self._clear()
+            added = registry.variants_after(0, name)
+            self._num_read = len(added)
+        for number, variant in added:
+            self._last_number = number
+            if variant.text not in self._place_of:
+                self._append(variant)
+
+    def _append(self, variant: SimilarVariant) -> None:
+        place, row = len(self._texts), np.frombuffer(variant.vector, "<f4")
+        if place == len(self._rows):
+            grown = np.empty((max(_FIRST_ROWS, 2 * place), row.size), np.float32)
+            if place:
+                grown[:place] = self._rows
+            self._rows = grown
+        self._rows[place] = row
+        self._place_of[variant.text] = place
+        self._texts.append(variant.text)
+
+
+_FIRST_NEAREST, _FIRST_ROWS = 16, 64
+_VECTORS: WeakKeyDictionary[Engine, _Vectors] = WeakKeyDictionary()
+
+
 def open_registered_finder(engine: Engine, registry: ChunkRegistry) -> RegisteredChunkFinder | None:
-    """Where the engine keeps similar versions, and this process can look through its store: to delete them again where
-    a chunk goes that they were computed behind."""
-    return (
-        RegisteredChunkFinder(engine, registry)
-        if engine.context == "similar" and has_local_tier(engine.store)
-        else None
-    )
+    """Return a finder for an engine that keeps similar variants and whose store has a tier on this machine; else None:
+    a variant must be found again when a chunk is removed that it was computed after."""
+    if engine.context != "similar" or not has_local_tier(engine.store):
+        return None
+    return RegisteredChunkFinder(engine, registry, _VECTORS.setdefault(engine, _Vectors()))
 
 
 @cache

@@ -322,8 +322,9 @@ class BlendIngestion(TransformComponent):
     """Last step of an IngestionPipeline: precomputes the KV of its nodes, and returns them unchanged.
 
     Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the older one of its id:
-    KV and texts that only the older one had are deleted. A pipeline does not report deletions; `delete_ref_doc` deletes
-    a document and its KV. Pipelines whose documents may have equal ids need a `collection` each. Nodes that cannot be
+    KV and texts that only the older one had are deleted. Nodes of the version that is there are added to its others,
+    be they of another batch or of another splitter. A pipeline does not report deletions; `delete_ref_doc` deletes a
+    document and its KV. Pipelines over different documents of equal ids need a `collection` each. Nodes that cannot be
     prefilled are logged with their id, and returned like the others.
 
     The pipeline's cache never skips this step: stored KV costs one look-up. A pipeline with a docstore passes changed
@@ -343,9 +344,10 @@ class BlendIngestion(TransformComponent):
         return super().__getstate__()
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Precompute `nodes`, all of each document that is among them."""
+        """Precompute `nodes`. The nodes of one document may come in several calls."""
         ids = [node.ref_doc_id or "" for node in nodes]
-        precompute_documents(nodes, self.llm, ids=ids, collection=self.collection)
+        versions = [node.source_node.hash or "" if node.source_node is not None else "" for node in nodes]
+        precompute_documents(nodes, self.llm, ids=ids, versions=versions, collection=self.collection)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

@@ -147,7 +147,11 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
         behind = [chunk for chunk in chunk_variants(chunks, engine.context) if chunk.context is not None]
         again = [chunk for chunk in (*behind, *others) if engine.key(chunk) in lost] if lost else []
         repaired = precompute_chunks(
-            [*chunks, *again], engine, progress, index=index, register_texts=lambda: registry.add(indexed)
+            [*chunks, *again],
+            engine,
+            progress,
+            index=index,
+            register_texts=lambda: registry.add(indexed, index.document),
         )
         stored = registry.stored()
     if REGISTRY_FILE in report.damaged_files:

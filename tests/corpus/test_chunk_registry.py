@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragblend import open_index
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, open_registry
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, SimilarVariant, open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
@@ -181,3 +181,63 @@ def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twi
         first.add([f"behind that {text}"])
     first.close()
     assert len(ChunkRegistry(path)) == 5
+
+
+FORMER_VARIANTS = (
+    "CREATE TABLE similar_versions (entry TEXT PRIMARY KEY, key BLOB NOT NULL, embedder TEXT NOT NULL, "
+    "vector BLOB NOT NULL, is_stored INTEGER NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID"
+)
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_file_of_an_earlier_version_keeps_what_it_has(version: int, tmp_path: Path) -> None:
+    path = tmp_path / REGISTRY_FILE
+    variants = [SimilarVariant("entry-b", LONG, b"1234", True), SimilarVariant("entry-a", "short", b"5678")]
+    with ChunkRegistry(path) as registry:
+        registry.add([LONG, "short"], "doc")
+        registry.record_similar(variants, "words 1")
+        registry.add_ids([(LONG, [1, 2])], "t", "")
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.execute(FORMER_VARIANTS)
+        columns = "entry, key, embedder, vector, is_stored, checksum"
+        file.execute(f"INSERT INTO similar_versions SELECT {columns} FROM similar_variants")
+        for table in ("similar_variants", "chunk_entries", "document_versions", *["chunk_token_ids"] * (version == 3)):
+            file.execute(f"DROP TABLE {table}")
+        file.execute(f"PRAGMA user_version = {version}")
+    with ChunkRegistry(path) as registry, ChunkRegistry(path) as other:
+        assert other.texts_of("doc") == {LONG, "short"}
+        assert [each for _, each in registry.variants_after(0, "words 1")] == variants[::-1]
+        assert registry.has_ids(LONG, "t", "") == (version == 4)
+        assert not registry.has_all_entries
+        assert registry.find_problems() == other.find_problems() == []
+
+
+def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(registry: ChunkRegistry) -> None:
+    registry.record_entry("alone", [(1, 2)], "")
+    registry.record_entry("similar", [(1, 2), (3, 4, 9)], "")
+    registry.record_entry("similar", [(1, 2), (3, 4, 9)], "")
+    registry.record_entry("others", [(1, 2)], "tenant")
+    assert registry.entries_of([(1, 2), (3, 4, 9), (3, 4)], "") == [["alone", "similar"], ["similar"], []]
+    assert registry.entries_of([(1, 2)], "tenant") == [["others"]]
+    registry.remove_entries(["similar", "unknown", ""])
+    assert registry.entries_of([(1, 2), (3, 4, 9)], "") == [["alone"], []]
+
+
+def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry: ChunkRegistry) -> None:
+    registry.record_entry("alone", [(1, 2)], "")
+    registry.set_has_all_entries()
+    assert registry.has_all_entries
+    with registry._write_transaction() as connection:
+        connection.execute("UPDATE chunk_entries SET namespace = 'other' WHERE entry = 'alone'")
+    assert registry.entries_of([(1, 2)], "other") == [[]], "a damaged record is no answer"
+    registry.drop_damaged()
+    assert not registry.has_all_entries
+
+
+def test_a_document_has_one_version(registry: ChunkRegistry) -> None:
+    assert registry.version_of("doc") == ""
+    registry.set_version("doc", "1")
+    registry.set_version("doc", "2")
+    assert registry.version_of("doc") == "2"
+    registry.set_version("doc", "")
+    assert registry.version_of("doc") == ""

@@ -153,19 +153,6 @@ def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(
     assert registry.find_problems() == []
 
 
-def test_a_registry_of_the_version_without_token_ids_is_extended(path: Path) -> None:
-    with ChunkRegistry(path) as registry:
-        registry.add(["a text", "another"], "doc")
-    with closing(sqlite3.connect(path, isolation_level=None)) as file:
-        file.execute("DROP TABLE chunk_token_ids")
-        file.execute("PRAGMA user_version = 3")
-    registry = ChunkRegistry(path)
-    assert registry.texts_of("doc") == {"a text", "another"}
-    add(known := KnownChunks(registry, "t", ""), [0])
-    assert chunks_found(known, 1) == chunks_found(KnownChunks(ChunkRegistry(path), "t", ""), 1) == {0}
-    assert registry.find_problems() == []
-
-
 def test_text_that_is_no_unicode_is_not_known() -> None:
     known = KnownChunks(ChunkRegistry(), "t", "")
     known.add([("\ud800 is half a character", ids_of(0)), (" text 1\n", ids_of(1))])

@@ -52,7 +52,7 @@ def similar(name: str) -> Chunk:
     return Chunk(TEXTS[name], context="similar")
 
 
-def test_similar_versions_are_stored_once_remembered_and_used(docs, opened):
+def test_similar_variants_are_stored_once_remembered_and_used(docs, opened):
     engine = opened()
     report = bring_in(docs, engine, context="similar")
     assert (report.num_chunks, report.num_new_kv) == (4, 8)
@@ -214,7 +214,7 @@ def test_what_stands_between_two_chunks_belongs_to_neither_where_an_entry_is_loo
     assert list(find_orphaned_keys([header], {gone: "why"}.get, joint=(0,))) == [("key", "why")] * is_orphaned
 
 
-def test_upkeep_works_on_similar_versions(docs, opened, tmp_path):
+def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
     url = f"file://{tmp_path}/shared"
     with opened() as engine:
         bring_in(docs, engine, context="similar")

@@ -37,7 +37,7 @@ CHUNK_TOKENS = 48
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real paragraphs, some of them the same in several files, some with odd bytes."""
     folder = tmp_path_factory.mktemp("docs")
-    for number, text in enumerate(paragraphs()[:120]):
+    for number, text in enumerate(paragraphs()[:70]):
         (folder / f"{number:03}.md").write_text(text)
     (folder / "again.txt").write_text(paragraphs()[0])
     (folder / "odd.txt").write_text("Zürich 東京 🙂\u200b, einmal\tund noch einmal.\n\n" * 3)

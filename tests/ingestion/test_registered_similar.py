@@ -17,6 +17,7 @@ from similar_texts import TEXTS, texts_behind
 from ragblend import BlendLLM, Chunk, Prompt, load_engine, open_index
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -65,7 +66,7 @@ def test_chunks_are_stored_alone_and_behind_those_like_them_and_prompts_use_both
     assert [chunk.context for chunk in answer.report.chunks] == ["none", "similar", "similar"]
 
 
-def test_unless_told_otherwise_a_deep_model_keeps_similar_versions_of_what_frameworks_bring(deep_model, tmp_path):
+def test_unless_told_otherwise_a_deep_model_keeps_similar_variants_of_what_frameworks_bring(deep_model, tmp_path):
     llm = BlendLLM(model=deep_model, store=str(tmp_path / "kv"))
     assert precompute_documents([Document(text) for text in ALL], llm).num_new_kv == 8
     llm.engine.close()
@@ -128,7 +129,8 @@ def test_whatever_was_computed_behind_a_removed_chunk_goes_with_it_and_is_comput
             assert BELL not in texts_in(engine, entry.header), tier
             assert entry.header.token_ids != engine.renderer.chunk_ids(BELL), tier
     assert not any(
-        each.text == BELL for each in open_registry(engine.store).similar_variants(registered_similar._embedder_name())
+        each.text == BELL
+        for _, each in open_registry(engine.store).variants_after(0, registered_similar._embedder_name())
     )
     precompute_documents(["One more."], engine)
     assert seen_by(engine, FOX) is not None, "it was computed again, behind what is left"
@@ -153,7 +155,35 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
         assert BELL not in texts_in(engine, header)
 
 
-def test_a_store_that_keeps_chunks_alone_from_now_on_drops_their_similar_versions(opened, tmp_path):
+def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(opened):
+    """Entries that this engine has no key for are found by the records of what they hold, or by reading them once."""
+    engine, other = opened(), opened(system="Answer briefly.", namespace="")
+    precompute_documents(ALL, other, ids=ALL)
+    precompute_documents(ALL, engine, ids=ALL)
+    before = {header.key for header in disk_tier(engine.store).headers()}
+    with open_registry(engine.store) as registry, registry._write_transaction() as connection:
+        connection.execute("DELETE FROM chunk_entries")  # as in a store of an earlier version
+    assert delete_precomputed([BELL], engine) > 4
+    left = list(disk_tier(engine.store).headers())
+    assert not any(BELL in texts_in(engine, header) for header in left)
+    assert not any(header.token_ids == engine.renderer.chunk_ids(BELL) for header in left)
+    assert delete_precomputed([MOSS], engine) >= 2, "all entries are recorded now"
+    left = list(disk_tier(engine.store).headers())
+    assert 0 < len(left) < len(before)
+    assert not any(MOSS in texts_in(engine, header) for header in left)
+
+
+def test_removing_one_chunk_reads_no_other_entry(opened, monkeypatch):
+    engine = opened()
+    precompute_documents(ALL, engine, ids=ALL)
+    delete_precomputed([MOSS], engine)  # the first removal records what earlier versions have stored
+    monkeypatch.setattr(DiskStore, "headers", lambda store: pytest.fail("all entries were read"))
+    assert delete_precomputed([BELL], engine) > 1
+    monkeypatch.undo()
+    assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
+
+
+def test_a_store_that_keeps_chunks_alone_from_now_on_drops_their_similar_variants(opened, tmp_path):
     engine = opened()
     precompute_documents(ALL, engine)
     with open_index(tmp_path / "index", HashingEmbedder(), create=True) as index:
@@ -196,7 +226,7 @@ def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
     precompute_documents(ALL, engine)
     with open_registry(engine.store) as registry:
         with registry._write_transaction() as connection:
-            connection.execute("UPDATE similar_versions SET vector = zeroblob(length(vector))")
+            connection.execute("UPDATE similar_variants SET vector = zeroblob(length(vector))")
         assert any("4 vectors of texts" in line for line in registry.find_problems())
         registry.drop_damaged()
         assert registry.find_problems() == []
@@ -212,7 +242,8 @@ def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
 )
 def test_the_nearest_are_found_that_may_stand(texts, refused, count):
     with load_engine("demo", context="similar") as engine, open_registry(engine.store) as registry:
-        finder = registered_similar.RegisteredChunkFinder(engine, registry)
+        finder = registered_similar.open_registered_finder(engine, registry)
+        assert finder is not None
         registry.add(texts)
         finder.add(map(Chunk, texts))
         rows = dict(zip(texts, HashingEmbedder().embed(texts), strict=True))

@@ -362,6 +362,29 @@ def test_a_changed_document_in_a_pipeline_drops_what_it_left(tiny_engine: Callab
     assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [True, True, False], "a has B still"
 
 
+def test_nodes_of_one_document_in_several_batches_keep_all_their_kv(
+    tiny_engine: Callable[..., TransformersEngine],
+) -> None:
+    """And so do two pipelines that cut one document in two ways; a changed document replaces all of them."""
+    llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
+
+    def nodes(text: str, chunk_size: int) -> list[Any]:
+        splitter = SentenceSplitter(chunk_size=chunk_size, chunk_overlap=0)
+        return list(splitter.get_nodes_from_documents([Document(text=text, id_="a")]))
+
+    precompute = BlendIngestion(llm=llm)
+    short, long = nodes(f"{A} {B} {A}", 12), nodes(f"{A} {B} {A}", 64)
+    assert len(short) > 1
+    for node in (*short, *long):
+        precompute([node])
+    texts = {node.get_content() for node in (*short, *long)}
+    assert all(llm.engine.is_stored(text) for text in texts)
+    changed = nodes(f"{B} {B}", 64)
+    precompute(changed)
+    kept = {node.get_content() for node in changed}
+    assert [text for text in texts | kept if llm.engine.is_stored(text)] == list(kept)
+
+
 def test_kv_of_a_text_that_another_node_has_stays(tiny_engine: Callable[..., TransformersEngine]) -> None:
     llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
     documents = [Document(text=A, id_="1"), Document(text=A, id_="2")]

@@ -20,10 +20,12 @@ def test_a_blended_call_passes_no_more_rooms_than_the_page_says() -> None:
 
 
 def test_every_file_that_the_page_names_is_there() -> None:
+    folders = ("ragblend", "tests", "tools", "benchmarks", "scripts", "notebooks")
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
     for page in ("docs/structure.md", "CONTRIBUTING.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         for name in re.findall(r"`(?:ragblend/)?((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)(?::[^`]*)?`", text):
-            assert list(ROOT.glob(f"**/{name}")), f"{page} names {name}"
+            assert any(file.endswith(f"/{name}") for file in files), f"{page} names {name}"
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

@@ -24,12 +24,14 @@ from ragblend.errors import UnreadableDocumentError
 
 MAX_PARTS = 10_000
 MAX_DEPTH = 100
+MAX_HEADER_CHARS = 10_000  # Python's parsers of headers take quadratic time
 _SHOWN_HEADERS = ("Subject", "From", "To", "Cc", "Date")
 _MAIL_HEADERS = (*_SHOWN_HEADERS, "Received", "Message-ID", "MIME-Version", "Content-Type", "Return-Path", "Sender")
 _UTF8_MARK = b"\xef\xbb\xbf"
 # A mail in a mailbox begins behind an empty line with "From ", an address and a date (RFC 4155).
 _MAILBOX_LINE = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\r\n\r\n))From [^\r\n]*\d\d?:\d\d[^\r\n]*\r?\n")
 _QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
+_CONTENT_HEADER = re.compile(rb"^content-\w+:[^\n]*(?:\n[ \t][^\n]*)*", re.IGNORECASE | re.MULTILINE)
 _MULTIPART = re.compile(rb"^content-type:\s*(?:multipart|message)/", re.IGNORECASE | re.MULTILINE)
 
 
@@ -55,6 +57,11 @@ def _parse_mail(data: bytes, key: str) -> ParsedRecord:
     if (num_parts := len(_MULTIPART.findall(data))) > MAX_PARTS:
         raise UnreadableDocumentError(
             f"has {num_parts} parts inside each other, more than the {MAX_PARTS} that are read"
+        )
+    longest = max((len(header[0]) for header in _CONTENT_HEADER.finditer(data)), default=0)
+    if longest > MAX_HEADER_CHARS:
+        raise UnreadableDocumentError(
+            f"has a Content header of {longest} bytes, more than the {MAX_HEADER_CHARS} that are read; save it again"
         )
     try:
         mail = BytesParser(policy=email.policy.compat32).parsebytes(_to_ascii_compatible(data))
@@ -171,7 +178,7 @@ def _header(mail: Message, name: str) -> str:
     """The value of a header in readable letters; "" where the mail has none."""
     values = (value for key, value in mail.raw_items() if key.lower() == name.lower())
     raw = str(next(values, "")).encode("ascii", "surrogateescape")
-    value = _decode_raw(raw)
+    value = _decode_raw(raw[:MAX_HEADER_CHARS])
     if "=?" in value:
         with suppress(ValueError, LookupError, MessageError):
             value = str(make_header(decode_header(value)))

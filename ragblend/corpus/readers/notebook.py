@@ -19,7 +19,7 @@ from ragblend.errors import UnreadableDocumentError
 MAX_OUTPUT_CHARS = 2000
 _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[\w+/=%-]*")
 _ANSI_CODE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
-_HEADING = re.compile(r"(#{1,6})[ \t]+(\S.*?)[ \t#]*$")
+_HEADING = re.compile(r"(#{1,6})[ \t]+(\S.*)")
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})")
 _FIGURE = re.compile(r"<Figure size |<[\w.]+ at 0x")  # stands for a picture or an object, not for a result
 
@@ -96,7 +96,7 @@ def _add_markdown(blocks: TextBlocks, source: str) -> None:
             elif found[1].startswith(fence):
                 fence = ""
         elif not fence and (heading := _HEADING.match(line)):
-            marks.append(Mark(offset, "heading", heading[2], len(heading[1])))
+            marks.append(Mark(offset, "heading", heading[2].rstrip(" \t#"), len(heading[1])))
         offset += len(line) + 1
     blocks.add_text(source, marks)
 

@@ -125,6 +125,7 @@ class DiskStore(KVStore):
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self._demands = ReadRequirements(self.store_key)
+        self.on_put: Callable[[KVHeader], object] | None = None  # called before an entry is written
         self._has_warned = False  # of an entry that is not signed
         self._counters = StoreCounters()
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
@@ -187,6 +188,8 @@ class DiskStore(KVStore):
         held = load_into_memory(kv)
         data_offset = header_nbytes(held, self.store_key)
         nbytes = data_offset + held.nbytes
+        if self.on_put is not None:
+            self.on_put(held.header)
         with self._room.reserve(held.header.key, nbytes):
             self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
         unlink(path.with_suffix(DAMAGED_SUFFIX))
@@ -235,7 +238,7 @@ class DiskStore(KVStore):
 
     def nbytes(self) -> int:
         """Bytes of all entries' files, damaged ones included, on disk."""
-        return sum(stat.st_size for suffix in (ENTRY_SUFFIX, DAMAGED_SUFFIX) for _, stat in self._stats(suffix))
+        return self._room.held_bytes()
 
     def limit_bytes(self) -> int | None:
         """What its entries may hold together as the disk is now; None for no limit. What is held already is within."""

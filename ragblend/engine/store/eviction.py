@@ -104,6 +104,15 @@ class DiskEvictor:
         with self._lock:
             self._kept_bytes -= self._untrack(key)
 
+    def held_bytes(self) -> int:
+        """Return the bytes of all entries, damaged ones included. Only folders that changed since are listed; where the
+        directory cannot be listed at all, the bytes are those of the last time."""
+        with self._put_lock:
+            with suppress(OSError):
+                self._rescan(removes_damaged=False)
+            with self._lock:
+                return self._used_bytes + sum(self._damaged_bytes.values())
+
     def invalidate(self) -> None:
         """Note that entries were set aside, or removed by the dozen: the next `put` looks."""
         self._looked_s = None
@@ -215,25 +224,30 @@ class DiskEvictor:
 
     # -- looking at the directory
 
-    def _rescan(self) -> None:
-        """Bring the table up to what the directory holds."""
-        now_s, found, kept = time.time(), dict[str, os.stat_result](), set[str]()
+    def _rescan(self, *, removes_damaged: bool = True) -> None:
+        """Bring the table up to what the directory holds. Damaged files are removed, or counted."""
+        now_s, found, kept, damaged_bytes = time.time(), dict[str, os.stat_result](), set[str](), dict[str, int]()
         for folder in _folders(self._root):
             try:
                 changed_ns = folder.stat().st_mtime_ns  # before it is listed: a change meanwhile shows next time
-                files = self._list(folder) if self._listed_ns.get(folder.name) != changed_ns else None
+                is_known = self._listed_ns.get(folder.name) == changed_ns
+                files = None if is_known else self._list(folder, removes_damaged, damaged_bytes)
             except OSError:  # what cannot be listed stays as it was known
                 files = None
             if files is None:
                 kept.add(folder.name)
+                damaged_bytes[folder.name] = self._damaged_bytes.get(folder.name, 0)
                 continue
             found |= files
-            is_settled = now_s - changed_ns / 1e9 > _SETTLED_S
+            is_settled = now_s - changed_ns / 1e9 > _SETTLED_S and not damaged_bytes[folder.name]
             self._listed_ns[folder.name] = changed_ns if is_settled else -1
         with self._lock:
+            self._damaged_bytes = damaged_bytes
             for key in [key for key in self._held if key[:2] not in kept and key not in found]:
                 self._kept_bytes -= self._untrack(key)
-            new = [key for key in found if key not in self._held]
+            new = [
+                key for key, stat in found.items() if key not in self._held or self._held[key].nbytes != stat.st_size
+            ]
             for key in new:
                 self._track(key, found[key].st_size, min(found[key].st_mtime, now_s))
             if new:
@@ -241,9 +255,11 @@ class DiskEvictor:
             self._unseen_bytes = 0
         self._looked_s = time.monotonic()
 
-    def _list(self, folder: os.DirEntry[str]) -> dict[str, os.stat_result]:
-        """The entries of one folder. Times that lie ahead (a clock went back) become now. Damaged files are removed,
-        before any entry is; what cannot be is counted."""
+    def _list(
+        self, folder: os.DirEntry[str], removes_damaged: bool, damaged_of: dict[str, int]
+    ) -> dict[str, os.stat_result]:
+        """Return the entries of one folder. Times that lie ahead (a clock went back) become now. Damaged files are
+        removed, before any entry is, where `removes_damaged`; the bytes of others are put into `damaged_of`."""
         found, damaged_bytes, now_s = {}, 0, time.time()
         with os.scandir(folder.path) as files:
             for file in files:
@@ -253,13 +269,14 @@ class DiskEvictor:
                 with suppress(FileNotFoundError):  # deleted or quarantined meanwhile
                     stat = file.stat()
                     if suffix == DAMAGED_SUFFIX:
-                        damaged_bytes += 0 if unlink(Path(file.path)) else stat.st_size
+                        is_removed = removes_damaged and unlink(Path(file.path))
+                        damaged_bytes += 0 if is_removed else stat.st_size
                         continue
                     if stat.st_mtime > now_s + CLOCK_SLACK_S:
                         with suppress(OSError):
                             os.utime(file.path, (now_s, now_s))
                     found[key] = stat
-        self._damaged_bytes[folder.name] = damaged_bytes
+        damaged_of[folder.name] = damaged_bytes
         return found
 
 
@@ -279,5 +296,5 @@ def _folders(root: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(root) as found:
             return [each for each in found if len(each.name) == 2 and each.is_dir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []

@@ -66,6 +66,15 @@ class KVHeader:
         return len(self.token_ids)
 
     @property
+    def context_ids(self) -> list[tuple[int, ...]]:
+        """The ids of the similar chunks, each with what stood between it and the next one, in their order."""
+        parts, end = list[tuple[int, ...]](), len(self.prefix_ids)
+        for length in reversed(self.context):
+            parts.append(self.prefix_ids[end - length : end])
+            end -= length
+        return parts[::-1]
+
+    @property
     def is_lossless(self) -> bool:
         """Whether what is read is bit for bit what was computed."""
         return self.kv_dtype is None

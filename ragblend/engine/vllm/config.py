@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings, read_environment
+from ragblend.engine.base import record_entries
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
@@ -90,7 +91,9 @@ class ConnectorConfig(TierOptions):
     def open_local(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
         """The store on this machine: the disk tier, behind a memory tier if asked for."""
         tiers = {**self.tiers, "memory_gib": self.memory_gib if memory else 0.0, "remote": None}
-        return open_store(self.store, fsync=fsync, **tiers)  # type: ignore[arg-type]
+        store = open_store(self.store, fsync=fsync, **tiers)  # type: ignore[arg-type]
+        record_entries(store)
+        return store
 
     def open_remote(self) -> RemoteStore | None:
         """The remote tier, if there is one; nothing is asked of it yet."""

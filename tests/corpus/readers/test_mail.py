@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.message
 import email.policy
+from time import process_time
 
 import pytest
 from hypothesis import given
@@ -132,6 +133,25 @@ def test_parts_inside_each_other_are_read_or_named(data: bytes) -> None:
         assert read(data).text.startswith("Subject: x")
     except UnreadableDocumentError as error:
         assert "mail" in str(error)  # noqa: PT017 (either outcome is right, another error is not)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"Subject: " + b"=?utf-8?q?a?= " * 100_000,
+        b"To: " + b"(" * 300_000,
+        b"Content-Type: text/plain; " + b'a*0*="' * 100_000,
+        b'Content-Type: multipart/mixed;\n boundary="' + b'"\n b' * 100_000,
+        b"Subject: " + b"\n x" * 100_000,
+    ],
+)
+def test_long_headers_take_linear_time(header: bytes) -> None:
+    start = process_time()
+    try:
+        assert read(b"From: a@example.com\n" + header + b"\n\nbody").text.endswith("body")
+    except UnreadableDocumentError as error:
+        assert "Content header" in str(error)  # noqa: PT017 (either outcome is right, another error is not)
+    assert process_time() - start < 2
 
 
 @given(st.text(min_size=1), st.text())

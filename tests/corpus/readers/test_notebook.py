@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from time import process_time
 from typing import Any
 
 import pytest
@@ -87,6 +88,12 @@ def test_notebooks_of_format_3_are_read() -> None:
 def test_what_is_no_notebook_is_named(data: bytes, message: str) -> None:
     with pytest.raises(UnreadableDocumentError, match=message):
         list(read_notebook(data))
+
+
+def test_long_lines_take_linear_time() -> None:
+    start = process_time()
+    assert read(markdown("# a" + " #" * 200_000 + "x"), markdown("data:a/b;base64," * 20_000)).marks[0].offset == 0
+    assert process_time() - start < 2
 
 
 def test_odd_values_in_cells_are_no_error() -> None:

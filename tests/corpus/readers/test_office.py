@@ -282,6 +282,11 @@ def test_rtf_has_headings_tables_footnotes_and_no_hidden_text() -> None:
     assert (record.metadata, record.marks) == ({"title": "The Lease"}, (Mark(0, "heading", "Rent", 1),))
 
 
+def test_bytes_that_are_no_rtf_are_not_taken_for_text() -> None:
+    with pytest.raises(UnreadableDocumentError, match="no text"):
+        only(read_rtf(b"{\\rtf1 Rent is due." + bytes(range(1, 32)) * 9))
+
+
 # --- damage and limits ----------------------------------------------------------------------------------------------
 
 

@@ -601,3 +601,20 @@ def test_a_prefix_is_kept_under_a_name_of_its_ids(tmp_path):
     assert f"prefixes/{path.name}" in {result.key for result in store.verify_metadata()}
     store.put_prefix(ids)
     assert store.read_prefix(prefix_name(ids)) == ids
+
+
+def test_the_size_of_a_store_follows_what_others_write_and_outlives_its_folder(tmp_path: Path) -> None:
+    """Also where no budget is kept: folders that did not change are not listed again."""
+    store, other = DiskStore(tmp_path / "kv"), DiskStore(tmp_path / "kv", capacity_bytes=1 << 30)
+    for number in range(3):
+        (store if number % 2 else other).put(make_kv(number))
+        sizes = {path.name: path.stat().st_size for path in (tmp_path / "kv").glob("??/*.safetensors")}
+        assert store.nbytes() == other.nbytes() == sum(sizes.values()) > 0
+    damaged = next((tmp_path / "kv").glob("??/*.safetensors"))
+    damaged.rename(damaged.with_suffix(".damaged"))
+    assert store.nbytes() == sum(sizes.values())
+    assert damaged.with_suffix(".damaged").exists(), "asking for the size removes nothing"
+    left = store.nbytes()
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    (tmp_path / "kv").write_text("a file in its place")
+    assert store.nbytes() in (0, left)

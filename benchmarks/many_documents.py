@@ -1,0 +1,158 @@
+"""What one document more costs where many are stored: added, replaced, removed and found, one by one.
+
+    python -m benchmarks.many_documents --out data/results/many-documents.json
+
+A store and a LangChain vector store over it grow through the counts; at each, documents come as LangChain and
+LlamaIndex users bring them, one in a call. The store is filled with entries of the demo model's shape whose values are
+zeros, so that filling takes minutes; what is timed afterwards is the whole call, prefill included, and what a prompt
+costs until its chunks are matched. `open` is a new process's engine and its first prompt.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import perf_counter, sleep
+from typing import Annotated, Any
+
+import torch
+import typer
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from benchmarks.results import write_result
+from ragblend import ChatBlend, Prompt
+from ragblend.cli.printing import print_notice
+from ragblend.corpus.chunk_registry import open_registry
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.keys import key_of
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.vectorstores import BlendVectorStore
+
+COUNTS = (1_000, 10_000, 100_000)
+REPEATS = 20
+WORDS = ("acorn", "basil", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty", "kiosk", "larch")
+_FILL_AT_ONCE = 1_000
+
+
+def text_of(number: int) -> str:
+    """Return the text of a document: its number and 20 words."""
+    draw = Random(number)
+    return f"Document {number}: " + " ".join(draw.choice(WORDS) for _ in range(20)) + "."
+
+
+class ManyDocuments:
+    """A store with documents 0 to `count`, and what is asked of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.count = 0
+        self._folder = folder
+        self.llm = ChatBlend(model="demo", store=str(folder), max_tokens=1)
+        engine = self.llm.engine
+        assert isinstance(engine, TransformersEngine)
+        self._engine = engine
+        # A vector store whose own cost does not grow: its vectors are made of the text's digest.
+        self.store = BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), llm=self.llm)
+
+    def grow(self, count: int) -> None:
+        """Fill the store up to `count` documents, as if they had been added."""
+        disk, layers = DiskStore(self._folder, fsync=False), self._engine.layers
+        names = iter(range(self.count, count))
+        with open_registry(self._engine.store) as registry:
+            while numbers := [number for number, _ in zip(names, range(_FILL_AT_ONCE), strict=False)]:
+                texts = {f"{self.store.collection}/{number}": text_of(number) for number in numbers}
+                for name, text in texts.items():
+                    registry.add([text], name)
+                self._engine.add_known(texts.values())
+                for text in texts.values():
+                    kv = self._empty_entry(text, layers.kv_shapes)
+                    registry.record_entry(kv.header.key, [kv.header.token_ids], "")
+                    disk.put(kv)
+        self.count = count
+
+    def _empty_entry(self, text: str, shapes: Any) -> MemoryKV:
+        ids = self._engine.renderer.chunk_ids(text)
+        facts = (self._engine.fingerprint, self._engine.default_prefix_ids, ids, len(shapes), "float32")
+        header = KVHeader(self._engine.key(text), *facts)
+        assert key_of(header) == header.key
+        layers = [
+            LayerKV(torch.zeros(heads, len(ids), keys), torch.zeros(heads, len(ids), values))
+            for heads, keys, values in shapes
+        ]
+        return MemoryKV(header, tuple(layers))
+
+    def measure(self) -> dict[str, Any]:
+        """Return the median milliseconds of each step at the count that the store has."""
+        sleep(3)  # a folder that changed a moment ago is listed again
+        new = iter(range(self.count, self.count + 10 * REPEATS))
+        ids = [str(number) for number in range(0, self.count, self.count // REPEATS)]
+        self.store.delete([ids[0]])  # a process's first removal and prompt read what is kept in memory afterwards
+        self._match(1)
+        steps: dict[str, Callable[[int], object]] = {
+            "add": lambda at: self.store.add_documents([Document(text_of(number := next(new)), id=str(number))]),
+            "replace": lambda at: self.store.add_documents([Document(text_of(next(new)), id=ids[at])]),
+            "match": lambda at: self._match(int(ids[at]) + 1),
+            "add and match": lambda at: self._match(self._add(next(new))),
+            "remove": lambda at: self.store.delete([ids[at]]),
+        }
+        found: dict[str, Any] = {"num_documents": self.count}
+        for name, step in steps.items():
+            found[name] = 1e3 * median(_seconds(step, at) for at in range(1, REPEATS))
+        found["open"] = 1e3 * self._open_in_a_new_process()
+        return found
+
+    def _add(self, number: int) -> int:
+        self.store.add_documents([Document(text_of(number), id=str(number))])
+        return number
+
+    def _match(self, number: int) -> None:
+        if not self._engine.match(Prompt([text_of(number)], "What is it?")).runs:
+            raise SystemExit(f"document {number} is not found")
+
+    def _open_in_a_new_process(self) -> float:
+        program = (
+            "from time import perf_counter\nfrom ragblend import Prompt, load_engine\n"
+            "from benchmarks.many_documents import text_of\nstart_s = perf_counter()\n"
+            f"with load_engine('demo', {str(self._folder)!r}) as engine:\n"
+            "    assert engine.match(Prompt([text_of(1)], 'What is it?')).runs\n    print(perf_counter() - start_s)"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        return float(done.stdout.split()[-1])
+
+
+def _seconds(step: Callable[[int], object], at: int) -> float:
+    start_s = perf_counter()
+    step(at)
+    return perf_counter() - start_s
+
+
+def main(
+    counts: Annotated[list[int], typer.Option("--count", min=100, help="Documents; again for more.")] = list(COUNTS),  # noqa: B006
+    home: Annotated[Path | None, typer.Option("--dir", help="Where the store is; a temporary folder.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the JSON there.")] = None,
+) -> None:
+    """Measure each step at each count."""
+    torch.set_num_threads(1)
+    runs = []
+    with tempfile.TemporaryDirectory(dir=home) as folder:
+        many = ManyDocuments(Path(folder))
+        for count in sorted(counts):
+            many.grow(count)
+            runs.append(many.measure())
+            print_notice("  ".join(f"{name} {value:,.1f}" for name, value in runs[-1].items()) + "  (ms)")
+    write_result({"command": f"python -m benchmarks.many_documents{_shown(counts)}", "runs": runs}, out)
+
+
+def _shown(counts: list[int]) -> str:
+    return "".join(f" --count {count}" for count in counts)
+
+
+if __name__ == "__main__":
+    typer.run(main)
