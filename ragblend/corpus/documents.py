@@ -238,7 +238,7 @@ def reader_version(path: str, text_field: str = "") -> str:
 
     The versions of the parsers do not count: releases of selectolax gave the same text of 38 of 38 pages, those of
     PDFium of 88 of 93 files, and each upgrade would read every file again. READERS_VERSION rises instead when the
-    golden digests of tests/corpus/readers/test_goldens.py change, also through a parser.
+    golden digests of tests/corpus/readers/test_reader_goldens.py change, also through a parser.
     """
     version = str(READERS_VERSION)
     return f"{version}:{text_field}" if text_field and _suffix(path) in RECORD_READERS else version
