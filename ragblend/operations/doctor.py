@@ -50,7 +50,7 @@ def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
     for extra, package in (
         ("langchain", "langchain-core"),
         ("llamaindex", "llama-index-core"),
-        ("documents", "mammoth"),
+        ("documents", "python-calamine"),
         ("parquet", "pyarrow"),
         ("redis", "redis"),
         ("s3", "s3fs"),

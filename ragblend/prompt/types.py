@@ -21,9 +21,9 @@ CHUNK_SEPARATOR = "\n\n"
 class Chunk:
     """A reusable piece of a document: the unit of retrieval and of stored KV.
 
-    `text` is `document[start:end]` of the document named by `source`, character for character. `context_texts`, for
-    precomputing: the texts of other chunks that its KV is computed after where its `context` is "similar"; None and
-    "none" are the chunk alone.
+    `text` is `document[start:end]` of the document named by `source`, character for character, unless its metadata have
+    `verbatim: False`. `context_texts`, for precomputing: the texts of other chunks that its KV is computed after where
+    its `context` is "similar"; None and "none" are the chunk alone.
     """
 
     text: str

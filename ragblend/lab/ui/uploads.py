@@ -63,9 +63,7 @@ def list_supported_suffixes() -> list[str]:
 
     packages = {
         PARQUET_SUFFIX: "pyarrow",
-        **dict.fromkeys((".docx", ".docm"), "mammoth"),
         **dict.fromkeys((".xlsx", ".xlsm", ".xls"), "python_calamine"),
-        ".rtf": "striprtf",
     }
     missing = {ending for ending, package in packages.items() if find_spec(package) is None}
     return sorted({*TEXT_SUFFIXES, *READERS, *TEXT_READERS} - missing - {*CONVERTIBLE, ".doc", ".key"})
