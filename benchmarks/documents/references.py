@@ -73,16 +73,18 @@ def count_words(text: str) -> Counter[str]:
 
 def compare_words(text: str, references: Mapping[str, str]) -> WordDifference | None:
     """The difference to the reference that is nearest to `text`; None where no reference has a word."""
-    got = count_words(text)
-    return min((_difference(got, each, name) for name, each in references.items() if count_words(each)), default=None,
+    differences = (_difference(text, each, name) for name, each in references.items())
+    return min((each for each in differences if each is not None), default=None,
                key=lambda found: found.missing_percent + found.extra_percent)  # fmt: skip
 
 
-def _difference(got: Counter[str], reference: str, name: str) -> WordDifference:
-    wanted = count_words(reference)
+def _difference(text: str, reference: str, name: str) -> WordDifference | None:
+    got, wanted = count_words(text), count_words(reference)
     if name in WORDS_ONLY:
         got, wanted = (Counter({word: n for word, n in words.items() if word.isalpha()}) for words in (got, wanted))
     missing, extra, total = wanted - got, got - wanted, wanted.total()
+    if not total:
+        return None
     samples = (tuple(word for word, _ in words.most_common(12)) for words in (missing, extra))
     return WordDifference(100 * missing.total() / total, 100 * extra.total() / total, name, *samples)
 

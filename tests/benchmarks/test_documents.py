@@ -16,7 +16,7 @@ from benchmarks.documents import __main__ as command
 from benchmarks.documents.files import MIN_BYTES, PACKAGES, ChosenFile, Package, choose_files, fetch_packages
 from benchmarks.documents.questions import Question, ask_questions, load_questions
 from benchmarks.documents.reading import measure_kind
-from benchmarks.documents.references import compare_words, count_words, html_text, reference_texts
+from benchmarks.documents.references import TEXT_CELLS, compare_words, count_words, html_text, reference_texts
 from benchmarks.documents.reingest import EDITS, measure_edit, measure_edits
 from ragblend.corpus.embedders import HashingEmbedder
 
@@ -45,6 +45,13 @@ def test_the_difference_is_a_share_of_the_reference_and_the_nearest_reference_co
     assert (found.reference, found.missing_percent, found.extra_percent) == ("near", 25.0, 25.0)
     assert (found.missing, found.extra) == (("b",), ("x",))
     assert compare_words("a", {"empty": " "}) is None
+
+
+def test_numbers_of_workbooks_are_not_compared() -> None:
+    found = compare_words("bolt 2026-11-26", {TEXT_CELLS: "bolt 46352 nut"})
+    assert found is not None
+    assert (found.missing_percent, found.extra_percent) == (50.0, 0.0)
+    assert compare_words("1 2", {TEXT_CELLS: "1 3"}) is None
 
 
 def test_menus_are_no_words_of_the_page_but_an_articles_header_is() -> None:
