@@ -40,7 +40,7 @@ def _insert_line(at: float, line: bytes) -> Callable[[bytes], bytes]:
     """Insert a line before the line at a share of all lines, but never before the first."""
 
     def apply(data: bytes) -> bytes:
-        lines = data.splitlines(keepends=True)
+        lines = (data if data.endswith(b"\n") else data + b"\n").splitlines(keepends=True)
         lines.insert(max(1, int(at * len(lines))), line)
         return b"".join(lines)
 
@@ -64,9 +64,9 @@ def _drop_row(data: bytes) -> bytes:
 
 
 def _change_word(data: bytes) -> bytes:
-    """Replace the first word of eight lower-case letters behind the middle."""
+    """Replace the first word of four to nine lower-case letters after the middle."""
     middle = len(data) // 2
-    return data[:middle] + re.sub(rb"(?<=[ ])[a-z]{8}(?=[ ])", b"replaced", data[middle:], count=1)
+    return data[:middle] + re.sub(rb"(?<=[ ])[a-z]{4,9}(?=[ ])", b"replaced", data[middle:], count=1)
 
 
 EDITS = (
