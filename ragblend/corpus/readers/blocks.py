@@ -104,7 +104,7 @@ def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
     A table of one column is a frame around text, so it makes a block per paragraph.
 
     >>> table_blocks([[["M8"], ["40", "Nm"]], [["M10"], ["70 Nm"]]]), table_blocks([[["One", "Two"]]])
-    (['M8 | 40 Nm\nM10 | 70 Nm'], ['One', 'Two'])
+    (['M8 | 40 Nm\\nM10 | 70 Nm'], ['One', 'Two'])
     """
     if all(len(row) <= 1 for row in rows):
         return [paragraph for row in rows for cell in row for paragraph in cell]

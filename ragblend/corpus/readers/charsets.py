@@ -38,6 +38,8 @@ _OTHER_SCRIPTS = (
 )
 _MULTIBYTE = ("cp932", "euc_jis_2004", "gb18030", "big5hkscs", "cp949")
 _SAMPLE_BYTES = 32768
+# The detector gives sentences in scripts other than Latin .10 to .37, and random bytes above 0x7f at most .04.
+_MIN_SCORE, _FEW_BYTES = 0.06, 64
 _HIGH_RUN = re.compile(rb"[\x80-\xff]+")
 _CAPITAL_IN_WORD = re.compile("[A-Za-z][\u00c0-\u00d6\u00d8-\u00de\u0160\u017d\u0152\u0178][a-z]")
 
@@ -78,7 +80,10 @@ def rank_charsets(data: bytes) -> list[str]:
     # In Latin text a letter with an accent has plain neighbours; in other scripts whole words are above 0x7f. The
     # detector's scores alone take French for Cyrillic.
     runs = _HIGH_RUN.findall(sample)
-    is_latin = sum(map(len, runs)) < 2.5 * len(runs)
+    num_high = sum(map(len, runs))
+    is_latin = num_high < 2.5 * len(runs)
+    if not is_latin and num_high > _FEW_BYTES and scores[ranked[0]] < _MIN_SCORE:
+        return []  # bytes in no order of letters
     ranked = sorted(ranked, key=lambda name: name not in _MULTIBYTE and (name in _LATIN) is not is_latin)
     if is_latin and _reads_as_windows_1252(sample, scores, ranked[0]):
         best = "cp1252"
