@@ -88,16 +88,16 @@ chunker-version-ignored         ingestion  _make_file_version
     f"{A}:{B}:{C}"  ->  f"{A}:{B}"
 removes-outside-of-scan         ingestion  remove_missing
     A.is_covered(B) and C  ->  C
-context-ids-with-joint          ingestion  _iter_context_ids
-    A[B - C : B - len(D)]  ->  A[B - C : B]
+variants-after-removed-stay     ingestion  keys_to_delete
+    A.entries_of((B, B + C), D)  ->  A.entries_of((B,), D)
 deletes-other-namespaces        ingestion  keys_to_delete
     A.namespace == B  ->  True
 row-checksum-skipped            .          _select_checked
     not all(A)  ->  False
 text-of-others-released         .          ChunkRegistry.release
     not self._has_document(A)  ->  True
-changed-vectors-stay            .          FaissVectors.sync
-    ~np.isin(A, B) | np.isin(A, C)  ->  ~np.isin(A, B)
+removed-vectors-stay            .          FaissVectors.sync
+    A.size - np.count_nonzero(B) + C.size != D.num_chunks  ->  False
 span-one-token-too-long         vllm       check_length
     A[-1][1] > B  ->  A[-1][1] > B + 1
 connector-key-without-namespace vllm       ChunkLookup._key

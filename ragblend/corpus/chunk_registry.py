@@ -491,6 +491,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
         connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         connection.create_function("row_checksum", -1, row_checksum)  # what is added lives as long as the connection
     else:
+        _create_private(path)
         connection = connect(path, f"Move {path} away", create=True)
     try:
         connection.create_function("text_key", 1, _key, deterministic=True)
@@ -524,6 +525,16 @@ def _open(path: Path | None) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _create_private(path: Path) -> None:
+    """Create the file for its owner alone, as the entries beside it are; SQLite would let everybody read it."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise to_write_error(error, path) from error
 
 
 def _is_former(tables: Mapping[str, str], version: int) -> bool:

@@ -159,6 +159,12 @@ def test_format_of_the_file_is_stable(tmp_path: Path) -> None:
     assert rows == [(1, "510457CD45FEF69128E52BF5A14897BF", LONG)]
 
 
+def test_only_the_owner_reads_the_file(tmp_path: Path) -> None:
+    with ChunkRegistry(tmp_path / REGISTRY_FILE) as registry:
+        registry.add([LONG])
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
 def test_registry_of_a_store(tmp_path: Path) -> None:
     memory = MemoryStore(1 << 20)
     assert open_registry(memory) is open_registry(memory)
