@@ -136,6 +136,8 @@ def _opened(data: bytes) -> Iterator[PdfDocument]:
         raise UnreadableDocumentError(
             f"is no PDF: it begins with {data[:20]!r}, not with %PDF-; download it again, or rename it after its format"
         )
+    # A file without pages leaves the error code of the file before it; this sets the code of a file that is no PDF.
+    raw.FPDF_LoadMemDocument64(b"", 0, None)
     try:
         document = PdfDocument(data)
     except PdfiumError as error:

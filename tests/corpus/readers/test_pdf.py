@@ -252,6 +252,7 @@ def test_garbage_is_told_from_symbols(text, garbage):
 
 def test_a_password_is_told_from_damage():
     assert "needs a password; save it without one" in error_of(make_pdf(line("Secret"), password="sesame"))
+    assert "is a damaged PDF" in error_of(make_pdf()), "the error of the file before it is not its own"
     assert read(make_pdf(line("Bought book"), password="")).text == "Bought book"
 
 
