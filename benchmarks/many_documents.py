@@ -38,14 +38,14 @@ from ragblend.vectorstores import BlendVectorStore
 
 COUNTS = (1_000, 10_000, 100_000)
 REPEATS = 20
-WORDS = ("acorn", "basil", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty", "kiosk", "larch")
+SYLLABLES = ["ba", "ce", "di", "fo", "gu", "ha", "ke", "li", "mo", "nu", "pa", "re", "si", "to", "vu", "wa", "ze"]
 _FILL_AT_ONCE = 1_000
 
 
 def text_of(number: int) -> str:
-    """Return the text of a document: its number and 20 words."""
+    """Return the text of a document: its number and 20 words that few other documents have."""
     draw = Random(number)
-    return f"Document {number}: " + " ".join(draw.choice(WORDS) for _ in range(20)) + "."
+    return f"Document {number}: " + " ".join("".join(draw.choices(SYLLABLES, k=3)) for _ in range(20)) + "."
 
 
 class ManyDocuments:

@@ -560,8 +560,9 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
             "space, choose another `store`, a half-precision `dtype`, or fewer documents; `precompute=False` only "
             "indexes"
         )
-    limit, room = disk.limit_bytes(), f"{format_bytes(free)} free"
-    if limit is None or nbytes <= limit - (held := disk.nbytes()):
+    held = disk.recent_nbytes()
+    limit, room = disk.limit_bytes(held), f"{format_bytes(free)} free"
+    if limit is None or nbytes <= limit - held:
         return room
     if disk.capacity_bytes == "auto" and nbytes > limit:  # a number was somebody's choice; this nobody chose
         raise StoreFullError(

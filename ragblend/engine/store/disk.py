@@ -46,6 +46,7 @@ from ragblend.engine.store.eviction import (
     ENTRY_SUFFIX,
     EVICTED_MARK,
     NAME,
+    RESCAN_INTERVAL_S,
     Capacity,
     DiskEvictor,
     auto_limit,
@@ -240,11 +241,18 @@ class DiskStore(KVStore):
         """Bytes of all entries' files, damaged ones included, on disk."""
         return self._room.held_bytes()
 
-    def limit_bytes(self) -> int | None:
-        """What its entries may hold together as the disk is now; None for no limit. What is held already is within."""
+    def recent_nbytes(self) -> int:
+        """`nbytes`, without what other processes wrote in the last second."""
+        return self._room.held_bytes(RESCAN_INTERVAL_S)
+
+    def limit_bytes(self, held_bytes: int | None = None) -> int | None:
+        """What its entries may hold together as the disk is now; None for no limit. What is held already is within.
+
+        held_bytes: `nbytes`, where the caller knows it.
+        """
         if self.capacity_bytes != "auto":
             return self.capacity_bytes
-        held_bytes = self.nbytes()
+        held_bytes = self.nbytes() if held_bytes is None else held_bytes
         limit = max(held_bytes, auto_limit(self.root, held_bytes))
         return int(limit) if limit < math.inf else None
 

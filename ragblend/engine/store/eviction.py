@@ -104,12 +104,17 @@ class DiskEvictor:
         with self._lock:
             self._kept_bytes -= self._untrack(key)
 
-    def held_bytes(self) -> int:
+    def held_bytes(self, max_age_s: float = 0.0) -> int:
         """Return the bytes of all entries, damaged ones included. Only folders that changed since are listed; where the
-        directory cannot be listed at all, the bytes are those of the last time."""
+        directory cannot be listed at all, the bytes are those of the last time.
+
+        max_age_s: what others wrote in that many seconds may be missing, if a budget has this process follow its own.
+        """
         with self._put_lock:
-            with suppress(OSError):
-                self._rescan(removes_damaged=False)
+            age_s = time.monotonic() - self._looked_s if self._looked_s is not None else math.inf
+            if self._capacity is None or age_s >= max_age_s:
+                with suppress(OSError):
+                    self._rescan(removes_damaged=False)
             with self._lock:
                 return self._used_bytes + sum(self._damaged_bytes.values())
 
