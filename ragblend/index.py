@@ -204,7 +204,7 @@ class ChunkIndex(ChunkDatabase):
             return self._embedder
 
     @property
-    def document(self) -> str:
+    def registry_name(self) -> str:
         """The name by which the chunk registry of a store knows what this index has; "" for an index made before
         indexes had an id of their own."""
         made_with = self.read_metadata().get("id", "")

@@ -240,7 +240,7 @@ def precompute_chunks(
         register_texts()
     else:
         with closing(open_registry(engine.store)) as registry:
-            registry.add((text for text, *_ in distinct), index.document if isinstance(index, ChunkIndex) else "")
+            registry.add((text for text, *_ in distinct), index.registry_name if isinstance(index, ChunkIndex) else "")
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]

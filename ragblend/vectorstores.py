@@ -376,7 +376,7 @@ _UNNAMED_COUNT: Counter[str] = Counter()
 def _collection_of(inner: VectorStore) -> str:
     """Return a name for the documents of a vector store, the same in every process where its attributes name it."""
     if isinstance(inner, _IndexStore):
-        return inner.index.document or LANGCHAIN_COLLECTION
+        return inner.index.registry_name or LANGCHAIN_COLLECTION
     kind = type(inner).__name__
     stored = getattr(inner, "__dict__", {})
     attributes = {name.lstrip("_"): value for name, value in stored.items() if isinstance(value, str)}

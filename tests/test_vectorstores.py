@@ -19,12 +19,13 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.stores import InMemoryByteStore
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from ragblend import Chunk, Prompt, open_index
+from ragblend import Chunk, Prompt, load_engine, open_index
+from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError, UsageError
 from ragblend.llm import ChatBlend
-from ragblend.precompute import ingest, precompute_documents
+from ragblend.precompute import ingest, precompute_documents, remove_documents
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
 
 A = "The lighthouse on Gull Rock was built long ago."
@@ -170,6 +171,29 @@ def test_two_indexes_of_one_folder_keep_the_kv_of_both(chat: ChatBlend, tmp_path
         gone = set(pieces) - {chunk.text for chunk in cut.chunks()}
         assert gone
         assert not any(known(chat, *gone))
+
+
+def test_a_removed_document_leaves_no_record_of_its_chunks_even_where_their_kv_was_evicted(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.txt").write_text(A)
+    with (
+        load_engine("demo", tmp_path / "kv") as engine,
+        open_index(tmp_path / "index", HashingEmbedder(), create=True) as opened,
+    ):
+        ingest(tmp_path / "a.txt", engine, opened)
+        chunk_ids = [engine.renderer.chunk_ids(A)]
+        with open_registry(engine.store) as registry:
+            assert registry.entries_of(chunk_ids, "") == [[engine.key(A)]]
+        for entry in (tmp_path / "kv").glob("??/*.safetensors"):
+            entry.unlink()
+        remove_documents(opened.sources(), engine, opened)
+        with open_registry(engine.store) as registry:
+            assert registry.entries_of(chunk_ids, "") == [[]]
+        engine.precompute(A)
+        assert engine.forget(A)
+        with open_registry(engine.store) as registry:
+            assert registry.entries_of(chunk_ids, "") == [[]]
 
 
 def test_one_string_is_one_document(chat: ChatBlend) -> None:

@@ -10,8 +10,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from types import TracebackType
 from typing import Literal, NoReturn, Self
@@ -30,6 +31,7 @@ from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
@@ -51,10 +53,13 @@ def record_entries(store: KVStore) -> ChunkRegistry | None:
     if disk is None or disk.on_put is not None:
         return None
     registry = ChunkRegistry(disk.root / REGISTRY_FILE)
-    disk.on_put = lambda header: registry.record_entry(
-        header.key, (header.token_ids, *header.context_ids), header.namespace
-    )
+    disk.on_put = partial(record_entry, registry)
     return registry
+
+
+def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
+    """Record in the registry which chunks the entry with this header holds, or was computed after."""
+    registry.record_entry(header.key, (header.token_ids, *header.context_ids), header.namespace)
 
 
 class EngineBase(ABC):
@@ -241,7 +246,11 @@ class EngineBase(ABC):
         named = as_chunk(chunk)
         if named.context != "similar":
             self.known_chunks.remove(named.text)
-        return self.store.delete(self.key(chunk))
+        key = self.key(chunk)
+        was_stored = self.store.delete(key)
+        with closing(open_registry(self.store)) as registry:
+            registry.remove_entries([key])
+        return was_stored
 
     def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], IngestionContext]:
         """The chunk's ids, and what it is to be computed behind."""

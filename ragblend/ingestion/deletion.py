@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
 from ragblend.corpus.schema import OrphanedTexts, PendingDeletion, text_hash
 from ragblend.engine.api import Engine
+from ragblend.engine.base import record_entry
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
@@ -59,7 +60,7 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 
 def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Note which entries are to go, in place of the texts that they are of."""
-    gone = registry.release(left.texts, index.document)
+    gone = registry.release(left.texts, index.registry_name)
     for source in left.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
@@ -97,19 +98,20 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
     for place, delete in places.items():
         entries = [entry for entry in noted if entry.place == place]
         for start in range(0, len(entries), _BATCH):
-            batch, done = entries[start : start + _BATCH], list[PendingDeletion]()
+            batch, done, unwanted = entries[start : start + _BATCH], list[PendingDeletion](), list[str]()
             with index.write_transaction(), registry.block_additions() as is_registered:
                 try:
                     for entry in batch:
-                        wanted = is_registered(entry.text_hash) or not index.is_deletion_pending(entry)
-                        if not wanted and delete(entry.key):
-                            gone.add(entry.key)
+                        if not is_registered(entry.text_hash) and index.is_deletion_pending(entry):
+                            unwanted.append(entry.key)
+                            if delete(entry.key):
+                                gone.add(entry.key)
                         done.append(entry)
                 except BackendUnreachableError as error:
                     problem = str(error)
                 index.clear_deletions(done)
                 if place == LOCAL:
-                    registry.remove_entries(entry.key for entry in done if entry.key in gone)
+                    registry.remove_entries(unwanted)  # also of entries that were evicted before
             if problem:
                 break
     return len(gone), problem
@@ -162,7 +164,7 @@ def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
     if disk is None or registry.has_all_entries:
         return
     for header in disk.headers():
-        registry.record_entry(header.key, (header.token_ids, *header.context_ids), header.namespace)
+        record_entry(registry, header)
     registry.set_has_all_entries()
 
 

@@ -151,7 +151,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             engine,
             progress,
             index=index,
-            register_texts=lambda: registry.add(indexed, index.document),
+            register_texts=lambda: registry.add(indexed, index.registry_name),
         )
         stored = registry.stored()
     if REGISTRY_FILE in report.damaged_files:
@@ -264,6 +264,7 @@ def collect_garbage(
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
             registry.remove_ids_without_text()
+            registry.remove_entries(orphans)
             pins = _stray_pins(disk, opened, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)

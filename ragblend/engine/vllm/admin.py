@@ -16,8 +16,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from typing import Any
 
+from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.store.disk import DiskStore, StoreEntry
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
@@ -116,6 +118,8 @@ def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
         publish_tombstone(remote, namespace=namespace)
     local_keys = [entry.key for entry in _entries(store) if belongs_to(entry.header.namespace, namespace)]
     num_removed, num_unread = sum(map(store.delete, local_keys)), 0
+    with closing(open_registry(store)) as registry:
+        registry.remove_entries(local_keys)
     held = {entry.key for entry in _entries(store)}
     for remote in _remotes(store):
         listed = list(remote.keys())
@@ -144,6 +148,8 @@ def forget_everywhere(store: TieredStore, keys: list[str]) -> int:
             num_removed += store.delete(key)
         except BackendUnreachableError as error:
             failure = error
+    with closing(open_registry(store)) as registry:
+        registry.remove_entries(keys)  # hashes of what the entries held
     if failure is not None:
         raise failure
     return num_removed
