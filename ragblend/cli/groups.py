@@ -110,7 +110,7 @@ class SectionedHelpGroup(FullHelpGroup):
 
 
 def epilog(name: str) -> str:
-    """The command's examples, as click's help keeps them: line by line."""
+    """Return the command's examples, as click's help keeps them: line by line."""
     examples = next((group[name] for group in GROUPS.values() if name in group), ())
     return "\n".join(("\b", "Examples:", *(f"  ragblend {example}" for example in examples))) if examples else ""
 

@@ -79,20 +79,20 @@ def explain_missing_flag(argument: str, unflagged: Sequence[str]) -> str:
 
 
 def flag(name: str) -> Any:
-    """The typer option of a setting."""
+    """Return the typer option of a setting."""
     known: OptionSpec = Settings.__dataclass_fields__[name].metadata["option"]
     more: dict[str, Any] = {"parser": parse_ratio, "metavar": "SHARE|auto"} if _type(name) is Any else {}
     return typer.Option(flag_name(name), help=known.help, **more)
 
 
 def _type(name: str) -> Any:
-    """The type of a setting's flag, None included; Any for a number that may also be a name."""
+    """Return the type of a setting's flag, None included; Any for a number that may also be a name."""
     kind, names = setting_type(name)
     return Any if names and kind is not str else kind | None
 
 
 def parse_ratio(text: str) -> float | str:
-    """A share, or "auto"; raises UsageError for anything else."""
+    """Return a share, or "auto"; raises UsageError for anything else."""
     try:
         return text if text == "auto" else float(text)
     except ValueError as error:
@@ -136,12 +136,12 @@ VllmOptions = Annotated[
 
 
 def split_names(text: str) -> list[str]:
-    """The names in a comma-separated option."""
+    """Return the names in a comma-separated option."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def split_numbers(text: str) -> list[float]:
-    """The numbers in a comma-separated option."""
+    """Return the numbers in a comma-separated option."""
     try:
         return [float(name) for name in split_names(text)]
     except ValueError as error:
@@ -149,7 +149,7 @@ def split_numbers(text: str) -> list[float]:
 
 
 def split_counts(text: str) -> list[int]:
-    """The whole numbers in a comma-separated option."""
+    """Return the whole numbers in a comma-separated option."""
     numbers = split_numbers(text)
     if any(number % 1 for number in numbers):
         raise UsageError(f"{text!r} is not a list of whole numbers; write them like 3,6,9")
@@ -157,7 +157,7 @@ def split_counts(text: str) -> list[int]:
 
 
 def json_object(text: str | None, option: str) -> dict[str, Any]:
-    """An option's JSON object; None is an empty one. Raises UsageError for anything else."""
+    """Return an option's JSON object; None is an empty one. Raises UsageError for anything else."""
     try:
         values = json.loads(text) if text is not None else {}
     except (ValueError, RecursionError) as error:

@@ -178,7 +178,7 @@ def print_shadow(engine: Engine, settings: Settings) -> None:
 
 
 def remote_line(facts: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return the same for people."""
     from ragblend.engine.store.tiered import format_bytes
 
     if not facts["reachable"]:
@@ -200,7 +200,8 @@ def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
 
 
 def join_names(names: Iterable[str], most: int | None = NUM_NAMED, flag: str = "--json") -> str:
-    """The first few names, how many there are more, and the flag that lists them. One more is named; None: all are.
+    """Return the first few names, how many there are more, and the flag that lists them. One more is named; None: all
+    are.
 
     >>> join_names(["a", "b", "c"], most=2), join_names(["a", "b", "c", "d"], most=2)
     ('a, b, c', 'a, b and 2 more (--json lists all)')

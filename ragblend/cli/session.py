@@ -75,7 +75,7 @@ def quiet_libraries() -> None:
 
 
 def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
-    """The engine that the settings name. Raises NotFoundError without a store, unless `new_model` may start one."""
+    """Return the engine that the settings name. Raises NotFoundError without a store, unless `new_model` may start one."""
     from ragblend.engine.load import load_engine
 
     if not new_model and not settings.is_served and not Path(settings.store).is_dir():
@@ -123,9 +123,8 @@ def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[Ra
 
 
 def open_settings_index(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:
-    """The index that the settings name, checked against the engine's tokenizer; with `create` an empty one if there
-    is none.
-    """
+    """Return the index that the settings name, checked against the engine's tokenizer; with `create` an empty one if
+    there is none."""
     from ragblend.engine.base import EngineBase
     from ragblend.precompute import open_engine_index
 
@@ -139,12 +138,12 @@ def open_settings_index(settings: Settings, engine: Engine, *, create: bool = Fa
 
 
 def embedder_name(settings: Settings) -> str | None:
-    """The embedder to insist on; None for the index's own."""
+    """Return the embedder to insist on; None for the index's own."""
     return None if settings.embedder == "auto" else settings.embedder
 
 
 def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any] | None:
-    """Whether the remote tier answers, what it holds, and how many of the local keys it lacks; None without one."""
+    """Return True if the remote tier answers, what it holds, and how many of the local keys it lacks; None without one."""
     if settings.remote is None:
         return None
     from ragblend.engine.store.remote.tier import open_remote
@@ -176,7 +175,7 @@ def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], N
 
 
 def retrieve(index: ChunkIndex, question: str, settings: Settings) -> Sequence[SearchHit]:
-    """The chunks a question retrieves; a clear error for an empty question or an empty index."""
+    """Return the chunks a question retrieves; a clear error for an empty question or an empty index."""
     if not question.strip():
         raise UsageError("the question is empty; write what you want to know")
     if not index.num_chunks:

@@ -49,7 +49,8 @@ def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> in
 
 
 def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int, layout: Layout) -> int:
-    """The last of the strongest gaps in the second half of the chunk, so that no chunk but the final is half empty.
+    """Return the last of the strongest gaps in the second half of the chunk, so that no chunk but the final is half
+    empty.
 
     In rows of records, all as strong, the gap is the one whose next row has the lowest hash, from two fifths of the
     chunk on: it stays the same when a row is put in before, and the chunks after it with it. Where the second half has
@@ -74,7 +75,8 @@ def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: 
 
 
 def _strongest_gap(text: str, ends: Sequence[int], first: int, last: int, layout: Layout) -> tuple[int, int]:
-    """The last of the strongest gaps after the words from `first` to `last`, and its strength; `last`, -1 for none."""
+    """Return the last of the strongest gaps after the words from `first` to `last`, and its strength; `last`, -1 for
+    none."""
     best, strongest = last, -1
     word, word_start = first, start_of_word(text, ends, first)
     while word <= last:

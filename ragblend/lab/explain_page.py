@@ -61,7 +61,7 @@ class _Block:
 
 
 def render_html(explanation: Explanation) -> str:
-    """The explanation as one HTML page that needs nothing else."""
+    """Return the explanation as one HTML page that needs nothing else."""
     return _render(
         "explain.html",
         page=explanation,
@@ -73,7 +73,7 @@ def render_html(explanation: Explanation) -> str:
 
 
 def render_tokens(explanation: Explanation) -> str:
-    """The prompt token by token, with its legend, as a piece of HTML for a page that has `tokens_style`."""
+    """Return the prompt token by token, with its legend, as a piece of HTML for a page that has `tokens_style`."""
     return _render("tokens.html", **_token_facts(explanation))
 
 
@@ -104,7 +104,7 @@ def write_html(explanation: Explanation, path: Path) -> None:
 
 
 def deviation_scale(explanation: Explanation) -> float:
-    """The deviation that gets the darkest shade: a round number that all but the outermost 5 % stay below."""
+    """Return the deviation that gets the darkest shade: a round number that all but the outermost 5 % stay below."""
     known = sorted(token.deviation for token in explanation.tokens if token.deviation is not None)
     top = known[min(len(known) - 1, int(0.95 * len(known)))] if known else 0.0
     return next((scale for scale in _SCALES if top <= scale), _SCALES[-1])
@@ -120,7 +120,7 @@ def shade(share: float) -> int:
 
 
 def attention_shade(attention: float | None, num_tokens: int) -> int:
-    """A shade per doubling above the even share 1 / num_tokens; below it none.
+    """Return a shade per doubling above the even share 1 / num_tokens; below it none.
 
     >>> [attention_shade(attention, 100) for attention in (None, 0.009, 0.01, 0.02, 0.5, 1.0)]
     [0, 0, 1, 2, 6, 7]
@@ -152,7 +152,7 @@ def _blocks(explanation: Explanation, scale: float) -> list[_Block]:
 
 
 def _numbered(explanation: Explanation) -> Iterator[tuple[int, ExplainedSegment]]:
-    """The segments, each with the number of chunks up to it."""
+    """Return the segments, each with the number of chunks up to it."""
     numbers = accumulate(segment.kind == "chunk" for segment in explanation.segments)
     return zip(numbers, explanation.segments, strict=True)
 
@@ -200,7 +200,7 @@ def _cell(token: ExplainedToken, position: int, scale: float, num_tokens: int) -
 
 
 def _bins(segment: ExplainedSegment, scale: float, num_tokens: int) -> list[_Bin]:
-    """The segment in at most `_BINS` cells, each shaded by its strongest token."""
+    """Return the segment in at most `_BINS` cells, each shaded by its strongest token."""
     size = math.ceil(len(segment.tokens) / _BINS)
     parts = [segment.tokens[start : start + size] for start in range(0, len(segment.tokens), size)]
     return [
@@ -223,7 +223,7 @@ def _mean_line(explanation: Explanation) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share for reading.
+    """Return a share for reading.
 
     >>> _percent(0.15), _percent(0.004), _percent(0.0)
     ('15 %', '0.4 %', '0 %')
@@ -312,7 +312,7 @@ def _shorten(title: str) -> str:
 
 
 def summary_lines(explanation: Explanation) -> Sequence[str]:
-    """The explanation for a terminal: answers, one line per part of the prompt, the report."""
+    """Return the explanation for a terminal: answers, one line per part of the prompt, the report."""
     same = "the same, token for token" if explanation.answers_identical else "it differs"
     lines = [f"blend         {explanation.answer}", f"full prefill  {explanation.full_answer}  ({same})", ""]
     for number, segment in _numbered(explanation):

@@ -100,7 +100,7 @@ class StoragePlan:
     chosen: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """Return the plan as JSON values."""
         return asdict(self)
 
 
@@ -110,7 +110,7 @@ long as recomputing costs as much (docs/loading.md)."""
 
 
 def plan(profile: MachineProfile, storages: Sequence[Storage], need: WorkloadSpec) -> StoragePlan:
-    """The paper's second question: the cheapest storage from which blending `need` is as fast as from memory."""
+    """Return the paper's second question: the cheapest storage from which blending `need` is as fast as from memory."""
     names = [storage.name for storage in storages]
     if not storages or len(set(names)) < len(names):
         raise UsageError(f"storages are {', '.join(names) or 'none'}; name one or more, each once (--storage)")
@@ -151,7 +151,7 @@ def estimate_storage(profile: MachineProfile, storage: Storage, need: WorkloadSp
 
 
 def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:
-    """A storage from `NAME:GB_PER_S:USD_PER_GB_MONTH`; without a speed it is the one measured for the tier NAME.
+    """Return a storage from `NAME:GB_PER_S:USD_PER_GB_MONTH`; without a speed it is the one measured for the tier NAME.
 
     >>> parse_storage("ssd:2.5:0.08", {}), parse_storage("disk::0.1", {"disk": 5e8}).bytes_per_s
     (Storage(name='ssd', bytes_per_s=2500000000.0, usd_per_gb_month=0.08), 500000000.0)

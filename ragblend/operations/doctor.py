@@ -219,7 +219,7 @@ def _check_free_space(settings: Settings) -> DiagnosticResult:
 
 
 def _check_store_key() -> DiagnosticResult:
-    """Whether what is stored is signed, and with which key."""
+    """Return True if what is stored is signed, and with which key."""
     from ragblend.engine.store.signing import find_key, key_origin
 
     try:

@@ -66,7 +66,7 @@ class VerifyReport:
 
     @property
     def has_problems(self) -> bool:
-        """Whether anything is damaged, or missing."""
+        """True if anything is damaged, or missing."""
         found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
         return any(found)
 
@@ -312,7 +312,7 @@ def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[st
 
 
 def _collect_ids(headers: Iterable[KVHeader], held: set[tuple[int, ...]]) -> Iterator[KVHeader]:
-    """The headers, their token ids put into `held` as they pass."""
+    """Yield the headers, their token ids put into `held` as they pass."""
     for header in headers:
         held.add(header.token_ids)
         yield header

@@ -76,14 +76,14 @@ class ServerCommand:
     prefix_ids: tuple[int, ...] = ()
 
     def display_command(self) -> str:
-        """The command for people: without API key, passwords and tokens, also those in vLLM's own flags."""
+        """Return the command for people: without API key, passwords and tokens, also those in vLLM's own flags."""
         settings = [f"{name}={value}" for name, value in hide_secrets(self.environment).items()]
         command = redact_command(list(self.command))
         return shlex.join(["env", *settings, *command] if settings else command)
 
 
 def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = True) -> ServerCommand:
-    """The server's command for `options`, with vLLM's own `flags` at its end.
+    """Return the server's command for `options`, with vLLM's own `flags` at its end.
 
     Downloads the model where it is not here, and writes nothing else. Raises RagblendError for a store that `serve`
     could not use, and where vLLM is missing or out of range, unless `check` is off.

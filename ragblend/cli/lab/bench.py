@@ -35,7 +35,7 @@ bench_app = typer.Typer(
 
 
 def options_of(config: type[BenchConfig]) -> list[Parameter]:
-    """A keyword parameter for typer per field of `config`."""
+    """Return a keyword parameter for typer per field of `config`."""
     found: list[Parameter] = []
     defaults: dict[str, Any] = {each.name: each.default for each in fields(config)}
     for name, (kind, option) in get_options(config).items():

@@ -123,7 +123,7 @@ def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> 
 
 
 def facts_of(run: CalibrationRun, model: str, questions: str | None) -> dict[str, Any]:
-    """The calibration as plain JSON values, with the machine that it was measured on."""
+    """Return the calibration as plain JSON values, with the machine that it was measured on."""
     from ragblend.lab.bench.common.hardware import hardware_card
 
     calibration, held = run.calibration, run.held_out
@@ -151,7 +151,7 @@ def facts_of(run: CalibrationRun, model: str, questions: str | None) -> dict[str
 
 
 def lines_of(run: CalibrationRun) -> list[str]:
-    """The same for people: what was chosen, the curve of each rule, the check."""
+    """Return the same for people: what was chosen, the curve of each rule, the check."""
     calibration, best = run.calibration, run.calibration.fits[0]
     lines = [
         f"{calibration.num_questions} questions ({calibration.retrieval}), target {calibration.target:g}: "

@@ -60,7 +60,7 @@ class TextBlocks:
         self._num_chars = start + len(text)
 
     def build(self) -> tuple[str, tuple[Mark, ...]]:
-        """The joined text and its marks. Pages without text have a mark at the offset of what follows them."""
+        """Return the joined text and its marks. Pages without text have a mark at the offset of what follows them."""
         self._place_pages(self._num_chars)
         return "\n\n".join(self._blocks), tuple(self.marks)
 
@@ -82,7 +82,7 @@ def one_line(text: str) -> str:
 
 
 def table_row(cells: Sequence[str]) -> str:
-    """The line of a table's row; empty cells at its end are left out.
+    """Return the line of a table's row; empty cells at its end are left out.
 
     >>> table_row(["M8", "", "40\\nNm", ""])
     'M8 |  | 40 Nm'
@@ -99,7 +99,7 @@ def check_table_depth(num_open: int) -> None:
 
 
 def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """The blocks of a table, given as rows of cells of paragraphs: one block with a line per row.
+    """Return the blocks of a table, given as rows of cells of paragraphs: one block with a line per row.
 
     A table of one column is a frame around text, so it makes a block per paragraph.
 

@@ -18,7 +18,7 @@ _DATE_CODE = re.compile(r"yy|d[-/. ]m|m[-/. ]d", re.IGNORECASE)
 
 
 def read_drawing(container: ZipContainer, relationships: dict[str, Relationship], reference: Element) -> str:
-    """The text of the chart or SmartArt that an element refers to; "" where its part is missing or damaged.
+    """Return the text of the chart or SmartArt that an element refers to; "" where its part is missing or damaged.
 
     Its relationship is taken out, so that a text is not repeated for every reference to it.
     """
@@ -80,7 +80,8 @@ def _points(data: Element | None) -> dict[int, str]:
 
 
 def _value_text(value: str, format_code: str) -> str:
-    """A chart's value as it is shown: dates are stored as days since 1899-12-30, decimals with the errors of binary.
+    """Return a chart's value as it is shown: dates are stored as days since 1899-12-30, decimals with the errors of
+    binary.
 
     >>> _value_text("37261.0", "m/d/yyyy"), _value_text("4.4000000000000004", "General"), _value_text("May", "")
     ('2002-01-05', '4.4', 'May')

@@ -30,7 +30,7 @@ BINARY_REASON = "is a binary file (NUL bytes); convert it to text, HTML or PDF f
 
 
 def detect_bom_encoding(data: bytes) -> str | None:
-    """The encoding that the data's byte order mark names."""
+    """Return the encoding that the data's byte order mark names."""
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
 
 
@@ -68,7 +68,7 @@ def decode_text(data: bytes, declared: str = "") -> DecodedText:
 
 
 def _decode_marked(data: bytes, encoding: str) -> DecodedText:
-    """The text of a file with a byte order mark; one that was cut inside of a character is read up to there."""
+    """Return the text of a file with a byte order mark; one that was cut inside of a character is read up to there."""
     text = data.decode(encoding, "replace")
     num_bad = text.count("\ufffd")
     if num_bad > len(text) / 1000 + 1 or _is_odd(text):
@@ -85,7 +85,7 @@ def is_binary(head: bytes) -> bool:
 
 
 def _detect_utf16(data: bytes) -> str:
-    """The byte order of UTF-16 without a mark, "" if it is something else.
+    """Return the byte order of UTF-16 without a mark, "" if it is something else.
 
     The high bytes of a text are few different ones, and NUL for each Latin letter, space and line break.
     """
@@ -112,7 +112,7 @@ def _decode_utf16(data: bytes) -> DecodedText:
 
 
 def _decode_known(data: bytes, declared: str) -> DecodedText | None:
-    """The text as declared or as UTF-8, None when it is neither; a few broken bytes in it become U+FFFD."""
+    """Return the text as declared or as UTF-8, None when it is neither; a few broken bytes in it become U+FFFD."""
     if b"\x1b$" in data and not declared:  # ISO-2022 is ASCII by its bytes, and UTF-8 would take it
         declared = "iso2022_jp_2"
     encodings = [declared, "utf-8-sig"] if declared else ["utf-8-sig"]
@@ -174,7 +174,8 @@ def _name(codec: str) -> str:
 
 
 def decode_as(data: bytes, encoding: str, start: int = 0) -> str:
-    """The text of a file's bytes from `start` on. Raises UnreadableDocumentError, which says where they are none."""
+    """Return the text of a file's bytes from `start` on. Raises UnreadableDocumentError, which says where they are
+    none."""
     try:
         return data.decode(encoding)
     except (UnicodeError, LookupError) as error:
@@ -196,7 +197,7 @@ def check_sample(sample: str) -> None:
 
 
 def _count_odd(sample: str) -> int:
-    """The number of control, unassigned and private characters; each distinct one is looked up once."""
+    """Return the number of control, unassigned and private characters; each distinct one is looked up once."""
     kinds = {"Cc", "Cn", "Co", "Cs"}
     odd = {char for char in set(sample) if unicodedata.category(char) in kinds and char not in "\t\n\r\f\x1b"}
     return sum(char in odd for char in sample) if odd else 0

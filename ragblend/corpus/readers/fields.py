@@ -164,7 +164,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """A scalar as JSON writes it; "" for null."""
+    """Return a scalar as JSON writes it; "" for null."""
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value).strip()

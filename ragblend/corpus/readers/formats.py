@@ -35,7 +35,7 @@ class RecordReader(Protocol):
     """A reader of records. `text_field` names the field that holds their text; "" leaves that to the reader."""
 
     def __call__(self, data: bytes, text_field: str = "") -> ParsedRecords:
-        """The records of a file that holds `data`."""
+        """Return the records of a file that holds `data`."""
 
 
 RECORD_READERS: dict[str, RecordReader] = {

@@ -148,7 +148,7 @@ def _limit_depth(markup: str) -> str:
 
 
 def _find_open_tags(tree: LexborHTMLParser) -> list[str]:
-    """The elements that are open at the end, where a comment is."""
+    """Return the elements that are open at the end, where a comment is."""
     open_tags: list[str] = []
     node = tree.body.last_child if tree.body else None
     while node is not None and not str(node.tag).startswith("-"):

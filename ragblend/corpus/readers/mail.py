@@ -110,7 +110,7 @@ class _PartReader:
             self.blocks.add("Attachments: " + ", ".join(self._attachments))
 
     def _below(self, part: Message, level: int) -> list[Message]:
-        """The parts of a part that are read; of alternatives, one."""
+        """Return the parts of a part that are read; of alternatives, one."""
         payload = part.get_payload()
         if not isinstance(payload, list):
             return []
@@ -159,7 +159,7 @@ class _PartReader:
 
 
 def _choose_alternative(parts: list[Message]) -> list[Message]:
-    """The plain text if it is not empty, else the last part, which is the richest (RFC 2046, 5.1.4)."""
+    """Return the plain text if it is not empty, else the last part, which is the richest (RFC 2046, 5.1.4)."""
     for part in parts:
         if part.get_content_type() == "text/plain" and str(part.get_payload()).strip():
             return [part]
@@ -175,7 +175,7 @@ def _file_name(part: Message) -> str:
 
 
 def _header(mail: Message, name: str) -> str:
-    """The value of a header in readable letters; "" where the mail has none."""
+    """Return the value of a header in readable letters; "" where the mail has none."""
     values = (value for key, value in mail.raw_items() if key.lower() == name.lower())
     raw = str(next(values, "")).encode("ascii", "surrogateescape")
     value = _decode_raw(raw[:MAX_HEADER_CHARS])
@@ -199,7 +199,7 @@ def _metadata(mail: Message) -> dict[str, Any]:
 
 
 def _date(mail: Message) -> str:
-    """The date in ISO 8601, as it is written where it cannot be parsed, "" where the mail has none."""
+    """Return the date in ISO 8601, as it is written where it cannot be parsed, "" where the mail has none."""
     value = _header(mail, "Date")
     try:
         return parsedate_to_datetime(value).isoformat() if value else ""

@@ -50,7 +50,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _language(metadata: dict[str, Any]) -> str:
-    """The name of the notebook's programming language, for the fences; "" where it is not known."""
+    """Return the name of the notebook's programming language, for the fences; "" where it is not known."""
     for key, name in (("language_info", "name"), ("kernelspec", "language")):
         section = metadata.get(key)
         value = section.get(name) if isinstance(section, dict) else None
@@ -60,7 +60,7 @@ def _language(metadata: dict[str, Any]) -> str:
 
 
 def _cells(notebook: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The cells of a notebook; those of format 3 are in worksheets."""
+    """Yield the cells of a notebook; those of format 3 are in worksheets."""
     sheets = notebook["worksheets"] if "cells" not in notebook else [notebook]
     for sheet in sheets:
         cells = sheet.get("cells") if isinstance(sheet, dict) else None
@@ -111,7 +111,7 @@ def _fenced(code: str, language: str) -> str:
 
 
 def _output_text(output: Any) -> str:
-    """The text of an output; "" for pictures, widgets and stderr."""
+    """Return the text of an output; "" for pictures, widgets and stderr."""
     if not isinstance(output, dict) or output.get("name") == "stderr" or output.get("stream") == "stderr":
         return ""
     kind = output.get("output_type")
@@ -132,7 +132,7 @@ def _cut(text: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """The text of a field, which notebooks write as a string or as a list of lines."""
+    """Return the text of a field, which notebooks write as a string or as a list of lines."""
     lines = value if isinstance(value, list) else [value]
     text = "".join(line for line in lines if isinstance(line, str))
     return text.replace("\r\n", "\n").replace("\r", "\n")

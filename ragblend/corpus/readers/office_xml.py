@@ -20,7 +20,8 @@ _ENTITY = re.compile(rb"<!ENTITY|<\0!\0E\0N\0T\0I\0T\0Y\0|\0<\0!\0E\0N\0T\0I\0T\
 
 
 def parse_part(container: ZipContainer, name: str) -> Element:
-    """The root element of a part. Raises UnreadableDocumentError for a missing or damaged one, or one with entities."""
+    """Return the root element of a part. Raises UnreadableDocumentError for a missing or damaged one, or one with
+    entities."""
     data = container.read(name)
     if len(data) > MAX_XML_BYTES or data.count(b"<") > MAX_TAGS:
         raise UnreadableDocumentError(
@@ -38,7 +39,7 @@ def parse_part(container: ZipContainer, name: str) -> Element:
 
 
 def local_name(element: Element) -> str:
-    """The element's name without its namespace.
+    """Return the element's name without its namespace.
 
     >>> local_name(ElementTree.fromstring('<w:p xmlns:w="urn:w"/>'))
     'p'
@@ -47,7 +48,7 @@ def local_name(element: Element) -> str:
 
 
 def attribute(element: Element, name: str, default: str = "") -> str:
-    """The attribute with this local name, in any namespace: transitional and strict files use different ones."""
+    """Return the attribute with this local name, in any namespace: transitional and strict files use different ones."""
     if (value := element.get(name)) is not None:
         return value
     for key, value in element.items():
@@ -57,7 +58,7 @@ def attribute(element: Element, name: str, default: str = "") -> str:
 
 
 def child(element: Element | None, *path: str) -> Element | None:
-    """The first descendant along a path of local names; None where there is none."""
+    """Return the first descendant along a path of local names; None where there is none."""
     for name in path:
         if element is None:
             return None
@@ -71,7 +72,7 @@ def child(element: Element | None, *path: str) -> Element | None:
 
 
 def parse_number(text: str, default: int = 0) -> int:
-    """The number that an attribute holds, of at most seven digits; `default` for anything else."""
+    """Return the number that an attribute holds, of at most seven digits; `default` for anything else."""
     return int(text) if text.isdecimal() and len(text) <= 7 else default
 
 
@@ -136,7 +137,7 @@ def read_relationships(container: ZipContainer, part: str) -> dict[str, Relation
 
 
 def resolve_part(folder: str, reference: str) -> str:
-    """The part that a reference in `folder` names.
+    """Return the part that a reference in `folder` names.
 
     >>> resolve_part("ppt/slides", "../charts/chart1.xml"), resolve_part("ppt", "/ppt/slides/s%201.xml")
     ('ppt/charts/chart1.xml', 'ppt/slides/s 1.xml')
@@ -146,7 +147,7 @@ def resolve_part(folder: str, reference: str) -> str:
 
 
 def find_main_part(container: ZipContainer, default: str) -> str:
-    """The part that the package names as its document (ECMA-376 part 2); `default` where it names none."""
+    """Return the part that the package names as its document (ECMA-376 part 2); `default` where it names none."""
     targets = (r.target for r in read_relationships(container, "").values() if r.kind == "officeDocument")
     return next(targets, default)
 

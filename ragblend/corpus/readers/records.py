@@ -65,7 +65,7 @@ def _has_value_per_line(text: str, error: json.JSONDecodeError) -> bool:
 
 
 def _parse_json(text: str) -> Any:
-    """A JSON value; a whole number may have more digits than Python's own integers are read with (4,300)."""
+    """Return a JSON value; a whole number may have more digits than Python's own integers are read with (4,300)."""
 
     def number(digits: str) -> int | Decimal:
         try:
@@ -194,7 +194,7 @@ def _parse_field(value: dict[str, Any], key: str, text_field: str) -> ParsedReco
 
 
 def _list_names(names: Iterable[str]) -> str:
-    """The first names for a message."""
+    """Return the first names for a message."""
     shown = [name[:40] for name in islice(names, 13)]
     return ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "") or "none"
 
@@ -248,7 +248,7 @@ def _parse_parquet(file: BinaryIO, text_field: str) -> ParsedRecords:
 
 
 def _as_json(value: Any) -> Any:
-    """A value of a column as JSON would hold it; dates, decimals and others as their text."""
+    """Return a value of a column as JSON would hold it; dates, decimals and others as their text."""
     if isinstance(value, dict):
         return {str(name): _as_json(item) for name, item in value.items()}
     if isinstance(value, list):

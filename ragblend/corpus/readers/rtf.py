@@ -262,5 +262,5 @@ def _find_codec(number: int | None, default: str) -> str:
 
 
 def _join(parts: list[str]) -> str:
-    """The text of parts. Characters beyond U+FFFF are written as two surrogates, in two parts."""
+    """Return the text of parts. Characters beyond U+FFFF are written as two surrogates, in two parts."""
     return "".join(parts).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

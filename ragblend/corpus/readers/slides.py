@@ -93,7 +93,7 @@ def _pictures(slide: Element) -> Iterator[Element]:
 
 
 def _placeholder(shape: Element) -> str:
-    """The kind of placeholder that a shape fills ("title", "body", "sldNum"); "" for other shapes."""
+    """Return the kind of placeholder that a shape fills ("title", "body", "sldNum"); "" for other shapes."""
     for properties in ("nvSpPr", "nvGraphicFramePr"):
         if (found := child(shape, properties, "nvPr", "ph")) is not None:
             return attribute(found, "type", "body")
@@ -121,7 +121,7 @@ def _paragraphs(shape: Element) -> Iterator[Element]:
 
 
 def _notes(container: ZipContainer, part: str, relationships: dict[str, Relationship]) -> str:
-    """The speaker's notes of a slide; "" where it has none or their part is damaged."""
+    """Return the speaker's notes of a slide; "" where it has none or their part is damaged."""
     notes = next((one.target for one in relationships.values() if one.kind == "notesSlide"), "")
     if not notes:
         return ""

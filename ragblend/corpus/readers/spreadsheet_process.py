@@ -67,12 +67,12 @@ def _read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
 
 
 def _row_line(row: Iterable[Any]) -> str:
-    """The cells of a row, joined; empty cells at its end are left out."""
+    """Return the cells of a row, joined; empty cells at its end are left out."""
     return " | ".join(map(_cell_text, row)).rstrip(" |")
 
 
 def _cell_text(value: Any) -> str:
-    """A cell as it is searched for: whole numbers without a fraction, dates as ISO 8601."""
+    """Return a cell as it is searched for: whole numbers without a fraction, dates as ISO 8601."""
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
     if isinstance(value, datetime.datetime):

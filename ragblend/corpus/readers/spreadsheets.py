@@ -58,7 +58,7 @@ def _read_other(data: bytes) -> ParsedRecords:
 
 
 def _run_calamine(data: bytes) -> list[tuple[str, list[str]]]:
-    """The names of a workbook's sheets with the lines of their rows, from the child process."""
+    """Return the names of a workbook's sheets with the lines of their rows, from the child process."""
     try:
         child = subprocess.run(
             [sys.executable, "-P", str(_PROGRAM)],

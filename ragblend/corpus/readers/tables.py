@@ -84,7 +84,7 @@ def _find_text_column(names: Row, text_field: str) -> int | None:
 
 
 def _read_texts(table: Table, column: int) -> ParsedRecords:
-    """The documents of a table with a column of texts; the other columns are metadata."""
+    """Yield the documents of a table with a column of texts; the other columns are metadata."""
     above = {"preamble": "\n".join(table.preamble)} if table.preamble else {}
     for number, row in enumerate(table.rows):
         notes: tuple[str, ...] = ()
@@ -160,14 +160,14 @@ def _next_rows(reader: Iterator[Row]) -> list[Row]:
 
 
 def _parse_sample(text: str, delimiter: str) -> list[Row]:
-    """The rows at a text's beginning that are not blank, without one that the sample's end cuts."""
+    """Return the rows at a text's beginning that are not blank, without one that the sample's end cuts."""
     sample = text[:_SAMPLE_CHARS]
     rows = [row for row in _parse_rows(sample, delimiter) if any(map(str.strip, row))]
     return rows[:-1] if len(sample) < len(text) and len(rows) > 2 else rows
 
 
 def _find_delimiter(text: str, single_names: Iterable[str]) -> str:
-    """The delimiter of a table's text, `_NO_DELIMITER` for one column."""
+    """Return the delimiter of a table's text, `_NO_DELIMITER` for one column."""
     first = text.lstrip().partition("\n")[0].strip().strip('"')
     if first in single_names:
         return _NO_DELIMITER
@@ -221,7 +221,7 @@ def _first_full_row(rows: list[Row], width: int) -> int:
 
 
 def _count_rows_above_header(text: str, sample: list[Row]) -> int:
-    """The number of rows above the header, at most 10; 0 where there is no header in sight."""
+    """Return the number of rows above the header, at most 10; 0 where there is no header in sight."""
     width, _ = _find_width(sample)
     if width < 2:
         return 0
@@ -234,7 +234,7 @@ def _count_rows_above_header(text: str, sample: list[Row]) -> int:
 
 
 def _count_rows_above_gap(text: str) -> int:
-    """The number of lines above the last blank one among the first; 0 without a blank line."""
+    """Return the number of lines above the last blank one among the first; 0 without a blank line."""
     first = text[: 400 * _MAX_LINES_ABOVE_HEADER].split("\n")[:_MAX_LINES_ABOVE_HEADER]
     is_filled = [bool(line.strip(f" {_DELIMITERS}")) for line in first]
     gaps = [at for at in range(1, len(is_filled)) if not is_filled[at] and any(is_filled[at + 1 :])]

@@ -112,7 +112,7 @@ def _is_title(line: str, marks: str, before: str) -> bool:
 
 
 def _clean_value(words: str) -> str:
-    """The words of a heading without links, emphasis, code marks and an id in braces."""
+    """Return the words of a heading without links, emphasis, code marks and an id in braces."""
     words = _HEADING_ID.sub("", words[:_MAX_HEADING_CHARS].strip())
     words = _LINK.sub(r"\1", words)
     return " ".join(words.replace("`", "").replace("**", "").replace("__", "").split()).strip("* ")

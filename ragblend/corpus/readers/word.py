@@ -193,7 +193,7 @@ def _note_text(note: Element) -> str:
 
 
 def _symbol(code: str) -> str:
-    """The character of a symbol; "" for one of a picture font, which has no meaning outside of the font."""
+    """Return the character of a symbol; "" for one of a picture font, which has no meaning outside of the font."""
     try:
         number = int(code, 16)
     except ValueError:

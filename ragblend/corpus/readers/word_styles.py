@@ -44,7 +44,7 @@ class Styles:
         self._resolved: dict[str, Style] = {}
 
     def find(self, style_id: str) -> Style:
-        """The style with an id; that of body text where there is none."""
+        """Return the style with an id; that of body text where there is none."""
         if style_id not in self._resolved:
             self._resolved[style_id] = self._resolve(style_id)
         return self._resolved[style_id]
@@ -73,13 +73,13 @@ def _heading_level(style: Element) -> int:
 
 
 def outline_level(properties: Element | None) -> int:
-    """The outline level of a paragraph's or style's properties, from 1; 0 for body text."""
+    """Return the outline level of a paragraph's or style's properties, from 1; 0 for body text."""
     value = value_of(child(properties, "outlineLvl"))
     return int(value) + 1 if value.isdecimal() and int(value) < _MAX_LEVELS else 0
 
 
 def value_of(element: Element | None) -> str:
-    """The value of a property such as <w:numId w:val="3"/>; "" where the property is missing."""
+    """Return the value of a property such as <w:numId w:val="3"/>; "" where the property is missing."""
     return "" if element is None else attribute(element, "val")
 
 
@@ -104,7 +104,7 @@ class ListLabels:
             self._counters_of[list_id] = {} if restarts else counters.setdefault(abstract_id, {})
 
     def next_label(self, list_id: str, level: int) -> str:
-        """The label of the next paragraph of a list; "" where the list has none."""
+        """Return the label of the next paragraph of a list; "" where the list has none."""
         levels = self._levels.get(list_id)
         if levels is None or level not in levels:
             return ""

@@ -39,7 +39,7 @@ class ZipContainer:
         return sum(entry.file_size for entry in self._entries.values())
 
     def read(self, name: str) -> bytes:
-        """The bytes of a part. Raises UnreadableDocumentError for a missing, damaged, encrypted or huge one."""
+        """Return the bytes of a part. Raises UnreadableDocumentError for a missing, damaged, encrypted or huge one."""
         entry = self._entries.get(_part_key(name))
         if entry is None:
             raise UnreadableDocumentError(

@@ -1,17 +1,16 @@
 """The durable tier: a directory of chunk files, shared by threads, processes and hosts.
 
     ROOT/ab/abcdef....safetensors   an entry; `.damaged` instead of `.safetensors` once it failed a checksum
-    ROOT/models/FINGERPRINT.json    whose KV the store holds
-    ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
-    ROOT/calibrations/NAME.json     what was calibrated (see `calibration`)
-    ROOT/machines/NAME.json         how fast a machine prefills and reads (see `machine`)
-    ROOT/prefixes/DIGEST.json       token ids of a system text that a vLLM server was started with
-    ROOT/context.json               what chunks are computed behind (see `lookup`)
+    ROOT/models/FINGERPRINT.json    facts about a model whose KV the store holds
+    ROOT/pins/DIGEST.json           a pinned document and the keys of its entries
+    ROOT/calibrations/NAME.json     a calibration (see `calibration`)
+    ROOT/machines/NAME.json         the prefill times and read speeds of a machine (see `machine`)
+    ROOT/prefixes/DIGEST.json       token ids of the system text that a vLLM server was started with
+    ROOT/context.json               the context policy of the chunks (see `lookup`)
 
-An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
-its room.
-Works on names, files and directories; `chunk_file` knows what is inside an entry. Knows nothing about models,
-prompts or other tiers.
+An entry appears in one step, is moved aside when it turns out damaged, and is deleted by a byte budget or by `gc`.
+Works on names, files and directories; `chunk_file` has the format of an entry. Does not depend on models, prompts or
+other tiers.
 """
 
 from __future__ import annotations
@@ -67,15 +66,16 @@ log = logging.getLogger(__name__)
 MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
 PREFIXES_DIR = "prefixes"
 CONTEXT_FILE = "context.json"
-CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # stores of earlier versions remember them
+CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # policies of earlier versions, which their stores still name
 METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
-"""Folders whose JSON files are signed where the store has a key. A pin only keeps room, and is not."""
+"""Folders whose JSON files are signed if the store has a key. Pins are not signed: they only affect eviction."""
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
-TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
+TOUCHES_KEPT = 1 << 16  # entries whose next check of the time on disk is cached, a few MB
 
 
 class StoreEntry(NamedTuple):
-    """One stored chunk. `nbytes` is the file's size, `last_used_s` seconds since the epoch, to the minute."""
+    """One stored chunk. `nbytes` is the file's size; `last_used_s` is in seconds since the epoch, accurate to a
+    minute."""
 
     key: str
     nbytes: int
@@ -84,7 +84,7 @@ class StoreEntry(NamedTuple):
 
 
 class GcResult(NamedTuple):
-    """What `gc` removed, or would remove: evicted keys, quarantined and leftover temp files, and the bytes."""
+    """The result of `gc`, or of its dry run: evicted keys, numbers of quarantined and temporary files, and bytes."""
 
     evicted: tuple[str, ...]
     num_quarantined: int
@@ -96,18 +96,18 @@ class GcResult(NamedTuple):
 class DiskStore(KVStore):
     """KVStore in a directory, safe to share between threads and processes.
 
-    `capacity_bytes`: what its entries may hold together, None for no limit, "auto" for as much as they leave free on
-    the disk. A `put` makes room first: the least recently used leave, pinned ones stay. It looks at no other entry (see
-    `room`), so of several processes that write at the same time each may exceed the budget by a sixteenth of it before
-    it sees what the others wrote.
+    `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for as much as they leave free on the
+    disk. A `put` first evicts the least recently used entries that are not pinned. It does not list the directory each
+    time (see `eviction`), so each of several concurrent writers may exceed the budget by a sixteenth before it sees the
+    others' entries.
 
-    `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
-    own, if it has one.
+    `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
+    is the process's own key, if there is one.
 
     A relative `root` is resolved once, when the store is opened.
 
-    `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries (which the
-    checksums notice). `create=False` raises NotFoundError when `root` does not exist.
+    `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries, which the
+    checksums detect. `create=False` raises NotFoundError if `root` does not exist.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class DiskStore(KVStore):
         self.store_key = resolve_key(store_key)
         self._demands = ReadRequirements(self.store_key)
         self.on_put: Callable[[KVHeader], object] | None = None  # called before an entry is written
-        self._has_warned = False  # of an entry that is not signed
+        self._has_warned = False  # about an unsigned entry
         self._counters = StoreCounters()
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
         self._lock = threading.Lock()
@@ -148,10 +148,10 @@ class DiskStore(KVStore):
         self._demands.specs[fingerprint] = shape
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
-        """The entry, its header verified and no layer read; None for a miss. Never raises.
+        """Return the entry with its header verified and no layer read; None for a miss. Never raises.
 
-        A damaged, foreign or unsigned file is moved aside. One of another version, or with token ids other than
-        `token_ids`, stays where it is: somebody else may be able to use it.
+        A damaged or unsigned file is moved aside. A file of another format version, or with token ids other than
+        `token_ids`, stays where it is, because another process may be able to use it.
         """
         path, file = self.root / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
@@ -180,10 +180,10 @@ class DiskStore(KVStore):
         return None
 
     def put(self, kv: ChunkKV) -> None:
-        """Store a chunk; when it returns, the entry survives a crash. Needs memory for one more layer at most.
+        """Store a chunk; when `put` returns, the entry survives a crash. Needs memory for one more layer at most.
 
-        An entry of the same key is replaced, and its damaged copy dropped. Raises StoreFullError when the disk, the
-        budget is full, StoreNotWritableError for any other refusal; no trace of the entry is left then.
+        Replaces an entry with the same key and deletes its damaged copy. Raises StoreFullError when the disk or the
+        budget is full, StoreNotWritableError for any other failure; no part of the entry is left then.
         """
         path = self._path(kv.header.key)
         held = load_into_memory(kv)
@@ -197,11 +197,11 @@ class DiskStore(KVStore):
         self._count(num_puts=1)
 
     def contains(self, key: str) -> bool:
-        """Whether `get` would answer, judged by the header (so that ingestion recomputes what is damaged)."""
+        """Return True if `get` would return the entry, as far as its header shows."""
         return self.header(key) is not None
 
     def peek(self, key: str) -> DiskKV | None:
-        """As `get`, for who asks what is there and may not use it: counts, touches and moves nothing."""
+        """Return the entry as `get` does, but count nothing, record no use and move no file."""
         try:
             path = self._path(key)
             return DiskKV(key, path, SharedFile(path), self._quarantine, self._demands)
@@ -209,21 +209,21 @@ class DiskStore(KVStore):
             return None
 
     def header(self, key: str) -> KVHeader | None:
-        """The verified header of an entry; None when there is none that this version reads. Counts nothing."""
+        """Return the verified header of an entry; None if there is no entry that this version reads. Counts nothing."""
         kv = self.peek(key)
         return None if kv is None else kv.header
 
     def headers(self) -> Iterator[KVHeader]:
-        """Verified headers of entries, read one by one as they are asked for; in no order, keys being hashes."""
+        """Yield verified headers of entries, read one at a time, in no order."""
         for folder in self.root.glob("??"):
             for path in folder.glob(f"[!.]*{ENTRY_SUFFIX}"):
                 if (header := self.header(path.stem)) is not None:
                     yield header
 
     def delete(self, key: str) -> bool:
-        """Remove an entry, and its damaged copy; whether there was one. Readers that hold it are not disturbed.
+        """Delete an entry and its damaged copy; return True if there was one. Open readers are not disturbed.
 
-        Raises StoreNotWritableError when it is there and cannot be removed.
+        Raises StoreNotWritableError if the entry exists and cannot be deleted.
         """
         try:
             path = self._path(key)
@@ -234,21 +234,21 @@ class DiskStore(KVStore):
         return any(removed)
 
     def keys(self) -> Iterator[str]:
-        """Keys of all entries, without temp and damaged files; unverified."""
+        """Return the keys of all entries, unverified, without temporary and damaged files."""
         return (path.stem for path in self._files(ENTRY_SUFFIX))
 
     def nbytes(self) -> int:
-        """Bytes of all entries' files, damaged ones included, on disk."""
+        """Return the bytes of all entries' files on disk, damaged ones included."""
         return self._room.held_bytes()
 
     def recent_nbytes(self) -> int:
-        """`nbytes`, without what other processes wrote in the last second."""
+        """Return `nbytes` without what other processes wrote in the last second."""
         return self._room.held_bytes(RESCAN_INTERVAL_S)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
-        """What its entries may hold together as the disk is now; None for no limit. What is held already is within.
+        """Return the current byte budget of the entries; None for no limit. It is never below the bytes already stored.
 
-        held_bytes: `nbytes`, where the caller knows it.
+        held_bytes: `nbytes`, if the caller knows it.
         """
         if self.capacity_bytes != "auto":
             return self.capacity_bytes
@@ -257,32 +257,32 @@ class DiskStore(KVStore):
         return int(limit) if limit < math.inf else None
 
     def entries(self) -> Iterator[StoreEntry]:
-        """Every readable entry with its header, size and last use."""
+        """Yield every readable entry with its header, size and last use."""
         for path, stat in self._stats(ENTRY_SUFFIX):
             header = self.header(path.stem)
             if header is not None:
                 yield StoreEntry(path.stem, stat.st_size, stat.st_mtime, header)
 
     def touch(self, key: str) -> None:
-        """Note that an entry was used (a faster tier answered for it), so that `gc` keeps it."""
+        """Record a use of an entry that a faster tier returned, so that `gc` keeps it."""
         self._room.record_use(key)
-        # A memory tier reports every chunk of every request, so the file is looked at no more often than it must be.
+        # A memory tier reports every chunk of every request, so the file's time is read as rarely as possible.
         if self._may_be_stale(key):
             with suppress(UsageError):
                 self._touch(key, self._path(key))
 
     def _may_be_stale(self, key: str) -> bool:
-        """Whether an entry's time on disk can be off by TOUCH_INTERVAL_S, as far as this process knows."""
+        """Return True if an entry's time on disk may be off by TOUCH_INTERVAL_S, as far as this process knows."""
         now_s = time.time()
-        # Due later than an interval from now: our clock was set back, and the time on disk may lie ahead.
+        # A due time beyond an interval from now means that the clock was set back and the time on disk may be ahead.
         return not now_s < self._touch_due_s.get(key, 0.0) <= now_s + TOUCH_INTERVAL_S
 
     def _touch(self, key: str, target: int | Path) -> None:
-        """Set the modification time to now if it is off by TOUCH_INTERVAL_S; a read-only store keeps its times."""
+        """Set the modification time to now if it is off by TOUCH_INTERVAL_S. A read-only store keeps its times."""
         with suppress(OSError):
             now_s = time.time()
             used_s = (os.fstat(target) if isinstance(target, int) else target.stat()).st_mtime
-            stale = abs(now_s - used_s) > TOUCH_INTERVAL_S  # ahead of us: a clock was set back
+            stale = abs(now_s - used_s) > TOUCH_INTERVAL_S  # also in the future: a clock was set back
             if len(self._touch_due_s) >= TOUCHES_KEPT:
                 self._touch_due_s.clear()
             self._touch_due_s[key] = (now_s if stale else used_s) + TOUCH_INTERVAL_S
@@ -290,18 +290,19 @@ class DiskStore(KVStore):
                 os.utime(target)
 
     def verify(self) -> Iterator[VerifyResult]:
-        """Read every byte of every entry; what fails is moved aside, and what was and is good after all comes back.
+        """Read every byte of every entry. Damaged files are moved aside; files moved aside that are intact are
+        restored.
 
-        Shapes are held against what the store notes of its models, where no engine has said.
+        Shapes are checked against the store's metadata of its models, unless an engine has set them.
         """
         for fingerprint, facts in self.models().items():
             if fingerprint not in self._demands.specs and (shape := KVSpec.from_facts(facts)) is not None:
                 self.set_expected_spec(fingerprint, shape)
         for path in self._files(DAMAGED_SUFFIX):
             if (reason := self._damage_reason(path)) == "" and _is_free(path.with_suffix(ENTRY_SUFFIX)):
-                with suppress(OSError):  # the right key was missing, or the disk had a bad moment
+                with suppress(OSError):  # the store key was missing then, or the read error was temporary
                     path.replace(path.with_suffix(ENTRY_SUFFIX))
-                    log.warning("stored KV %s is good after all, and in its place again", path.stem)
+                    log.warning("stored KV %s is intact, so it was moved back to its place", path.stem)
             elif reason is not None:
                 yield VerifyResult(path.stem, False, f"quarantined: {reason or 'an intact entry has taken its place'}")
         for path in self._files(ENTRY_SUFFIX):
@@ -309,19 +310,20 @@ class DiskStore(KVStore):
                 yield VerifyResult(path.stem, not reason, reason)
 
     def paths(self) -> Iterator[Path]:
-        """Files of all entries, then of those that were moved aside; unverified."""
+        """Yield the files of all entries, then those that were moved aside; unverified."""
         yield from self._files(ENTRY_SUFFIX)
         yield from self._files(DAMAGED_SUFFIX)
 
     def read_at(self, path: Path) -> MemoryKV:
-        """The entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves nothing aside."""
+        """Return the entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves no file."""
         try:
             return load_into_memory(DiskKV(path.stem, path, SharedFile(path), lambda *_: None, self._demands))
         except UnreadableError as error:
             raise DamagedEntryError(path.stem, str(error)) from error
 
     def sign_metadata_files(self, source: DiskStore) -> int:
-        """Sign the notes that `source`, the same directory with another key or none, believes; how many."""
+        """Sign the metadata files that `source`, the same directory opened with another key or none, accepts. Return
+        their number."""
         count = 0
         for folder in METADATA_DIRS:
             signed = {path for path, _ in self._read_metadata(folder)}
@@ -332,33 +334,33 @@ class DiskStore(KVStore):
         return count
 
     def has_file(self, key: str) -> bool:
-        """Whether there is a file for the key, whatever is in it; and not only one that was set aside."""
+        """Return True if there is a file for the key, intact or not, that was not moved aside."""
         return self._path(key).exists()
 
     @property
     def has_evicted(self) -> bool:
-        """Whether an entry ever had to leave for a budget, so that one that is gone need not be lost."""
+        """True if this store ever evicted an entry, so that a missing entry is not necessarily lost."""
         return (self.root / EVICTED_MARK).exists()
 
     def drop_damaged(self, key: str) -> None:
-        """Remove what was set aside of a key, and the entry itself if it is none that this version reads."""
+        """Delete the quarantined copy of a key, and the entry itself if this version cannot read it."""
         if self.contains(key):
             remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))
         else:
             self.delete(key)
 
     def clean(self) -> int:
-        """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
+        """Delete temporary files of dead processes of this host, and those older than an hour. Return their number."""
         return self._directory.remove_stale_files()
 
     def gc(
         self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
     ) -> GcResult:
-        """Remove leftovers, damaged files, entries that `keep` turns down, then the least recently used ones.
+        """Delete temporary and damaged files, entries for which `keep` is False, then the least recently used entries.
 
-        max_bytes: what the remaining files may hold together; None leaves the rest alone, and pinned entries stay
-        whatever it is. `dry_run` only reports. Raises CorruptError, with nothing evicted, when a pin cannot be read,
-        and StoreNotWritableError when not everything could be removed.
+        max_bytes: the byte budget of the remaining files; None evicts nothing. Pinned entries stay in any case.
+        `dry_run` only reports. Raises CorruptError, with nothing evicted, if a pin cannot be read, and
+        StoreNotWritableError if some files could not be deleted.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
@@ -384,7 +386,7 @@ class DiskStore(KVStore):
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
 
     def delete_many(self, keys: Iterable[str]) -> int:
-        """Remove entries, in this order, all that can be; the bytes freed. Raises what `gc` raises."""
+        """Delete entries in this order, as many as possible; return the bytes freed. Raises what `gc` raises."""
         found = []
         for path in map(self._path, keys):
             with suppress(FileNotFoundError):
@@ -393,11 +395,12 @@ class DiskStore(KVStore):
         return sum(stat.st_size for _, stat in found)
 
     def _remove(self, files: Sequence[tuple[Path, os.stat_result]]) -> None:
-        """Remove files, all that can be. Raises StoreNotWritableError, with how far it came, when some cannot."""
+        """Delete files, as many as possible. Raises StoreNotWritableError with the numbers if some could not be
+        deleted."""
         failure, num_kept, kept_bytes = "", 0, 0
         for path, stat in files:
             try:
-                remove_file(path)  # one that is gone already is what was wanted
+                remove_file(path)  # no error if it was already deleted
             except StoreNotWritableError as error:
                 failure, num_kept, kept_bytes = str(error), num_kept + 1, kept_bytes + stat.st_size
         self._room.invalidate()
@@ -409,25 +412,26 @@ class DiskStore(KVStore):
             )
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Keep a document's entries, stored now or later, until it is unpinned: after restarts and for every process.
+        """Exempt a document's entries, stored now or later, from eviction until `unpin`, across restarts and processes.
 
-        Replaces an earlier pin of the document. Raises StoreNotWritableError where nothing can be written.
+        Replaces an earlier pin of the document. Raises StoreNotWritableError if it cannot be written.
         """
         self._write_metadata(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
 
     def unpin(self, document: str) -> bool:
-        """Let a document's entries be evicted again; whether it was pinned. Raises what `pin` raises."""
+        """End the pin of a document; return True if it was pinned. Raises what `pin` raises."""
         return remove_file(self._pin_path(document))
 
     def pins(self) -> dict[str, tuple[str, ...]]:
-        """Keys of pinned documents; an unreadable note is skipped with a warning."""
+        """Return the keys of each pinned document. Unreadable pins are skipped with a warning."""
         return {
             str(note["document"]): tuple(map(str, note["keys"]))
             for _, note in self._read_metadata(PINS_DIR, log.warning)
         }
 
     def pinned_keys(self) -> frozenset[str]:
-        """Keys of all pinned documents. Raises CorruptError when a pin cannot be read: nobody knows what it keeps."""
+        """Return the keys of all pinned documents. Raises CorruptError if a pin cannot be read, because its keys are
+        unknown."""
         damaged: list[str] = []
         notes = [
             note for _, note in self._read_metadata(PINS_DIR, lambda *warning: damaged.append(warning[0] % warning[1:]))
@@ -440,35 +444,36 @@ class DiskStore(KVStore):
         return frozenset(str(key) for note in notes for key in note["keys"])
 
     def pin_location(self, document: str) -> str:
-        """Where the pin of a document is noted, as `verify_metadata` names it."""
+        """Return the path of a document's pin in the store, as `verify_metadata` reports it."""
         return _place(self._pin_path(document))
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
-        """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
+        """Store facts about a model whose KV this store holds (name, dtype, number of layers, ...) as JSON. Raises what
+        `put` raises."""
         self._write_metadata(self._model_path(fingerprint), facts)
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """What `put_model` noted, by fingerprint; an unreadable note is skipped with a warning."""
+        """Return the facts that `put_model` stored, by fingerprint. Unreadable files are skipped with a warning."""
         return {path.stem: note for path, note in self._read_metadata(MODELS_DIR, log.warning)}
 
     def has_model(self, fingerprint: str) -> bool:
-        """Whether it was noted, readably or not, that this store holds KV of that model."""
+        """Return True if `put_model` stored facts about the model, readable or not."""
         return self._model_path(fingerprint).exists()
 
     def put_calibration(self, filename: str, facts: Mapping[str, Any]) -> Path:
-        """Keep a calibration, in place of the one of that name. Raises what `put` raises."""
+        """Store a calibration under `filename`; return its path. Raises what `put` raises."""
         path = self.root / CALIBRATIONS_DIR / filename
         self._write_metadata(path, facts)
         return path
 
     def put_prefix(self, token_ids: Sequence[int]) -> None:
-        """Keep a prefix's ids for `read_prefix(prefix_name(token_ids))`. Raises what `put` raises."""
+        """Store a prefix's ids for `read_prefix(prefix_name(token_ids))`. Raises what `put` raises."""
         self._write_metadata(self._prefix_path(prefix_name(token_ids)), {"token_ids": list(token_ids)})
 
     def read_prefix(self, name: str) -> tuple[int, ...]:
-        """Return the ids that `put_prefix` kept under `name`.
+        """Return the ids that `put_prefix` stored under `name`.
 
-        Raises NotFoundError without them, and CorruptError for ids that are not those which the name was made of.
+        Raises NotFoundError if there are none, CorruptError for ids that do not match the name.
         """
         path = self._prefix_path(name)
         fix = f"start the server once with `ragblend serve MODEL --store {self.root}`, which writes it"
@@ -483,11 +488,11 @@ class DiskStore(KVStore):
         return tuple(ids)
 
     def put_context(self, policy: ContextPolicy) -> None:
-        """Remember what chunks are computed behind. Raises what `put` raises."""
+        """Store the context policy with which chunks are precomputed. Raises what `put` raises."""
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
 
     def read_context(self) -> ContextPolicy | None:
-        """What `put_context` remembered; None where nothing was, or a context that left. Raises CorruptError."""
+        """Return the policy that `put_context` stored; None for none or for a removed policy. Raises CorruptError."""
         path = self.root / CONTEXT_FILE
         try:
             policy = _policy_in(path)
@@ -507,10 +512,11 @@ class DiskStore(KVStore):
     def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[VerifyResult]:
-        """What is wrong with the store's notes (models, calibrations, machines, pins, prefixes, context); `key`: where.
+        """Yield the problems of the store's metadata: models, calibrations, machines, pins, prefixes, context. `key`:
+        the file.
 
-        Answers depend on them: a calibration says how much is recomputed. `problem_of`: what is wrong with a note
-        whose bytes are as they were written, "" for nothing.
+        Answers depend on the metadata: a calibration sets the recompute ratio. `problem_of` returns what is wrong with
+        the content of an intact file, "" for nothing.
         """
         found = list[VerifyResult]()
 
@@ -531,18 +537,18 @@ class DiskStore(KVStore):
         yield from found
 
     def delete_metadata(self, place: str) -> None:
-        """Remove a note that `verify_metadata` named. Raises StoreNotWritableError."""
+        """Delete a metadata file that `verify_metadata` reported. Raises StoreNotWritableError."""
         remove_file(self.root / place)
 
     def _read_metadata(
         self, folder: str, complain: Callable[[str, Path, Exception], object] = lambda *_: None
     ) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """The notes of one kind; of those that cannot be read `complain` is told."""
+        """Yield the metadata files of a folder with their facts. `complain` is called for each unreadable one."""
         for path in sorted((self.root / folder).glob("[!.]*.json")):
             try:
                 yield path, decode_signed_json(read_file(path), _note_kind(path), self._note_key(path))
             except FileNotFoundError:
-                continue  # gone meanwhile
+                continue  # deleted since the listing
             except (OSError, ValueError) as error:
                 complain("%s is damaged (%s)", path, error)
 
@@ -557,7 +563,7 @@ class DiskStore(KVStore):
         return self.store_key if path.parent.name in METADATA_DIRS else None
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
-        """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
+        """Return every entry, the least recently used first. Times in the future (a clock was set back) become now."""
         now_s = time.time()
         found = []
         for path, stat in self._stats(ENTRY_SUFFIX):
@@ -580,18 +586,18 @@ class DiskStore(KVStore):
         return self.root / _checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
 
     def _files(self, suffix: str) -> Iterator[Path]:
-        """Files of that suffix whose name is a key in the right directory, in order of their keys."""
+        """Yield files with that suffix whose name is a key in the right directory, in order of their keys."""
         for path in sorted(self.root.glob(f"??/[!.]*{suffix}")):
             if NAME.fullmatch(path.stem) and path.stem[:2] == path.parent.name:
                 yield path
 
     def _stats(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self._files(suffix):
-            with suppress(OSError):  # deleted or quarantined meanwhile, or a loop of links
+            with suppress(OSError):  # deleted or quarantined since the listing, or a loop of links
                 yield path, path.stat()
 
     def _damage_reason(self, path: Path) -> str | None:
-        """Why this file is not an intact entry of its name; "" when it is, None when it is gone."""
+        """Return why this file is not an intact entry of its name; "" if it is, None if it was deleted."""
         file = None
         try:
             file = SharedFile(path)
@@ -608,7 +614,7 @@ class DiskStore(KVStore):
         return ""
 
     def _quarantine(self, key: str, path: Path, file: SharedFile, reason: str, *, is_unsigned: bool = False) -> None:
-        """Move a damaged file out of the way, unless another writer has already replaced it."""
+        """Move a damaged file aside, unless another writer has already replaced it."""
         self._count(num_damaged=1, num_unsigned=int(is_unsigned))
         self._room.invalidate()
         aside = path.with_suffix(DAMAGED_SUFFIX)
@@ -623,7 +629,10 @@ class DiskStore(KVStore):
         if not is_unsigned:
             log.warning("stored KV %s is damaged (%s), %s; repair: ragblend verify --repair", key, reason, outcome)
             return
-        is_first, self._has_warned = not self._has_warned, True  # a store from before there was a key has nothing else
+        is_first, self._has_warned = (
+            not self._has_warned,
+            True,
+        )  # in a store from before the key, every entry is unsigned
         log.log(
             logging.WARNING if is_first else logging.INFO,
             "stored KV %s is not used: %s, %s. Who wrote it? If you trust all that this store holds: ragblend sign "
@@ -642,15 +651,16 @@ def prefix_name(token_ids: Sequence[int]) -> str:
 
 
 def _note_kind(path: Path) -> str:
-    """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
+    """Return the kind under which a metadata file is signed. A model's file does not name the model, so its name is
+    included."""
     if path.name == CONTEXT_FILE:
         return CONTEXT_FILE
     return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
 
 
 def _policy_in(path: Path) -> str:
-    """The policy in a file, one that left included. Raises FileNotFoundError, OSError, and ValueError for what nobody
-    wrote there."""
+    """Return the context policy in a file, removed policies included. Raises FileNotFoundError, OSError, and ValueError
+    for any other content."""
     policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")
     if not CONTEXT.accepts(policy) and policy not in CONTEXTS_THAT_LEFT:
         raise ValueError(f"its context is {policy!r}")
@@ -659,7 +669,7 @@ def _policy_in(path: Path) -> str:
 
 @cache
 def _warn_of_removed_context(root: Path, policy: str) -> None:
-    """Once per store and process: requests look at the note again and again."""
+    """Warn once per store and process, because every request reads the file."""
     log.warning(
         "the store %s remembers the context %r, which ragblend no longer has: it is ignored, and entries stored in it "
         "are not used. Store the chunks again: ragblend precompute --context none|similar --store %s; entries that are "

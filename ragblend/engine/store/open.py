@@ -1,4 +1,4 @@
-"""`open_store`: the tiers that are asked for, one over the other. Nothing heavy is imported before it is called."""
+"""`open_store` opens the configured tiers as one store. Nothing heavy is imported before it is called."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ def open_store(
     store_key: KeyChoice = "auto",
     **tiers: Unpack[TierKeywords],
 ) -> TieredStore:
-    """Memory over the directory `path` over a shared place: the tiers that are asked for, fastest first.
+    """Open a store of up to three tiers, fastest first: memory, the directory `path`, and a remote backend.
 
-    `tiers` are TierOptions. `memory_gib`: budget of the memory tier, 0 leaves it out. `path` None leaves the disk tier
-    out, `disk_gib` limits it ("auto": as much as it leaves free, see `room`; 0: no limit). `remote`:
-    `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; one `get` from it takes `remote_timeout_s` at
-    most. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or
-    "fp8" in eight bits; what is there is read whatever it is. Raises NotFoundError when `path` does not exist and
-    `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet. `fsync` False is for a disk
-    tier whose entries may go missing in a power cut. `store_key`: what entries are signed with, and must be; "auto" the
-    process's own key, if it has one (`signing.find_key`).
+    `tiers` are TierOptions. `memory_gib`: budget of the memory tier; 0 omits the tier. `path` None omits the disk tier;
+    `disk_gib` limits it ("auto": as much as it leaves free, see `eviction`; 0: no limit). `remote`:
+    `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; a `get` from it takes at most `remote_timeout_s`
+    seconds. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8" in eight bits; stored entries of any
+    dtype are read. `fsync` False is for a disk tier whose entries may be lost in a power cut. `store_key`: the key that
+    signs entries, and that read entries must be signed with; "auto" is the process's own key, if there is one
+    (`signing.find_key`).
+
+    Raises NotFoundError if `path` does not exist and `create` is False, UsageError for an invalid URL. The remote is
+    not contacted yet.
     """
     options = TierOptions(**tiers)
     from ragblend.engine.store.disk import DiskStore
@@ -58,5 +60,5 @@ def open_store(
 
 
 def parse_capacity(disk_gib: DiskBudget) -> Capacity:
-    """`disk_gib` as a DiskStore takes it."""
+    """Return `disk_gib` as the `capacity_bytes` of a DiskStore."""
     return "auto" if disk_gib == "auto" else int(disk_gib * GIB) or None

@@ -202,7 +202,7 @@ COLUMNS = (
 
 
 def table_lines(result: IngestResult) -> list[str]:
-    """The runs for people."""
+    """Return the runs for people."""
     config = result.config
     lines = [
         f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens; "

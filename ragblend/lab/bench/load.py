@@ -350,7 +350,7 @@ def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun
 
 
 def timeline_facts(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
-    """The layers of the sample with the median TTFT: [start, end] of each, in seconds from the first of them."""
+    """Return the layers of the sample with the median TTFT: [start, end] of each, in seconds from the first of them."""
     ordered = sorted(samples, key=lambda sample: sample.report.ttft_s)
     load, fuse = ordered[len(ordered) // 2].timeline
     zero_s = min(event.start_s for event in (*load, *fuse))
@@ -375,7 +375,7 @@ COLUMNS = (
 
 
 def table_lines(result: LoadResult) -> list[str]:
-    """The runs for people: one line each, under two that say what was run and what the controller measured."""
+    """Return the runs for people: one line each, under two that say what was run and what the controller measured."""
     config, disk = result.config, result.controller["bytes_per_s"]["disk"]
     cache = "page cache dropped" if result.page_cache_dropped else "PAGE CACHE NOT DROPPED"
     return [

@@ -185,7 +185,7 @@ def replay_requests(
 
 
 def check_answers(case: ModeAndRule, answers: list[TimedAnswer]) -> list[TimedAnswer]:
-    """The answers, once it is sure that each was made the way `case` says."""
+    """Return the answers, once it is sure that each was made the way `case` says."""
     for answer in answers:
         report = answer.report
         if report is None:
@@ -255,7 +255,7 @@ def summarize_point(case: ModeAndRule, ratio: float, rate: float, answers: Seque
 def capacities(
     runs: Sequence[ThroughputRun], idle_s: Mapping[ModeAndRule, float], bound_s: float
 ) -> tuple[ServingCapacity, ...]:
-    """Every case's highest rate within the bound, and how many times as much the first blend serves."""
+    """Return every case's highest rate within the bound, and how many times as much the first blend serves."""
     rates = {
         case: highest_rate(
             [
@@ -301,7 +301,7 @@ class HighestRate(NamedTuple):
 
 
 def highest_rate(points: Sequence[RatePoint], bound_s: float) -> HighestRate:
-    """The highest rate whose mean TTFT is within the bound, and what is served at the bound.
+    """Return the highest rate whose mean TTFT is within the bound, and what is served at the bound.
 
     A rate counts only if all lower ones are within, too.
 
@@ -330,7 +330,7 @@ COLUMNS = (
 
 
 def table_lines(result: ThroughputResult) -> list[str]:
-    """The sweep for people: a line per rate and mode, then what each mode can serve."""
+    """Return the sweep for people: a line per rate and mode, then what each mode can serve."""
     config = result.config
     lines = [
         f"{result.name} {config.dtype}, {config.num_chunks} of {config.pool} chunks x {config.chunk_tokens} tokens + "

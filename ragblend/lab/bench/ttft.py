@@ -202,7 +202,7 @@ COLUMNS = (
 
 
 def table_lines(result: TtftResult) -> list[str]:
-    """The runs for people: one line each, under a line that says what was run."""
+    """Return the runs for people: one line each, under a line that says what was run."""
     config = result.config
     return [
         f"{result.name} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens + "

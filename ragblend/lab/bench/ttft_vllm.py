@@ -95,7 +95,7 @@ def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
 
 
 def vllm_card() -> dict[str, Any]:
-    """The hardware card, with vLLM's version."""
+    """Return the hardware card, with vLLM's version."""
     return {**hardware_card("cuda" if is_cuda() else "cpu"), "vllm": _version()}
 
 

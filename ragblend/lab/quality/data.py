@@ -66,7 +66,8 @@ def get_dataset_split(question: str) -> str:
 
 
 def load_cases(config: QualityConfig) -> list[QaCase]:
-    """The first `num_questions` cases of the part. Raises NotFoundError without data, CorruptError for what is none."""
+    """Return the first `num_questions` cases of the part. Raises NotFoundError without data, CorruptError for what is
+    none."""
     if config.data == "demo":
         return demo_cases(config)
     every = read_cases(find_data(config.data))
@@ -74,7 +75,7 @@ def load_cases(config: QualityConfig) -> list[QaCase]:
 
 
 def find_data(name: str) -> Path:
-    """The file: a named data set's in this folder or beside the package, or the one given."""
+    """Return the file: a named data set's in this folder or beside the package, or the one given."""
     if name not in NAMED_DATASETS:
         return user_path(name, "--data")
     place = Path("data/questions") / NAMED_DATASETS[name]
@@ -88,7 +89,7 @@ def find_data(name: str) -> Path:
 
 
 def read_cases(path: Path) -> list[QaCase]:
-    """The cases of a file, in its order."""
+    """Return the cases of a file, in its order."""
     text = read_text(path, "--data", f"give a JSON or JSONL file, or {', '.join(NAMED_DATASETS)}, demo", _MAX_BYTES)
     try:
         lines = [line for line in text.splitlines() if line.strip()]
@@ -132,7 +133,7 @@ def _case_of(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> 
 def _with_distractors(
     record: Mapping[str, Any], answers: Sequence[str], others: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
-    """The record's passage among those of other records that hold none of the answers: the same at every call."""
+    """Return the record's passage among those of other records that hold none of the answers: the same at every call."""
     draw = random.Random(record["question"])
     texts = [each["text"] for each in draw.sample(others, len(others)) if each is not record]
     lacking = (text for text in texts if not any(answer.lower() in text.lower() for answer in answers))
@@ -142,7 +143,8 @@ def _with_distractors(
 
 
 def demo_cases(config: QualityConfig) -> list[QaCase]:
-    """The sample corpus' questions over the paragraphs that answer them and others, kinds in turn: an illustration.
+    """Return the sample corpus' questions over the paragraphs that answer them and others, kinds in turn: an
+    illustration.
 
     Paragraphs come in pairs, the second of which goes on about the first, and stay together.
     """
@@ -189,7 +191,7 @@ class SimilarPassages:
         self._place_of = {text: place for place, text in enumerate(self._texts)}
 
     def context_texts(self, text: str) -> tuple[str, ...]:
-        """The texts that its similar version is computed behind, the nearest last."""
+        """Return the texts that its similar version is computed behind, the nearest last."""
         order = (-(self._vectors @ self._vectors[self._place_of[text]])).argsort()
         return tuple(reversed([found for place in order if (found := self._texts[place]) != text][:NUM_SIMILAR]))
 
@@ -203,7 +205,7 @@ def _chunks_of(case: QaCase, engine: TransformersEngine, config: QualityConfig) 
 
 
 def build_prompt(case: QaCase, engine: TransformersEngine, embedder: Embedder, config: QualityConfig) -> Prompt:
-    """The case as `ragblend ask` would ask it."""
+    """Return the case as `ragblend ask` would ask it."""
     chunks = _chunks_of(case, engine, config)
     if case.order == "score":
         embed_query = getattr(embedder, "embed_query", None)

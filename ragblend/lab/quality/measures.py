@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 def prefill(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration
 ) -> tuple[PrefillResult, float]:
-    """The prompt's KV in this configuration, and the seconds it took. Chunks to be found must be stored."""
+    """Return the prompt's KV in this configuration, and the seconds it took. Chunks to be found must be stored."""
     rule = "auto" if configuration.rule == "none" else configuration.rule
     start_s = perf_counter()
     prefilled = engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=configuration.ratio))
@@ -86,7 +86,7 @@ def answer_and_score(
 def decode_answer(
     engine: TransformersEngine, request: EngineRequest, prefilled: PrefillResult, ttft_s: float
 ) -> Answer:
-    """The greedy answer from there on."""
+    """Return the greedy answer from there on."""
     ends, logits, token_ids = engine.stop_ids(), prefilled.logits, list[int]()
     while True:
         token_ids.append(int(logits.argmax()))
@@ -160,7 +160,7 @@ def normalize_answer(text: str) -> str:
 
 
 def best_score(measure: Any, found: str, golds: Iterable[str]) -> float | None:
-    """The highest `measure` of the answer against any of the gold ones; None where there is none of it."""
+    """Return the highest `measure` of the answer against any of the gold ones; None where there is none of it."""
     scores = [score for gold in golds if (score := measure(found, gold)) is not None]
     return max(scores, default=None)
 

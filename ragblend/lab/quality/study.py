@@ -191,7 +191,8 @@ class Expected(NamedTuple):
     gold_ids: Sequence[int]
 
     def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: MatchedPrompt) -> QualityRecord:
-        """An answer's measures. `seen`: full prefill's answer read over its KV, which is that of the prompt `asked`."""
+        """Return an answer's measures. `seen`: full prefill's answer read over its KV, which is that of the prompt
+        `asked`."""
         far = score_fidelity(seen, self.reading)
         f1, match, overlap = (
             math.nan if (score := best_score(measure, found.text, self.case.answers)) is None else score
@@ -247,7 +248,7 @@ def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -
 
 
 def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """A run per kind of question and configuration, "all" first: means, 95 % intervals, and paired differences."""
+    """Return a run per kind of question and configuration, "all" first: means, 95 % intervals, and paired differences."""
     groups = {"all": list(range(len(kinds)))}
     if len(set(kinds)) > 1:
         groups |= {kind: [place for place, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
@@ -286,7 +287,7 @@ def _run(configuration: Configuration, kind: str, tables: dict[Configuration, ND
 
 
 def _difference(table: NDArray[np.float64], other: NDArray[np.float64], column: int) -> list[float]:
-    """The mean of what each question has over what it has in `other`, and its 95 % interval."""
+    """Return the mean of what each question has over what it has in `other`, and its 95 % interval."""
     less = _drop_nan(table[:, column] - other[:, column])
     return [float(less.mean()), *mean_interval(less)]
 
@@ -301,8 +302,8 @@ def _in_first_context(
 def compute_gap_recovered(
     full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]
 ) -> float | None:
-    """The share of the gap between full reuse's losses and full prefill's that is closed (PGR); None where full prefill
-    is not certainly better, because the 95 % interval of the paired difference is not above 0.
+    """Return the share of the gap between full reuse's losses and full prefill's that is closed (PGR); None where full
+    prefill is not certainly better, because the 95 % interval of the paired difference is not above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
     >>> compute_gap_recovered(full, reuse, np.full(9, 1.5)), compute_gap_recovered(full, full, full)
@@ -322,7 +323,7 @@ def _drop_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def table_lines(result: QualityResult) -> list[str]:
-    """A line per configuration and kind of question."""
+    """Return a line per configuration and kind of question."""
     config = result.config
     lines = [
         f"{Path(result.name).name} {config.dtype}, {Path(config.data).name}, {config.part} part, "
@@ -348,7 +349,7 @@ def table_lines(result: QualityResult) -> list[str]:
 
 
 def label_of(run: dict[str, Any]) -> str:
-    """A configuration in a few words."""
+    """Return a configuration in a few words."""
     behind = f", {run['context']}" if run["context"] != "none" else ""
     if run["mode"] != "blend":
         return f"{run['mode']}{behind}"

@@ -223,7 +223,7 @@ def blend_again(job: UiJob, name: str, ratio: float, room: UiState) -> None:
 
 
 def _model_name(name: str) -> str:
-    """A model as people call it: of a local path its last part."""
+    """Return a model as people call it: of a local path its last part."""
     return Path(name).name if Path(name).exists() else name
 
 

@@ -55,7 +55,8 @@ OpenEngine = Callable[[UiJob], tuple[Engine, ChunkIndex]]
 def make_app(
     settings: Settings, open_: OpenEngine, find: RetrieveChunks, desk: JobQueue, host: str = "127.0.0.1"
 ) -> ASGIApp:
-    """The app. `open_` opens the engine and the index, as the desk's first job; `find` finds a question's chunks."""
+    """Return the app. `open_` opens the engine and the index, as the desk's first job; `find` finds a question's
+    chunks."""
     room = UiState(settings, find)
 
     def load(job: UiJob) -> None:
@@ -158,7 +159,7 @@ def serve(
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
-    """The configuration of the page's server: its log, its time limits."""
+    """Return the configuration of the page's server: its log, its time limits."""
     return uvicorn.Config(app, http=HeadTimeoutProtocol, log_level="warning", timeout_graceful_shutdown=_STOP_S)
 
 
@@ -221,7 +222,7 @@ async def _read_body_parts(request: Request) -> AsyncIterator[AsyncIterator[byte
 
 
 async def _read_json_body(request: Request) -> dict[str, Any]:
-    """The JSON object in a request; UsageError for anything else."""
+    """Return the JSON object in a request; UsageError for anything else."""
     data = b""
     async with _read_body_parts(request) as parts:
         async for part in parts:
@@ -238,7 +239,7 @@ async def _read_json_body(request: Request) -> dict[str, Any]:
 
 
 def _stream_events(job: UiJob) -> Response:
-    """A job's events as they come."""
+    """Return a job's events as they come."""
 
     async def lines() -> AsyncIterator[str]:
         async for name, facts in job.events():

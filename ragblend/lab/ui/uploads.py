@@ -42,7 +42,7 @@ def uploads_folder(index: str | Path) -> Path:
 
 
 def validate_file_name(name: str) -> str:
-    """A file's bare name, or UsageError.
+    """Return a file's bare name, or UsageError.
 
     >>> validate_file_name("annual report.pdf")
     'annual report.pdf'
@@ -58,7 +58,7 @@ def validate_file_name(name: str) -> str:
 
 
 def list_supported_suffixes() -> list[str]:
-    """The endings of files that are read as documents here."""
+    """Return the endings of files that are read as documents here."""
     from importlib.util import find_spec
 
     packages = {
@@ -148,12 +148,12 @@ def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: Chun
 
 
 def document_names(index: ChunkIndex) -> list[str]:
-    """The files of an index, as people call them."""
+    """Return the files of an index, as people call them."""
     return sorted({display_name(source_path(source)) for source in index.sources()}, key=str.casefold)
 
 
 def display_name(path: str) -> str:
-    """The last part of a path, printable."""
+    """Return the last part of a path, printable."""
     return PurePath(display_source(path)).name or path
 
 

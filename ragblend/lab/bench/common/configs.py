@@ -80,7 +80,7 @@ class BenchConfig:
         return type(self).__name__.removesuffix("Config").lower()
 
     def as_dict(self) -> dict[str, Any]:
-        """The configuration as plain JSON values, without the store's place, which says nothing elsewhere."""
+        """Return the configuration as plain JSON values, without the store's place, which says nothing elsewhere."""
         facts = {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         facts.pop("store", None)
         return facts
@@ -117,7 +117,7 @@ class ModeAndRule(NamedTuple):
 
 
 def expand_cases(modes: Sequence[Mode], rules: Sequence[str]) -> tuple[ModeAndRule, ...]:
-    """Every mode once, blend once per rule."""
+    """Return every mode once, blend once per rule."""
     cases: list[ModeAndRule] = []
     for mode in modes:
         cases += [ModeAndRule(mode, rule) for rule in (rules if mode == "blend" else ["none"])]
@@ -306,7 +306,7 @@ class QualityConfig(BenchConfig):
             validate_ratio(ratio)
 
     def as_dict(self) -> dict[str, Any]:
-        """The configuration as plain JSON values, without places."""
+        """Return the configuration as plain JSON values, without places."""
         return BenchConfig.as_dict(self) | {"model": Path(self.model).name, "data": Path(self.data).name}
 
 

@@ -44,7 +44,7 @@ def hardware_card(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def card_lines(card: dict[str, Any]) -> list[str]:
-    """The card for people, one fact per line; what is not there is left out."""
+    """Return the card for people, one fact per line; what is not there is left out."""
     return [f"{name:<15}{value}" for name, value in card.items() if value is not None]
 
 

@@ -29,7 +29,7 @@ class BenchResult:
     hardware: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
+        """Return the JSON object of the command line."""
         config: BenchConfig = self.config
         own = [each.name for each in fields(self)][len(fields(BenchResult)) :]
         facts = {
@@ -71,11 +71,11 @@ class Column(NamedTuple):
     value: str | Callable[[Any], Any]
 
     def head(self) -> str:
-        """The title, as wide as the values."""
+        """Return the title, as wide as the values."""
         return f"{self.title:{self.spec[0]}{self._width}}"
 
     def cell(self, run: object) -> str:
-        """The run's value; "-" for None."""
+        """Return the run's value; "-" for None."""
         value = self.value(run) if callable(self.value) else getattr(run, self.value)
         text = "-" if value is None else f"{value:{self.spec[0]}{self.spec[len(self._width) + 1 :].removesuffix('x')}}"
         text += "x" if value is not None and self.spec.endswith("x") else ""
@@ -87,13 +87,13 @@ class Column(NamedTuple):
 
 
 def format_table(columns: Sequence[Column], runs: Iterable[object]) -> list[str]:
-    """A line of titles, then one per run."""
+    """Return a line of titles, then one per run."""
     titles = "".join(column.head() for column in columns)
     return [titles, *("".join(column.cell(run) for column in columns) for run in runs)]
 
 
 def medians(reports: Sequence[BlendReport], *names: str) -> dict[str, Any]:
-    """The reports' medians of these fields."""
+    """Return the reports' medians of these fields."""
     return {name: float(statistics.median(getattr(report, name) for report in reports)) for name in names}
 
 

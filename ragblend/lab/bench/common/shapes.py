@@ -44,14 +44,14 @@ CPUs, and Llama-3.2-1B, Mistral-7B-v0.3, Llama-3.1-8B and Qwen3-8B."""
 
 
 def find_shape(name: str) -> DecoderShape:
-    """The shape of that name; raises UsageError for one that is not known."""
+    """Return the shape of that name; raises UsageError for one that is not known."""
     if name not in SHAPES:
         raise UsageError(f"shape is {name!r}; choose one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """A dtype by its name or the usual abbreviation.
+    """Return a dtype by its name or the usual abbreviation.
 
     >>> find_dtype("bf16"), find_dtype("float32")
     (torch.bfloat16, torch.float32)

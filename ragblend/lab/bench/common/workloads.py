@@ -35,8 +35,8 @@ _WEIGHT_STD = 0.02
 
 
 def model_config(shape: DecoderShape) -> Any:
-    """The transformers config of `shape`. Mistral's sliding window is off, as in its current releases, and gpt-oss
-    has few experts."""
+    """Return the transformers config of `shape`. Mistral's sliding window is off, as in its current releases, and
+    gpt-oss has few experts."""
     from transformers import AutoConfig
 
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
@@ -64,7 +64,7 @@ def model_config(shape: DecoderShape) -> Any:
 def random_model(
     shape: DecoderShape, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Any:
-    """A causal LM of `shape` with random weights, allocated once, directly in `dtype` on `device`.
+    """Return a causal LM of `shape` with random weights, allocated once, directly in `dtype` on `device`.
 
     Equal arguments give equal weights. Norm weights are 1, all others normal with a standard deviation of 0.02.
     """
@@ -98,7 +98,7 @@ def _fill_normal(flat: Tensor, generator: torch.Generator) -> None:
 
 
 def number_tokenizer(vocab_size: int) -> Any:
-    """A transformers tokenizer whose words are the numbers 0 .. `vocab_size` - 1, each its own token id.
+    """Return a transformers tokenizer whose words are the numbers 0 .. `vocab_size` - 1, each its own token id.
 
     Any other word is token 0.
     """
@@ -113,7 +113,7 @@ def number_tokenizer(vocab_size: int) -> Any:
 
 
 def synthetic_renderer(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Renderer:
-    """A Renderer for prompts of numbers that all start with the same `prefix_tokens` tokens."""
+    """Return a Renderer for prompts of numbers that all start with the same `prefix_tokens` tokens."""
     prefix = " ".join(str(index % vocab_size) for index in range(1, prefix_tokens + 1))
     template = f"{prefix} {{% for message in messages %}}{{{{ message.content }}}} {{% endfor %}}"
     return Renderer(number_tokenizer(vocab_size), template)
@@ -181,7 +181,7 @@ def _words(draw: random.Random, count: int, vocab_size: int) -> str:
 def engine_for(
     name: str, store: KVStore, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
 ) -> TransformersEngine:
-    """A blend engine over a random-weight model of the shape `name`, for prompts of `make_prompts`.
+    """Return a blend engine over a random-weight model of the shape `name`, for prompts of `make_prompts`.
 
     The fingerprint is made from shape, seed and dtype, so a disk store can be used again.
     """
@@ -192,12 +192,12 @@ def engine_for(
 
 
 def engine_for_model(loaded: LoadedModel, store: KVStore) -> TransformersEngine:
-    """A blend engine over a checkpoint, for prompts of `make_prompts`: its weights, our numbers for words."""
+    """Return a blend engine over a checkpoint, for prompts of `make_prompts`: its weights, our numbers for words."""
     return make_engine(loaded.model, store, loaded.name, loaded.fingerprint)
 
 
 def make_engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEngine:
-    """A blend engine over a transformers model, for prompts of `make_prompts`; `mark` is its fingerprint."""
+    """Return a blend engine over a transformers model, for prompts of `make_prompts`; `mark` is its fingerprint."""
     layers = TransformersLayers(model)
     renderer = synthetic_renderer(layers.config.vocab_size)
     # "inline": nothing is computed in the background while something is timed.
