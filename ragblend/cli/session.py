@@ -75,7 +75,8 @@ def quiet_libraries() -> None:
 
 
 def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
-    """Return the engine that the settings name. Raises NotFoundError without a store, unless `new_model` may start one."""
+    """Return the engine that the settings name. Raises NotFoundError if there is no store, unless `new_model` allows a
+    new one."""
     from ragblend.engine.load import load_engine
 
     if not new_model and not settings.is_served and not Path(settings.store).is_dir():
@@ -143,7 +144,8 @@ def embedder_name(settings: Settings) -> str | None:
 
 
 def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any] | None:
-    """Return True if the remote tier answers, what it holds, and how many of the local keys it lacks; None without one."""
+    """Return whether the remote tier answers, what it holds and how many of the local keys it lacks; None without a
+    remote tier."""
     if settings.remote is None:
         return None
     from ragblend.engine.store.remote.tier import open_remote

@@ -351,7 +351,8 @@ class _GitignoreRules(NamedTuple):
 
     @staticmethod
     def from_parents(top: str) -> _GitignoreRules:
-        """Return the rules for `top` from the folders above it in its git repository; none that leave out `top` itself."""
+        """Return the rules that the folders above `top` in its git repository set for it; no rules if they leave out
+        `top` itself."""
         folders, folder = [], top
         while not os.path.exists(os.path.join(folder, ".git")):
             parent = os.path.dirname(folder)

@@ -3,8 +3,8 @@
     REMOTE notes/ID         a tombstone: keys, or a namespace, and the time
     ROOT/forgotten/ID.json  the same, once this disk has applied it
 
-A replica that deletes entries writes a tombstone to the remote tier. Each replica polls for tombstones that its disk has
-not applied, at its start and every few seconds, and applies each once: an entry that is stored again later stays. A
+A replica that deletes entries writes a tombstone to the remote tier. Each replica polls for tombstones that its disk
+has not applied, at its start and every few seconds, and applies each once: an entry that is stored again later stays. A
 replica that has applied a tombstone writes it back if the remote tier has lost it. After TOMBSTONE_TTL_S it is deleted
 everywhere. Works on stores, keys and namespaces. Does not depend on servers, prompts or models.
 """
