@@ -211,7 +211,9 @@ def test_an_error_names_the_variable_of_a_setting_that_its_command_has_no_flag_f
 )
 def test_workers_are_a_number_here_or_on_a_ray_cluster(text, expected):
     if expected is None:
-        with pytest.raises(UsageError, match=f"--workers is '{text}'; choose their number, as in 4, or ray:4"):
+        with pytest.raises(
+            UsageError, match=f"--workers is '{text}'; choose a number of processes, such as 4, or ray:4"
+        ):
             parse_workers(text)
     else:
         assert parse_workers(text) == expected
@@ -413,7 +415,7 @@ def docs(run, tmp_path, monkeypatch) -> Path:
 def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(docs, run, monkeypatch):
     place = ["--index", str(docs.parent / "i"), "--store", str(docs.parent / "s")]
     code, out, _ = run("ingest", ".", "--embedder", "hashing", *place)
-    assert (code, "1 files are no documents: docs/logo.png is a picture" in out) == (0, True)
+    assert (code, "1 files are not documents: docs/logo.png is a picture" in out) == (0, True)
     (docs / "a.md").unlink()
     (docs / "r.jsonl").write_text('"Bob Fox lives in Norburg."\n')
     monkeypatch.chdir(docs / "sub")
@@ -421,7 +423,7 @@ def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(d
     code, out, _ = run("ingest", "..", *place)
     assert code == 0
     assert f"gone: {docs}/r.jsonl#1, {docs}/a.md" in out
-    assert "2 KV caches of what is changed or gone removed" in out
+    assert "2 KV caches of changed or removed documents removed" in out
     stats = run.facts("stats", *place)
     assert stats["sources"] == [f"{docs}/r.jsonl#0", f"{docs}/sub/b.md"]
     assert stats["num_stored_chunks"] == 2
