@@ -100,12 +100,12 @@ _PLOT = _parameter("plot", PlotOption, None)
 
 add(
     TtftConfig,
-    "Measure time to first token in the four modes: lookup, load, fusion and first token; medians after a warm-up.",
+    "Measure time to first token in the four modes: medians of lookup + load + fusion + first token after a warm-up.",
     _PLOT,
 )  # fmt: skip
 add(
     ThroughputConfig,
-    """Measure requests per second at equal TTFT in vLLM: Poisson arrivals at rising rates, blend, full and prefix caching.
+    """Measure requests per second at equal TTFT in vLLM: blend, full, prefix caching; Poisson arrivals, rising rates.
 
     The defaults take under ten minutes on one idle CPU core. A larger shape, more or longer chunks and low rates take
     longer.
@@ -119,11 +119,11 @@ add(
 )  # fmt: skip
 add(
     IngestConfig,
-    "Measure ingestion to disk and plain prefill of the same chunks, then ingestion of chunks that are already stored.",
+    "Measure ingestion to disk and prefill of the same chunks, then ingestion of stored chunks.",
 )  # fmt: skip
 add(
     QualityConfig,
-    """Measure, on your model and questions, how close answers from fused KV are to full prefill's and how good they are.
+    """Measure, on your model and questions, how close answers from fused KV are to full prefill's, and how good.
 
     Questions come from a file ({question, answers, passages}, JSON or JSONL; LongBench's {input, context, answers}),
     from the checkout's data/questions (musique, nq), or from the sample corpus (demo).

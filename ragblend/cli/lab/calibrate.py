@@ -61,8 +61,8 @@ def calibrate(
     """
     if settings.is_served:
         raise UsageError(
-            f"{redact(settings.backend)} exposes no distributions to compare; calibrate on the machine that has its store, with "
-            "--store: the server reads the calibration from there"
+            f"{redact(settings.backend)} exposes no distributions to compare; calibrate on the machine that has its "
+            "store, with --store: the server reads the calibration from there"
         )
     settings = replace(settings, backend="transformers")  # vLLM also uses the calibration
     from ragblend.lab import calibrate as fitting
