@@ -22,7 +22,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend.corpus.folder_scan import make_source, printable
-from ragblend.corpus.readers.encodings import detect_bom_encoding, new_digest
+from ragblend.corpus.readers.encodings import detect_bom_encoding, new_digest, unify_line_breaks
 from ragblend.corpus.readers.formats import (
     JSON_LINES_SUFFIXES,
     PARQUET_SUFFIX,
@@ -265,4 +265,4 @@ def normalize_text(text: str) -> str:
     cannot encode."""
     if _SURROGATE.search(text):
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return unify_line_breaks(text)

@@ -1,4 +1,4 @@
-"""PowerPoint files (.pptx): the slides in the order in which they are shown, with tables, charts, SmartArt and notes.
+"""PowerPoint files (.pptx): the slides in the order of the presentation, with tables, charts, SmartArt and notes.
 
 Each slide is a page, its title a heading. Left out: slide numbers, dates and footers, comments, picture data.
 """
@@ -27,7 +27,7 @@ from ragblend.errors import UnreadableDocumentError
 
 _TITLES = frozenset({"title", "ctrTitle"})
 _FURNITURE = frozenset({"sldNum", "dt", "ftr", "hdr", "sldImg"})  # the same on every slide
-_LEFT_OUT = frozenset({"Fallback", "extLst"})  # Fallback repeats what Choice holds, for older programs
+_LEFT_OUT = frozenset({"Fallback", "extLst"})  # Fallback repeats Choice for older programs
 
 
 def read_pptx(data: bytes) -> ParsedRecords:
@@ -55,7 +55,7 @@ def read_pptx(data: bytes) -> ParsedRecords:
 
 
 def _slide_parts(container: ZipContainer) -> Iterator[str]:
-    """Names of the slides' parts, in the presentation's order. The order of the files is another."""
+    """Yield the slides' parts in the presentation's order, which may differ from that of the file names."""
     main = find_main_part(container, "ppt/presentation.xml")
     relationships = read_relationships(container, main)
     slides = child(parse_part(container, main), "sldIdLst")
@@ -67,7 +67,7 @@ def _slide_parts(container: ZipContainer) -> Iterator[str]:
 
 
 def _add_slide(blocks: TextBlocks, container: ZipContainer, part: str, slide: Element) -> bool:
-    """Add a slide's title, shapes and notes. False if it has no text."""
+    """Add a slide's title, shapes and notes. Return False if it has no text."""
     relationships = read_relationships(container, part)
     shapes = list(_shapes(slide))
     titles = [shape for shape in shapes if _placeholder(shape) in _TITLES]
@@ -83,7 +83,7 @@ def _add_slide(blocks: TextBlocks, container: ZipContainer, part: str, slide: El
 
 
 def _shapes(slide: Element) -> Iterator[Element]:
-    """Shapes with text, tables, charts and SmartArt, in the order in which they are drawn, those in groups too."""
+    """Return shapes with text, tables, charts and SmartArt in drawing order, also those in groups."""
     shapes = outermost(slide, "sp", "graphicFrame", "cxnSp", left_out=_LEFT_OUT)
     return (shape for shape in shapes if _placeholder(shape) not in _FURNITURE)
 
@@ -121,7 +121,7 @@ def _paragraphs(shape: Element) -> Iterator[Element]:
 
 
 def _notes(container: ZipContainer, part: str, relationships: dict[str, Relationship]) -> str:
-    """Return the speaker's notes of a slide; "" where it has none or their part is damaged."""
+    """Return a slide's speaker notes; "" if it has none or their part is damaged."""
     notes = next((one.target for one in relationships.values() if one.kind == "notesSlide"), "")
     if not notes:
         return ""
