@@ -9,7 +9,6 @@ per request either way. `speedup` is of whole requests, `decode_speedup` of thei
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,8 +19,9 @@ from typing import Any
 
 import typer
 
+from benchmarks.results import write_result
 from ragblend.cli.options import split_counts, split_names
-from ragblend.cli.printing import print_json, print_notice
+from ragblend.cli.printing import print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
@@ -170,7 +170,6 @@ def main(
         "answer_tokens": answer_tokens, "repeats": repeats, "threads": threads, "seed": seed,
     }  # fmt: skip
     facts: dict[str, Any] = {
-        "schema_version": 1,
         "command": "benchmarks.batch_decode",
         "hardware": hardware_card(),
         "config": config,
@@ -179,8 +178,8 @@ def main(
     for line in (*card_lines(facts["hardware"]), "", *format_table(COLUMNS, runs)):
         print_notice(line)
     if out is not None:
-        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    print_json(facts)
+        write_result(facts, out)
+    write_result(facts, None)
 
 
 if __name__ == "__main__":
