@@ -84,7 +84,7 @@ def plan(
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     ratio: Annotated[
-        float | None, typer.Option("--ratio", help="Recompute ratio to keep. Default: the rule's.")
+        float | None, typer.Option("--ratio", help="Smallest recompute ratio with good answers. Default: the rule's.")
     ] = None,
     rule: Annotated[
         str, typer.Option("--rule", help="Selection rule. One with a probe waits for most of the KV.")
