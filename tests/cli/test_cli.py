@@ -136,7 +136,7 @@ def test_chat_answers_every_line_until_an_empty_one(run, questions, monkeypatch,
 
 @pytest.mark.parametrize("condense", [None, "--condense", "--no-condense"])
 def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, monkeypatch, condense):
-    """The embedded model cannot rephrase: it is not asked to unless told, and what it then writes is searched for."""
+    """The embedded model cannot rewrite questions: it is not asked to unless told, and what it then writes is searched for."""
     asked = [questions[0]["question"], "And where is that?"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
     flags = [condense] if condense else []
@@ -144,7 +144,7 @@ def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, m
     assert code == 0
     shown = [line.removeprefix("searching for: ") for line in err.splitlines() if line.startswith("searching for: ")]
     assert len(shown) == (condense == "--condense")
-    assert ("cannot rephrase" in err) == (condense is None)
+    assert ("cannot rewrite" in err) == (condense is None)
     searched = shown[0] if shown else asked[1]
     found = run("search", searched, "-k", "2", "--index", "i")[1]
     assert found.strip() in out
@@ -396,7 +396,7 @@ def test_doctor_names_what_is_missing_and_the_way_out(run):
     code, out, _ = run("doctor", "--model", "./nowhere", *PLACE)
     assert code == 1
     assert "NO  model" in out
-    assert "to mend, model: choose another --model" in out
+    assert "to fix, model: choose another --model" in out
 
 
 @pytest.fixture
