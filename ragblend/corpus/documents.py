@@ -72,9 +72,7 @@ class FileContents:
     documents: Iterable[Document]
     failure: str = ""
     unread: tuple[str, ...] = ()  # sources of these records, or what their sources begin with before a full stop
-    notes: dict[str, str] = field(
-        default_factory=dict
-    )  # sentence on what was left out or guessed -> the first source that it is about
+    notes: dict[str, str] = field(default_factory=dict)  # sentence on an omission or a guess -> its first source
 
     def may_be_unread(self, source: str) -> bool:
         """Return True if `source` belongs to a record that could not be read."""

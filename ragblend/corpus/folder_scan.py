@@ -54,9 +54,7 @@ class FolderScan:
     """What named files and folders hold. Every path is a `normal_path`; a file's path is its `source`."""
 
     roots: list[str] = field(default_factory=list)  # the named files and folders
-    files: dict[str, str] = field(
-        default_factory=dict
-    )  # file to read -> the root in which it was found, in reading order
+    files: dict[str, str] = field(default_factory=dict)  # file to read -> the root that holds it, in reading order
     named_files: set[str] = field(default_factory=set)  # those of `files` that were named
     filtered_out: set[str] = field(default_factory=set)  # files that only `glob` leaves out
     links: set[str] = field(default_factory=set)  # other names of files to read

@@ -61,9 +61,7 @@ class VerifyReport:
     orphans: int | None = None
     num_without_kv: int | None = None  # indexed chunks; not damage, because a store may hold only some
     num_repaired: int = 0
-    dropped: list[str] = field(
-        default_factory=list
-    )  # files that `repair_store` could only remove, and how to make them again
+    dropped: list[str] = field(default_factory=list)  # removed files, and how to make them again
     unrepaired: list[str] = field(default_factory=list)  # problems that it could not repair, and what to do
 
     @property

@@ -15,9 +15,7 @@ _FRONT_MATTER_END = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
 _FRONT_MATTER_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 _FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})")
 _ATX = re.compile(r" {0,3}(#{1,6})(?:[ \t]|$)")
-_NO_PARAGRAPH = re.compile(
-    r"[ \t]*(?:$|[-*+>|#]|\d{1,9}[.)] |<!--)| {4}|\t"
-)  # a line that no underline makes a heading
+_NO_PARAGRAPH = re.compile(r"[ \t]*(?:$|[-*+>|#]|\d{1,9}[.)] |<!--)| {4}|\t")  # a line that cannot be underlined
 _LINK = re.compile(r"!?\[([^\[\]]{1,500})\](?:\([^()]{0,2000}\)|\[[^\[\]]{0,500}\])?")
 _HEADING_ID = re.compile(r"\{[^{}]{0,200}\}$")
 _ADORNMENT_LINE = re.compile(r"^([=\-~^\"'`#*+.:_<>])\1{2,}[ \t]*$", re.MULTILINE)

@@ -629,10 +629,8 @@ class DiskStore(KVStore):
         if not is_unsigned:
             log.warning("stored KV %s is damaged (%s), %s; repair: ragblend verify --repair", key, reason, outcome)
             return
-        is_first, self._has_warned = (
-            not self._has_warned,
-            True,
-        )  # in a store from before the key, every entry is unsigned
+        # Only the first is a warning, because every entry of a store from before the key is unsigned.
+        is_first, self._has_warned = not self._has_warned, True
         log.log(
             logging.WARNING if is_first else logging.INFO,
             "stored KV %s is not used: %s, %s. Who wrote it? If you trust all that this store holds: ragblend sign "

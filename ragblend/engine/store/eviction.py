@@ -238,9 +238,7 @@ class DiskEvictor:
         now_s, found, kept, damaged_bytes = time.time(), dict[str, os.stat_result](), set[str](), dict[str, int]()
         for folder in _folders(self._root):
             try:
-                changed_ns = (
-                    folder.stat().st_mtime_ns
-                )  # read before the listing, so that a later change is seen next time
+                changed_ns = folder.stat().st_mtime_ns  # before the listing, so that a later change is seen next time
                 is_known = self._listed_ns.get(folder.name) == changed_ns
                 files = None if is_known else self._list(folder, removes_damaged, damaged_bytes)
             except OSError:  # a folder that cannot be listed keeps its known entries

@@ -37,9 +37,7 @@ __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
 
 log = logging.getLogger(__name__)
 
-PROMOTION_BYTES = (
-    1 << 30
-)  # of entries queued for promotion to a disk or remote tier; an entry that does not fit is not promoted
+PROMOTION_BYTES = 1 << 30  # size of the queue for promotion to a disk or remote tier; other entries are not promoted
 NUM_PREFETCHES = 4
 
 
@@ -59,9 +57,7 @@ class TieredStore(KVStore):
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         self._tiers = tiers
-        self._remote_tiers = tuple(
-            tier for tier in tiers if tier.is_remote
-        )  # computed once, because every request reads it
+        self._remote_tiers = tuple(tier for tier in tiers if tier.is_remote)  # cached, because every request reads it
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
         # Queues of promotions into tiers other than memory, by position.
