@@ -57,8 +57,7 @@ app = typer.Typer(
 
 @with_settings("model backend index store remote")
 def doctor(settings: Settings, json_: JsonOption = False) -> None:
-    """Check this machine: versions, model, embedder, disk, remote tier and vLLM. Says what is missing and how to fix
-    it."""
+    """Check this machine: versions, model, embedder, disk, remote tier and vLLM. Says how to fix what is missing."""
     from ragblend.operations.doctor import run_diagnostics
 
     checks = [

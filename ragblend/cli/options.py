@@ -106,8 +106,7 @@ ShowSources = Annotated[bool, typer.Option("--show-sources", help="Print the ret
 
 
 class WorkerCount(NamedTuple):
-    """The value of `--workers`: the number of processes, and whether they run on a Ray cluster that is already
-    running."""
+    """The value of `--workers`: the number of processes, and whether they run on a running Ray cluster."""
 
     number: int
     on_cluster: bool = False

@@ -65,8 +65,7 @@ def print_message(text: str) -> None:
 
 
 def print_error(error: object) -> None:
-    """Print an error of the library on stderr, with flags in place of argument names; red if the terminal has
-    colors."""
+    """Print an error of the library on stderr, with flags in place of argument names; red on a color terminal."""
     has_colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print_message(typer.style(f"error: {error}", fg="red") if has_colors else f"error: {error}")
 
@@ -293,8 +292,7 @@ def waiting_lines(title: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bars() -> Iterator[Any]:
-    """Give a progress callback that draws bars with rate and time left on stderr; it prints lines if stderr is no
-    terminal."""
+    """Give a progress callback that draws bars with rate and time left on stderr; lines if that is no terminal."""
     if not sys.stderr.isatty():
         with progress_lines(print_notice) as on_progress:
             yield on_progress

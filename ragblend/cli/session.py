@@ -45,8 +45,7 @@ def settings_for_demo(arguments: dict[str, Any]) -> Settings:
 
 
 def use_one_thread() -> None:
-    """Limit torch to one thread: on a busy machine two threads of so small a model wait for each other at every
-    step."""
+    """Limit torch to one thread: two threads of so small a model wait for each other on a busy machine."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -124,8 +123,7 @@ def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[Ra
 
 
 def open_settings_index(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:
-    """Return the index that the settings name, checked against the engine's tokenizer; with `create` an empty one if
-    there is none."""
+    """Return the settings' index, checked against the engine's tokenizer; a new one with `create` if there is none."""
     from ragblend.engine.base import EngineBase
     from ragblend.precompute import open_engine_index
 
@@ -144,8 +142,7 @@ def embedder_name(settings: Settings) -> str | None:
 
 
 def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any] | None:
-    """Return whether the remote tier answers, what it holds and how many of the local keys it lacks; None without a
-    remote tier."""
+    """Return the remote tier's state, its contents and how many local keys it lacks; None without a remote tier."""
     if settings.remote is None:
         return None
     from ragblend.engine.store.remote.tier import open_remote
@@ -166,8 +163,7 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
 
 
 def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
-    """Wait until the remote tier has every stored entry, or stops answering; closing the tier waits only a few
-    seconds."""
+    """Wait until the remote tier has every stored entry or stops answering; closing waits only a few seconds."""
     from ragblend.engine.store.remote.tier import RemoteStore
 
     for tier in engine.store.tiers:

@@ -18,8 +18,7 @@ EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
 @with_settings("store remote")
 def push(settings: Settings, json_: JsonOption = False) -> None:
-    """Send the remote tier the entries that only the local store has. Exits 5 if some did not arrive, 1 if it is
-    full."""
+    """Send the remote tier the entries that it lacks. Exits 5 if some did not arrive, 1 if it is full."""
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.store.tiered import format_bytes
     from ragblend.operations.maintenance import push_store

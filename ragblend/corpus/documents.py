@@ -59,8 +59,7 @@ class Document:
 
     @property
     def content_hash(self) -> str:
-        """32 hex digits; equal if text, metadata and marks are equal, so that ingestion can skip unchanged
-        documents."""
+        """32 hex digits; equal if text, metadata and marks are equal, so ingestion skips unchanged documents."""
         metadata = json.dumps([dict(self.metadata), self.marks], sort_keys=True, default=str)
         return hashlib.blake2b(f"{metadata}\0{self.text}".encode(), digest_size=16).hexdigest()
 
@@ -259,8 +258,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def normalize_text(text: str) -> str:
-    """Return `text` with "\\n" line breaks and with U+FFFD for lone surrogates, which JSON can contain and hashing
-    cannot encode."""
+    """Return `text` with "\\n" line breaks and U+FFFD for lone surrogates, which JSON allows and UTF-8 does not."""
     if _SURROGATE.search(text):
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return unify_line_breaks(text)

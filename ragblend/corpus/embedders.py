@@ -77,14 +77,12 @@ class SentenceTransformerEmbedder:
 
     @property
     def max_tokens(self) -> int | None:
-        """The model's limit in its own tokens; None for no limit. Longer texts take several windows. Loads the
-        model."""
+        """The model's limit in its own tokens; None for no limit. Longer texts take windows. Loads the model."""
         limit = self._model.max_seq_length
         return None if limit is None or math.isinf(limit) else int(limit)
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """Return the texts' vectors, [n, dim] float32 unit rows. Raises UsageError for text that is not valid
-        Unicode."""
+        """Return the texts' vectors, [n, dim] float32 unit rows. Raises UsageError for invalid Unicode."""
         if not texts:
             return np.zeros((0, self.dim), np.float32)
         for text in texts:
@@ -100,8 +98,7 @@ class SentenceTransformerEmbedder:
         return np.ascontiguousarray(pooled, np.float32)
 
     def embed_query(self, text: str, /) -> FloatArray:
-        """Return the question's vector, [dim] float32, encoded as the model encodes questions (some prepend an
-        instruction)."""
+        """Return the question's vector, [dim] float32, encoded as a question (some models prepend an instruction)."""
         check_unicode(text, "the question")
         vector: FloatArray = self._encode(self._model.encode_query, [text])[0]
         return vector
@@ -298,8 +295,7 @@ class HashingEmbedder:
         self.name = "hashing"
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """Return the texts' vectors, [n, dim] float32 unit rows; a text without words gets the vector of its
-        characters."""
+        """Return the texts' vectors, [n, dim] float32 unit rows; without words, that of its characters."""
         vectors = np.zeros((len(texts), self.dim), np.float32)
         for vector, text in zip(vectors, texts, strict=True):
             check_unicode(text, "a text to embed")

@@ -294,8 +294,7 @@ def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFa
 
 
 def _kind(entry: os.DirEntry[str], unreadable: list[ReadFailure]) -> str:
-    """Return "file", "folder", or "other" (a pipe, a device, a broken link or a link to a folder); "" for hidden
-    names."""
+    """Return "file", "folder", or "other" (a pipe, a device, a link to a folder or broken); "" if hidden."""
     if entry.name.startswith(".") or entry.name in SKIPPED_NAMES:
         return ""
     try:
@@ -325,8 +324,7 @@ def _leads_to_folder_of(found: FolderScan, path: str) -> bool:
 
 
 def _drop_outside_links(found: FolderScan) -> None:
-    """Drop links to files outside of the roots, because who may write to a folder may not be allowed to read those
-    files."""
+    """Drop links to files outside of the roots: a folder's writers may not be allowed to read those files."""
     for path in [each for each in found.files if each not in found.named_files and os.path.islink(each)]:
         target = os.path.realpath(path)
         if not any(is_in(target, top) for top in found.roots):
@@ -351,8 +349,7 @@ class _GitignoreRules(NamedTuple):
 
     @staticmethod
     def from_parents(top: str) -> _GitignoreRules:
-        """Return the rules that the folders above `top` in its git repository set for it; no rules if they leave out
-        `top` itself."""
+        """Return the rules from the folders above `top` in its git repository; none if they leave out `top` itself."""
         folders, folder = [], top
         while not os.path.exists(os.path.join(folder, ".git")):
             parent = os.path.dirname(folder)

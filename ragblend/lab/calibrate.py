@@ -55,8 +55,7 @@ class CalibrationSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The engine with its new calibration on questions that were not used for fitting. `low`, `high`: 95 % interval
-    (Wilson)."""
+    """The new calibration on questions not used for fitting. `low`, `high`: 95 % interval (Wilson)."""
 
     num_questions: int
     agreement: float
@@ -143,8 +142,7 @@ def calibrate(
 
 
 def read_questions(text: str) -> list[str]:
-    """Return the questions in a text: one per line, or one JSON object with a "question" per line. Raises
-    UsageError."""
+    """Return the questions in a text: a question or a JSON object with a "question" per line. Raises UsageError."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or not lines[0].startswith("{"):
         return lines
@@ -226,8 +224,7 @@ def measure(
     ratios: Sequence[float],
     on_progress: Progress,
 ) -> dict[str, Curve]:
-    """Return the curve of each rule: every prompt blended as a calibrated engine blends it, compared with full
-    prefill."""
+    """Return the curve of each rule: prompts as a calibrated engine blends them, compared with full prefill."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
     for number, prompt in enumerate(prompts):
@@ -300,8 +297,7 @@ def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_L
 
 
 def fit_all(curves: Mapping[str, Curve], target: float, check_layer: int = CHECK_LAYER) -> tuple[RuleFit, ...]:
-    """Return a fit per rule, the one with the smallest charged budget first; among equal ones in the order of
-    `curves`."""
+    """Return a fit per rule, smallest charged budget first; equal ones in the order of `curves`."""
     fits = [fit_ratio(rule, curve, target, check_layer) for rule, curve in curves.items()]
     return tuple(sorted(fits, key=lambda each: each.point.charged_budget))
 

@@ -105,8 +105,7 @@ SLIGHT = 0.1
 
 
 def plan(profile: MachineProfile, storages: Sequence[Storage], need: WorkloadSpec) -> StoragePlan:
-    """Return the estimates of all storages, and the cheapest from which blending `need` is as fast as from memory.
-    Raises UsageError."""
+    """Return all storages' estimates and the cheapest as fast as memory for `need`. Raises UsageError."""
     names = [storage.name for storage in storages]
     if not storages or len(set(names)) < len(names):
         raise UsageError(f"storages are {', '.join(names) or 'none'}; name one or more, each once (--storage)")

@@ -55,8 +55,7 @@ _PREFIX_TOKENS = 1024  # context length reserved for the system text
 
 @dataclass(frozen=True, slots=True)
 class ProfileConfig:
-    """The workload to measure: prompts of up to `num_chunks` chunks of `chunk_tokens` tokens, each timed `repeats`
-    times."""
+    """The workload: prompts of up to `num_chunks` chunks of `chunk_tokens` tokens, each timed `repeats` times."""
 
     num_chunks: int = 6
     chunk_tokens: int = 512

@@ -292,8 +292,7 @@ def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _LiveChunks) -> tupl
 
 
 def _unrecord_missing(disk: DiskStore) -> None:
-    """Remove missing entries from the registry's record. Call it last: until then a killed `gc` reports them as
-    missing."""
+    """Remove missing entries from the registry's record. Comes last: a killed `gc` reports them as missing."""
     if (disk.root / REGISTRY_FILE).exists():
         with open_registry(disk) as registry:
             if gone := [key for key in registry.stored() if not disk.has_file(key)]:

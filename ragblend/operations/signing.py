@@ -24,8 +24,7 @@ Progress = Callable[[str, int, int | None], None]
 
 @dataclass(slots=True)
 class SignReport:
-    """What `sign_store` did. `refused`: keys of entries that are damaged or have unexpected shapes, with the
-    reasons."""
+    """What `sign_store` did. `refused`: entries that are damaged or of unexpected shapes, by key."""
 
     num_signed: int = 0
     num_known: int = 0  # already signed with the key
@@ -92,8 +91,7 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
 
 
 def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str]) -> int:
-    """Delete `damaged` entries of a remote tier and send those that the directory has intact. Return the number
-    sent."""
+    """Delete a remote tier's `damaged` entries and send those that the directory has. Return the number sent."""
     disk, sent = DiskStore(store, create=False), 0
     for key in damaged:
         remote.delete(key)

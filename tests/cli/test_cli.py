@@ -136,7 +136,7 @@ def test_chat_answers_every_line_until_an_empty_one(run, questions, monkeypatch,
 
 @pytest.mark.parametrize("condense", [None, "--condense", "--no-condense"])
 def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, monkeypatch, condense):
-    """The embedded model cannot rewrite questions: it is not asked to unless told, and what it then writes is searched for."""
+    """The embedded model cannot rewrite: it is not asked to unless told, and what it then writes is searched for."""
     asked = [questions[0]["question"], "And where is that?"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
     flags = [condense] if condense else []

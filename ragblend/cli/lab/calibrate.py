@@ -103,8 +103,7 @@ def calibrate(
 
 
 def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> list[str]:
-    """Return the questions of file `named`, or `count` generated ones; for the embedded model in the forms that it
-    knows."""
+    """Return the questions of file `named`, or `count` generated ones; in the embedded model's forms for that model."""
     from ragblend.lab.calibrate import generate_questions, read_questions
 
     if named is not None:

@@ -91,8 +91,7 @@ def table_row(cells: Sequence[str]) -> str:
 
 
 def check_table_depth(num_open: int) -> None:
-    """Raise UnreadableDocumentError if a table begins inside too many others, because each joins its inner text
-    again."""
+    """Raise UnreadableDocumentError if a table begins inside too many others, because each joins its text again."""
     if num_open >= _MAX_NESTED_TABLES:
         raise UnreadableDocumentError(
             f"has tables inside each other, more than the {_MAX_NESTED_TABLES} levels that are read; save it as PDF"

@@ -105,8 +105,7 @@ def _take_sample(data: bytes) -> bytes:
 
 
 def _reads_as_windows_1252(sample: bytes, scores: dict[str, float], best: str) -> bool:
-    """Return True if windows-1252, by far the most frequent charset, is about as likely as `best` and gives plausible
-    words."""
+    """Return True if windows-1252, by far the most frequent charset, is about as likely as `best` and plausible."""
     if 2 * scores.get("cp1252", 0.0) < scores[best]:
         return False
     return not _CAPITAL_IN_WORD.search(sample.decode("cp1252", "replace"))

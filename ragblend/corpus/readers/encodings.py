@@ -42,8 +42,7 @@ class DecodedText(NamedTuple):
 
 
 def decode(data: bytes) -> str:
-    """Return the text of `data`: by its byte order mark, else as UTF-8. Raises UnreadableDocumentError if it is not
-    such text."""
+    """Return the text of `data`: by its byte order mark, else as UTF-8. Raises UnreadableDocumentError."""
     marked = detect_bom_encoding(data)
     if marked is None and b"\0" in data:
         raise UnreadableDocumentError(BINARY_REASON)
@@ -176,8 +175,7 @@ def _name(codec: str) -> str:
 
 
 def decode_as(data: bytes, encoding: str, start: int = 0) -> str:
-    """Return the text of `data`, a file's bytes from `start` on. Raises UnreadableDocumentError with the first offset
-    that is not text."""
+    """Return the text of a file's bytes from `start` on. Raises UnreadableDocumentError with the first bad offset."""
     try:
         return data.decode(encoding)
     except (UnicodeError, LookupError) as error:

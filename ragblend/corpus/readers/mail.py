@@ -78,8 +78,7 @@ def _parse_mail(data: bytes, key: str) -> ParsedRecord:
 
 
 def _to_ascii_compatible(data: bytes) -> bytes:
-    """Return `data` without a byte order mark or blank lines before the header; UTF-16, as Outlook exports it, as
-    UTF-8."""
+    """Return `data` as UTF-8 if it is UTF-16 (Outlook), without byte order mark and blank lines before the header."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data[:64]:
         data = decode_text(data).text.encode("utf-8", "replace")
     return data.removeprefix(_UTF8_MARK).lstrip()
@@ -160,8 +159,7 @@ class _PartReader:
 
 
 def _choose_alternative(parts: list[Message]) -> list[Message]:
-    """Return the plain text if it is not empty, else the last part with text, which is the richest (RFC 2046,
-    5.1.4)."""
+    """Return the plain text if it is not empty, else the last text, the richest (RFC 2046, 5.1.4)."""
     for part in parts:
         if part.get_content_type() == "text/plain" and str(part.get_payload()).strip():
             return [part]

@@ -49,8 +49,7 @@ def local_name(element: Element) -> str:
 
 
 def attribute(element: Element, name: str, default: str = "") -> str:
-    """Return the attribute with this local name, in any namespace, because transitional and strict files use different
-    ones."""
+    """Return the attribute with this local name, in any namespace: transitional and strict files differ."""
     if (value := element.get(name)) is not None:
         return value
     for key, value in element.items():
@@ -107,8 +106,7 @@ def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[Step]:
 
 
 def outermost(root: Element, *names: str, left_out: Set[str] = frozenset()) -> Iterator[Element]:
-    """Yield the elements below `root` with one of the names, except those inside another of them, so that no text is
-    read twice."""
+    """Yield the elements below `root` with one of the names, except inside another of them: no text is read twice."""
     num_open = 0
     for begins, element, name in walk(root, left_out):
         if name in names:
@@ -125,8 +123,7 @@ class Relationship(NamedTuple):
 
 
 def read_relationships(container: ZipContainer, part: str) -> dict[str, Relationship]:
-    """Return a part's relationships by id, without those to targets outside the file; none if it has no file of
-    them."""
+    """Return a part's relationships by id, without those to targets outside of the file."""
     folder, name = posixpath.split(part)
     path = posixpath.join(folder, "_rels", f"{name}.rels")
     if path not in container:
@@ -157,8 +154,7 @@ def find_main_part(container: ZipContainer, default: str) -> str:
 
 
 def read_properties(container: ZipContainer, part: str) -> dict[str, str]:
-    """Return the file's `title` and `author`, as far as its part of properties has them; none if the part is
-    damaged."""
+    """Return the file's `title` and `author`, as far as its properties have them; none if damaged."""
     if part not in container:
         return {}
     try:

@@ -30,8 +30,7 @@ _MAX_REPEATED_CELLS = 64  # limit, because one cell that repeats thousands of ti
 
 
 def _read(kind: str, data: bytes) -> ParsedRecords:
-    """Read one file as one document. Raises UnreadableDocumentError, which names `kind`, for other, damaged and
-    encrypted files."""
+    """Read one file as one document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
     container = ZipContainer(data, kind)
     if "META-INF/manifest.xml" in container and b"encryption-data" in container.read("META-INF/manifest.xml"):
         raise UnreadableDocumentError(f"is an {kind} with a password; save it without one")

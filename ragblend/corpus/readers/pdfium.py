@@ -84,8 +84,7 @@ class PdfContents(NamedTuple):
 
 
 def read_contents(data: bytes) -> PdfContents:
-    """Return the contents of the PDF `data`. Raises UnreadableDocumentError for a password, damage and other
-    formats."""
+    """Return the contents of the PDF `data`. Raises UnreadableDocumentError if it cannot be read."""
     _check_inflated_size(data)
     with _LOCK, _opened(data) as document, _opened_form(document) as form:
         num_pages = len(document)

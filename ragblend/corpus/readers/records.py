@@ -217,8 +217,7 @@ def read_parquet(data: bytes, text_field: str = "") -> ParsedRecords:
 
 
 def _parse_parquet(file: BinaryIO, text_field: str) -> ParsedRecords:
-    """Yield each row as a JSON object of its columns, without columns of bytes and of lists of numbers (embeddings,
-    pictures)."""
+    """Yield each row as a JSON object of its columns, without bytes and lists of numbers (embeddings, pictures)."""
     try:
         from pyarrow import ArrowException, types
         from pyarrow.parquet import ParquetFile

@@ -54,8 +54,7 @@ def strip_markup(markup: str) -> str:
 
 
 def _separator(num_tags: int, has_space: bool, has_break: bool) -> str:
-    """Return the white space between two texts. One tag between them is inside of a sentence, two end and begin an
-    element."""
+    """Return the white space between two texts. One tag is inside of a sentence; two end and begin an element."""
     if num_tags <= 1 and not has_break:
         return " " if has_space else ""
     return "\n" if num_tags <= 2 else "\n\n"

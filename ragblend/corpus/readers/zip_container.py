@@ -39,8 +39,7 @@ class ZipContainer:
         return sum(entry.file_size for entry in self._entries.values())
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a part. Raises UnreadableDocumentError if it is missing, damaged, encrypted or too
-        large."""
+        """Return the bytes of a part. Raises UnreadableDocumentError if it cannot be read or is too large."""
         entry = self._entries.get(_part_key(name))
         if entry is None:
             raise UnreadableDocumentError(
@@ -87,7 +86,6 @@ def _size_message(kind: str) -> str:
 
 
 def check_unpacked_size(container: ZipContainer) -> None:
-    """Raise UnreadableDocumentError if the directory declares more bytes than are unpacked. For files that another
-    library unpacks."""
+    """Raise UnreadableDocumentError if the directory declares too many bytes. For files that others unpack."""
     if container.declared_bytes() > MAX_UNPACKED_BYTES:
         raise UnreadableDocumentError(_size_message(container.kind))

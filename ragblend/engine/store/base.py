@@ -31,8 +31,7 @@ class StoreCounters:
 
 
 class VerifyResult(NamedTuple):
-    """The result of reading every byte of one entry. `ok`: the bytes are unchanged; else `reason` says what is
-    wrong."""
+    """The result of reading every byte of one entry. `ok`: unchanged; else `reason` says what is wrong."""
 
     key: str
     ok: bool
@@ -92,8 +91,7 @@ class KVStore(ABC):
         return {}
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry of a request that has already `fetched` its keys (`fetch_many`). Does not contact other
-        machines."""
+        """Return the entry for a request that `fetched` its keys (`fetch_many`). Does not contact other machines."""
         return self.get(key, token_ids)
 
     @abstractmethod
@@ -192,7 +190,7 @@ class ByteStore(Protocol):
     def get(self, name: str) -> bytes | None: ...
     def put(self, name: str, data: bytes) -> None: ...
     def contains(self, name: str) -> bool: ...
-    def contains_many(self, names: Sequence[str]) -> list[bool]: ...  # at most CONTAINS_BATCH, in one or two requests
+    def contains_many(self, names: Sequence[str]) -> list[bool]: ...  # at most CONTAINS_BATCH, about one round trip
     def delete(self, name: str) -> bool: ...
     def sizes(self) -> Iterator[tuple[str, int]]: ...  # every name with its bytes
     def clean(self) -> int: ...  # remove files of killed writers; their number

@@ -75,8 +75,7 @@ _MAX_DIM = 1 << 31
 
 
 class UnreadableError(Exception):
-    """Bytes that are not a valid entry, or not the requested one. A store turns the error into a miss; it does not
-    reach users."""
+    """Bytes that are not a valid entry, or not the requested one. Stores turn it into a miss; users do not see it."""
 
 
 class MismatchError(UnreadableError):
@@ -123,8 +122,7 @@ _CHECKSUM, _SECURE = _Digest("layers_xxh3_128", 32, xxh3_128), _Digest("layers_b
 
 
 def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
-    """Return the size in bytes of length prefix and header, which is the offset of the tensors. Raises UsageError above
-    the limit."""
+    """Return the bytes of length prefix and header: the tensors' offset. Raises UsageError above the limit."""
     digest = _digest_for(store_key)
     nbytes = len(_encode_header(kv.header, kv.layers, ["0" * digest.num_digits] * len(kv.layers), store_key))
     if nbytes > _MAX_HEADER_BYTES:
@@ -137,8 +135,7 @@ def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
 
 
 def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: StoreKey | None = None) -> None:
-    """Write a chunk file to an empty, seekable stream, signed if `store_key` is given. `data_offset` is `header_nbytes`
-    of the chunk."""
+    """Write a chunk file to an empty, seekable stream, signed with `store_key`. `data_offset`: its `header_nbytes`."""
     # Checksums belong in the header but come from the data: write that first, so each layer is copied once.
     stream.seek(data_offset)
     checksums = []
@@ -304,8 +301,7 @@ def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKe
 def _layer_spans(
     header: KVHeader, table: Mapping[str, Any], checksums: Sequence[str], start: int
 ) -> tuple[_LayerExtent, ...]:
-    """Return the extent of every layer. Raises ValueError unless the tensors are contiguous and have the right
-    shapes."""
+    """Return the extent of every layer. Raises ValueError for gaps and for wrong shapes."""
     spans, end, num_tensors = [], 0, 0
     for index, checksum in enumerate(checksums):
         layer_start, layer = end, f"layer.{index:03d}"
@@ -342,8 +338,7 @@ def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
 
 
 class SharedFile:
-    """A read-only descriptor that is closed when its last reader releases it, so no read uses a reused descriptor
-    number."""
+    """A read-only descriptor, closed after its last reader releases it, so no read uses a reused number."""
 
     __slots__ = ("fd",)
 
@@ -502,8 +497,7 @@ class DiskKV:
             raise DamagedEntryError(self.header.key, f"layer {index} cannot be read: {error}") from error
 
     def verify(self, file: SharedFile) -> None:
-        """Read every layer from `file`, from which this object was made. Raises UnreadableError at the first damaged
-        layer."""
+        """Read every layer from `file`, from which this object was made. Raises UnreadableError for a damaged one."""
         for index in range(self.header.num_layers):
             self._read(file, index)
 

@@ -74,8 +74,7 @@ TOUCHES_KEPT = 1 << 16  # entries whose next check of the time on disk is cached
 
 
 class StoreEntry(NamedTuple):
-    """One stored chunk. `nbytes` is the file's size; `last_used_s` is in seconds since the epoch, accurate to a
-    minute."""
+    """One stored chunk. `nbytes`: the file's size; `last_used_s`: seconds since the epoch, accurate to a minute."""
 
     key: str
     nbytes: int
@@ -395,8 +394,7 @@ class DiskStore(KVStore):
         return sum(stat.st_size for _, stat in found)
 
     def _remove(self, files: Sequence[tuple[Path, os.stat_result]]) -> None:
-        """Delete files, as many as possible. Raises StoreNotWritableError with the numbers if some could not be
-        deleted."""
+        """Delete files, as many as possible. Raises StoreNotWritableError if some remain."""
         failure, num_kept, kept_bytes = "", 0, 0
         for path, stat in files:
             try:
@@ -430,8 +428,7 @@ class DiskStore(KVStore):
         }
 
     def pinned_keys(self) -> frozenset[str]:
-        """Return the keys of all pinned documents. Raises CorruptError if a pin cannot be read, because its keys are
-        unknown."""
+        """Return the keys of all pinned documents. Raises CorruptError for an unreadable pin."""
         damaged: list[str] = []
         notes = [
             note for _, note in self._read_metadata(PINS_DIR, lambda *warning: damaged.append(warning[0] % warning[1:]))
@@ -448,8 +445,7 @@ class DiskStore(KVStore):
         return _place(self._pin_path(document))
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
-        """Store facts about a model whose KV this store holds (name, dtype, number of layers, ...) as JSON. Raises what
-        `put` raises."""
+        """Store facts about a model (name, dtype, number of layers, ...) as JSON. Raises what `put` raises."""
         self._write_metadata(self._model_path(fingerprint), facts)
 
     def models(self) -> dict[str, dict[str, Any]]:

@@ -81,8 +81,7 @@ class DiskEvictor:
 
     @contextmanager
     def reserve(self, key: str, nbytes: int) -> Iterator[None]:
-        """Evict entries until the new one fits, then let the caller write it. Raises StoreFullError if it cannot
-        fit."""
+        """Evict entries until the new one fits, then let the caller write it. Raises StoreFullError."""
         if self._capacity is None:
             yield
             return
@@ -122,8 +121,7 @@ class DiskEvictor:
                 return self._used_bytes + sum(self._damaged_bytes.values())
 
     def invalidate(self) -> None:
-        """Mark the table as outdated, after entries were moved aside or deleted in bulk. The next `put` lists the
-        directory."""
+        """Mark the table as outdated after bulk changes of the directory. The next `put` lists the directory."""
         self._looked_s = None
 
     # -- the table; callers hold its lock

@@ -24,8 +24,7 @@ _PATTERNS = {
 
 
 def layer_is_finite(layer: StoredLayer) -> bool:
-    """Return True if every number of a layer, read in its model's dtype, is finite. The layer is contiguous, on the
-    CPU."""
+    """Return True if every number of a layer, read in its model's dtype, is finite. The layer must be contiguous."""
     if isinstance(layer, LayerKV):
         return all(map(is_finite, layer))
     dtype = layer.first_keys.dtype
@@ -46,8 +45,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _codes_are_finite(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if codes times scales are finite in `dtype`. The codes -128 of int8 and NaN of fp8 are never
-    stored."""
+    """Return True if codes times scales are finite in `dtype`. int8's -128 and fp8's NaN are never stored."""
     bits = codes.reshape(-1).view(torch.uint8).numpy()
     if bits.size:
         bad = int(bits.view(np.int8).min()) == -128 if codes.dtype == torch.int8 else int((bits & 0x7F).max()) == 0x7F

@@ -87,15 +87,13 @@ def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
 
 
 def fingerprint(weights_digest: str, config: Mapping[str, Any], dtype: str) -> str:
-    """Return 32 hex digits; equal exactly when weight bytes, architecture config (RoPE included) and dtype are
-    equal."""
+    """Return 32 hex digits; equal if and only if weight bytes, architecture config (with RoPE) and dtype are."""
     text = json.dumps([weights_digest, dict(config), dtype], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def digest_files(paths: Iterable[Path], cache: Path | None = None) -> str:
-    """Return a digest of file names and contents, in any order. File digests are cached in `cache` by path, size and
-    time."""
+    """Return a digest of file names and contents in any order. `cache` holds digests by path, size and time."""
     known = _read_cache(cache)
     named_digests = []
     changed = False

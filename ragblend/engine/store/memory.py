@@ -133,8 +133,7 @@ class MemoryStore(KVStore):
             return self._used_bytes
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Exempt a document's entries, held now or later, from eviction until `unpin`. Replaces an earlier pin of
-        it."""
+        """Exempt a document's entries, held now or later, from eviction until `unpin`. Replaces its pin."""
         with self._lock:
             self._pins[document] = frozenset(keys)
 
@@ -182,6 +181,5 @@ def _needs_copy(tensor: Tensor) -> bool:
 
 
 def write_counters(layers: Sequence[StoredLayer]) -> tuple[int, ...]:
-    """Return how often torch wrote into each tensor, views included; 0 for inference tensors, which do not count
-    writes."""
+    """Return how often torch wrote into each tensor, with views; 0 for inference tensors, which do not count."""
     return tuple(0 if tensor.is_inference() else tensor._version for layer in layers for tensor in layer)

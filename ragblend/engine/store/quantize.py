@@ -29,8 +29,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # half of it is less than any
 
 
 class QuantizedLayer(NamedTuple):
-    """One layer's KV of a chunk of T tokens, of which the first S are stored as computed. Fields are in stored
-    order."""
+    """One layer's KV of T tokens, of which the first S are stored as computed. Fields are in stored order."""
 
     key_scales: Tensor  # [H, 1, D] float32
     value_scales: Tensor  # [H, T - S, 1] float32
@@ -87,8 +86,7 @@ def stored_bytes_per_token(head_dims: int, heads: int, itemsize: int, kv_dtype: 
 
 
 def _scales(tensor: Tensor, dim: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the scales of [H, T, D] over `dim`, which stays in the shape; None for values that are infinite, NaN or
-    nearly so."""
+    """Return the scales of [H, T, D] over `dim`, which stays in the shape; None for values near infinity or NaN."""
     largest = tensor.abs().amax(dim, keepdim=True).float()
     if not bool((largest < _LARGEST_VALUE).all()):
         return None

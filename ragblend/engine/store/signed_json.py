@@ -26,8 +26,7 @@ def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None
 
 
 def decode_signed_json(data: bytes, kind: str, key: StoreKey | None = None) -> dict[str, Any]:
-    """Return the facts in a file. Raises ValueError with the reason if the bytes have changed, or if there is a key and
-    its signature is missing."""
+    """Return the facts in a file. Raises ValueError if they have changed, or lack the key's signature."""
     try:
         found: dict[str, Any] = dict(json.loads(data))
         signature = found.pop(SIGNATURE, None)

@@ -134,8 +134,7 @@ def key_origin() -> str:
 
 
 def read_key(path: Path) -> StoreKey:
-    """Return the key in a file that only its owner may write, and only owner and group may read. Raises NotFoundError
-    and UsageError."""
+    """Return the key in a file that others can neither read nor change. Raises NotFoundError and UsageError."""
     try:
         with os.fdopen(open_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())

@@ -107,13 +107,11 @@ class TieredStore(KVStore):
     # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the intact entry from the fastest tier that has it; None if no tier has it. Its tensors are
-        read-only."""
+        """Return the intact entry from the fastest tier that has it, else None. Its tensors are read-only."""
         return self._counted(self._find(key, token_ids, self._tiers))
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry of a request that has already `fetched` its keys (`fetch_many`). Does not contact other
-        machines."""
+        """Return the entry for a request that `fetched` its keys (`fetch_many`). Does not contact other machines."""
         kv = fetched.get(key)
         if kv is None or (token_ids is not None and kv.header.token_ids != tuple(token_ids)):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])
@@ -362,8 +360,7 @@ class TieredStore(KVStore):
         return self._each_within(timeout_s, "flush")
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds for background work, then drop and count the rest. Return True if all was
-        done."""
+        """Wait up to `timeout_s` seconds for background work, then drop and count the rest. True if all was done."""
         with self._lock:
             executor, self._executor = self._executor, None
             self._pulling.clear()
@@ -382,8 +379,7 @@ class TieredStore(KVStore):
 
 
 def disk_tier(store: KVStore) -> DiskStore | None:
-    """Return the local disk tier of `store`, which holds pins, calibrations and other metadata; None if there is
-    none."""
+    """Return the local disk tier of `store`, which holds pins and other metadata; None if there is none."""
     return next((tier for tier in store.tiers if isinstance(tier, DiskStore)), None)
 
 

@@ -65,8 +65,7 @@ class AppliedTombstones(NamedTuple):
 
 
 def publish_tombstone(remote: RemoteStore, *, keys: Sequence[str] = (), namespace: str | None = None) -> Tombstone:
-    """Write a tombstone to `remote` and return it. Raises BackendUnreachableError; other replicas then do not learn of
-    the deletion."""
+    """Write a tombstone to `remote` and return it. Raises BackendUnreachableError: no replica learns of it."""
     record = Tombstone(f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}", tuple(keys), namespace)
     facts = {"keys": list(record.keys), "namespace": record.namespace, "name": record.name}
     remote.values.put_metadata(record.name, encode_signed_json(facts, _KIND, remote.store_key))

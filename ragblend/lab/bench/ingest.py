@@ -178,8 +178,7 @@ def run_known(config: IngestConfig, directory: Path, notify: ProgressCallback) -
 
 
 def _count_rows(engine: TransformersEngine) -> Callable[[], int]:
-    """Return a function that returns the number of tokens run through the first layer since this call, without the
-    prefix."""
+    """Return a function for the number of tokens that ran through the first layer since, without the prefix."""
     rows = 0
 
     def note(_module: Any, args: tuple[Any, ...], _output: Any) -> None:

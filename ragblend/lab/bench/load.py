@@ -61,8 +61,7 @@ TARGET = 1.15
 
 
 class LoadCase(NamedTuple):
-    """The source of the KV and how it is read. `bytes_per_s`: speed of the throttled reader, None for the disk as it
-    is."""
+    """The source of the KV and how it is read. `bytes_per_s`: throttled speed; None for the disk as it is."""
 
     source: str  # memory, disk, throttled
     pipeline: bool
@@ -191,8 +190,7 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
 
 
 class StoreSwitchableEngine(NamedTuple):
-    """An engine to measure. Between requests `read_from` replaces the store of its KV, and `times.timelines` may be
-    replaced."""
+    """An engine to measure. Between requests, `read_from` sets its store and `times.timelines` may be set."""
 
     engine: TransformersEngine | VllmEngine
     vocab_size: int
@@ -365,8 +363,7 @@ def bench_load(config: LoadConfig, *, plot: Path | None = None, echo: Callable[[
 
 
 def _effort(config: LoadConfig) -> ProfileConfig:
-    """Return what to measure for the controller: the length of these prompts, and ratios from 0 to well above
-    `ratio`."""
+    """Return what to measure for the controller: these prompts' length, ratios from 0 to well above `ratio`."""
     ratios = (0.0, config.ratio, min(1.0, max(0.5, 2 * config.ratio)))
     return ProfileConfig(config.num_chunks, config.chunk_tokens, 2, tuple(dict.fromkeys(ratios)), config.rule)
 

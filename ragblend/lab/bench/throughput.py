@@ -208,8 +208,7 @@ def measure_idle_ttfts(
     prompts: Sequence[Prompt],
     answer: Callable[[ModeAndRule, Sequence[Prompt], Sequence[float]], list[TimedAnswer]],
 ) -> dict[ModeAndRule, float]:
-    """Return the median TTFT of every case and of full prefill, one request at a time, in turns, after a warm-up
-    turn."""
+    """Return the median TTFT of every case and full prefill, one request at a time, after a warm-up turn."""
     wanted = tuple(dict.fromkeys([*cases, _FULL]))
     samples: dict[ModeAndRule, list[float]] = {case: [] for case in wanted}
     for turn in range(_IDLE_SAMPLES + 1):

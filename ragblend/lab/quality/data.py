@@ -67,8 +67,7 @@ def get_dataset_split(question: str) -> str:
 
 
 def load_cases(config: QualityConfig) -> list[QaCase]:
-    """Return the first `num_questions` cases of the part. Raises NotFoundError for a missing file, CorruptError for an
-    invalid one."""
+    """Return the first `num_questions` cases of the part. Raises NotFoundError or CorruptError."""
     if config.data == "demo":
         return demo_cases(config)
     every = read_cases(find_data(config.data))
@@ -76,8 +75,7 @@ def load_cases(config: QualityConfig) -> list[QaCase]:
 
 
 def find_data(name: str) -> Path:
-    """Return the path of the questions: a named data set in the working folder or beside the package, or the given
-    file."""
+    """Return the questions' path: a data set in the working folder or beside the package, or a given file."""
     if name not in NAMED_DATASETS:
         return user_path(name, "--data")
     place = Path("data/questions") / NAMED_DATASETS[name]

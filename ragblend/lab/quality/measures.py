@@ -26,8 +26,7 @@ from ragblend.prompt.match import MatchedPrompt
 
 
 class Configuration(NamedTuple):
-    """A mode of the engine with its options. `rule` is "none" except for blend; `context` is the stored chunks'
-    policy."""
+    """A mode of the engine with its options. `rule` is "none" except for blend; `context`: the chunks' policy."""
 
     mode: Mode
     rule: str
@@ -120,8 +119,7 @@ def score_tokens(
 
 
 class FidelityScore(NamedTuple):
-    """Distance of a scored answer from full prefill's. `kl` is KL(full || this) in nats, mean over the answer's
-    tokens."""
+    """Distance of a scored answer from full prefill's. `kl`: KL(full || this), nats, mean over its tokens."""
 
     kl: float
     agreement: float  # share of the answer's tokens whose most likely token is the same

@@ -104,8 +104,7 @@ class QualityResult(BenchResult):
 
 
 def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
-    """Return the configurations of each question. Full prefill is always included, because the others are compared with
-    it."""
+    """Return the configurations of each question. Full prefill is always included, for comparison."""
     names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
     chosen = [each for each in (PREFIX, REUSE) if each.mode in config.modes]
     if "blend" in config.modes:
@@ -191,8 +190,7 @@ class Expected(NamedTuple):
     gold_ids: Sequence[int]
 
     def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: MatchedPrompt) -> QualityRecord:
-        """Return the measures of an answer. `seen`: full prefill's answer scored over its KV, which is that of the
-        prompt `asked`."""
+        """Return the measures of an answer. `seen`: full prefill's answer scored over its KV, for prompt `asked`."""
         far = score_fidelity(seen, self.reading)
         f1, match, overlap = (
             math.nan if (score := best_score(measure, found.text, self.case.answers)) is None else score
@@ -248,8 +246,7 @@ def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -
 
 
 def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a run per kind of question and configuration, "all" first: means, 95 % intervals and paired
-    differences."""
+    """Return a run per kind of question and configuration, "all" first: means, intervals, paired differences."""
     groups = {"all": list(range(len(kinds)))}
     if len(set(kinds)) > 1:
         groups |= {kind: [place for place, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}

@@ -36,8 +36,7 @@ class PrefixCache:
         self._older: set[int] = set()
 
     def see(self, ids: Ids, namespace: str = "") -> int:
-        """Return the number of cached tokens of a prompt, and cache the prompt. The last token is always computed, as
-        in vLLM."""
+        """Return a prompt's number of cached tokens, and cache it. The last token is always computed, as in vLLM."""
         data, size, keys = ids.tobytes(), BLOCK * ids.itemsize, list[int]()
         key = xxhash.xxh3_64_intdigest(namespace.encode("utf-8", "replace"))
         for start in range(0, len(data) - size + 1, size):

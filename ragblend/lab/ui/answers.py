@@ -93,8 +93,7 @@ class UiState:
         return self._names[1]
 
     def _examples(self, names: Sequence[str]) -> list[dict[str, str]]:
-        """Return the demo's questions about documents that the index holds; none for other models, which cannot answer
-        them."""
+        """Return the demo's questions about the index's documents; none for other models, which cannot answer them."""
         if self.engine is None or self.engine.name != DEMO:
             return []
         known = set(names)
@@ -146,8 +145,7 @@ class QuestionRun:
         )
 
     def emit_tokens(self, job: UiJob) -> None:
-        """Emit the state of every token of the last blend, as HTML; emit nothing if the engine does not expose
-        its KV."""
+        """Emit the states of the last blend's tokens as HTML; nothing if the engine does not expose its KV."""
         if self._compared is not None:
             explanation = self._compared.explanation()
             counts = {state: explanation.count(state) for state in ("exact", "computed", "reused", "recomputed")}
@@ -188,8 +186,7 @@ def shared_beginning(answer: str, reference: str) -> str:
 
 
 def answer_question(job: UiJob, question: str, ui: UiState) -> None:
-    """Retrieve the question's chunks and answer it in every mode. Raises EmptyCorpusError if the index holds no
-    documents."""
+    """Retrieve the question's chunks and answer it in every mode. Raises EmptyCorpusError without documents."""
     engine, index = ui.engine_and_index
     if question.strip() and not index.num_chunks:
         raise EmptyCorpusError("there are no documents yet; drop some on this page, then ask again")
@@ -215,8 +212,7 @@ def answer_question(job: UiJob, question: str, ui: UiState) -> None:
 
 
 def blend_again(job: UiJob, name: str, ratio: float, ui: UiState) -> None:
-    """Answer question `name` by blending with recompute ratio `ratio`. Raises RagblendError if its KV is no longer
-    held."""
+    """Answer question `name` by blending with recompute ratio `ratio`. Raises RagblendError if its KV is gone."""
     run = ui.questions.get(name)
     if run is None:
         raise RagblendError(

@@ -55,8 +55,7 @@ OpenEngine = Callable[[UiJob], tuple[Engine, ChunkIndex]]
 def make_app(
     settings: Settings, open_engine: OpenEngine, retrieve: RetrieveChunks, jobs: JobQueue, host: str = "127.0.0.1"
 ) -> ASGIApp:
-    """Return the app. `open_engine` opens the engine and the index, as the first job; `retrieve` finds a question's
-    chunks."""
+    """Return the app. `open_engine` opens engine and index as the first job; `retrieve` finds a question's chunks."""
     ui = UiState(settings, retrieve)
 
     def load(job: UiJob) -> None:

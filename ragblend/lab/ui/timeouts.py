@@ -23,8 +23,7 @@ class SlowBodyError(UsageError):
 
 
 class HeadTimeoutProtocol(H11Protocol):
-    """uvicorn's protocol with a limit: closes a connection that has not sent a request's complete head after `HEAD_S`
-    seconds."""
+    """uvicorn's protocol; closes a connection without a request's complete head after `HEAD_S` seconds."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -56,8 +55,7 @@ class HeadTimeoutProtocol(H11Protocol):
 
 
 async def limit_body_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield a body's parts. Raises SlowBodyError for a body that is slower than `MIN_BYTES_PER_S` after `BODY_S`
-    seconds."""
+    """Yield a body's parts. Raises SlowBodyError below `MIN_BYTES_PER_S` after `BODY_S` seconds."""
     start_s, num_bytes = asyncio.get_running_loop().time(), 0
     while True:
         try:

@@ -53,8 +53,7 @@ class CircuitBreaker:
             return max(0.0, self._retry_at_s - self._clock()) if self._state != "closed" else 0.0
 
     def claim_probe(self) -> bool:
-        """Return True if the caller must send the probe that is due; it then calls `record_probe_success` or
-        `record_failure`."""
+        """Return True if the caller must probe and then call `record_probe_success` or `record_failure`."""
         with self._lock:
             if self._state != "open" or self._clock() < self._retry_at_s:
                 return False

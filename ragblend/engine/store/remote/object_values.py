@@ -139,8 +139,7 @@ class ObjectValues:
                 yield name.removesuffix(SUFFIX), int(facts["size"])
 
     def clean(self) -> int:
-        """Delete temporary files of killed writers from a local folder; return their number. Other backends have
-        none."""
+        """Delete killed writers' temporary files from a local folder; return their number. Others have none."""
         if not isinstance(self._fs, LocalFileSystem) or not Path(self._root).is_dir():
             return 0
         found: int = self._translate_errors(lambda: self._directory().remove_stale_files())
@@ -235,8 +234,7 @@ class ObjectValues:
             raise OSError(f"{path} has {nbytes} bytes; {self.max_value_bytes} is the most that is read")
 
     def _run_with_timeout(self, limit_s: float, call: Coroutine[Any, Any, Any]) -> Any:
-        """Return the result of an asynchronous call, cancelled at its time limit. FileNotFoundError is not
-        translated."""
+        """Return an asynchronous call's result; cancel it at its time limit. FileNotFoundError is not translated."""
 
         async def limited() -> Any:
             return await asyncio.wait_for(call, limit_s)

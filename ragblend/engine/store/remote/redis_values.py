@@ -70,8 +70,7 @@ class RedisValues:
         )
 
     def get(self, name: str) -> bytes | None:
-        """Return the value; None if there is none. A value of another Redis type is returned as empty, which is no
-        entry."""
+        """Return the value; None if there is none. Another Redis type gives an empty value, which is no entry."""
         with self._call(self._timeout_s):
             try:
                 return cast("bytes | None", self._reader.get(PREFIX + name))
@@ -117,8 +116,7 @@ class RedisValues:
             return bool(self._reader.delete(PREFIX + name))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Yield every name with the bytes of its value. Scans the whole database; a scan without an end raises
-        BackendUnreachableError."""
+        """Yield every name with the bytes of its value. Raises BackendUnreachableError if the scan does not end."""
         until_s = monotonic() + WALK_TIMEOUT_S
         for where in self._scan_arguments():
             yield from self._sizes(until_s, **where)
@@ -228,16 +226,14 @@ class _CallDeadline(threading.local):
             self.until_s = None
 
     def left_s(self) -> float:
-        """Return the seconds left, never 0, which means 'do not wait' to a socket. Raises TimeoutError after the
-        deadline."""
+        """Return the seconds left; never 0, which sockets take as 'do not wait'. Raises TimeoutError."""
         left_s = WRITE_TIMEOUT_S if self.until_s is None else self.until_s - monotonic()
         if left_s <= 0:
             raise TimeoutError("the reply takes longer than its time limit; see remote_timeout_s")
         return left_s
 
     def admit_reply(self, nbytes: int) -> None:
-        """Admit an announced value of `nbytes`: reject one that is too large, else wait until it fits beside the
-        others."""
+        """Reject an announced value of `nbytes` if it is too large, else wait until it fits with the others."""
         if nbytes > _MAX_VALUE_BYTES:
             raise OSError(f"it announces a value of {nbytes} bytes; {_MAX_VALUE_BYTES} is the largest there is")
         _ROOM.enter(nbytes, self.room_bytes, self)
@@ -285,8 +281,7 @@ def socket_options(timeout_s: float) -> dict[str, Any]:
 
 
 class BoundedPool(redis.ConnectionPool):
-    """A redis-py connection pool, of any connection class, whose sockets respect the calling thread's
-    `_CallDeadline`."""
+    """A redis-py pool, of any connection class, whose sockets obey the calling thread's `_CallDeadline`."""
 
     def __init__(self, connection_class: Any = redis.Connection, **options: Any) -> None:
         super().__init__(connection_class=type("Bounded", (_Bounded, connection_class), {}), **options)
@@ -300,8 +295,7 @@ class _Bounded:
 
 
 class _Socket:
-    """A socket that waits no longer than the current call may take, and checks announced sizes (RESP) before their
-    data."""
+    """A socket that obeys the current call's deadline and checks announced sizes (RESP) before their data."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain

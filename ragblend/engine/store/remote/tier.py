@@ -181,8 +181,7 @@ class RemoteStore(KVStore):
         return None
 
     def _expire_results(self, now_s: float) -> None:
-        """Drop results older than RESULT_TTL_S. Fetches are in the order of their starts, so the first recent one ends
-        the loop."""
+        """Drop results older than RESULT_TTL_S. Fetches are in order of start: the first recent one ends the loop."""
         old = takewhile(lambda each: now_s - each[1].started_s > RESULT_TTL_S, self._flights.items())
         for key in [key for key, flight in old if flight.future.done()]:
             del self._flights[key]
@@ -249,8 +248,7 @@ class RemoteStore(KVStore):
             self._count(num_puts=1)
 
     def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the tiers, fastest first, from which a queued write is read again when the queue could not hold its
-        tensors."""
+        """Set the tiers, fastest first, from which a queued write without tensors is read again."""
 
         def read_back(key: str) -> MemoryKV | None:
             found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
@@ -284,8 +282,7 @@ class RemoteStore(KVStore):
         return 0.0 if self.breaker.is_closed else max(0.01, self.breaker.wait_s())
 
     def contains(self, key: str) -> bool:
-        """Return True if the entry is stored or queued. False if it failed verification, or while the backend does not
-        answer."""
+        """Return True if the entry is stored or queued; False for a damaged one and without an answer."""
         if self._queue.peek(key) is not None:
             return True
         if key in self._bad or not self._is_open_for_asking():
@@ -327,8 +324,7 @@ class RemoteStore(KVStore):
         return self.values.delete(key) or queued
 
     def clean(self) -> int:
-        """Delete temporary files of killed writers from the backend; return their number. Raises
-        BackendUnreachableError."""
+        """Delete killed writers' temporary files; return their number. Raises BackendUnreachableError."""
         return self.values.clean()
 
     def keys(self) -> Iterator[str]:
@@ -382,13 +378,11 @@ class RemoteStore(KVStore):
         return self._queue.num_waiting
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for queued writes; return False after `timeout_s` seconds. Without a limit, wait until the backend
-        answers."""
+        """Wait for queued writes. Return False after `timeout_s` seconds; None waits until the backend answers."""
         return self._queue.flush(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds for queued writes, then drop and count the rest. Return True if all were
-        written."""
+        """Wait up to `timeout_s` seconds for queued writes, then drop and count the rest. True if all were written."""
         drained = self._queue.close(timeout_s)
         with self._lock:
             executor, self._executor = self._executor, None

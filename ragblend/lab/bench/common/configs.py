@@ -221,8 +221,7 @@ class ThroughputConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig(PromptConfig):
-    """Options of `bench load`: prompts of `num_chunks` chunks from a store of `store_factor` times the memory
-    budget."""
+    """Options of `bench load`: prompts from a store of `store_factor` times the memory budget."""
 
     shape: Annotated[str, _SHAPE] = DEFAULT_SHAPE
     rule: Annotated[str, Option("--rule", help="Rule: auto, ask, cacheblend, ...")] = "auto"

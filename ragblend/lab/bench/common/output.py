@@ -71,8 +71,7 @@ def run_benchmark(
 
 
 class Column(NamedTuple):
-    """A column of a table. `value`: an attribute of a run, or a function of the run; `spec`: its format, where ">8.2fx"
-    appends an x."""
+    """A column of a table. `value`: attribute or function of a run; `spec`: its format, where ">8.2fx" appends an x."""
 
     title: str
     spec: str

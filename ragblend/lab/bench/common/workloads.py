@@ -34,8 +34,7 @@ _WEIGHT_STD = 0.02
 
 
 def model_config(shape: DecoderShape) -> Any:
-    """Return the transformers config of `shape`. Mistral's sliding window is off, as in its current releases; gpt-oss
-    has few experts."""
+    """Return the transformers config of `shape`. Mistral has no sliding window, gpt-oss few experts."""
     from transformers import AutoConfig
 
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
