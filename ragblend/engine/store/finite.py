@@ -24,7 +24,7 @@ _PATTERNS = {
 
 
 def layer_is_finite(layer: StoredLayer) -> bool:
-    """Return True if every number of a layer, read in its model's dtype, is finite. The layer must be contiguous."""
+    """Return True if all numbers of a contiguous CPU layer, read in its model's dtype, are finite."""
     if isinstance(layer, LayerKV):
         return all(map(is_finite, layer))
     dtype = layer.first_keys.dtype
