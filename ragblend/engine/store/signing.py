@@ -134,7 +134,8 @@ def key_origin() -> str:
 
 
 def read_key(path: Path) -> StoreKey:
-    """Return a file's key. Only its owner may write it, only owner and group read it. Raises NotFoundError, UsageError."""
+    """Return a file's key; only its owner may write it, only owner and group read it. Raises NotFoundError,
+    UsageError."""
     try:
         with os.fdopen(open_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())
