@@ -264,7 +264,7 @@ class IngestConfig(BenchConfig):
 class QualityConfig(BenchConfig):
     """`bench quality`. What `data` may be: see `quality.data`."""
 
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
 
     model: Annotated[str, Option("--model", help="'demo', a Hugging Face id or a local path.")] = "demo"
     data: Annotated[
