@@ -165,9 +165,16 @@ def best_score(measure: Any, found: str, golds: Iterable[str]) -> float | None:
     return max(scores, default=None)
 
 
-def exact_match(found: str, gold: str) -> float:
-    """Return 1.0 if both texts are equal after normalization, else 0.0."""
-    return float(normalize_answer(found) == normalize_answer(gold))
+def contains_answer(found: str, gold: str) -> float:
+    """Return 1.0 if the normalized text contains the normalized gold answer, else 0.0.
+
+    It is the measure of "Lost in the Middle" (Liu et al., 2023) for NQ-open, because a model that answers in a sentence
+    never matches exactly.
+
+    >>> contains_answer("It was the Eiffel Tower, in Paris.", "Eiffel tower"), contains_answer("Eiffel", "Eiffel tower")
+    (1.0, 0.0)
+    """
+    return float(f" {normalize_answer(gold)} " in f" {normalize_answer(found)} ")
 
 
 def answer_f1(found: str, gold: str) -> float:

@@ -270,7 +270,7 @@ class IngestConfig(BenchConfig):
 class QualityConfig(BenchConfig):
     """Options of `bench quality`. See `quality.data` for the values of `data`."""
 
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
 
     model: Annotated[str, Option("--model", help="'demo', a Hugging Face id or a local path.")] = "demo"
     data: Annotated[
