@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -23,7 +23,7 @@ from ragblend.cli.lab.analyze import analyze
 from ragblend.cli.lab.bench import bench_app
 from ragblend.cli.lab.calibrate import calibrate_app
 from ragblend.cli.lab.explain import explain
-from ragblend.cli.lab.plan import register as register_plan
+from ragblend.cli.lab.plan import plan, profile
 from ragblend.cli.lab.ui import ui
 from ragblend.cli.options import JsonOption, explain_missing_flag, with_settings
 from ragblend.cli.printing import (
@@ -43,9 +43,6 @@ from ragblend.config import Settings, with_flags
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import user_path
 
-if TYPE_CHECKING:
-    from ragblend.operations.doctor import DiagnosticResult
-
 app = typer.Typer(
     help="Prefill every RAG chunk once, keep its KV cache, and fuse the retrieved chunks' caches at query time.",
     cls=SectionedHelpGroup,
@@ -64,7 +61,8 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
         check._replace(finding=with_flags(check.finding), fix=with_flags(check.fix))
         for check in run_diagnostics(settings)
     ]
-    lines = [f"{_mark(check)} {check.name}: {check.finding}" for check in checks]
+    marks = ["ok " if check.ok else "-  " if check.optional else "NO " for check in checks]
+    lines = [f"{mark} {check.name}: {check.finding}" for mark, check in zip(marks, checks, strict=True)]
     for words, optional in (("to fix", False), ("if you need it", True)):
         missing = [check for check in checks if not check.ok and check.optional is optional and check.fix]
         lines += [f"{words}, {check.name}: {check.fix}" for check in missing]
@@ -74,10 +72,6 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
     print_result({"checks": facts}, "\n".join(lines), json_)
     if not all(check.ok or check.optional for check in checks):
         raise typer.Exit(1)
-
-
-def _mark(check: DiagnosticResult) -> str:
-    return "ok " if check.ok else "-  " if check.optional else "NO "
 
 
 @with_settings("store remote rule ratio system context dtype trust_remote_code", unflagged="kv_dtype")
@@ -154,8 +148,8 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign):
     app.command()(_command)
 app.add_typer(calibrate_app)
-register_plan(app)
-app.command()(analyze)
+for _command in (profile, plan, analyze):
+    app.command()(_command)
 app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
 for _app in (app, calibrate_app):
     add_epilogs(_app)

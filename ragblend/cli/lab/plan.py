@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from ragblend.lab.profile import ProfileConfig
 
 
-def register(app: typer.Typer) -> None:
-    """Add both commands to `app`."""
-    app.command()(profile)
-    app.command()(plan)
-
-
 @with_settings("model store remote backend dtype")
 def profile(
     settings: Settings,

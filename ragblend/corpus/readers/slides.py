@@ -43,7 +43,7 @@ def read_pptx(data: bytes) -> ParsedRecords:
         except UnreadableDocumentError as error:
             notes.append(f"slide {number} is left out: the file {error}")
             continue
-        if not _add_slide(blocks, container, part, slide) and next(_pictures(slide), None) is not None:
+        if not _add_slide(blocks, container, part, slide) and any(local_name(each) == "pic" for each in slide.iter()):
             notes.append(f"slide {number} has a picture and no text; run OCR on it")
     if slides and len([note for note in notes if "left out" in note]) == len(slides):
         raise UnreadableDocumentError(f"has no readable slide; {notes[0]}")
@@ -86,10 +86,6 @@ def _shapes(slide: Element) -> Iterator[Element]:
     """Return shapes with text, tables, charts and SmartArt in drawing order, also those in groups."""
     shapes = outermost(slide, "sp", "graphicFrame", "cxnSp", left_out=_LEFT_OUT)
     return (shape for shape in shapes if _placeholder(shape) not in _FURNITURE)
-
-
-def _pictures(slide: Element) -> Iterator[Element]:
-    return (element for element in slide.iter() if local_name(element) == "pic")
 
 
 def _placeholder(shape: Element) -> str:

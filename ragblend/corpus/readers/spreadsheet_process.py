@@ -9,7 +9,6 @@ import datetime
 import io
 import json
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 MAX_MEMORY_BYTES = 3 << 30
@@ -57,18 +56,13 @@ def _read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
         if num_cells > MAX_CELLS:
             raise TooLargeError(f"has {num_cells} cells, more than the {MAX_CELLS} that are read")
         for row in content.iter_rows():
-            if line := _row_line(row):
+            if line := " | ".join(map(_cell_text, row)).rstrip(" |"):
                 lines.append(line)
                 num_chars += len(line)
                 if num_chars > MAX_TEXT_CHARS:
                     raise TooLargeError(f"has more than {MAX_TEXT_CHARS >> 20} million characters of text")
         sheets.append((sheet.name, lines))
     return sheets
-
-
-def _row_line(row: Iterable[Any]) -> str:
-    """Return a row's cells as one line, without empty cells at its end."""
-    return " | ".join(map(_cell_text, row)).rstrip(" |")
 
 
 def _cell_text(value: Any) -> str:

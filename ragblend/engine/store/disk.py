@@ -298,7 +298,7 @@ class DiskStore(KVStore):
             if fingerprint not in self._demands.specs and (shape := KVSpec.from_facts(facts)) is not None:
                 self.set_expected_spec(fingerprint, shape)
         for path in self._files(DAMAGED_SUFFIX):
-            if (reason := self._damage_reason(path)) == "" and _is_free(path.with_suffix(ENTRY_SUFFIX)):
+            if (reason := self._damage_reason(path)) == "" and not os.path.lexists(path.with_suffix(ENTRY_SUFFIX)):
                 with suppress(OSError):  # the store key was missing then, or the read error was temporary
                     path.replace(path.with_suffix(ENTRY_SUFFIX))
                     log.warning("stored KV %s is intact, so it was moved back to its place", path.stem)
@@ -674,10 +674,6 @@ def _warn_of_removed_context(root: Path, policy: str) -> None:
 
 def _place(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
-
-
-def _is_free(path: Path) -> bool:
-    return not os.path.lexists(path)
 
 
 def _checked_name(name: str) -> str:

@@ -178,10 +178,7 @@ def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> Tomb
         raise ValueError("it is gone or too large")
     facts = decode_signed_json(data, _KIND, remote.store_key)
     keys, namespace = facts.get("keys"), facts.get("namespace")
-    if facts.get("name") != name or not _are_texts(keys) or not isinstance(namespace, str | None):
+    are_texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+    if facts.get("name") != name or not are_texts or not isinstance(namespace, str | None):
         raise ValueError("it is no such record")
     return Tombstone(name, tuple(keys or ()), namespace)
-
-
-def _are_texts(keys: object) -> bool:
-    return isinstance(keys, list) and all(isinstance(key, str) for key in keys)

@@ -68,10 +68,10 @@ class UiState:
         if self.engine is None or self.index is None:
             return {"status": "failed" if self.problem else "loading", "model": settings.model, **limit,
                     "problem": self.problem}  # fmt: skip
-        names = self._document_names(self.index)
+        names, model = self._document_names(self.index), self.engine.name
         return {
             "status": "ready",
-            "model": _model_name(self.engine.name),
+            "model": Path(model).name if Path(model).exists() else model,
             "rule": settings.rule,
             "context": self.engine.context,
             "k": settings.k,
@@ -81,7 +81,7 @@ class UiState:
             "num_documents": len(names),
             "documents": names[:MAX_DOCUMENT_NAMES],
             "examples": self._examples(names),
-            "is_demo": self.engine.name == DEMO,
+            "is_demo": model == DEMO,
             "shows_tokens": isinstance(self.engine, TransformersEngine),
             **limit,
         }
@@ -221,11 +221,6 @@ def blend_again(job: UiJob, name: str, ratio: float, ui: UiState) -> None:
     ui.questions.move_to_end(name)
     run.answer("blend", job, ratio)
     run.emit_tokens(job)
-
-
-def _model_name(name: str) -> str:
-    """Return a model's display name: the last part of a local path, otherwise the name itself."""
-    return Path(name).name if Path(name).exists() else name
 
 
 def _source(hit: SearchHit) -> dict[str, Any]:
