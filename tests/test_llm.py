@@ -242,7 +242,9 @@ def test_sampling_is_said_as_other_chat_models_say_it(engine: TransformersEngine
     assert found[0]["logprob"] < found[0]["top_logprobs"][0]["logprob"] < 0
     assert found[0]["top_logprobs"][0]["token"] == engine.renderer.token_texts([first])[0]
     assert "logprobs" not in plain.response_metadata
-    assert ChatBlend(engine=engine, top_k=5)._settings() != ChatBlend(engine=engine, top_k=6)._settings()
+    assert (
+        ChatBlend(engine=engine, top_k=5)._identifying_params != ChatBlend(engine=engine, top_k=6)._identifying_params
+    )
 
 
 def test_streaming_adds_up_to_invoke(chat: ChatBlend) -> None:

@@ -120,12 +120,15 @@ class Renderer:
         """
         if not prompt.is_chat:
             return self.render_text(prompt.messages[0].content)
-        if not self._knows_tools:
-            prompt = tools_as_text(prompt) if prompt.tools else without_tool_turns(prompt)
+        if self._own_call_format is None:
+            if prompt.tools:
+                prompt = tools_as_text(prompt)
+            elif any(message.role == "tool" or message.calls for message in prompt.messages):
+                prompt = without_tool_turns(prompt)
         refusal: UsageError | None = None
         for messages in _arrangements(prompt):
             try:
-                return self.render_turns([_turn(message) for message in messages], prompt.tools)
+                return self._render([_turn(message) for message in messages], prompt.tools).ids
             except UsageError as error:
                 refusal = refusal or error
         assert refusal is not None
@@ -301,10 +304,6 @@ class Renderer:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.literal(text))
 
         return self.calls.without_control_tokens(show)
-
-    @property
-    def _knows_tools(self) -> bool:
-        return self._own_call_format is not None
 
     @cached_property
     def _own_call_format(self) -> CallFormat | None:

@@ -23,8 +23,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionParams, ProbeQueries, attend_rows
-from ragblend.engine.fusion.host_positions import on_host
+from ragblend.engine.fusion.attention import (
+    BLOCK_SCORES,
+    PLAIN,
+    AttentionParams,
+    ProbeQueries,
+    attend_rows,
+    on_host,
+)
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.fusion.rope import add_rotated, inverse_tables, rotate
@@ -245,6 +251,12 @@ class TransformersLayers:
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)
         self._layers = list(self._decoder.layers)
+        self.num_layers = len(self._layers)
+        embedding = self._decoder.embed_tokens.weight
+        self.device: torch.device = embedding.device
+        self.dtype: torch.dtype = embedding.dtype  # what is computed in, and so the KV's
+        self.like = torch.empty(0, dtype=self.dtype, device=self.device)
+        """An empty tensor of the KV's dtype and device."""
         self._model_cache_argument = cache_argument(model)
         self._layer_cache_argument = cache_argument(self._layers[0])
         self._rotary = self._decoder.rotary_emb
@@ -265,28 +277,6 @@ class TransformersLayers:
         kv_modules = self._family.projections(self._layers[0].self_attn)
         self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
         """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(self._layers)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the embedding table is, and so the KV."""
-        device: torch.device = self._decoder.embed_tokens.weight.device
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Compute dtype, and so the KV's."""
-        dtype: torch.dtype = self._decoder.embed_tokens.weight.dtype
-        return dtype
-
-    @property
-    def like(self) -> Tensor:
-        """An empty tensor of the KV's dtype and device."""
-        return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[R, hidden size] for ids [R]."""
