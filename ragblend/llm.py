@@ -227,7 +227,8 @@ class _LangChainModel(BlendModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What makes two answers differ: the key of an answer cache. Holds no secrets."""
-        own = {"backend": redact(self.backend), "namespace": self.namespace, "system": self.system}
+        backend = self.backend if self.backend in ("transformers", "vllm") else redact(self.backend)
+        own = {"backend": backend, "namespace": self.namespace, "system": self.system}
         own |= self._default_options()
         del own["timeout"]
         return {"model": self.model, "fingerprint": self.engine.fingerprint, **dict(sorted(own.items()))}

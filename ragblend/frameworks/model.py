@@ -494,10 +494,3 @@ def redact_setting(value: Any) -> Any:
     if isinstance(value, Mapping):
         return hide_secrets(value)
     return redact(value) if isinstance(value, str) else value
-
-
-def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any) -> None:
-    """Precompute documents that are chunks already, and have them found in prompts."""
-    from ragblend.precompute import precompute_documents
-
-    precompute_documents(documents, llm_or_engine)

@@ -450,11 +450,13 @@ def _arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
     Calls with ids of nine letters (Mistral); neighbours of one role as one (Gemma, Mistral); the system text at the
     front of the first user turn, or in its place.
     """
-    messages = _with_tool_names(prompt.messages)
-    yield messages
-    if any(message.calls or message.call_id for message in messages):
-        yield _with_short_call_ids(messages)
+    if any(message.calls or message.role == "tool" for message in prompt.messages):
+        named = _with_tool_names(prompt.messages)
+        yield named
+        yield _with_short_call_ids(named)
         return
+    messages = prompt.messages
+    yield messages
     merged: list[Message] = []
     for message in messages:
         if merged and merged[-1].role == message.role:

@@ -6,7 +6,7 @@ Read `fuse` first; everything else is one of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
@@ -149,13 +149,21 @@ class _CandidateState:
         None  # the rows that ran last, who tells, and what of it
     )
 
-    def choose(self, plan: FusePlan, ratio: float, rows: Tensor, deviations: Sequence[Tensor | None]) -> Tensor:
+    def choose(
+        self,
+        plan: FusePlan,
+        ratio: float,
+        rows: Tensor,
+        key_deviation: Tensor | None = None,
+        value_deviation: Tensor | None = None,
+    ) -> Tensor:
         """Which of the candidates `rows` [N] are recomputed at `ratio`: indices, ascending, for causal order.
 
-        deviations: of their keys and of their values, [N] each; None where the rule measures none.
+        Deviations [N] as in RuleInputs; None where the rule measures none.
         """
         attention = None if self.attention is None else self.attention[rows]
-        scores = plan.rule.score(RuleInputs(rows, *deviations, attention, self.is_edge[rows], plan.seed))
+        evidence = RuleInputs(rows, key_deviation, value_deviation, attention, self.is_edge[rows], plan.seed)
+        scores = plan.rule.score(evidence)
         return scores.topk(num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))).indices.sort().values
 
 
@@ -255,7 +263,7 @@ def _active_rows(plan: FusePlan, state: _CandidateState) -> Tensor:
     rows = state.mask.nonzero().flatten()
     count = num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))
     if count and ratio < 1 and not plan.rule.needs_deviation:
-        active[rows[state.choose(plan, ratio, rows, (None, None))]] = True
+        active[rows[state.choose(plan, ratio, rows)]] = True
     elif count:
         active |= state.mask
     return active.nonzero().flatten()
@@ -284,7 +292,7 @@ def _select_at_check_layer(
     if state.deviation is None:
         state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
         state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
-    chosen = state.choose(plan, ratio, rows, deviations)
+    chosen = state.choose(plan, ratio, rows, *deviations)
     goes_on = ~state.mask[active]
     goes_on[candidate[chosen]] = True
     state.select_s += perf_counter() - start_s

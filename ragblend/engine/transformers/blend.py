@@ -32,7 +32,7 @@ from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, 
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
-from ragblend.prompt.match import ChunkRun, MatchedPrompt, common_prefix_length
+from ragblend.prompt.match import ChunkRun, common_prefix_length
 from ragblend.prompt.render import Renderer
 
 log = logging.getLogger(__name__)
@@ -94,12 +94,7 @@ class BlendingEngine(EngineBase):
         """
         store_get: StoreGet = self.store.get
         if self.store.remote_tiers and request.mode != "full":
-            keys = [
-                self._context_key(context, run)
-                for run in request.prompt.runs
-                for context in self._contexts(request.prompt, run)
-                if request.mode != "prefix" or context.exact
-            ]
+            keys = [key for run in request.prompt.runs for key, _ in self._keys(request, run)]
             store_get = partial(self.store.get_local, fetched=self.store.fetch_many(keys))
         return partial(self._prefill, request, store_get)
 
@@ -134,12 +129,18 @@ class BlendingEngine(EngineBase):
         plan = self._build_plan(request, num_resident, placements, decided.choice)
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
-        report = self._build_report(request, stored, decided, plan, result)
+        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", decided.ratio)
+        if request.fit is not None and request.mode in ("blend", "reuse"):
+            report.predicted_agreement = request.fit.agreement_at(decided.ratio)
+        runs = request.prompt.runs
+        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
+        record_fusion(report, (run.start for run in runs), stored, plan, result)
+        join_runs(report, request.prompt)
         report.lookup_s = looked_up_s - start_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s
         read_s = dict(zip((placement.start for placement in placements), loader.read_s, strict=True))
-        wanted = request.prompt.runs if request.mode != "prefix" else ()
+        wanted = runs if request.mode != "prefix" else ()
         misses = tuple(run for run in wanted if run.end > num_resident and run.start not in stored)
         return PrefillResult(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
 
@@ -167,10 +168,7 @@ class BlendingEngine(EngineBase):
             if run.end <= num_resident:
                 continue
             left = run.within(num_resident, run.end)
-            for context in self._contexts(request.prompt, left):
-                if request.mode == "prefix" and not context.exact:
-                    continue
-                key = self._context_key(context, left)
+            for key, context in self._keys(request, left):
                 kv = store_get(key, left.chunk_ids) if key not in damaged else None
                 if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
                     rows = rows_of(kv, left.chunk_start, left.chunk_start + left.num_tokens)
@@ -178,14 +176,16 @@ class BlendingEngine(EngineBase):
                     break
         return found
 
-    def _context_key(self, context: LookupContext, run: ChunkRun) -> str:
-        """The key of the chunk of a run behind a context."""
-        return chunk_key(self.fingerprint, context.token_ids, run.chunk_ids, self.namespace, context.name)
-
-    def _contexts(self, prompt: MatchedPrompt, run: ChunkRun) -> list[LookupContext]:
-        """What to look for the chunk of a run behind, the best first."""
-        prefixes, is_beginning = (prompt.prefix_ids, self.default_prefix_ids), run.chunk_start == 0
-        return lookup_contexts(prompt.token_ids, run.start, prefixes, self.context, is_beginning=is_beginning)
+    def _keys(self, request: EngineRequest, run: ChunkRun) -> Iterator[tuple[str, LookupContext]]:
+        """The keys of what the request may use of a run's chunk, each with what that KV has seen, the best first."""
+        prompt, is_beginning = request.prompt, run.chunk_start == 0
+        prefixes = (prompt.prefix_ids, self.default_prefix_ids)
+        for context in lookup_contexts(prompt.token_ids, run.start, prefixes, self.context, is_beginning=is_beginning):
+            if request.mode != "prefix" or context.exact:
+                yield (
+                    chunk_key(self.fingerprint, context.token_ids, run.chunk_ids, self.namespace, context.name),
+                    context,
+                )
 
     # -- decide
 
@@ -262,7 +262,8 @@ class BlendingEngine(EngineBase):
             movable=layers,
         ) as loader:
             result = fuse(layers, plan, fused, loader, ends_s)
-        result.add_fixed_cost(loader.num_computed * layers.kv_share, plan)
+        if loader.num_computed:
+            result.add_fixed_cost(loader.num_computed * layers.kv_share, plan)
         if self.timelines is not None and ends_s is not None:
             self.timelines.append(loader.timeline(ends_s))
         if layers.device.type == "cuda":
@@ -277,22 +278,6 @@ class BlendingEngine(EngineBase):
         report.chunks = chunk_reports(request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
         return PrefillResult(FusedKV(layers, request.prompt.num_tokens), logits, report)
-
-    # -- report
-
-    def _build_report(
-        self, request: EngineRequest, stored: StoredRuns, decided: BlendDecision, plan: FusePlan, result: FuseResult
-    ) -> BlendReport:
-        """What was reused and recomputed, per chunk and in all."""
-        rule = plan.rule.name if request.mode == "blend" else "none"
-        report = BlendReport(request.mode, rule, decided.ratio)
-        if request.fit is not None and request.mode in ("blend", "reuse"):
-            report.predicted_agreement = request.fit.agreement_at(decided.ratio)
-        runs = request.prompt.runs
-        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
-        record_fusion(report, (run.start for run in runs), stored, plan, result)
-        join_runs(report, request.prompt)
-        return report
 
     # -- KV of prefixes
 

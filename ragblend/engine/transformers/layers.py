@@ -56,7 +56,7 @@ from ragblend.errors import RagblendError
 ATTENTION = "ragblend"
 
 # Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
-# request to the next, each is as large as the rows it covers of the tables in `_rope`.
+# request to the next, each is as large as the rows it covers of the model's own tables.
 MAX_CACHED_TABLES = 4
 
 
@@ -458,26 +458,25 @@ class TransformersLayers:
             if turns.rows is rows and turns.kind == kind:
                 return turns
         end = max(on_host(rows), default=0) + 1  # packed chunks count anew: the last row need not be the highest
-        cos, sin = self._rope(end, kind)
+        known = self._tables.get(kind)
+        cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind)
         turns = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
         self._turns = (turns, *remembered[: self._turns_kept - 1])
         return turns
 
-    def _rope(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
-        """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
-        known = self._tables.get(kind)
-        if known is None or known[0].shape[0] < length:
-            # Doubling keeps re-computation rare while decoding moves one position at a time.
-            size = min(max(2 * length, 512), max(self.context_length, length))
-            positions = torch.arange(size, device=self.device)[None]
-            dummy = torch.empty(0, dtype=torch.float32, device=self.device)
-            which = {"layer_type": kind} if kind else {}
-            turned = self._rotary(dummy, position_ids=positions, **which)
-            cos, sin = (part[0] for part in ((turned.real, turned.imag) if self._family.complex_tables else turned))
-            if self._family.half_tables:
-                cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-            known = self._tables[kind] = (cos, sin)
-        return known
+    def _make_tables(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
+        """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included; kept."""
+        # Doubling keeps re-computation rare while decoding moves one position at a time.
+        size = min(max(2 * length, 512), max(self.context_length, length))
+        positions = torch.arange(size, device=self.device)[None]
+        dummy = torch.empty(0, dtype=torch.float32, device=self.device)
+        which = {"layer_type": kind} if kind else {}
+        turned = self._rotary(dummy, position_ids=positions, **which)
+        cos, sin = (part[0] for part in ((turned.real, turned.imag) if self._family.complex_tables else turned))
+        if self._family.half_tables:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        self._tables[kind] = (cos, sin)
+        return cos, sin
 
 
 def cache_argument(module: nn.Module) -> str:
