@@ -75,9 +75,9 @@ def fuse_steps(
 ) -> Steps[FuseResult]:
     """`fuse`, a layer at a time, for callers with other work in between, or with layers of other prompts to run."""
     state = _candidates(plan)
-    chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1 and bool(state.mask.any())
+    chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
     # Layer 0's stored KV is exact, for it depends on the token alone: a model of one layer has nothing to choose.
-    asks_first = bool(plan.probe_layers) and chooses and model.num_layers > 1
+    asks_first = bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(state.mask.any())
     probe = (yield from _probe(model, plan, fused, layers, state)) if asks_first else None
     active = _active_rows(plan, state)
     num_stale = int(state.mask[active].sum())  # the device is looked into where the rows change, not at every layer
