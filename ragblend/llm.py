@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+from typing import Any, ClassVar, NoReturn, Self, cast
 from uuid import UUID
 
 from ragblend.engine.report import Generation
@@ -69,7 +69,7 @@ class PromptOverflowError(PromptTooLongError, ContextOverflowError):
 class _LangChainModel(BlendModel):
     """The behaviour of ChatBlend and BlendLLM. They differ in their requests, results and chunks."""
 
-    _overflow_error = PromptOverflowError
+    _overflow_error: ClassVar[type[PromptTooLongError]] = PromptOverflowError
 
     @classmethod
     def from_model_id(cls, model_id: str, task: str | None = "text-generation", **settings: Any) -> Self:
