@@ -237,7 +237,8 @@ class _LangChainModel(BlendModel):
         whole: Any = super()  # LangChain's half
         params: LangSmithParams = whole._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "ragblend"
-        stops = stop or ([self.stop] if isinstance(self.stop, str) else self.stop)
+        given: Any = stop or self.stop  # one string may stand for a list
+        stops = [given] if isinstance(given, str) else given
         return params | {"ls_stop": stops} if stops else params
 
 
