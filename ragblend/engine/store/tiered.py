@@ -180,12 +180,13 @@ class TieredStore(KVStore):
                 continue
             if position and (shared := self._shared(key, token_ids)) is not None:
                 return shared
-            kv = self._pending_write(position, key, token_ids) or tier.get(key, token_ids)
+            waits = self._pending_write(position, key, token_ids) if position in self._promotions else None
+            kv = waits or tier.get(key, token_ids)
             if kv is None:
                 continue
             for slower in self._tiers[position + 1 :]:
                 slower.touch(key)
-            return self._moving_up(kv, position, num_deletes)
+            return self._moving_up(kv, position, num_deletes) if position else kv
         return None
 
     def _shared(self, key: str, token_ids: Sequence[int] | None) -> _PromotingKV | None:
@@ -201,7 +202,7 @@ class TieredStore(KVStore):
 
     def _pending_write(self, position: int, key: str, token_ids: Sequence[int] | None) -> MemoryKV | None:
         """Return the entry that is queued for the tier at `position`; None if there is none."""
-        kv = self._promotions[position].peek(key) if position in self._promotions else None
+        kv = self._promotions[position].peek(key)
         return kv if kv is None or token_ids is None or kv.header.token_ids == tuple(token_ids) else None
 
     def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
