@@ -37,7 +37,7 @@ __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
 
 log = logging.getLogger(__name__)
 
-PROMOTION_BYTES = 1 << 30  # size of the queue for promotion to a disk or remote tier; other entries are not promoted
+PROMOTION_BYTES = 1 << 30  # of queued promotions to disk and remote tiers; an entry that exceeds it is not promoted
 NUM_PREFETCHES = 4
 
 
