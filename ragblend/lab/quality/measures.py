@@ -87,7 +87,7 @@ def decode_answer(
     engine: TransformersEngine, request: EngineRequest, prefilled: PrefillResult, ttft_s: float
 ) -> Answer:
     """Return the greedy answer that continues a prefill."""
-    ends, logits, token_ids = engine.stop_ids(), prefilled.logits, list[int]()
+    ends, logits, token_ids = engine.stop_ids, prefilled.logits, list[int]()
     while True:
         token_ids.append(int(logits.argmax()))
         ended = token_ids[-1] in ends
