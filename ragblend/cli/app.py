@@ -54,7 +54,7 @@ app = typer.Typer(
 )
 
 
-@with_settings("model backend index store remote")
+@with_settings("model backend store remote")
 def doctor(settings: Settings, json_: JsonOption = False) -> None:
     """Check this machine: versions, model, embedder, disk, remote tier, vLLM; say what is missing, how to mend it."""
     from ragblend.operations.doctor import run_diagnostics

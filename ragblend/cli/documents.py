@@ -19,7 +19,7 @@ DOCUMENT_KINDS = (
 
 
 @with_settings(
-    "model backend index store remote chunk_size text_field context embedder system namespace dtype kv_dtype device "
+    "model backend store remote chunk_size text_field context embedder system namespace dtype kv_dtype device "
     "trust_remote_code",
     unflagged="disk_gib gpus_per_worker max_file_mib memory_gib remote_timeout_s",
 )
@@ -54,7 +54,7 @@ def ingest(
         report = run(
             list(paths),
             engine,
-            settings.index,
+            settings.store,
             chunk_size=settings.chunk_size,
             glob=glob,
             precompute=precompute,
@@ -75,7 +75,7 @@ def ingest(
 
 
 @with_settings(
-    "model backend index store remote context system namespace dtype kv_dtype device trust_remote_code",
+    "model backend store remote context system namespace dtype kv_dtype device trust_remote_code",
     unflagged="disk_gib gpus_per_worker memory_gib remote_timeout_s",
 )
 def precompute(
@@ -107,7 +107,7 @@ def precompute(
         raise typer.Exit(EXIT_PARTIAL)
 
 
-@with_settings("model backend index store remote", unflagged="device dtype namespace system trust_remote_code")
+@with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Forget documents: chunks, pins, and KV and texts that no other document has. What is still there comes back with
     the next `ingest` of its folder. Killed, or with the remote tier down (exit 5), the same command does the rest."""

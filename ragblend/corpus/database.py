@@ -234,7 +234,7 @@ class ChunkDatabase(CheckedDatabase):
     # --- inside ---
 
     def _raise_not_found(self, source: str) -> None:
-        raise NotFoundError(f"no document {source!r} in {self.path}; see ragblend stats --index {self.path}")
+        raise NotFoundError(f"no document {source!r} in {self.path}; see ragblend stats --store {self.path}")
 
     def _drop_empty_files(self, paths: Iterable[str]) -> None:
         empty = "DELETE FROM files WHERE path = ?1 AND NOT EXISTS (SELECT 1 FROM documents WHERE file = ?1)"

@@ -16,6 +16,7 @@ from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import (
     CALIBRATIONS_DIR,
     CONTEXT_FILE,
+    DEFAULTS_FILE,
     MACHINES_DIR,
     MODELS_DIR,
     PINS_DIR,
@@ -78,9 +79,18 @@ class VerifyReport:
         return facts
 
 
-def verify_store(store: str | Path, index: str | Path, progress: Progress | None = None) -> VerifyReport:
-    """Read every stored byte, and check the index. Damaged entries are moved aside, so they are never used."""
-    disk = DiskStore(store, create=False)
+def verify_store(
+    store: str | Path,
+    index: str | Path | None = None,
+    progress: Progress | None = None,
+    *,
+    kv_dir: str | None = None,
+) -> VerifyReport:
+    """Read every stored byte, and check the index. Damaged entries are moved aside, so they are never used.
+
+    `index`: the folder with the documents, where it is not `store`; `kv_dir`: that of the entries.
+    """
+    disk = DiskStore(store, create=False, kv_dir=kv_dir)
     report = VerifyReport()
     for result in disk.verify():
         report.checked += 1
@@ -91,7 +101,7 @@ def verify_store(store: str | Path, index: str | Path, progress: Progress | None
     report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_error)}
     _verify_registry(disk, report)
     try:
-        with open_index(index) as opened:
+        with open_index(store if index is None else index) as opened:
             report.index_problems = list(opened.find_problems())
             used = _load_live_chunks(opened)
             if used is not None:
@@ -169,6 +179,13 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     return repaired.num_new_kv
 
 
+def drop_damaged_defaults(report: VerifyReport, store: str | Path) -> None:
+    """Drop what the store remembers of its latest ingestion where that is damaged."""
+    if DEFAULTS_FILE in report.damaged_files:
+        DiskStore(store, create=False).delete_metadata(DEFAULTS_FILE)
+        report.dropped.append(f"{DEFAULTS_FILE} is dropped: {_LOSS_MESSAGES[DEFAULTS_FILE]}")
+
+
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
     """Write again what can be known, and remove the rest: pins of indexed documents, and the registry's rows."""
     for source in index.sources():
@@ -213,6 +230,7 @@ _LOSS_MESSAGES = {
     CALIBRATIONS_DIR: "make it again: ragblend calibrate",
     MACHINES_DIR: "make it again: ragblend profile",
     PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
+    DEFAULTS_FILE: "say it again: ragblend ingest DOCS --model MODEL",
     CONTEXT_FILE: "chunks are looked for alone until it is said again: ragblend precompute --context ...",
     REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
 }
@@ -231,7 +249,12 @@ class GcReport(NamedTuple):
 
 
 def collect_garbage(
-    store: str | Path, index: str | Path | None, max_bytes: int | None = None, dry_run: bool = False
+    store: str | Path,
+    index: str | Path | None,
+    max_bytes: int | None = None,
+    dry_run: bool = False,
+    *,
+    kv_dir: str | None = None,
 ) -> GcReport:
     """Remove leftovers and damaged files; with `index` also what it no longer has; then KV beyond `max_bytes`.
 
@@ -239,7 +262,7 @@ def collect_garbage(
     their registered texts and the pins of their documents: whatever is not this index's. Documents may be ingested
     meanwhile: what they bring stays.
     """
-    disk = DiskStore(store, create=False)
+    disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if index is None:
         result = disk.gc(max_bytes, None, dry_run)
         if not dry_run:
@@ -330,7 +353,9 @@ class PushReport(NamedTuple):
     is_full: bool = False  # the remote tier has no room
 
 
-def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None = None) -> PushReport:
+def push_store(
+    store: str | Path, remote: RemoteStore, progress: Progress | None = None, *, kv_dir: str | None = None
+) -> PushReport:
     """Send the remote tier every entry of the directory that it lacks. Interrupted, it goes on where it was.
 
     It stops asking once the remote's breaker has opened. Raises BackendUnreachableError when the remote does not answer
@@ -339,7 +364,7 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
     status = remote.status()
     if not status.reachable:
         raise BackendUnreachableError(status.problem)
-    disk = DiskStore(store, create=False)
+    disk = DiskStore(store, create=False, kv_dir=kv_dir)
     disk.clean()
     remote.clean()
     known, keys = set(remote.keys()), list(disk.keys())

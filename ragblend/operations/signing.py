@@ -37,7 +37,12 @@ class SignReport:
 
 
 def sign_store(
-    store: str | Path, key: StoreKey, *, signed_with: StoreKey | None = None, progress: Progress | None = None
+    store: str | Path,
+    key: StoreKey,
+    *,
+    signed_with: StoreKey | None = None,
+    progress: Progress | None = None,
+    kv_dir: str | None = None,
 ) -> SignReport:
     """Sign with `key` every entry and note of the directory that is not yet, also those that were moved aside unsigned.
 
@@ -45,7 +50,7 @@ def sign_store(
     whoever could write there is trusted now. Interrupted, it goes on where it was.
     """
     report = SignReport()
-    old, new = (DiskStore(store, create=False, store_key=each) for each in (signed_with, key))
+    old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
     report.num_notes = new.sign_metadata_files(old)
     load_expected_specs(old)
     on_progress = progress or (lambda stage, done, total: None)
@@ -89,9 +94,9 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
     return {result.key: result.reason for result in remote.verify() if not result.ok}
 
 
-def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str]) -> int:
+def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str], *, kv_dir: str | None = None) -> int:
     """Delete damaged entries of a remote tier; those that the directory has intact are sent again. How many were."""
-    disk, sent = DiskStore(store, create=False), 0
+    disk, sent = DiskStore(store, create=False, kv_dir=kv_dir), 0
     for key in damaged:
         remote.delete(key)
         with suppress(DamagedEntryError):

@@ -312,7 +312,7 @@ def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
     for kv in kvs[5:]:
         writer.put(kv)
     assert writer.flush(30)
-    for path in open_directory.glob("??/*"):
+    for path in open_directory.glob("kv/??/*"):
         path.chmod(0o444)  # they are written for their owner alone
     for path in (open_directory, *open_directory.glob("??")):
         path.chmod(0o555)
@@ -341,7 +341,7 @@ def test_entries_that_may_not_be_read_are_misses_and_stay(
     owner = DiskStore(open_directory, fsync=False)
     for kv in kvs:
         owner.put(kv)
-    for path in (open_directory, *open_directory.glob("??"), *open_directory.glob("??/*")):
+    for path in (open_directory, *open_directory.glob("??"), *open_directory.glob("kv/??/*")):
         path.chmod(0o755)
     for kv in kvs[:5]:
         owner._path(kv.header.key).chmod(0)

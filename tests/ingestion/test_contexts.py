@@ -221,14 +221,14 @@ def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
         keys = {name: engine.key(similar(name)) for name in TEXTS}
     store, index = tmp_path / "kv", tmp_path / "index"
     assert push_store(store, open_remote(url)).num_sent == 8
-    before = {path.name: path.read_bytes() for path in store.glob("??/*")}
-    place = next(store.glob(f"??/{keys['bell']}*"))
+    before = {path.name: path.read_bytes() for path in store.glob("kv/??/*")}
+    place = next(store.glob(f"kv/??/{keys['bell']}*"))
     place.write_bytes(place.read_bytes()[:-1] + b"?")
     report = verify_store(store, index)
     assert (list(report.damaged), report.orphans) == ([keys["bell"]], 0)
     with opened() as engine, open_engine_index(index, engine, create=False) as found:
         assert repair_store(report, engine, found) == 1
-    assert {path.name: path.read_bytes() for path in store.glob("??/*")} == before
+    assert {path.name: path.read_bytes() for path in store.glob("kv/??/*")} == before
     with opened(kv_dtype="int8") as engine, open_engine_index(index, engine, create=False) as found:
         assert precompute_index(engine, found, rewrite=True).num_rewritten_kv == 8
     assert {header.stored_dtype for header in DiskStore(store).headers()} == {"int8"}
@@ -246,7 +246,7 @@ def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, c
         bring_in(docs, engine, context="similar")
     note = tmp_path / "kv" / CONTEXT_FILE
     note.write_bytes(note.read_bytes()[:-9])
-    place = ("--index", str(tmp_path / "index"), "--store", str(tmp_path / "kv"))
+    place = ("--store", str(tmp_path / "kv"))
     assert run_command("ask", "Who plays the flute?", *place) == 4
     assert "ragblend precompute --context" in capsys.readouterr().err
     assert run_command("verify", *place, "--json") == 4

@@ -42,7 +42,7 @@ def ingest(run: CommandRunner) -> list[str]:
     Path("docs").mkdir(exist_ok=True)
     for number, text in enumerate(CHUNKS):
         Path(f"docs/{number}.txt").write_text(text)
-    run.facts("ingest", "docs", *PLACE, "--embedder", "hashing")
+    run.facts("ingest", "docs", "--model", "demo", *PLACE, "--embedder", "hashing")
     return sorted(DiskStore("s", store_key=None).keys())
 
 

@@ -17,7 +17,7 @@ from ragblend.redaction import redact
 
 
 @with_settings(
-    "model index store rule ratio k max_tokens",
+    "model store rule ratio k max_tokens",
     demo="Ask about the demo's corpus; nothing else is needed.",
 )
 def explain(

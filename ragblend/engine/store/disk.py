@@ -1,12 +1,13 @@
 """The durable tier: a directory of chunk files, shared by threads, processes and hosts.
 
-    ROOT/ab/abcdef....safetensors   an entry; `.damaged` instead of `.safetensors` once it failed a checksum
+    ROOT/kv/ab/abcdef....safetensors  an entry; `.damaged` instead of `.safetensors` once it failed a checksum
     ROOT/models/FINGERPRINT.json    whose KV the store holds
     ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
     ROOT/calibrations/NAME.json     what was calibrated (see `calibration`)
     ROOT/machines/NAME.json         how fast a machine prefills and reads (see `machine`)
     ROOT/prefixes/DIGEST.json       token ids of a system text that a vLLM server was started with
     ROOT/context.json               what chunks are computed behind (see `lookup`)
+    ROOT/store.json                 model and system text of the latest ingestion
 
 An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
 its room.
@@ -60,6 +61,7 @@ from ragblend.errors import CorruptError, DamagedEntryError, NotFoundError, Stor
 from ragblend.files.directory import Directory, remove_file, unlink
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
+from ragblend.files.store_folder import find_kv_dir, open_folder
 from ragblend.options import CONTEXT, ContextPolicy
 
 log = logging.getLogger(__name__)
@@ -67,11 +69,19 @@ log = logging.getLogger(__name__)
 MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
 PREFIXES_DIR = "prefixes"
 CONTEXT_FILE = "context.json"
+DEFAULTS_FILE = "store.json"
 CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # stores of earlier versions remember them
 METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 """Folders whose JSON files are signed where the store has a key. A pin only keeps room, and is not."""
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
 TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
+
+
+class StoreDefaults(NamedTuple):
+    """What the latest ingestion into a store named, and nobody has to name again. "" and None: nothing is known."""
+
+    model: str = ""
+    system: str | None = None
 
 
 class StoreEntry(NamedTuple):
@@ -104,7 +114,8 @@ class DiskStore(KVStore):
     `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
     own, if it has one.
 
-    A relative `root` is resolved once, when the store is opened.
+    `kv_dir`: where the entries are instead of in `root`'s own `kv`, on a faster disk for example. They can be computed
+    again, and what stands in `root` cannot. A relative path is resolved once, when the store is opened.
 
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries (which the
     checksums notice). `create=False` raises NotFoundError when `root` does not exist.
@@ -118,11 +129,12 @@ class DiskStore(KVStore):
         create: bool = True,
         capacity_bytes: Capacity = None,
         store_key: KeyChoice = "auto",
+        kv_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(capacity_bytes, int) and capacity_bytes < 0:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
         named = user_path(root, "store")
-        self.root = named.absolute()  # the working folder may change while the store is open
+        self.root = open_folder(named)
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self._demands = ReadRequirements(self.store_key)
@@ -134,8 +146,12 @@ class DiskStore(KVStore):
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {named}; fill one with: ragblend ingest DOCS --store {named}")
         self._directory = Directory(self.root, fsync=fsync)
+        self.kv_dir = find_kv_dir(self.root) if kv_dir is None else user_path(kv_dir, "kv_dir").absolute()
+        hint, is_apart = self._directory.full_hint, not self.kv_dir.is_relative_to(self.root)
+        self._entries = Directory(self.kv_dir, fsync=fsync, full_hint=hint, create=is_apart)
+        self._writer = self._entries if is_apart else self._directory  # whose group may read what it writes
         self._room = DiskEvictor(
-            self.root, capacity_bytes, pinned=self.pinned_keys, evicted=lambda key: self._count(num_evicted=1)
+            self.kv_dir, capacity_bytes, pinned=self.pinned_keys, evicted=lambda key: self._count(num_evicted=1)
         )
 
     @property
@@ -153,7 +169,7 @@ class DiskStore(KVStore):
         A damaged, foreign or unsigned file is moved aside. One of another version, or with token ids other than
         `token_ids`, stays where it is: somebody else may be able to use it.
         """
-        path, file = self.root / key[:2] / f"{key}{ENTRY_SUFFIX}", None
+        path, file = self.kv_dir / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
             file = SharedFile(self._path(key))
             kv = DiskKV(key, path, file, self._quarantine, self._demands)
@@ -192,7 +208,7 @@ class DiskStore(KVStore):
         if self.on_put is not None:
             self.on_put(held.header)
         with self._room.reserve(held.header.key, nbytes):
-            self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
+            self._writer.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
         unlink(path.with_suffix(DAMAGED_SUFFIX))
         self._count(num_puts=1)
 
@@ -215,7 +231,7 @@ class DiskStore(KVStore):
 
     def headers(self) -> Iterator[KVHeader]:
         """Verified headers of entries, read one by one as they are asked for; in no order, keys being hashes."""
-        for folder in self.root.glob("??"):
+        for folder in self.kv_dir.glob("??"):
             for path in folder.glob(f"[!.]*{ENTRY_SUFFIX}"):
                 if (header := self.header(path.stem)) is not None:
                     yield header
@@ -253,7 +269,7 @@ class DiskStore(KVStore):
         if self.capacity_bytes != "auto":
             return self.capacity_bytes
         held_bytes = self.nbytes() if held_bytes is None else held_bytes
-        limit = max(held_bytes, auto_limit(self.root, held_bytes))
+        limit = max(held_bytes, auto_limit(self.kv_dir, held_bytes))
         return int(limit) if limit < math.inf else None
 
     def entries(self) -> Iterator[StoreEntry]:
@@ -329,6 +345,9 @@ class DiskStore(KVStore):
                 if path not in signed:
                     self._write_metadata(path, note)
                     count += 1
+        with suppress(CorruptError):
+            if (known := source.read_defaults()) != StoreDefaults():
+                count += self._write_metadata(self.root / DEFAULTS_FILE, known._asdict())
         return count
 
     def has_file(self, key: str) -> bool:
@@ -338,7 +357,7 @@ class DiskStore(KVStore):
     @property
     def has_evicted(self) -> bool:
         """Whether an entry ever had to leave for a budget, so that one that is gone need not be lost."""
-        return (self.root / EVICTED_MARK).exists()
+        return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_damaged(self, key: str) -> None:
         """Remove what was set aside of a key, and the entry itself if it is none that this version reads."""
@@ -349,7 +368,7 @@ class DiskStore(KVStore):
 
     def clean(self) -> int:
         """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
-        return self._directory.remove_stale_files()
+        return self._directory.remove_stale_files() + self._entries.remove_stale_files()
 
     def gc(
         self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
@@ -362,7 +381,8 @@ class DiskStore(KVStore):
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
-        leftovers, quarantined = list(self._directory.find_stale_files()), list(self._stats(DAMAGED_SUFFIX))
+        leftovers = [*self._directory.find_stale_files(), *self._entries.find_stale_files()]
+        quarantined = list(self._stats(DAMAGED_SUFFIX))
         entries = self._by_last_use()
         pinned = self.pinned_keys() if max_bytes is not None else frozenset()
         kept_bytes = sum(stat.st_size for _, stat in entries)
@@ -482,6 +502,25 @@ class DiskStore(KVStore):
             raise CorruptError(f"{path} is damaged ({error}); {fix} again") from error
         return tuple(ids)
 
+    def put_defaults(self, defaults: StoreDefaults) -> None:
+        """Remember model and system text, in place of earlier ones. Raises what `put` raises."""
+        self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
+
+    def read_defaults(self) -> StoreDefaults:
+        """Return what `put_defaults` remembered. Raises CorruptError for a note that is damaged or not signed."""
+        path = self.root / DEFAULTS_FILE
+        try:
+            note = decode_signed_json(read_file(path), DEFAULTS_FILE, self._note_key(path))
+            return StoreDefaults(note["model"], note["system"])
+        except FileNotFoundError:
+            return StoreDefaults()
+        except (OSError, ValueError, KeyError) as error:
+            raise CorruptError(
+                f"{path} is damaged ({error}), so the model and the system text that its chunks were computed with are "
+                "not known. Give `model` and `system`, or drop the file and go on without: ragblend verify --repair "
+                f"--store {self.root}"
+            ) from error
+
     def put_context(self, policy: ContextPolicy) -> None:
         """Remember what chunks are computed behind. Raises what `put` raises."""
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
@@ -528,6 +567,10 @@ class DiskStore(KVStore):
             pass
         except (OSError, ValueError) as error:
             found.append(VerifyResult(CONTEXT_FILE, False, str(error)))
+        try:
+            self.read_defaults()
+        except CorruptError as error:
+            found.append(VerifyResult(DEFAULTS_FILE, False, str(error.__cause__)))
         yield from found
 
     def delete_metadata(self, place: str) -> None:
@@ -546,15 +589,17 @@ class DiskStore(KVStore):
             except (OSError, ValueError) as error:
                 complain("%s is damaged (%s)", path, error)
 
-    def _write_metadata(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def _write_metadata(self, path: Path, facts: Mapping[str, Any]) -> bool:
+        """Return False where these facts were in the file already."""
         data = encode_signed_json(facts, _note_kind(path), self._note_key(path))
         with suppress(OSError):
             if read_file(path) == data:
-                return
+                return False
         self._directory.write(path, data)
+        return True
 
     def _note_key(self, path: Path) -> StoreKey | None:
-        return self.store_key if path.parent.name in METADATA_DIRS else None
+        return self.store_key if path.parent.name in METADATA_DIRS or path.name == DEFAULTS_FILE else None
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
         """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
@@ -577,11 +622,11 @@ class DiskStore(KVStore):
         return self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
 
     def _path(self, key: str) -> Path:
-        return self.root / _checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
+        return self.kv_dir / _checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
 
     def _files(self, suffix: str) -> Iterator[Path]:
         """Files of that suffix whose name is a key in the right directory, in order of their keys."""
-        for path in sorted(self.root.glob(f"??/[!.]*{suffix}")):
+        for path in sorted(self.kv_dir.glob(f"??/[!.]*{suffix}")):
             if NAME.fullmatch(path.stem) and path.stem[:2] == path.parent.name:
                 yield path
 
@@ -643,8 +688,8 @@ def prefix_name(token_ids: Sequence[int]) -> str:
 
 def _note_kind(path: Path) -> str:
     """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
-    if path.name == CONTEXT_FILE:
-        return CONTEXT_FILE
+    if path.name in (CONTEXT_FILE, DEFAULTS_FILE):
+        return path.name
     return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
 
 

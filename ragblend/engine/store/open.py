@@ -28,9 +28,9 @@ def open_store(
     """Memory over the directory `path` over a shared place: the tiers that are asked for, fastest first.
 
     `tiers` are TierOptions. `memory_gib`: budget of the memory tier, 0 leaves it out. `path` None leaves the disk tier
-    out, `disk_gib` limits it ("auto": as much as it leaves free, see `room`; 0: no limit). `remote`:
-    `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; one `get` from it takes `remote_timeout_s` at
-    most. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or
+    out, `kv_dir` puts its entries elsewhere, `disk_gib` limits it ("auto": as much as it leaves free, see `room`; 0: no
+    limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; one `get` from it takes
+    `remote_timeout_s` at most. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or
     "fp8" in eight bits; what is there is read whatever it is. Raises NotFoundError when `path` does not exist and
     `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet. `fsync` False is for a disk
     tier whose entries may go missing in a power cut. `store_key`: what entries are signed with, and must be; "auto" the
@@ -48,7 +48,7 @@ def open_store(
         opened.append(memory := MemoryStore(int(options.memory_gib * GIB)))
     if path is not None:
         budget = parse_capacity(options.disk_gib)
-        disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, store_key=key)
+        disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, store_key=key, kv_dir=options.kv_dir)
         opened.append(disk)
         for document, keys in disk.pins().items() if options.memory_gib > 0 else ():
             memory.pin(document, keys)

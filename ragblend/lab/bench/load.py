@@ -230,7 +230,7 @@ class _Bench:
         """One request of one token. Raises RagblendError where the KV did not come from where it should."""
         self._subject.read_from(self._store(case))
         if case.source != "memory":
-            self.page_cache_dropped &= drop_page_cache(self._disk.root.rglob("*.safetensors"))
+            self.page_cache_dropped &= drop_page_cache(self._disk.kv_dir.rglob("*.safetensors"))
         before = self._disk.counters.num_hits
         timelines: list[Timeline] = []
         self._subject.times.timelines = timelines

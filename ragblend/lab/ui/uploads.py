@@ -35,10 +35,9 @@ class TooLargeError(RagblendError):
     """An upload beyond the limit."""
 
 
-def uploads_folder(index: str | Path) -> Path:
-    """Where documents for this index are put: beside it."""
-    path = Path(index)
-    return path.with_name(f"{path.name}-uploads")
+def uploads_folder(store: str | Path) -> Path:
+    """Where documents for this store are put: in its folder."""
+    return Path(store) / "uploads"
 
 
 def validate_file_name(name: str) -> str:
@@ -112,7 +111,7 @@ class Upload:
 
 def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: ChunkIndex, settings: Settings) -> None:
     """Ingest uploads; what came of it is told as "ingested"."""
-    folder = uploads_folder(settings.index)
+    folder = uploads_folder(settings.store)
     paths = [folder / validate_file_name(name) for name in names]
     try:
         report = ingest(
