@@ -159,7 +159,8 @@ def create_database(folder: Path, facts: Mapping[str, object]) -> None:
     with _open_connection(folder, create=True) as connection, transaction(connection, "IMMEDIATE"):
         for statement in SCHEMA:
             connection.execute(statement)
-        connection.executemany("INSERT OR IGNORE INTO meta VALUES (?1, ?2, row_checksum(?1, ?2))", rows)
+        checked = [(*row, row_checksum(*row)) for row in rows]
+        connection.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?, ?)", checked)
 
 
 def is_blank(folder: Path) -> bool:

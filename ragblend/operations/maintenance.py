@@ -36,7 +36,7 @@ from ragblend.errors import (
     StoreFullError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.contexts import chunk_variants
+from ragblend.ingestion.contexts import NUM_SIMILAR, chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.precompute import Progress, pin_document, precompute_chunks
 from ragblend.prompt.render import Renderer
@@ -47,7 +47,8 @@ _BATCH = 64  # entries deleted while nobody may add documents
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify` found. `orphans` and `num_without_kv` are None where no index says which chunks are in use.
+    """What `verify` found. `orphans` and `num_without_kv` are None where no index says which chunks are in use; a
+    repair counts them again.
 
     `damaged`: entries; `missing`: entries that were stored and are gone, by key, though none had to leave for a budget;
     `damaged_files`: other files of the store, by their place in it. Each with the reason.
@@ -61,6 +62,7 @@ class VerifyReport:
     index_problems: list[str] = field(default_factory=list)
     orphans: int | None = None
     num_without_kv: int | None = None  # indexed chunks; no damage: not every store has to hold all of them
+    outdated: list[str] = field(default_factory=list)  # similar variants whose chunk has other neighbours by now
     num_repaired: int = 0
     dropped: list[str] = field(default_factory=list)  # what `repair_store` could only remove, and how to have it again
     unrepaired: list[str] = field(default_factory=list)  # what it could not mend, and the way out
@@ -103,16 +105,23 @@ def verify_store(
     try:
         with open_index(store if index is None else index) as opened:
             report.index_problems = list(opened.find_problems())
-            used = _load_live_chunks(opened)
-            if used is not None:
-                held: set[tuple[int, ...]] = set()
-                report.orphans = sum(1 for _ in _find_orphans(_collect_ids(disk.headers(), held), used))
-                report.num_without_kv = len(used.ids - held)
+            _compare_with_index(disk, opened, report)
     except NotFoundError:
         pass  # a store can be used without an index, by the framework adapters
     except CorruptError as error:
         report.index_problems.append(str(error))
     return report
+
+
+def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport) -> None:
+    """Count the entries that no chunk needs and the chunks without KV, and list the outdated similar variants."""
+    used = _load_live_chunks(index)
+    if used is None:
+        return
+    found = _EntrySummary()
+    report.orphans = sum(1 for _ in _find_orphans(found.collect(disk.headers()), used))
+    report.num_without_kv = len(used.ids - found.ids)
+    report.outdated = sorted(found.find_outdated(index, used.renderer))
 
 
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
@@ -176,6 +185,8 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             "and in this namespace. Repair with the `model`, `system` or `namespace` that made them, add the documents "
             "again, or forget them: ragblend gc"
         )
+    if disk is not None:
+        _compare_with_index(disk, index, report)
     return repaired.num_new_kv
 
 
@@ -334,11 +345,34 @@ def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[st
     return (key for key, _ in found)
 
 
-def _collect_ids(headers: Iterable[KVHeader], held: set[tuple[int, ...]]) -> Iterator[KVHeader]:
-    """The headers, their token ids put into `held` as they pass."""
-    for header in headers:
-        held.add(header.token_ids)
-        yield header
+class _EntrySummary:
+    """What is kept of the headers of a store: the ids of its chunks, and what each similar variant was computed after,
+    as hashes."""
+
+    def __init__(self) -> None:
+        self.ids: set[tuple[int, ...]] = set()
+        self._after: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}  # by the chunk's ids, by key
+
+    def collect(self, headers: Iterable[KVHeader]) -> Iterator[KVHeader]:
+        """Yield the headers, each noted as it passes."""
+        for header in headers:
+            self.ids.add(header.token_ids)
+            if header.context:
+                self._after.setdefault(header.token_ids, {})[header.key] = tuple(map(hash, header.context_ids))
+            yield header
+
+    def find_outdated(self, index: ChunkIndex, renderer: Renderer) -> Iterator[str]:
+        """Yield the keys of variants that were computed after other chunks than those which are the nearest now.
+
+        A variant after fewer of them is none: there was no room for all.
+        """
+        for text in {text for _, text in index.texts()} if self._after else ():
+            if variants := self._after.get(renderer.chunk_ids(text)):
+                near = index.similar_texts(text, NUM_SIMILAR, lambda each: renderer.chunk_ids(each) in self.ids)
+                nearest = tuple(map(hash, renderer.context_parts(reversed(near))))
+                for key, after in variants.items():
+                    if after != nearest[-len(after) :]:
+                        yield key
 
 
 class PushReport(NamedTuple):
