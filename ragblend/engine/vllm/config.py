@@ -78,8 +78,9 @@ class ConnectorConfig(TierOptions):
         if not isinstance(error, RagblendError):
             return f"{type(error).__name__}; the server's log says more"
         text = str(error)
-        for store in {str(Path(self.store).resolve()), str(Path(self.store).absolute()), self.store}:
-            text = text.replace(store, "STORE")
+        for place in filter(None, (self.kv_dir, self.store)):
+            for store in {str(Path(place).resolve()), str(Path(place).absolute()), place}:
+                text = text.replace(store, "STORE")
         if self.remote is not None:
             text = redact(text, echo_of=self.remote).replace(redact(self.remote), "REMOTE")
         return text
