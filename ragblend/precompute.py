@@ -320,7 +320,6 @@ def precompute_index(
         engine.set_context_policy(context)
     else:
         resolve_context_policy(engine, None)
-    remember_defaults(engine)
     chunks = list(index.chunks())
     wanted = chunk_variants(chunks, engine.context)
     prefill = workers.prefill if workers is not None else prefill_here

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ragblend.engine.store.base import KVStore
     from ragblend.engine.store.disk import StoreDefaults
     from ragblend.engine.transformers.engine import TransformersEngine
-    from ragblend.engine.vllm.client import VllmClient
+    from ragblend.engine.vllm.client import Connection, VllmClient
     from ragblend.engine.vllm.engine import VllmEngine
 
 
@@ -62,7 +62,8 @@ def load_engine(
     """Return a model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded, whose
-    attention is then ours, with its own inside for its own forward. None is the model that the store remembers.
+    attention is then ours, with its own inside for its own forward. None is the model that the store remembers, or the
+    server's.
     `store`: a directory, any KVStore, or None for memory only.
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
@@ -106,7 +107,7 @@ def load_engine(
     if model is None:
         if asked.trust_remote_code:
             raise UsageError("trust_remote_code runs code of the model, so name the model: `model=...`")
-        model = remembered_model(store)
+        model = _served_model(backend, settings) if is_url(backend) else remembered_model(store)
     elif not isinstance(model, str | Path):
         from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
 
@@ -233,6 +234,24 @@ def _load_transformers(
     )
 
 
+def _connect(url: str, settings: LoadOptions) -> Connection:
+    from ragblend.engine.vllm.client import Connection
+
+    http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
+    return Connection(url, **{name: value for name, value in http.items() if value is not None})
+
+
+def _served_model(url: str, settings: LoadOptions) -> str:
+    """Return the model that the server at `url` runs, by the name or folder that it was started with."""
+    from ragblend.engine.vllm.client import server_facts
+
+    opened = _connect(url, settings)
+    try:
+        return server_facts(opened).root
+    finally:
+        opened.close()
+
+
 def _load_client(
     model: str,
     store: Path | KVStore | None,
@@ -243,7 +262,7 @@ def _load_client(
 ) -> VllmClient:
     """Return an engine over the server at `url`, with `model`'s tokenizer from this machine."""
     from ragblend.engine.transformers.model import load_tokenizer
-    from ragblend.engine.vllm.client import Connection, VllmClient, server_facts
+    from ragblend.engine.vllm.client import VllmClient, server_facts
     from ragblend.prompt.render import Renderer
 
     more = ["vllm_options"] if settings.vllm_options else []
@@ -260,8 +279,7 @@ def _load_client(
         raise UsageError(
             f"store is a {type(store).__name__}; with {redact(url)} the store is the server's, give a directory"
         )
-    http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
-    opened = Connection(url, **{name: value for name, value in http.items() if value is not None})
+    opened = _connect(url, settings)
     try:
         facts = server_facts(opened, model)
         tokenizer, _ = load_tokenizer(model, asked)
