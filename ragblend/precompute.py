@@ -146,7 +146,9 @@ def ingest(
         resolve_context_policy(engine, context)
     remember_defaults(engine)
     reader = FileReader(max_file_mib, text_field, loader)
+    disk = disk_tier(engine.store)
     own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine.store)]
+    own += [disk.kv_dir] if disk is not None else []
     found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
     # What is opened here is saved and closed here: left open, what was committed stands in the database's log alone.
     with (
