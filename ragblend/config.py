@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ragblend.errors import UsageError
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_text
+from ragblend.files.store_folder import DEFAULT_STORE
 from ragblend.options import (
     CONTEXT,
     SHADOW,
@@ -50,7 +51,9 @@ USER_FILE = "config.toml"
 USER_ONLY_SETTINGS = ("remote", "store_key_file", "trust_remote_code")
 """Settings that no folder's file may set, whatever to."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
-_WITHOUT_FLAG = ("memory_gib", "disk_gib", "remote_timeout_s", "store_key_file", "max_file_mib", "gpus_per_worker")
+_WITHOUT_FLAG = (
+    *("memory_gib", "disk_gib", "kv_dir", "remote_timeout_s", "store_key_file", "max_file_mib", "gpus_per_worker"),
+)
 """Settings that no command has a flag for: the environment sets them."""
 _ARGUMENT_FLAGS = {  # arguments of functions that are no settings, and the flag that sets each
     "address": "--workers",
@@ -71,7 +74,10 @@ _ARGUMENT = re.compile(r"`([a-z_]+)(?:=([^`]+))?`")
 class Settings(TierOptions):
     """The settings of every command and of `load_engine`. Paths are relative to the working folder, `~` is the home."""
 
-    model: str = option("demo", "'demo', a Hugging Face id, a local path, or a GGUF: file.gguf, repo:file.gguf.")
+    model: str | None = option(
+        None,
+        "'demo', a Hugging Face id, a local path, or a GGUF: file.gguf, repo:file.gguf; else what the store remembers.",
+    )
     backend: str = option(
         "transformers",
         "transformers, vllm, or a server's http://HOST:PORT (ragblend serve).",
@@ -82,8 +88,7 @@ class Settings(TierOptions):
     )
     dtype: str = copy_option(ModelOptions, "dtype")
     device: str = copy_option(ModelOptions, "device")
-    index: str = option("ragblend-data/index", "Directory of the index.")
-    store: str = option("ragblend-data/kv", "Directory of the KV store.")
+    store: str = option(DEFAULT_STORE, "Directory of the documents and their KV.")
     store_key_file: str | None = None  # signs and checks what is stored; None: what `ragblend init-key` made, if it did
     embedder: str = option("auto", "minilm, hashing, a Hugging Face id or a path.")  # auto: minilm if installed
     chunk_size: int | None = option(None, "Most tokens per chunk; else the index's own, 512 in a new one.", at_least(1))
@@ -104,7 +109,7 @@ class Settings(TierOptions):
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
-    system: str | None = option(None, "System text that chunks are precomputed behind.")
+    system: str | None = option(None, "System text that chunks are precomputed behind; else what the store remembers.")
     namespace: str = option("", "Tenant; never reads another's KV.")
     trust_remote_code: bool = copy_option(ModelOptions, "trust_remote_code")
     shadow: float = option(
@@ -115,8 +120,7 @@ class Settings(TierOptions):
 
     def __post_init__(self) -> None:
         TierOptions.__post_init__(self)
-        for name in ("index", "store"):
-            object.__setattr__(self, name, str(user_path(getattr(self, name), name)))
+        object.__setattr__(self, "store", str(user_path(self.store, "store")))
 
     @property
     def generation(self) -> GenerationKeywords:
@@ -188,7 +192,7 @@ def _rejection_reason(name: str, value: Any, folder: Path, trusted: Mapping[str,
         return "your documents and questions would go there, with your API key"
     if name == "store_key_file":
         return "who knows the key can write what is believed"
-    if name in ("index", "store") and not _is_inside(value, folder):
+    if name in ("store", "kv_dir") and not _is_inside(value, folder):
         return "it is outside of that folder"
     if name == "disk_gib" and not _is_inside(trusted.get("store", Settings().store), folder):
         return "it would evict KV of a store outside of that folder"
@@ -215,6 +219,13 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
     known = {field.name for field in fields(Settings)}
     unknown = sorted(set(values) - known)
+    if "index" in unknown:
+        unknown.remove("index")
+        log.warning(
+            "%s sets index, which is ignored: documents and KV are in one folder, the store. Move the files of %s into "
+            "that folder, or ingest again, and delete the line",
+            path, values.pop("index"),
+        )  # fmt: skip
     if unknown:
         raise UsageError(f"{path} sets {', '.join(unknown)}; known settings: {', '.join(sorted(known))}")
     return {name: _cast(name, value, str(path)) for name, value in values.items()}

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragblend.corpus.checked_database import DATABASE, create_database, is_blank, make_reingest_hint
+from ragblend.corpus.checked_database import create_database, explain_reindexing, is_blank, make_reingest_hint
 from ragblend.corpus.database import ChunkDatabase
 from ragblend.corpus.embedders import (
     Embedder,
@@ -47,12 +47,12 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
+from ragblend.files.store_folder import DATABASE, MANIFEST, VECTORS_FILE, open_folder
 from ragblend.prompt.types import Chunk
 from ragblend.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-VECTORS_FILE, MANIFEST = "vectors.faiss", "manifest.json"
 _VECTORS_BYTES = 1 << 40
 
 PROBE_TEXT = "The vector of this sentence identifies the embedding model of an index."
@@ -110,14 +110,14 @@ def open_index(
     raises StoreMismatchError at the first text.
     """
     named = user_path(path, "index")
-    folder = named.absolute()
+    folder = open_folder(named, "index")
     begun = create and not (folder / MANIFEST).exists()  # the manifest is the last thing that creation writes
     if (folder / DATABASE).exists() and not (begun and is_blank(folder)):
         return ChunkIndex(folder, embedder)
     if (folder / MANIFEST).exists():
         raise CorruptError(f"{folder / DATABASE} is missing. {make_reingest_hint(folder)}")
     if not create:
-        raise NotFoundError(f"no index at {named}; make one: ragblend ingest DOCS --index {named}")
+        raise NotFoundError(f"no documents in {named}; add some: ragblend ingest DOCS --store {named}")
     chosen = load_embedder(_embedder_id(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
     facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
     facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
@@ -428,7 +428,7 @@ class ChunkIndex(ChunkDatabase):
         if rows.shape != (num_rows, dim):
             raise StoreMismatchError(
                 f"vectors have shape {rows.shape}, {self.path} needs {(num_rows, dim)}, one per text, by "
-                f"{self._made_by.embedder!r}; use it, or make another index: ragblend ingest DOCS --index NEW_PATH"
+                f"{self._made_by.embedder!r}; use it, or {explain_reindexing(self.path)}"
             )
         return normalize_rows(rows)
 
@@ -523,8 +523,7 @@ class ChunkIndex(ChunkDatabase):
         if not has_name or dim != made_by.dim:
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
-                f"(dim {dim}); leave `embedder` out to use that one, or make another index: ragblend ingest DOCS "
-                "--index NEW_PATH (stored KV is found, not recomputed)"
+                f"(dim {dim}); leave `embedder` out to use that one, or {explain_reindexing(self.path)}"
             )
         self._check_version(embedder)
 
@@ -542,8 +541,8 @@ class ChunkIndex(ChunkDatabase):
             raise StoreMismatchError(
                 f"{self.path} was made with another model or revision than this {embedder.name!r}: their vectors of "
                 f"one text are {distance:.2f} apart (at most {_MAX_PROBE_DISTANCE} is rounding), so a search would "
-                "find the wrong chunks. Pass the embedding that made the index, or make another index: ragblend "
-                "ingest DOCS --index NEW_PATH (stored KV is found, not recomputed)"
+                "find the wrong chunks. Pass the embedding that made the index, or "
+                f"{explain_reindexing(self.path)}"
             )
 
     def _check_version(self, embedder: Embedder | str) -> None:
@@ -552,6 +551,5 @@ class ChunkIndex(ChunkDatabase):
         if made != now:
             raise StoreMismatchError(
                 f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, this is version {now}, "
-                "which reads all of a long chunk and not only its beginning; make another index: ragblend ingest DOCS "
-                "--index NEW_PATH. Stored KV is found again, not recomputed"
+                f"which reads all of a long chunk and not only its beginning; {explain_reindexing(self.path)}"
             )

@@ -15,6 +15,7 @@ from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
 
 from ragblend.errors import UsageError
+from ragblend.files.places import user_path
 from ragblend.redaction import redact
 
 T = TypeVar("T")
@@ -185,6 +186,9 @@ class TierOptions:
     disk_gib: DiskBudget = option(
         "auto", "Budget of the disk tier; auto: it grows until it holds as much as it leaves free; 0: no limit.", BUDGET
     )
+    kv_dir: str | None = option(
+        None, "Directory of the stored KV, on a faster disk for example; else kv in the store's folder."
+    )
     remote: str | None = option(None, "Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
     remote_timeout_s: float = option(
         5.0,
@@ -197,6 +201,8 @@ class TierOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.kv_dir is not None:
+            object.__setattr__(self, "kv_dir", str(user_path(self.kv_dir, "kv_dir").absolute()))
 
     @property
     def tiers(self) -> TierKeywords:
@@ -212,6 +218,7 @@ class TierKeywords(TypedDict, total=False):
 
     memory_gib: float
     disk_gib: DiskBudget
+    kv_dir: str | None
     remote: str | None
     remote_timeout_s: float
     kv_dtype: KvDtype

@@ -23,7 +23,7 @@ from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
 from ragblend.corpus.loaders import FileReader, Loader
 from ragblend.engine.api import Engine
-from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.disk import DiskStore, StoreDefaults
 from ragblend.engine.store.tiered import disk_tier, format_bytes
 from ragblend.errors import (
     BackendUnreachableError,
@@ -144,8 +144,11 @@ def ingest(
     on_progress = progress or (lambda stage, done, total: None)
     if precompute:
         resolve_context_policy(engine, context)
+    remember_defaults(engine)
     reader = FileReader(max_file_mib, text_field, loader)
+    disk = disk_tier(engine.store)
     own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine.store)]
+    own += [disk.kv_dir] if disk is not None else []
     found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
     # What is opened here is saved and closed here: left open, what was committed stands in the database's log alone.
     with (
@@ -284,6 +287,16 @@ def precompute_chunks(
     return report
 
 
+def remember_defaults(engine: Engine) -> None:
+    """Have the store's folder remember the engine's model and system text for those who name none."""
+    disk = disk_tier(engine.store)
+    for folder in store_folders(engine.store):
+        path = Path(engine.name)
+        model = str(path.absolute()) if engine.name != "demo" and path.exists() else engine.name
+        known = DiskStore(folder) if disk is None else disk
+        known.put_defaults(StoreDefaults(model, engine.system))
+
+
 def _find_unfit_texts(texts: Iterable[str], engine: Engine) -> dict[str, str]:
     """Return the texts that the engine cannot prefill, each with the reason."""
     return {text: problem for text in dict.fromkeys(texts) if (problem := explain_unfit_text(text, engine))}
@@ -352,6 +365,7 @@ def precompute_documents(
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     engine.check_process()
     resolve_context_policy(engine, None)
+    remember_defaults(engine)
     given = [documents] if isinstance(documents, str) else list(documents)
     chunks = [as_chunk(document) for document in given]
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
@@ -537,7 +551,7 @@ def open_engine_index(
         index.close()
         raise StoreMismatchError(
             f"the index {path} was chunked for {made_for.tokenizer}, the engine runs {engine.name}, whose tokenizer "
-            f"differs. Use `model={made_for.tokenizer!r}`, or ingest again: ragblend ingest DOCS --index NEW_PATH "
+            f"differs. Use `model={made_for.tokenizer!r}`, or ingest again: ragblend ingest DOCS --store NEW_PATH "
             f"--model {engine.name}"
         )
     return index
@@ -553,11 +567,11 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     """How much room is left for `nbytes` of KV, in words, and whether other KV leaves for it.
 
     Raises StoreFullError when the disk has not so much free, or the store may not hold it at all."""
-    free = shutil.disk_usage(disk.root).free
+    free = shutil.disk_usage(disk.kv_dir if disk.kv_dir.is_dir() else disk.root).free
     if nbytes > free:
         raise StoreFullError(
-            f"the KV to come needs {format_bytes(nbytes)}, the disk of {disk.root} has {format_bytes(free)} free. Free "
-            "space, choose another `store`, a half-precision `dtype`, or fewer documents; `precompute=False` only "
+            f"the KV to come needs {format_bytes(nbytes)}, the disk of {disk.kv_dir} has {format_bytes(free)} free. "
+            "Free space, choose another `store`, a half-precision `dtype`, or fewer documents; `precompute=False` only "
             "indexes"
         )
     held = disk.recent_nbytes()
@@ -566,7 +580,7 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
         return room
     if disk.capacity_bytes == "auto" and nbytes > limit:  # a number was somebody's choice; this nobody chose
         raise StoreFullError(
-            f"the KV to come needs {format_bytes(nbytes)}, {disk.root} may hold {format_bytes(limit)}: as much as it "
+            f"the KV to come needs {format_bytes(nbytes)}, {disk.kv_dir} may hold {format_bytes(limit)}: as much as it "
             "leaves free, because no limit is set. Set one in GiB: `disk_gib=...` (0: no limit); `precompute=False` "
             "only indexes"
         )

@@ -12,8 +12,8 @@ import pytest
 from ragblend.cli import app as cli
 from ragblend.demo.corpus import sample_corpus
 
-PLACE = ("--index", "i", "--store", "s")
-INGEST = ("ingest", "docs", "--glob", "*.md", "--chunk-size", "112", "--embedder", "hashing")
+PLACE = ("--store", "s")
+INGEST = ("ingest", "docs", "--model", "demo", "--glob", "*.md", "--chunk-size", "112", "--embedder", "hashing")
 
 
 def run_command(*arguments: str) -> int:
@@ -47,7 +47,7 @@ class CommandRunner:
 
 
 def ingest_sample(folder: Path) -> Path:
-    """`folder` with four documents in `docs`, ingested into `i` and `s`."""
+    """`folder` with four documents in `docs`, ingested into `s`."""
     sample_corpus().first_records(4).write(folder / "docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

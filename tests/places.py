@@ -12,8 +12,20 @@ from typing import NamedTuple
 import pytest
 from forked import Done
 
-PLACE = ("--index", "index", "--store", "kv")
-INGEST = ("ingest", "corpus", "--chunk-size", "64", "--embedder", "hashing", "--context", "similar", *PLACE)
+PLACE = ("--store", "kv")
+INGEST = (
+    "ingest",
+    "corpus",
+    "--model",
+    "demo",
+    "--chunk-size",
+    "64",
+    "--embedder",
+    "hashing",
+    "--context",
+    "similar",
+    *PLACE,
+)
 
 
 def text_about(name: str, version: int = 0) -> str:

@@ -162,11 +162,11 @@ def test_the_floor_of_jinja2_is_what_transformers_demands_for_chat_templates():
         ('store_key_file = "known.key"', "store_key_file"),
         ('embedder = "./embedder"', "embedder"),
         ('embedder = "inside"', "embedder"),
-        ('index = "/home/somebody/index"', "index"),
         ('store = "../other/kv"', "store"),
         ('store = "link/kv"', "store"),
         ('store = "~/kv"', "store"),
-        ('index = "~root/index"', "index"),
+        ('store = "~root/kv"', "store"),
+        ('kv_dir = "/home/somebody/kv"', "kv_dir"),
     ],
 )
 def test_a_folders_file_does_not_run_code_or_reach_outside_and_says_so(line, name, tmp_path: Path, caplog):
@@ -196,7 +196,7 @@ def test_the_same_settings_count_from_the_users_own_file_the_environment_and_fla
 def test_a_folder_names_no_model_for_code_that_the_user_allowed_for_another(tmp_path: Path, caplog):
     write(tmp_path, 'model = "./theirs"\n')
     assert load_settings(directory=tmp_path).model == "./theirs", "its weights run no code"
-    assert load_settings({"trust_remote_code": True}, tmp_path).model == "demo"
+    assert load_settings({"trust_remote_code": True}, tmp_path).model is None
     assert "the model whose code runs" in caplog.text
     assert load_settings({"trust_remote_code": True, "model": "./theirs"}, tmp_path).model == "./theirs"
 

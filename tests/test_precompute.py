@@ -252,7 +252,7 @@ def test_damage_met_while_rewriting_is_prefilled(chunks, tmp_path, monkeypatch):
         with load_engine("demo", tmp_path / place, kv_dtype=kv_dtype) as engine:
             # Each in a pass of its own, as the victim will be: some CPUs round differently where passes are shared.
             assert all(engine.precompute(chunk) for chunk in chunks)
-    victim = next((tmp_path / "kv").glob("??/*.safetensors"))
+    victim = next((tmp_path / "kv").glob("kv/??/*.safetensors"))
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
     victim.write_bytes(data)
@@ -268,7 +268,7 @@ def test_a_store_without_a_dtype_of_its_own_is_not_rewritten(chunks):
 
 
 def assert_same_files(one: Path, other: Path) -> None:
-    stores = [{path.name: path.read_bytes() for path in place.glob("??/*.safetensors")} for place in (one, other)]
+    stores = [{path.name: path.read_bytes() for path in place.glob("kv/??/*.safetensors")} for place in (one, other)]
     assert stores[0] == stores[1]
     assert stores[0]
 

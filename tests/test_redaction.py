@@ -101,7 +101,7 @@ def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
 def test_the_printed_command_of_a_server_hides_what_is_secret(tmp_path: Path) -> None:
     flags = ("--hf-token", SECRET, f"--ssl-keyfile-password={SECRET}", "--max-model-len", "512")
     remote = f"redis://127.0.0.1:6379/0?password={SECRET}"
-    options = ServeOptions(Settings(store=str(tmp_path), remote=remote), api_key=SECRET)
+    options = ServeOptions(Settings(model="demo", store=str(tmp_path), remote=remote), api_key=SECRET)
     made = build_server_command(options, flags, check=False)
     assert SECRET not in made.display_command()
     assert made.display_command().endswith("--max-model-len 512")

@@ -44,7 +44,7 @@ def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
 
 def path_of(root: Path, key: str) -> Path:
     """The file of an entry on the disk tier at `root`."""
-    return root / key[:2] / f"{key}.safetensors"
+    return root / "kv" / key[:2] / f"{key}.safetensors"
 
 
 def flip(path: Path, position: int, by: int = 1) -> None:

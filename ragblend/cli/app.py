@@ -52,7 +52,7 @@ app = typer.Typer(
 )
 
 
-@with_settings("model backend index store remote")
+@with_settings("model backend store remote")
 def doctor(settings: Settings, json_: JsonOption = False) -> None:
     """Check this machine: versions, model, embedder, disk, remote tier and vLLM. Says how to fix what is missing."""
     from ragblend.operations.doctor import run_diagnostics

@@ -20,7 +20,7 @@ from ragblend.cli.printing import (
 from ragblend.cli.session import embedder_name, open_engine, open_settings_index, retrieve
 from ragblend.config import Settings
 
-ENGINE_SETTINGS = "model backend index store remote"
+ENGINE_SETTINGS = "model backend store remote"
 SEARCH_SETTINGS = "k neighbours order"
 PLACE_SETTINGS = "embedder system namespace dtype device trust_remote_code"
 _UNFLAGGED = "device dtype embedder namespace neighbours order shadow temperature trust_remote_code"
@@ -122,7 +122,7 @@ def chat(
         print_shadow(engine, settings)
 
 
-@with_settings("index k neighbours", unflagged="embedder order")
+@with_settings("store k neighbours", unflagged="embedder order")
 def search(
     settings: Settings,
     question: Annotated[str, typer.Argument(help="Question to search for.")],
@@ -131,7 +131,7 @@ def search(
     """Print the chunks that a question retrieves, without an answer."""
     from ragblend.index import open_index
 
-    with open_index(settings.index, embedder_name(settings)) as opened:
+    with open_index(settings.store, embedder_name(settings)) as opened:
         hits = retrieve(opened, question, settings)
     if json_:
         print_json({"question": question, "sources": [source_facts(hit) for hit in hits]})

@@ -20,9 +20,9 @@ DOCUMENT_KINDS = (
 
 
 @with_settings(
-    "model backend index store remote chunk_size text_field context embedder system namespace dtype kv_dtype device "
+    "model backend store remote chunk_size text_field context embedder system namespace dtype kv_dtype device "
     "trust_remote_code",
-    unflagged="disk_gib gpus_per_worker max_file_mib memory_gib remote_timeout_s",
+    unflagged="disk_gib gpus_per_worker kv_dir max_file_mib memory_gib remote_timeout_s",
 )
 def ingest(
     settings: Settings,
@@ -57,7 +57,7 @@ def ingest(
         report = run(
             list(paths),
             engine,
-            settings.index,
+            settings.store,
             chunk_size=settings.chunk_size,
             glob=glob,
             precompute=precompute,
@@ -78,8 +78,8 @@ def ingest(
 
 
 @with_settings(
-    "model backend index store remote context system namespace dtype kv_dtype device trust_remote_code",
-    unflagged="disk_gib gpus_per_worker memory_gib remote_timeout_s",
+    "model backend store remote context system namespace dtype kv_dtype device trust_remote_code",
+    unflagged="disk_gib gpus_per_worker kv_dir memory_gib remote_timeout_s",
 )
 def precompute(
     settings: Settings,
@@ -111,7 +111,7 @@ def precompute(
         raise typer.Exit(EXIT_PARTIAL)
 
 
-@with_settings("model backend index store remote", unflagged="device dtype namespace system trust_remote_code")
+@with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Remove documents: their chunks, pins, and KV and texts that no other document uses. A file that still exists is
     ingested again by the next `ingest` of its folder. After a crash, or an unreachable remote tier (exit code 5), run

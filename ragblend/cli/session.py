@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragblend.cli.printing import progress_bars
 from ragblend.config import Settings, load_settings
-from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
+from ragblend.errors import CorruptError, EmptyCorpusError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,9 +28,19 @@ if TYPE_CHECKING:
 
 
 def settings_from(arguments: dict[str, Any]) -> Settings:
-    """Return settings from a command's arguments, the environment and ragblend.toml."""
+    """Return settings from a command's arguments, the environment, ragblend.toml, and what the store remembers."""
     quiet_libraries()
-    return load_settings({name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__})
+    found = load_settings({name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__})
+    if found.model is not None and found.system is not None:
+        return found
+    from ragblend.engine.load import remembered_defaults, remembered_model
+
+    with suppress(CorruptError, UsageError):  # whoever needs what is missing says so
+        if found.system is None:
+            found = replace(found, system=remembered_defaults(found.store).system)
+        if found.model is None and not found.trust_remote_code:  # whose code runs is for the user to say
+            found = replace(found, model=remembered_model(found.store))
+    return found
 
 
 def settings_for_demo(arguments: dict[str, Any]) -> Settings:
@@ -105,13 +115,14 @@ def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[Ra
     if workers is None:
         yield None
         return
+    from ragblend.engine.load import remembered_model
     from ragblend.ingestion.ray_workers import RayWorkers
 
     # Ray reports dead workers on stdout, which is reserved for results.
     with (
         redirect_stdout(sys.stderr),
         RayWorkers(
-            settings.model,
+            settings.model or remembered_model(settings.store),
             settings.store,
             count=workers.number,
             address="auto" if workers.on_cluster else None,
@@ -124,12 +135,9 @@ def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[Ra
 
 def open_settings_index(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:
     """Return the settings' index, checked against the engine's tokenizer; a new one with `create` if there is none."""
-    from ragblend.engine.base import EngineBase
     from ragblend.precompute import open_engine_index
 
-    index = open_engine_index(settings.index, engine, embedder_name(settings), settings.chunk_size, create=create)
-    if isinstance(engine, EngineBase) and settings.index != Settings().index:
-        engine.flags += f" --index {shlex.quote(settings.index)}"
+    index = open_engine_index(settings.store, engine, embedder_name(settings), settings.chunk_size, create=create)
     calibrations = getattr(engine, "calibrations", None)
     if calibrations is not None:
         calibrations.chunker = index.manifest.chunker  # selects this index's calibration
@@ -179,6 +187,6 @@ def retrieve(index: ChunkIndex, question: str, settings: Settings) -> Sequence[S
     if not question.strip():
         raise UsageError("the question is empty; write a question")
     if not index.num_chunks:
-        raise EmptyCorpusError(f"the index {settings.index} is empty; add documents: ragblend ingest DOCS")
+        raise EmptyCorpusError(f"the store {settings.store} has no documents; add documents: ragblend ingest DOCS")
     order: Any = settings.order
     return index.search(question, settings.k, neighbours=settings.neighbours, order=order)

@@ -25,7 +25,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
 
     tier = open_remote(settings.remote or "", timeout_s=settings.remote_timeout_s)
     with progress_bars() as progress:
-        report = push_store(settings.store, tier, progress)
+        report = push_store(settings.store, tier, progress, kv_dir=settings.kv_dir)
     tier.close()
     text = (
         f"{report.num_sent} chunks sent, {report.num_known} were there, {report.num_damaged} damaged here, "
@@ -37,7 +37,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
         raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
 
 
-@with_settings("model index store", unflagged="device dtype namespace system trust_remote_code")
+@with_settings("model store", unflagged="device dtype namespace system trust_remote_code")
 def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Keep documents' KV: no budget evicts it until `unpin`. After another ingest their new chunks are kept, too."""
     from ragblend.precompute import find_documents, pin_document
@@ -65,25 +65,25 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
     print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
 
 
-@with_settings("index store remote")
+@with_settings("store remote")
 def stats(settings: Settings, json_: JsonOption = False) -> None:
-    """Print what the index and the store hold, with sizes."""
+    """Print what the store holds, with sizes."""
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.open import parse_capacity
     from ragblend.engine.store.tiered import format_bytes
     from ragblend.index import open_index
 
-    disk = DiskStore(settings.store, create=False, capacity_bytes=parse_capacity(settings.disk_gib))
+    capacity_bytes = parse_capacity(settings.disk_gib)
+    disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_bytes, kv_dir=settings.kv_dir)
     entries, limit = list(disk.entries()), disk.limit_bytes()
     num_tokens = sum(entry.header.num_tokens for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
-    with open_index(settings.index) as opened:
+    with open_index(settings.store) as opened:
         manifest, sources = opened.manifest, opened.sources()
         num_documents, num_chunks = opened.num_documents, opened.num_chunks
     facts: dict[str, Any] = {
-        "index": settings.index,
         "store": settings.store,
         "num_documents": num_documents,
         "num_chunks": num_chunks,
@@ -106,9 +106,9 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     }
     held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
     lines = [
-        f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunker} of "
+        f"store {settings.store}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunker} of "
         f"{manifest.tokenizer}, embedded by {manifest.embedder}",
-        f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        f"KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
         limit_line(limit, settings.disk_gib),
         *([f"context: {facts['context']}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
@@ -120,7 +120,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     print_result(facts, "\n".join(lines), json_)
 
 
-@with_settings("model index store remote", unflagged="backend device dtype namespace system trust_remote_code")
+@with_settings("model store remote", unflagged="backend device dtype namespace system trust_remote_code")
 def verify(
     settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Remove damaged entries and prefill them again.")] = False,
@@ -130,7 +130,7 @@ def verify(
     from ragblend.operations.maintenance import verify_store
 
     with progress_bars() as progress:
-        report = verify_store(settings.store, settings.index, progress)
+        report = verify_store(settings.store, progress=progress, kv_dir=settings.kv_dir)
     if settings.remote is not None:
         from ragblend.engine.store.remote.tier import open_remote
         from ragblend.operations.signing import repair_remote, verify_remote
@@ -138,11 +138,13 @@ def verify(
         tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
         report.damaged_remote = verify_remote(tier, settings.store)
         if repair:
-            repair_remote(tier, settings.store, report.damaged_remote)
+            repair_remote(tier, settings.store, report.damaged_remote, kv_dir=settings.kv_dir)
         tier.close()
     if repair and report.has_problems:
         from ragblend.engine.store.disk import CONTEXT_FILE
-        from ragblend.operations.maintenance import repair_store
+        from ragblend.operations.maintenance import drop_damaged_defaults, repair_store
+
+        drop_damaged_defaults(report, settings.store)  # before an engine asks for them
 
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")
@@ -161,6 +163,11 @@ def verify(
     lines += [f"  index: {with_flags(problem)}" for problem in report.index_problems]
     if report.num_without_kv:
         lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
+    if report.outdated:
+        lines.append(
+            f"{len(report.outdated)} similar variants were computed after chunks that are no longer their nearest; "
+            f"they are used all the same: {join_names(report.outdated, 5)}"
+        )
     if repair:
         lines += [f"{report.num_repaired} recomputed", *report.dropped, *map(with_flags, report.unrepaired)]
     elif report.has_problems:
@@ -170,7 +177,7 @@ def verify(
         raise typer.Exit(EXIT_CORRUPT)
 
 
-@with_settings("index store")
+@with_settings("store")
 def gc(
     settings: Settings,
     max_size: Annotated[str | None, typer.Option("--max-size", help="Largest size to keep, e.g. 20GiB.")] = None,
@@ -185,7 +192,9 @@ def gc(
     from ragblend.operations.maintenance import collect_garbage
 
     max_bytes = parse_bytes(max_size) if max_size is not None else None
-    result = collect_garbage(settings.store, settings.index if orphans else None, max_bytes, dry_run)
+    result = collect_garbage(
+        settings.store, settings.store if orphans else None, max_bytes, dry_run, kv_dir=settings.kv_dir
+    )
     verb = "would be freed" if dry_run else "freed"
     kept = format_bytes(result.kept_bytes)
     text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"

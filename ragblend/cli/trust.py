@@ -58,7 +58,7 @@ def sign(
         raise NotFoundError("there is no store key to sign with; make one: ragblend init-key")
     old = read_key(user_path(signed_with, "--old-key-file")) if signed_with is not None else None
     with progress_bars() as progress:
-        report = sign_store(settings.store, key, signed_with=old, progress=progress)
+        report = sign_store(settings.store, key, signed_with=old, progress=progress, kv_dir=settings.kv_dir)
     lines = [
         f"{settings.store}: {report.num_signed} entries and {report.num_notes} notes signed, {report.num_known} were "
         f"(key {key.id})",

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from ragblend.corpus.schema import CHECKED_COLUMNS, SCHEMA, SCHEMA_VERSION
 from ragblend.errors import CorruptError, RagblendError, StoreMismatchError, UsageError
-from ragblend.files.directory import to_write_error
+from ragblend.files.directory import remove_file, to_write_error
 from ragblend.files.sqlite import connect, row_checksum, transaction, truncate_log, wrap_sqlite_errors
+from ragblend.files.store_folder import DATABASE, MANIFEST
 
-DATABASE = "chunks.sqlite"
 _CHECK_AT_OPEN_BYTES = 64 * 2**20  # a larger file is checked as its rows are read, and by `problems`
 
 
@@ -159,7 +159,8 @@ def create_database(folder: Path, facts: Mapping[str, object]) -> None:
     with _open_connection(folder, create=True) as connection, transaction(connection, "IMMEDIATE"):
         for statement in SCHEMA:
             connection.execute(statement)
-        connection.executemany("INSERT OR IGNORE INTO meta VALUES (?1, ?2, row_checksum(?1, ?2))", rows)
+        checked = [(*row, row_checksum(*row)) for row in rows]
+        connection.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?, ?)", checked)
 
 
 def is_blank(folder: Path) -> bool:
@@ -171,9 +172,23 @@ def is_blank(folder: Path) -> bool:
 def make_reingest_hint(folder: Path) -> str:
     """The way out of a damaged database."""
     return (
-        f"Delete {folder} and run ragblend ingest DOCS --index {folder}; stored KV is found again, not recomputed. "
-        f"What was being removed goes with: ragblend gc --orphans --index {folder}"
+        f"To index again, {explain_reindexing(folder)}. What was being removed goes with: ragblend gc --orphans "
+        f"--store {folder}"
     )
+
+
+def explain_reindexing(folder: Path) -> str:
+    """Return how the documents of a store are indexed anew, in words that end a sentence."""
+    return (
+        f"delete the files {folder / DATABASE}* and {folder / MANIFEST}, and run ragblend ingest DOCS --store {folder} "
+        "(stored KV is found, not recomputed)"
+    )
+
+
+def remove_database(folder: Path) -> None:
+    """Remove the documents of a store, with the manifest; without one their vectors are made anew."""
+    for name in (MANIFEST, f"{DATABASE}-wal", f"{DATABASE}-shm", DATABASE):
+        remove_file(folder / name)
 
 
 def _facts_as_text(facts: Mapping[str, object]) -> str:

@@ -27,9 +27,7 @@ from ragblend.errors import CorruptError, StoreMismatchError, is_unicode
 from ragblend.files.directory import remove_file, to_write_error
 from ragblend.files.places import user_path
 from ragblend.files.sqlite import connect, row_checksum, transaction, truncate_log, wrap_sqlite_errors
-
-REGISTRY_FILE = "texts.sqlite"
-"""In a store's directory: the texts whose KV it holds."""
+from ragblend.files.store_folder import REGISTRY_FILE as REGISTRY_FILE
 
 _TABLE, _HOLDERS, _STORED, _SIMILAR = "registered_texts", "text_holders", "stored_kv", "similar_variants"
 _IDS, _ENTRIES, _VERSIONS = "chunk_token_ids", "chunk_entries", "document_versions"
@@ -499,7 +497,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
         if tables and tables.keys().isdisjoint(_TABLES):
             raise StoreMismatchError(
                 f"{path} is not a registry of chunk texts (it holds the tables {', '.join(sorted(tables))}); "
-                "keep the index and the store in different folders: `index='DIR'`, `store='OTHER_DIR'`"
+                "choose another folder for the store: `store='OTHER_DIR'`"
             )
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         has_schema = all(tables.get(name) == sql for name, sql in _TABLES.items())

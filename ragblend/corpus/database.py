@@ -49,7 +49,7 @@ class ChunkDatabase(CheckedDatabase):
 
     def sources(self, status: str | None = None) -> list[str]:
         """Sources of all documents, first added first; with `status`, of those that have it."""
-        found = self._select_checked("documents", "source", "WHERE ?1 IS NULL OR status = ?1 ORDER BY id", (status,))
+        found = self._select_checked("documents", "source", "WHERE status = ifnull(?, status) ORDER BY id", (status,))
         return [source for (source,) in found]
 
     def documents(self) -> dict[str, dict[str, str]]:
@@ -216,11 +216,11 @@ class ChunkDatabase(CheckedDatabase):
 
     def set_status(self, sources: Iterable[str], status: str) -> None:
         """Note how far documents have come, such as "precomputed". Raises NotFoundError, and then nothing is noted."""
-        columns = CHECKED_COLUMNS["documents"].replace("status", "?1")
-        update = f"UPDATE documents SET status = ?1, checksum = row_checksum({columns}) WHERE source = ?2"
+        columns = CHECKED_COLUMNS["documents"].replace("status", "?")
+        update = f"UPDATE documents SET status = ?, checksum = row_checksum({columns}) WHERE source = ?"
         with self.write_transaction():
             for source in sources:
-                if not self._connection.execute(update, (status, source)).rowcount:
+                if not self._connection.execute(update, (status, status, source)).rowcount:
                     self._raise_not_found(source)
 
     def record_files(self, notes: Iterable[IngestedFile]) -> None:
@@ -234,10 +234,10 @@ class ChunkDatabase(CheckedDatabase):
     # --- inside ---
 
     def _raise_not_found(self, source: str) -> None:
-        raise NotFoundError(f"no document {source!r} in {self.path}; see ragblend stats --index {self.path}")
+        raise NotFoundError(f"no document {source!r} in {self.path}; see ragblend stats --store {self.path}")
 
     def _drop_empty_files(self, paths: Iterable[str]) -> None:
-        empty = "DELETE FROM files WHERE path = ?1 AND NOT EXISTS (SELECT 1 FROM documents WHERE file = ?1)"
+        empty = "DELETE FROM files WHERE path = ? AND NOT EXISTS (SELECT 1 FROM documents WHERE file = path)"
         self._connection.executemany(empty, ((path,) for path in paths))
 
     def _record_orphans(self, source: str, texts: Iterable[str]) -> None:

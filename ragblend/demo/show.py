@@ -5,7 +5,6 @@ The corpus comes with the package; it is written where the demo keeps its index.
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragblend.corpus.checked_database import remove_database
 from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, Question, sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import MODES
@@ -50,13 +50,13 @@ class Demo:
 
 @contextmanager
 def open_demo(directory: str | Path, progress: Progress | None = None) -> Iterator[Demo]:
-    """The sample corpus, written to `directory` and ingested there: `corpus`, `index` and `kv`."""
+    """The sample corpus, written to `corpus` in the folder `directory`, which is the store that it is ingested into."""
     directory, corpus = user_path(directory, "--dir"), sample_corpus()
     corpus.write(directory / CORPUS)
     files = [directory / CORPUS / record.filename for record in corpus.records]
     with (
-        load_engine("demo", directory / "kv", new_model=True) as engine,
-        _open_index(directory / "index", engine) as index,
+        load_engine("demo", directory, new_model=True) as engine,
+        _open_index(directory, engine) as index,
     ):
         report = ingest(files, engine, index, chunk_size=CHUNK_TOKENS, progress=progress)
         _remove_outdated_documents(files, engine, index)
@@ -74,7 +74,7 @@ def _open_index(path: Path, engine: TransformersEngine) -> ChunkIndex:
         with open_index(path) as old:
             if any(Path(source).parent.name != CORPUS for source in old.sources()):
                 raise
-        shutil.rmtree(path)
+        remove_database(path)
         return open_engine_index(path, engine, EMBEDDER, chunk_size=CHUNK_TOKENS)
 
 
@@ -82,7 +82,7 @@ def demo_settings(directory: Path = DEMO_DIRECTORY, progress: Progress | None = 
     """Settings with which any command asks about the sample corpus, ingested in `directory` if it was not yet."""
     with open_demo(directory, progress):
         pass
-    return {"index": str(directory / "index"), "store": str(directory / "kv"), **RETRIEVAL}
+    return {"store": str(directory), **RETRIEVAL}
 
 
 def run_demo(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreMismatchError, UsageError
 from ragblend.files.places import user_path
+from ragblend.files.store_folder import open_folder
 from ragblend.options import (
     MODEL_NAMES,
     TIER_NAMES,
@@ -25,8 +26,9 @@ from ragblend.redaction import has_secret, redact
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine
     from ragblend.engine.store.base import KVStore
+    from ragblend.engine.store.disk import StoreDefaults
     from ragblend.engine.transformers.engine import TransformersEngine
-    from ragblend.engine.vllm.client import VllmClient
+    from ragblend.engine.vllm.client import Connection, VllmClient
     from ragblend.engine.vllm.engine import VllmEngine
 
 
@@ -60,7 +62,8 @@ def load_engine(
     """Return a model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded, whose
-    attention is then ours, with its own inside for its own forward. None is the model whose KV the store holds.
+    attention is then ours, with its own inside for its own forward. None is the model that the store remembers, or the
+    server's.
     `store`: a directory, any KVStore, or None for memory only.
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
@@ -72,10 +75,10 @@ def load_engine(
     attn_implementation, revision, cache_dir, local_files_only, trust_remote_code, adapter, model_kwargs). The store's
     tiers: TierOptions, the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
 
-    `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
-    KV is rejected with StoreMismatchError, unless `new_model` says that this one is to be added. `context`: what the
-    store's chunks were computed behind besides the prefix; None is what the store remembers, so it is given where the
-    KV is in a remote tier that another process fills.
+    `system` is the system text that chunks are precomputed behind; None is the one that the store remembers, "" none.
+    A directory that so far holds only other models' KV is rejected with StoreMismatchError, unless `new_model` says
+    that this one is to be added. `context`: what the store's chunks were computed behind besides the prefix; None is
+    what the store remembers, so it is given where the KV is in a remote tier that another process fills.
 
     `shadow`: full prefill also runs, after the answer, for this share of the requests answered from fused KV;
     `engine.shadow` counts how often they agree, each report's `shadow` has what was found.
@@ -102,7 +105,9 @@ def load_engine(
         )
     pair: tuple[Any, Any] | None = None
     if model is None:
-        model = remembered_model(store)
+        if asked.trust_remote_code:
+            raise UsageError("trust_remote_code runs code of the model, so name the model: `model=...`")
+        model = _served_model(backend, settings) if is_url(backend) else remembered_model(store)
     elif not isinstance(model, str | Path):
         from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
 
@@ -117,6 +122,11 @@ def load_engine(
         shared["flags"] = _command_flags(
             model=model, store=store, backend=backend, remote=remote, namespace=settings.namespace, **asked.non_defaults
         )
+    if isinstance(store, Path):
+        store = open_folder(store)
+        if settings.system is None:
+            shared["system"] = remembered_defaults(store).system
+            settings = replace(settings, system=shared["system"])
     if is_url(backend):
         return _load_client(model, store, backend, asked, settings, shared)
     if backend == "vllm":
@@ -124,13 +134,24 @@ def load_engine(
     return _load_transformers(model, pair, store, asked, settings, shared)
 
 
-def remembered_model(store: Any) -> str:
-    """Return the name of the model whose KV the folder `store` holds.
+def remembered_defaults(store: Any) -> StoreDefaults:
+    """Return what the latest ingestion into the folder `store` named. Raises CorruptError for a damaged note."""
+    from ragblend.engine.store.disk import DiskStore, StoreDefaults
 
-    Raises UsageError if it holds the KV of no model, or of several.
+    is_folder = isinstance(store, str | Path) and user_path(store, "store").is_dir()
+    return DiskStore(store).read_defaults() if is_folder else StoreDefaults()
+
+
+def remembered_model(store: Any) -> str:
+    """Return the name of the model that the latest ingestion into the folder `store` used, else of the one whose KV it
+    holds.
+
+    Raises UsageError if there is none, or several.
     """
     from ragblend.engine.store.disk import DiskStore
 
+    if named := remembered_defaults(store).model:
+        return named
     names: list[str] = []
     if isinstance(store, str | Path) and user_path(store, "store").is_dir():
         names = sorted({str(facts["model"]) for facts in DiskStore(store).models().values() if facts.get("model")})
@@ -140,7 +161,7 @@ def remembered_model(store: Any) -> str:
     if store is None:
         held = "no store is given that remembers one"
     raise UsageError(
-        f'model is not given, and {held}; give a Hugging Face id or a local path, or model="demo" for a trial'
+        f"`model` is not given, and {held}; give a Hugging Face id or a local path, or `model='demo'` for a trial"
     )
 
 
@@ -213,6 +234,24 @@ def _load_transformers(
     )
 
 
+def _connect(url: str, settings: LoadOptions) -> Connection:
+    from ragblend.engine.vllm.client import Connection
+
+    http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
+    return Connection(url, **{name: value for name, value in http.items() if value is not None})
+
+
+def _served_model(url: str, settings: LoadOptions) -> str:
+    """Return the model that the server at `url` runs, by the name or folder that it was started with."""
+    from ragblend.engine.vllm.client import server_facts
+
+    opened = _connect(url, settings)
+    try:
+        return server_facts(opened).root
+    finally:
+        opened.close()
+
+
 def _load_client(
     model: str,
     store: Path | KVStore | None,
@@ -223,7 +262,7 @@ def _load_client(
 ) -> VllmClient:
     """Return an engine over the server at `url`, with `model`'s tokenizer from this machine."""
     from ragblend.engine.transformers.model import load_tokenizer
-    from ragblend.engine.vllm.client import Connection, VllmClient, server_facts
+    from ragblend.engine.vllm.client import VllmClient, server_facts
     from ragblend.prompt.render import Renderer
 
     more = ["vllm_options"] if settings.vllm_options else []
@@ -240,8 +279,7 @@ def _load_client(
         raise UsageError(
             f"store is a {type(store).__name__}; with {redact(url)} the store is the server's, give a directory"
         )
-    http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
-    opened = Connection(url, **{name: value for name, value in http.items() if value is not None})
+    opened = _connect(url, settings)
     try:
         facts = server_facts(opened, model)
         tokenizer, _ = load_tokenizer(model, asked)

@@ -37,18 +37,19 @@ _HOST = xxh3_128_hexdigest(platform.node().encode())[:8]
 
 
 class Directory:
-    """Files in `root` and one level below. `fsync=False`: a power cut may lose or damage the latest of them.
+    """Files in `root` and below. `fsync=False`: a power cut may lose or damage the latest of them.
 
     They are their owner's alone; where the group of `root` may write there, it may read and write them, too.
     What cannot be written raises StoreFullError where there is no room, else StoreNotWritableError; `make_room` is what
     to do about the first.
     """
 
-    def __init__(self, root: Path, *, fsync: bool, full_hint: str = "") -> None:
+    def __init__(self, root: Path, *, fsync: bool, full_hint: str = "", create: bool = True) -> None:
         self.root, self._fsync = root, fsync
-        self._full_hint = full_hint or f"Make room: ragblend gc --store {root}, or choose a store on a larger disk"
+        self.full_hint = full_hint or f"Make room: ragblend gc --store {root}, or choose a store on a larger disk"
         try:
-            self._make(root)
+            if create:
+                self._make(root)
         except OSError as error:
             raise self.write_error(error, root) from error
 
@@ -77,7 +78,7 @@ class Directory:
         self.replace(path, len(data), lambda stream: stream.write(data))
 
     def find_stale_files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Temp files that a dead process of this host, or anyone an hour ago, left behind."""
+        """Temp files that a dead process of this host, or anyone an hour ago, left in `root` and one level below."""
         for pattern in (f".*{TEMP_SUFFIX}", f"*/.*{TEMP_SUFFIX}"):
             for path in sorted(self.root.glob(pattern)):
                 with suppress(FileNotFoundError):
@@ -91,10 +92,12 @@ class Directory:
 
     def write_error(self, error: OSError, path: Path, nbytes: int = 0) -> RagblendError:
         """What `path`, which needs `nbytes`, could not be written for, as the error to raise."""
-        return to_write_error(error, path, nbytes, self._full_hint)
+        return to_write_error(error, path, nbytes, self.full_hint)
 
     def _make(self, path: Path) -> None:
         if not path.is_dir():
+            if path.parent != self.root and path.is_relative_to(self.root) and path != self.root:
+                self._make(path.parent)
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path != self.root and self._is_shared():
                 with suppress(OSError):  # somebody else's, who made it just now
@@ -116,7 +119,7 @@ def unlink(path: Path) -> bool:
 
 
 def to_write_error(
-    error: OSError, path: Path, nbytes: int = 0, full_hint: str = "", options: str = "`store`, `index`"
+    error: OSError, path: Path, nbytes: int = 0, full_hint: str = "", options: str = "`store`"
 ) -> RagblendError:
     """Why `path`, which needs `nbytes`, cannot be written, as the error to raise. `options` name another place."""
     if error.errno in DISK_FULL_ERRNOS:

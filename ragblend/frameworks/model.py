@@ -267,6 +267,7 @@ class BlendModel(BaseModel):
                 options |= {"max_retries": self.max_retries}
                 options |= {"api_key": api_key.get_secret_value() or None} if api_key is not None else {}
             self.engine = share_engine(pair or self.model, self.store, **options, **(self.engine_options or {}))
+            self.system = getattr(self.engine, "system", self.system)  # where none is given, what the store remembers
             _OPENED_WITH.setdefault(self.engine, self._engine_settings() | {"pair": pair})
         close_at_exit(self.engine)
 

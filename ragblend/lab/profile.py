@@ -22,7 +22,7 @@ import torch
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.generation import EngineRequest
-from ragblend.engine.load import load_engine
+from ragblend.engine.load import load_engine, remembered_model
 from ragblend.engine.report import Mode
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
@@ -240,7 +240,8 @@ def open_vllm_for_profile(
 
     `vllm_options` are vLLM's own; its context length is just enough for the prompts unless they set it.
     """
-    checkpoint = find_checkpoint(settings.model, replace(settings.model_options, device="auto"))
+    model = settings.model or remembered_model(settings.store)
+    checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto"))
     num_tokens = effort.num_chunks * effort.chunk_tokens
     length = min(checkpoint.context_length, num_tokens + QUESTION_TOKENS + _PREFIX_TOKENS)
     directory = Path(settings.store)
@@ -248,7 +249,7 @@ def open_vllm_for_profile(
     with (
         tempfile.TemporaryDirectory(dir=directory, prefix=".profile-") as scratch,
         load_engine(
-            settings.model,
+            model,
             scratch,
             backend="vllm",
             dtype=settings.dtype,

@@ -100,7 +100,9 @@ def _check_plugin(optional: bool) -> DiagnosticResult:
 def _check_architecture(settings: Settings, optional: bool) -> DiagnosticResult:
     from ragblend.engine.vllm.launch import unsupported_model_reasons
 
-    name, fix = "vllm model", "use backend 'transformers', or serve it with plain vLLM, without the connector"
+    name, fix = "vllm model", "use backend 'transformers', or serve it without the connector (vLLM as it is)"
+    if settings.model is None:
+        return DiagnosticResult(name, False, "no model is named", "choose one: --model", optional=True)
     try:
         reasons = unsupported_model_reasons(settings.model, settings.model_options)
     except (RagblendError, OSError, ValueError) as error:
@@ -161,6 +163,11 @@ def _check_device() -> DiagnosticResult:
 def _check_model(settings: Settings) -> DiagnosticResult:
     from ragblend.engine.transformers.model import find_model, inspect_model
 
+    if settings.model is None:
+        finding = f"none is named, and the store {settings.store} remembers none"
+        return DiagnosticResult(
+            "model", False, finding, "name one: --model, or --model demo for a trial", optional=True
+        )
     try:
         path = find_model(settings.model)
         return DiagnosticResult("model", True, f"{settings.model}: {inspect_model(path, settings.trust_remote_code)}")
@@ -180,13 +187,13 @@ def _check_embedder() -> DiagnosticResult:
 
 def _check_index(settings: Settings) -> DiagnosticResult:
     try:
-        with open_index(settings.index) as index:
+        with open_index(settings.store) as index:
             problems = index.find_problems()
-            found = f"{settings.index}: {index.num_documents} documents, {index.num_chunks} chunks"
+            found = f"{settings.store}: {index.num_documents} documents, {index.num_chunks} chunks"
             return DiagnosticResult("index", not problems, "; ".join([found, *problems]), "ragblend verify --repair")
     except NotFoundError as error:
         return DiagnosticResult(
-            "index", False, str(error), f"ragblend ingest DOCS --index {settings.index}", optional=True
+            "index", False, str(error), f"ragblend ingest DOCS --store {settings.store}", optional=True
         )
     except RagblendError as error:
         return DiagnosticResult("index", False, str(error), "ragblend verify --repair")
@@ -194,7 +201,8 @@ def _check_index(settings: Settings) -> DiagnosticResult:
 
 def _check_store(settings: Settings) -> DiagnosticResult:
     try:
-        disk = DiskStore(settings.store, create=False, capacity_bytes=parse_capacity(settings.disk_gib))
+        capacity_bytes = parse_capacity(settings.disk_gib)
+        disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_bytes, kv_dir=settings.kv_dir)
     except NotFoundError as error:
         return DiagnosticResult(
             "store", False, str(error), f"ragblend ingest DOCS --store {settings.store}", optional=True
@@ -209,7 +217,7 @@ def _check_store(settings: Settings) -> DiagnosticResult:
 
 
 def _check_free_space(settings: Settings) -> DiagnosticResult:
-    path = Path(settings.store).absolute()
+    path = Path(settings.kv_dir or settings.store).absolute()
     while not path.exists():
         path = path.parent
     free = shutil.disk_usage(path).free

@@ -16,6 +16,7 @@ from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import (
     CALIBRATIONS_DIR,
     CONTEXT_FILE,
+    DEFAULTS_FILE,
     MACHINES_DIR,
     MODELS_DIR,
     PINS_DIR,
@@ -35,7 +36,7 @@ from ragblend.errors import (
     StoreFullError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.contexts import chunk_variants
+from ragblend.ingestion.contexts import NUM_SIMILAR, chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.precompute import Progress, pin_document, precompute_chunks
 from ragblend.prompt.render import Renderer
@@ -46,7 +47,8 @@ _BATCH = 64  # entries deleted per transaction, during which no document can be 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify` found. `orphans` and `num_without_kv` are None if no index says which chunks are in use.
+    """What `verify` found. `orphans` and `num_without_kv` are None where no index says which chunks are in use; a
+    repair counts them again.
 
     `damaged`: entries, by key. `missing`: entries that were stored and are gone although no budget evicted entries, by
     key. `damaged_files`: other files of the store, by relative path. Each value is the reason.
@@ -60,6 +62,7 @@ class VerifyReport:
     index_problems: list[str] = field(default_factory=list)
     orphans: int | None = None
     num_without_kv: int | None = None  # indexed chunks; not damage, because a store may hold only some
+    outdated: list[str] = field(default_factory=list)  # similar variants whose chunk has other neighbours by now
     num_repaired: int = 0
     dropped: list[str] = field(default_factory=list)  # removed files, and how to make them again
     unrepaired: list[str] = field(default_factory=list)  # problems that it could not repair, and what to do
@@ -78,9 +81,18 @@ class VerifyReport:
         return facts
 
 
-def verify_store(store: str | Path, index: str | Path, progress: Progress | None = None) -> VerifyReport:
-    """Read every stored byte and check the index. Damaged entries are moved to quarantine, so they are never used."""
-    disk = DiskStore(store, create=False)
+def verify_store(
+    store: str | Path,
+    index: str | Path | None = None,
+    progress: Progress | None = None,
+    *,
+    kv_dir: str | None = None,
+) -> VerifyReport:
+    """Read every stored byte and check the index. Damaged entries are moved to quarantine, so they are never used.
+
+    `index`: the folder with the documents, where it is not `store`; `kv_dir`: that of the entries.
+    """
+    disk = DiskStore(store, create=False, kv_dir=kv_dir)
     report = VerifyReport()
     for result in disk.verify():
         report.checked += 1
@@ -91,18 +103,25 @@ def verify_store(store: str | Path, index: str | Path, progress: Progress | None
     report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_error)}
     _verify_registry(disk, report)
     try:
-        with open_index(index) as opened:
+        with open_index(store if index is None else index) as opened:
             report.index_problems = list(opened.find_problems())
-            used = _load_live_chunks(opened)
-            if used is not None:
-                held: set[tuple[int, ...]] = set()
-                report.orphans = sum(1 for _ in _find_orphans(_collect_ids(disk.headers(), held), used))
-                report.num_without_kv = len(used.ids - held)
+            _compare_with_index(disk, opened, report)
     except NotFoundError:
         pass  # framework adapters use a store without an index
     except CorruptError as error:
         report.index_problems.append(str(error))
     return report
+
+
+def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport) -> None:
+    """Count the entries that no chunk needs and the chunks without KV, and list the outdated similar variants."""
+    used = _load_live_chunks(index)
+    if used is None:
+        return
+    found = _EntrySummary()
+    report.orphans = sum(1 for _ in _find_orphans(found.collect(disk.headers()), used))
+    report.num_without_kv = len(used.ids - found.ids)
+    report.outdated = sorted(found.find_outdated(index, used.renderer))
 
 
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
@@ -167,7 +186,16 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             "and in this namespace. Repair with the `model`, `system` or `namespace` that made them, add the documents "
             "again, or forget them: ragblend gc"
         )
+    if disk is not None:
+        _compare_with_index(disk, index, report)
     return repaired.num_new_kv
+
+
+def drop_damaged_defaults(report: VerifyReport, store: str | Path) -> None:
+    """Drop what the store remembers of its latest ingestion where that is damaged."""
+    if DEFAULTS_FILE in report.damaged_files:
+        DiskStore(store, create=False).delete_metadata(DEFAULTS_FILE)
+        report.dropped.append(f"{DEFAULTS_FILE} is dropped: {_LOSS_MESSAGES[DEFAULTS_FILE]}")
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
@@ -214,6 +242,7 @@ _LOSS_MESSAGES = {
     CALIBRATIONS_DIR: "make it again: ragblend calibrate",
     MACHINES_DIR: "make it again: ragblend profile",
     PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
+    DEFAULTS_FILE: "say it again: ragblend ingest DOCS --model MODEL",
     CONTEXT_FILE: "chunks are looked for alone until it is said again: ragblend precompute --context ...",
     REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
 }
@@ -232,7 +261,12 @@ class GcReport(NamedTuple):
 
 
 def collect_garbage(
-    store: str | Path, index: str | Path | None, max_bytes: int | None = None, dry_run: bool = False
+    store: str | Path,
+    index: str | Path | None,
+    max_bytes: int | None = None,
+    dry_run: bool = False,
+    *,
+    kv_dir: str | None = None,
 ) -> GcReport:
     """Remove leftovers and damaged files; with `index` also entries that it does not use; then KV beyond `max_bytes`.
 
@@ -240,7 +274,7 @@ def collect_garbage(
     registered texts, and the pins of documents that are not indexed. Documents may be ingested during the run; their
     entries are kept. Raises RagblendError if the index's tokenizer cannot be loaded.
     """
-    disk = DiskStore(store, create=False)
+    disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if index is None:
         result = disk.gc(max_bytes, None, dry_run)
         if not dry_run:
@@ -312,11 +346,34 @@ def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[st
     return (key for key, _ in found)
 
 
-def _collect_ids(headers: Iterable[KVHeader], held: set[tuple[int, ...]]) -> Iterator[KVHeader]:
-    """Yield the headers and add their token ids to `held`."""
-    for header in headers:
-        held.add(header.token_ids)
-        yield header
+class _EntrySummary:
+    """What is kept of the headers of a store: the ids of its chunks, and what each similar variant was computed after,
+    as hashes."""
+
+    def __init__(self) -> None:
+        self.ids: set[tuple[int, ...]] = set()
+        self._after: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}  # by the chunk's ids, by key
+
+    def collect(self, headers: Iterable[KVHeader]) -> Iterator[KVHeader]:
+        """Yield the headers, each noted as it passes."""
+        for header in headers:
+            self.ids.add(header.token_ids)
+            if header.context:
+                self._after.setdefault(header.token_ids, {})[header.key] = tuple(map(hash, header.context_ids))
+            yield header
+
+    def find_outdated(self, index: ChunkIndex, renderer: Renderer) -> Iterator[str]:
+        """Yield the keys of variants that were computed after other chunks than those which are the nearest now.
+
+        A variant after fewer of them is none: there was no room for all.
+        """
+        for text in {text for _, text in index.texts()} if self._after else ():
+            if variants := self._after.get(renderer.chunk_ids(text)):
+                near = index.similar_texts(text, NUM_SIMILAR, lambda each: renderer.chunk_ids(each) in self.ids)
+                nearest = tuple(map(hash, renderer.context_parts(reversed(near))))
+                for key, after in variants.items():
+                    if after != nearest[-len(after) :]:
+                        yield key
 
 
 class PushReport(NamedTuple):
@@ -331,7 +388,9 @@ class PushReport(NamedTuple):
     is_full: bool = False  # the remote tier has no room
 
 
-def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None = None) -> PushReport:
+def push_store(
+    store: str | Path, remote: RemoteStore, progress: Progress | None = None, *, kv_dir: str | None = None
+) -> PushReport:
     """Send the remote tier every entry of the directory that it lacks. After an interruption, call it again.
 
     It stops sending once the remote tier's breaker has opened. Raises BackendUnreachableError if the remote tier does
@@ -340,7 +399,7 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
     status = remote.status()
     if not status.reachable:
         raise BackendUnreachableError(status.problem)
-    disk = DiskStore(store, create=False)
+    disk = DiskStore(store, create=False, kv_dir=kv_dir)
     disk.clean()
     remote.clean()
     known, keys = set(remote.keys()), list(disk.keys())

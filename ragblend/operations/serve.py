@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ragblend.config import Settings
-from ragblend.engine.load import register_model
+from ragblend.engine.load import register_model, remembered_model
 from ragblend.engine.store.disk import DiskStore, prefix_name
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.api_keys import read_keys
@@ -51,7 +51,7 @@ class ServeOptions:
     keys: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.settings.model.startswith("-"):
+        if (self.settings.model or "").startswith("-"):
             raise UsageError(
                 f"the model is {self.settings.model!r}; put it first: ragblend serve MODEL --store DIR ..."
             )
@@ -98,9 +98,10 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     if settings.remote is not None:
         open_remote(settings.remote)  # reports an invalid URL here, not in one of vLLM's processes
         del tiers["remote"]  # passed in the environment
+    model = settings.model or remembered_model(settings.store)
     # vLLM gets the revision's directory, for which it would ignore --revision.
     revision, flags = split_flag(flags, "--revision")
-    checkpoint = find_checkpoint(settings.model, replace(settings.model_options, device="auto", revision=revision))
+    checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto", revision=revision))
     transfer = transfer_config(
         settings.store,
         tiers,

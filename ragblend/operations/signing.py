@@ -37,7 +37,12 @@ class SignReport:
 
 
 def sign_store(
-    store: str | Path, key: StoreKey, *, signed_with: StoreKey | None = None, progress: Progress | None = None
+    store: str | Path,
+    key: StoreKey,
+    *,
+    signed_with: StoreKey | None = None,
+    progress: Progress | None = None,
+    kv_dir: str | None = None,
 ) -> SignReport:
     """Sign with `key` every unsigned entry and note of the directory, also quarantined unsigned ones. Return the
     counts.
@@ -46,7 +51,7 @@ def sign_store(
     caller trusts everyone who could write to the store. After an interruption, call it again.
     """
     report = SignReport()
-    old, new = (DiskStore(store, create=False, store_key=each) for each in (signed_with, key))
+    old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
     report.num_notes = new.sign_metadata_files(old)
     load_expected_specs(old)
     on_progress = progress or (lambda stage, done, total: None)
@@ -90,9 +95,9 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
     return {result.key: result.reason for result in remote.verify() if not result.ok}
 
 
-def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str]) -> int:
+def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str], *, kv_dir: str | None = None) -> int:
     """Delete a remote tier's `damaged` entries and send those that the directory has. Return the number sent."""
-    disk, sent = DiskStore(store, create=False), 0
+    disk, sent = DiskStore(store, create=False, kv_dir=kv_dir), 0
     for key in damaged:
         remote.delete(key)
         with suppress(DamagedEntryError):

@@ -24,6 +24,7 @@ from ragblend import __version__
 from ragblend.cli import app as cli
 from ragblend.cli.options import parse_workers
 from ragblend.cli.session import terminal_log
+from ragblend.corpus.checked_database import remove_database
 from ragblend.demo import WEIGHTS
 from ragblend.errors import UsageError
 
@@ -119,7 +120,7 @@ def test_ingest_again_changes_nothing_and_says_what_the_store_costs(run):
 
 
 def test_search_and_stats_describe_the_index(run, questions):
-    assert len(run.facts("search", questions[0]["question"], "-k", "3", "--index", "i")["sources"]) == 3
+    assert len(run.facts("search", questions[0]["question"], "-k", "3", "--store", "s")["sources"]) == 3
     facts = run.facts("stats", *PLACE)
     assert (facts["num_documents"], facts["tokenizer"]) == (4, "demo")
     assert facts["num_stored_chunks"] == facts["num_chunks"]
@@ -146,7 +147,7 @@ def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, m
     assert len(shown) == (condense == "--condense")
     assert ("cannot rewrite" in err) == (condense is None)
     searched = shown[0] if shown else asked[1]
-    found = run("search", searched, "-k", "2", "--index", "i")[1]
+    found = run("search", searched, "-k", "2", "--store", "s")[1]
     assert found.strip() in out
 
 
@@ -197,10 +198,10 @@ def test_a_flag_that_a_command_lacks_names_the_variable_of_its_setting(run, argu
 
 
 def test_an_error_names_the_variable_of_a_setting_that_its_command_has_no_flag_for(run, monkeypatch):
-    code, _, err = run("search", "Who?", *PLACE[:2])
+    code, _, err = run("search", "Who?", *PLACE)
     assert code == 0, err
     monkeypatch.setenv("RAGBLEND_EMBEDDER", "other/embedder")
-    code, _, err = run("search", "Who?", *PLACE[:2])
+    code, _, err = run("search", "Who?", *PLACE)
     assert code != 0
     assert "--embedder" not in err
     assert "RAGBLEND_EMBEDDER" in err
@@ -221,7 +222,7 @@ def test_workers_are_a_number_here_or_on_a_ray_cluster(text, expected):
 
 def test_verify_repairs_what_it_finds_damaged(run, home):
     assert run("verify", *PLACE)[0] == 0
-    path = sorted((home / "s").glob("??/*.safetensors"))[0]
+    path = sorted((home / "s").glob("kv/??/*.safetensors"))[0]
     broken = bytearray(path.read_bytes())
     broken[-1] ^= 1
     path.write_bytes(broken)
@@ -288,7 +289,7 @@ def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers
     run, tmp_path, questions
 ):
     remote = ["--remote", f"file://{tmp_path}/shared"]
-    place = ["--index", str(tmp_path / "i"), "--store", str(tmp_path / "s")]
+    place = ["--store", str(tmp_path / "s")]
     assert run(*INGEST, *place, *remote)[0] == 0
     stats = run.facts("stats", *place, *remote)
     assert stats["remote"]["reachable"]
@@ -345,7 +346,7 @@ def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_pa
 @pytest.mark.slow
 def test_what_an_ingestion_could_not_send_is_said_counted_and_pushed_later(run, tmp_path, caplog):
     server = RedisServer(tmp_path)
-    place, remote = ["--index", str(tmp_path / "i"), "--store", str(tmp_path / "s")], ["--remote", server.url]
+    place, remote = ["--store", str(tmp_path / "s")], ["--remote", server.url]
     assert run(*INGEST, *place, *remote)[0] == 0
     assert f"ragblend push --remote {server.url}" in caplog.text
     server.start()
@@ -380,7 +381,7 @@ def test_stats_and_doctor_tell_the_limit_in_effect(run, monkeypatch, disk_gib, l
     stats = run.facts("stats", *PLACE)
     assert stats["disk_gib"] == (float(disk_gib) if disk_gib else "auto")
     if disk_gib is None:
-        half = (shutil.disk_usage(PLACE[3]).free + stats["store_bytes"]) / 2
+        half = (shutil.disk_usage(PLACE[1]).free + stats["store_bytes"]) / 2
         assert stats["limit_bytes"] == pytest.approx(half, rel=0.05)
     else:
         assert stats["limit_bytes"] == limit
@@ -413,8 +414,8 @@ def docs(run, tmp_path, monkeypatch) -> Path:
 
 
 def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(docs, run, monkeypatch):
-    place = ["--index", str(docs.parent / "i"), "--store", str(docs.parent / "s")]
-    code, out, _ = run("ingest", ".", "--embedder", "hashing", *place)
+    place = ["--store", str(docs.parent / "s")]
+    code, out, _ = run("ingest", ".", "--model", "demo", "--embedder", "hashing", *place)
     assert (code, "1 files are not documents: docs/logo.png is a picture" in out) == (0, True)
     (docs / "a.md").unlink()
     (docs / "r.jsonl").write_text('"Bob Fox lives in Norburg."\n')
@@ -429,7 +430,7 @@ def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(d
     assert stats["num_stored_chunks"] == 2
     monkeypatch.chdir(docs.parent)
     assert "  docs/r.jsonl#0\n" in run("stats", *place)[1]
-    assert "docs/sub/b.md:0-23" in run("search", "Who plays chess?", "--index", "i")[1]
+    assert "docs/sub/b.md:0-23" in run("search", "Who plays chess?", "--store", "s")[1]
 
 
 @pytest.mark.parametrize(
@@ -445,7 +446,7 @@ def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(d
 )
 def test_remove_pin_and_unpin_take_a_file_a_folder_or_a_record(docs, run, name, left):
     name = name.format(docs=docs)
-    assert run("ingest", "docs", "--embedder", "hashing", *PLACE)[0] == 0
+    assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     every = run.facts("stats", *PLACE)["sources"]
     named = [source for source in every if source.removeprefix(f"{docs}/") not in left]
     assert run.facts("pin", name, *PLACE)["sources"] == named
@@ -459,10 +460,10 @@ def test_remove_pin_and_unpin_take_a_file_a_folder_or_a_record(docs, run, name, 
 
 
 def test_gc_of_orphans_says_what_it_takes(docs, run):
-    assert run("ingest", "docs", "--embedder", "hashing", *PLACE)[0] == 0
-    (docs.parent / "i").rename(docs.parent / "old")
+    assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
+    remove_database(docs.parent / "s")
     (docs / "a.md").unlink()
-    assert run("ingest", "docs", "--embedder", "hashing", *PLACE)[0] == 0
+    assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     out = run("gc", "--orphans", "--dry-run", *PLACE)[1]
     assert "1 entries" in out
     assert "1 registered text and 0 pins would go" in out
@@ -471,7 +472,7 @@ def test_gc_of_orphans_says_what_it_takes(docs, run):
 
 
 def test_another_chunk_size_is_said_on_the_way(docs, run):
-    run("ingest", "docs", "--embedder", "hashing", "--chunk-size", "64", *PLACE)
+    run("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--chunk-size", "64", *PLACE)
     code, _, err = run("ingest", "docs", *PLACE)
     assert (code, "from now on" in err) == (0, False)
     code, _, err = run("ingest", "docs", "--chunk-size", "32", *PLACE)
@@ -480,9 +481,8 @@ def test_another_chunk_size_is_said_on_the_way(docs, run):
 
 
 BAD_INPUT = {
-    "missing path": (["ingest", "nowhere"], 3, "nowhere"),
-    "missing index": (["ask", "Who?", "--index", "gone", "--store", "s"], 3, "ragblend ingest"),
-    "missing store": (["ask", "Who?", "--index", "i", "--store", "gone"], 3, "ragblend ingest"),
+    "missing path": (["ingest", "nowhere", "--model", "demo"], 3, "nowhere"),
+    "missing store": (["ask", "Who?", "--store", "gone"], 3, "ragblend ingest"),
     "missing model": (["ask", "Who?", "--model", "./gone", *PLACE], 3, "--model demo|local path"),
     "ratio": (["ask", "Who?", "--ratio", "1.5", *PLACE], 2, "0 .* to 1.*auto|auto.*0 .* to 1"),
     "a ratio that is no number": (["ask", "Who?", "--ratio", "all", *PLACE], 2, "auto"),
@@ -499,7 +499,7 @@ BAD_INPUT = {
     "workers": (["precompute", "--workers", "many", *PLACE], 2, "ray:4 on a running Ray cluster"),
     "unknown document": (["remove", "gone.md", *PLACE], 3, "gone.md"),
     "no document": (["remove", "", *PLACE], 2, "name is empty"),
-    "nothing named": (["ingest", "docs", "--glob", "/etc/*", *PLACE], 2, "relative pattern"),
+    "nothing named": (["ingest", "docs", "--model", "demo", "--glob", "/etc/*", *PLACE], 2, "relative pattern"),
 }
 
 
@@ -530,8 +530,8 @@ def test_what_of_a_corpus_cannot_be_read_is_named_and_changes_the_exit_code(
 ):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / name).write_bytes(content)
-    place = ("--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
-    ended, out, err = run("ingest", str(tmp_path / "docs"), *place)
+    place = ("--store", str(tmp_path / "s"))
+    ended, out, err = run("ingest", str(tmp_path / "docs"), "--model", "demo", *place)
     assert ended == code
     assert re.search(message, out + err)
 
@@ -572,7 +572,7 @@ def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatc
 
 
 def test_kv_dtype_is_chosen_at_ingest_kept_by_the_next_and_changed_by_precompute(run, questions, monkeypatch, tmp_path):
-    place = ["--index", "i", "--store", str(tmp_path / "kv")]
+    place = ["--store", str(tmp_path / "kv")]
     found = run.facts(*INGEST, *place, "--kv-dtype", "int8")
     num_chunks, nbytes = found["num_new_kv"], found["store_bytes"]
     assert run.facts("stats", *place)["kv_dtypes"] == {"int8": num_chunks}
@@ -619,6 +619,6 @@ def test_of_several_calibrations_a_command_takes_the_one_of_its_index(home, monk
     from ragblend.config import Settings
 
     monkeypatch.chdir(home)
-    settings = Settings(index="i", store="s", embedder="hashing")
+    settings = Settings(store="s", embedder="hashing")
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         assert engine.calibrations.chunker == opened.manifest.chunker != ""

@@ -121,7 +121,7 @@ def test_damaged_file_is_corrupt(tmp_path: Path) -> None:
 def test_an_index_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     with open_index(tmp_path, HashingEmbedder(), create=True):
         pass
-    with pytest.raises(StoreMismatchError, match="different folders"):
+    with pytest.raises(StoreMismatchError, match="choose another folder"):
         ChunkRegistry(tmp_path / "chunks.sqlite")
 
 

@@ -217,9 +217,9 @@ def test_the_command_line_takes_a_loader_and_a_text_field(
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.jsonl").write_text('{"body": "The ferry leaves at nine."}\n{"text": "no body"}\n')
     (tmp_path / "loader_of_test.py").write_text("def read(path):\n    return ['The mill stands.', 'It turns.']\n")
-    place = ("--embedder", "hashing", "--no-precompute", "--index", "i", "--store", "s")
+    place = ("--embedder", "hashing", "--no-precompute", "--store", "s")
     run = CommandRunner(capsys)
-    code, out, err = run("ingest", "docs", "--text-field", "body", *place)
+    code, out, err = run("ingest", "docs", "--model", "demo", "--text-field", "body", *place)
     assert (code, "1 document" in out) == (6, True)
     assert "line 2 has no field 'body', but text; name another (--text-field)" in " ".join((out + err).split())
     assert run.facts("ingest", "docs", "--loader", "loader_of_test:read", *place)["num_documents"] == 2

@@ -14,7 +14,7 @@ from ragblend.prompt.types import Chunk
 
 def old_index(folder: Path, source: Path) -> None:
     """An index of one document, whose chunks another tokenizer of the demo's model made."""
-    with open_index(folder / "index", "hashing", create=True, tokenizer="demo", tokenizer_fingerprint="old") as index:
+    with open_index(folder, "hashing", create=True, tokenizer="demo", tokenizer_fingerprint="old") as index:
         index.add_document(str(source), "1", [Chunk("Amber is a fossil resin.", str(source))])
 
 
@@ -28,5 +28,5 @@ def test_an_index_with_documents_of_somebody_else_is_left_alone(tmp_path: Path) 
     old_index(tmp_path, tmp_path / "mine.md")
     with pytest.raises(StoreMismatchError, match="ingest again"), open_demo(tmp_path):
         pass
-    with open_index(tmp_path / "index") as index:
+    with open_index(tmp_path) as index:
         assert index.num_documents == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from forked import Commands, Kill
 from places import small_disk, succeeded
 
 from ragblend import Prompt, load_engine
+from ragblend.corpus.checked_database import remove_database
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
@@ -33,26 +33,26 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
         for record in sample_corpus().records:
             text = record.markdown.replace("\n\n", f"\n\n{copy} ")
             (tmp_path / "corpus" / str(copy) / record.filename).write_text(text)
-    flags = ("--chunk-size", "112", "--embedder", "hashing", "--glob", "*.md", "--store", "kv", "--index", "index")
+    flags = ("--chunk-size", "112", "--embedder", "hashing", "--glob", "*.md", "--store", "kv")
     rng, num_kills = random.Random(0), 0
     with Commands() as commands:
         while num_kills < NUM_KILLS:
             kill = Kill(after=0, delay_s=rng.uniform(0.2, 1.2))
-            done = commands.run("ingest", "corpus", *flags, cwd=tmp_path, kill=kill)
+            done = commands.run("ingest", "corpus", "--model", "demo", *flags, cwd=tmp_path, kill=kill)
             num_kills += done.was_killed
             if not done.was_killed:  # start anew and kill earlier
                 succeeded(done)
-                shutil.rmtree(tmp_path / "kv")
-                shutil.rmtree(tmp_path / "index")
+                remove_database(tmp_path / "kv")
+                remove_database(tmp_path / "kv")
     if (tmp_path / "kv").exists():
         assert [result for result in DiskStore(tmp_path / "kv").verify() if not result.ok] == []
     with load_engine("demo", tmp_path / "kv") as engine:
-        report = ingest(tmp_path / "corpus", engine, tmp_path / "index", **INGEST)
-        with open_index(tmp_path / "index") as index:
+        report = ingest(tmp_path / "corpus", engine, tmp_path / "kv", **INGEST)
+        with open_index(tmp_path / "kv") as index:
             assert all(engine.is_stored(chunk) for chunk in index.chunks())
             assert index.find_problems() == []
     assert report.num_new_kv + report.num_known_kv == report.num_chunks > 200
-    verified = verify_store(tmp_path / "kv", tmp_path / "index")
+    verified = verify_store(tmp_path / "kv")
     assert (verified.damaged, verified.orphans, verified.index_problems) == ({}, 0, [])
     counted(f"{NUM_KILLS} kill -9 during ingestion; all {report.num_chunks} chunks there after one more run")
 
@@ -62,7 +62,7 @@ def ingested(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("flips")
     sample_corpus().write(root / "corpus")
     with load_engine("demo", root / "kv") as engine:
-        ingest(root / "corpus", engine, root / "index", **INGEST)
+        ingest(root / "corpus", engine, root / "kv", **INGEST)
     return root
 
 
@@ -71,9 +71,9 @@ def test_every_flipped_byte_is_noticed_and_never_reaches_an_answer(ingested, cou
     questions = [json.loads(line) for line in (ingested / "corpus" / "questions.jsonl").read_text().splitlines()]
     with (
         load_engine("demo", ingested / "kv", memory_gib=0, on_miss="inline") as engine,
-        open_engine_index(ingested / "index", engine, "hashing", create=False) as index,
+        open_engine_index(ingested / "kv", engine, "hashing", create=False) as index,
     ):
-        paths = sorted((ingested / "kv").glob("??/*.safetensors"))
+        paths = sorted((ingested / "kv").glob("kv/??/*.safetensors"))
         for number in range(NUM_FLIPS):
             question = questions[number % len(questions)]["question"]
             chunks = [hit.chunk for hit in index.search(question, 4)]
@@ -102,7 +102,7 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, co
             "import sys, ragblend.precompute as p; p.describe_capacity = lambda *a: ''\n"
             "from ragblend.cli.app import main; sys.argv = ['ragblend', *sys.argv[1:]]; main()"
         )
-        arguments = ["ingest", str(tmp_path / "corpus"), "--store", str(small / "kv"), "--index", str(tmp_path / "i")]
+        arguments = ["ingest", str(tmp_path / "corpus"), "--model", "demo", "--store", str(small / "kv")]
         command = [sys.executable, "-c", script, *arguments, "--chunk-size", "112", "--embedder", "hashing"]
         no_limit = {**os.environ, "RAGBLEND_DISK_GIB": "0"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=no_limit)

@@ -59,8 +59,8 @@ def state(work: Path) -> dict[str, Any]:
         if path.is_file() and path.suffix not in (".sqlite", ".faiss") and path.name != "manifest.json"
         if not path.name.endswith(("-wal", "-shm"))
     ]
-    index, registry = work / "index" / "chunks.sqlite", work / "kv" / "texts.sqlite"
-    vectors = faiss.read_index(str(work / "index" / "vectors.faiss"))
+    index, registry = work / "kv" / "chunks.sqlite", work / "kv" / "texts.sqlite"
+    vectors = faiss.read_index(str(work / "kv" / "vectors.faiss"))
     tables = {
         "documents": (index, "SELECT source, file, content_hash, status FROM documents"),
         "chunks": (index, "SELECT id, text, metadata, vector FROM chunks"),
@@ -83,14 +83,14 @@ def rows(path: Path, query: str) -> list[Any]:
         return connection.execute(query).fetchall()
 
 
-def files_with(work: Path, *names: str, folders: tuple[str, ...] = ("kv", "index")) -> list[str]:
+def files_with(work: Path, *names: str, folders: tuple[str, ...] = ("kv",)) -> list[str]:
     """The files of store and index that hold the secret of a document, whatever they are."""
     paths = [path for folder in folders for path in (work / folder).rglob("*") if path.is_file()]
     return [str(path) for path in paths for name in names if secret(name).encode() in path.read_bytes()]
 
 
 def entries(work: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((work / "kv").glob("??/*.safetensors"))}
+    return {path.name: path.read_bytes() for path in sorted((work / "kv").glob("kv/??/*.safetensors"))}
 
 
 def basalt_is_gone(work: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(
     commands: Commands, place: Place, counted: Counted
 ) -> None:
     rng = random.Random(2)
-    paths = sorted((place.work / "kv").glob("??/*.safetensors"))
+    paths = sorted((place.work / "kv").glob("kv/??/*.safetensors"))
     for path in rng.sample(paths, 8):
         data = bytearray(path.read_bytes())
         data[rng.randrange(len(data))] ^= 1
@@ -203,7 +203,7 @@ def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(
 
 @pytest.mark.slow
 def test_a_killed_gc_is_finished_by_the_next(commands: Commands, place: Place, counted: Counted) -> None:
-    paths = sorted((place.work / "kv").glob("??/*.safetensors"))
+    paths = sorted((place.work / "kv").glob("kv/??/*.safetensors"))
     for number, path in enumerate(paths):
         os.utime(path, (1e9 + number, 1e9 + number))
     argv = ("gc", "--max-size", f"{sum(path.stat().st_size for path in paths) // 2}B", *PLACE)
@@ -220,7 +220,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
     commands: Commands, place: Place, counted: Counted
 ) -> None:
     """Half of the documents leave the index behind the store's back; others come in while `gc --orphans` runs."""
-    with open_index(place.work / "index") as index:
+    with open_index(place.work / "kv") as index:
         for source in index.sources()[::2]:
             index.remove_document(source)
         index.schedule_deletions([], index.orphaned_texts())

@@ -26,6 +26,7 @@ from commands import run_command
 from places import text_about
 
 from ragblend import Prompt, load_engine
+from ragblend.corpus.checked_database import remove_database
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
@@ -46,15 +47,15 @@ NUM_PARTS = 4 if FULL else 1
 NUM_MUTATIONS = 500 if FULL else 60  # in each part
 EVERY_COMMAND = 25  # mutations between those whose repair is the command's, with an engine of its own
 KINDS = {
-    "entry": "kv/??/*.safetensors",
+    "entry": "kv/kv/??/*.safetensors",
     "registry": "kv/texts.sqlite",
     "model note": "kv/models/*.json",
     "pin": "kv/pins/*.json",
     "calibration": "kv/calibrations/*.json",
     "machine": "kv/machines/*.json",
-    "database": "index/chunks.sqlite",
-    "vectors": "index/vectors.faiss",
-    "manifest": "index/manifest.json",
+    "database": "kv/chunks.sqlite",
+    "vectors": "kv/vectors.faiss",
+    "manifest": "kv/manifest.json",
 }
 LOSABLE = {"model note", "pin", "profile", "machine"}
 """Files without which a store is another whole store: of a model not used yet, unpinned, not calibrated or measured."""
@@ -122,7 +123,7 @@ def demo_tokenizer() -> str:
 def told(work: Path) -> dict[str, Any]:
     """All that an index and a store tell. Raises RagblendError where that is noticed to be damaged."""
     disk = DiskStore(work / "kv", create=False)
-    with open_index(work / "index") as index, open_registry(disk) as registry:
+    with open_index(work / "kv") as index, open_registry(disk) as registry:
         vectors = {
             row: hashlib.md5(index._vectors.faiss.reconstruct(row).tobytes()).hexdigest()
             for row in faiss.vector_to_array(index._vectors.faiss.id_map).tolist()
@@ -151,7 +152,7 @@ def fill(work: Path) -> None:
         (work / "corpus" / f"{name}.md").write_text(text_about(name))
     with load_engine("demo", work / "kv") as engine:
         bring_in(work, engine)
-        with open_index(work / "index") as index:
+        with open_index(work / "kv") as index:
             pin_document(index.sources()[0], engine, index)
         disk = DiskStore(work / "kv")
         points = tuple(CurvePoint(ratio, ratio, 1.0, 0.9, 1.0, 0.0, ratio) for ratio in (0.0, 1.0))
@@ -164,12 +165,12 @@ def fill(work: Path) -> None:
 
 
 def bring_in(work: Path, engine: Engine) -> None:
-    ingest(work / "corpus", engine, work / "index", chunk_size=64, embedder="hashing", context="similar")
+    ingest(work / "corpus", engine, work / "kv", chunk_size=64, embedder="hashing", context="similar")
 
 
 def answered(work: Path, engine: Engine) -> tuple[Any, ...]:
     """What is retrieved for a question, and the answer with everything recomputed that is not exact."""
-    with open_index(work / "index") as index:
+    with open_index(work / "kv") as index:
         hits = index.search(QUESTION, 3)
     prompt = Prompt([hit.chunk for hit in hits], QUESTION)
     result = engine.generate(prompt, recompute_ratio=1.0, max_tokens=4)
@@ -191,7 +192,7 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
     part: int, kept: Path, counted: Counted, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     work, rng = kept, random.Random(part)
-    place = ("--index", str(work / "index"), "--store", str(work / "kv"))
+    place = ("--store", str(work / "kv"))
     counts: Counter[str] = Counter()
     problems = list[str]()
     with load_engine("demo", work / "kv", memory_gib=0, on_miss="inline") as engine:
@@ -227,9 +228,8 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
             assert answered(work, engine) == right, f"{what}: another answer once it was mended"
 
         for number in range(NUM_MUTATIONS):
-            for folder in ("kv", "index"):
-                shutil.rmtree(work / folder)
-                shutil.copytree(work.with_name("kept") / folder, work / folder)
+            shutil.rmtree(work / "kv")
+            shutil.copytree(work.with_name("kept") / "kv", work / "kv")
             done = mutate(work, rng.choice(list(KINDS)), rng)
             try:
                 survive(number, done)
@@ -249,8 +249,8 @@ def mend(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bo
             counts["mended by the command"] += code == 0
             if code == 0:
                 return
-        report = verify_store(work / "kv", work / "index")
-        with closing(open_engine_index(work / "index", engine, create=False)) as index:
+        report = verify_store(work / "kv")
+        with closing(open_engine_index(work / "kv", engine, create=False)) as index:
             repair_store(report, engine, index)
         if any(place.startswith("models/") for place in report.damaged_files):
             load_engine("demo", work / "kv").close()
@@ -259,7 +259,7 @@ def mend(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bo
             return
     except RagblendError as error:
         counts["ways out named"] += error.exit_code in DOCUMENTED
-    shutil.rmtree(work / "index")
+    remove_database(work / "kv")
     bring_in(work, engine)
     run_command("verify", "--repair", *place)
     counts["mended by ingesting again"] += 1

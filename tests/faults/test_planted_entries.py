@@ -75,7 +75,7 @@ class Tier:
         return "disk" if self.url is None else self.url.partition("://")[0]
 
     def place(self, key: str) -> Path:
-        path = self.root / key[:2] / f"{key}.safetensors"
+        path = self.root / "kv" / key[:2] / f"{key}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 

@@ -312,9 +312,9 @@ def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
     for kv in kvs[5:]:
         writer.put(kv)
     assert writer.flush(30)
-    for path in open_directory.glob("??/*"):
+    for path in open_directory.glob("kv/??/*"):
         path.chmod(0o444)  # they are written for their owner alone
-    for path in (open_directory, *open_directory.glob("??")):
+    for path in (open_directory, open_directory / "kv", *open_directory.glob("kv/??")):
         path.chmod(0o555)
     with somebody_else():
         disk = DiskStore(open_directory, create=False, capacity_bytes=10_000)
@@ -327,7 +327,7 @@ def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
             store.pin("doc", [kvs[0].header.key])
         assert_same(store.get(make_kv(99).header.key), make_kv(99))  # memory and Redis took it
         assert store.close(30)
-    for path in (open_directory, *open_directory.glob("??")):
+    for path in (open_directory, open_directory / "kv", *open_directory.glob("kv/??")):
         path.chmod(0o755)
     assert sorted(owner.keys()) == sorted(kv.header.key for kv in kvs[:5])
     counted(f"a store that may not be written: {3 * len(kvs)} answers right, writes refused")
@@ -341,7 +341,7 @@ def test_entries_that_may_not_be_read_are_misses_and_stay(
     owner = DiskStore(open_directory, fsync=False)
     for kv in kvs:
         owner.put(kv)
-    for path in (open_directory, *open_directory.glob("??"), *open_directory.glob("??/*")):
+    for path in (open_directory, *open_directory.rglob("*")):
         path.chmod(0o755)
     for kv in kvs[:5]:
         owner._path(kv.header.key).chmod(0)

@@ -33,7 +33,6 @@ MAKERS = {
 }
 READERS = {
     "settings' store": lambda place: Settings(store=place),
-    "settings' index": lambda place: Settings(index=place),
     "settings' file": lambda place: load_settings({"store": place}),
     "load_engine": lambda place: load_engine("demo", place),
     "share_engine": lambda place: share_engine("demo", place),
@@ -70,7 +69,7 @@ def test_a_tilde_is_the_home(home, make):
 def test_settings_documents_and_names_of_documents_know_the_home(home):
     (home / "docs").mkdir()
     (home / "docs" / "a.md").write_text("text")
-    assert Settings(store="~/kv", index="~/index").store == str(home / "kv")
+    assert Settings(store="~/kv").store == str(home / "kv")
     assert ConnectorConfig.read({"store": "~/kv"}).store == str(home / "kv")
     assert list(scan_folders(["~/docs"]).files) == [str(home / "docs" / "a.md")]
     assert match_sources("~/docs/a.md", [(f"{home}/docs/a.md", f"{home}/docs/a.md")]) == [f"{home}/docs/a.md"]
@@ -124,5 +123,5 @@ def test_what_is_opened_by_a_relative_path_stays_where_it_is(tmp_path, monkeypat
     assert list(Path().iterdir()) == []
     with open_index(tmp_path / "index") as again:
         assert again.sources() == ["a"]
-    with pytest.raises(NotFoundError, match="no index at index; make one: ragblend ingest DOCS --index index"):
+    with pytest.raises(NotFoundError, match="no documents in index; add some: ragblend ingest DOCS --store index"):
         open_index("index")

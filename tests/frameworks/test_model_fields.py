@@ -103,7 +103,7 @@ def test_a_model_that_nothing_remembers_is_a_usage_error_that_names_the_demo(
     make: Any, store: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r'model is not given, and .*or model="demo" for a trial'):
+    with pytest.raises(UsageError, match=r"`model` is not given, and .*or `model='demo'` for a trial"):
         make(store=store and tmp_path / store)
     assert not list((tmp_path / "empty").iterdir())
 

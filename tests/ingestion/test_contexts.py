@@ -12,6 +12,7 @@ from commands import run_command
 from similar_texts import TEXTS, texts_behind
 
 from ragblend import Chunk, Prompt, load_engine
+from ragblend.corpus.checked_database import remove_database
 from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
@@ -45,7 +46,7 @@ def docs(tmp_path: Path) -> Path:
 
 
 def bring_in(docs: Path, engine: TransformersEngine, **options: Any) -> Any:
-    return ingest(docs, engine, docs.parent / "index", **{"chunk_size": 32, "embedder": "hashing", **options})
+    return ingest(docs, engine, docs.parent / "kv", **{"chunk_size": 32, "embedder": "hashing", **options})
 
 
 def similar(name: str) -> Chunk:
@@ -90,11 +91,11 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
     with load_engine(deep_model, tmp_path / "told", on_miss="inline") as engine:
         assert contexts_of(engine) == ["none"] * 3
         assert {engine.key(text) for text in prompt.chunks} == set(engine.likely_keys(prompt.chunks))
-        with open_engine_index(docs.parent / "index", engine, create=False) as index:
+        with open_engine_index(docs.parent / "kv", engine, create=False) as index:
             assert precompute_index(engine, index).num_new_kv == 0, "it was told to keep them alone"
             assert precompute_index(engine, index, context="similar").num_new_kv == 4
         assert engine.store.read_context() == "similar"
-    (docs.parent / "index").rename(tmp_path / "of the deep one")
+    remove_database(docs.parent / "kv")
     engine = opened()
     assert (bring_in(docs, engine).num_new_kv, engine.store.read_context()) == (4, None)
 
@@ -117,7 +118,7 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
     assert bring_in(docs, engine, context="similar").num_new_kv == 4  # a second version of what is there
     with pytest.raises(UsageError, match="precompute --context none"):
         bring_in(docs, engine, context="none")
-    with open_engine_index(docs.parent / "index", engine, create=False) as index:
+    with open_engine_index(docs.parent / "kv", engine, create=False) as index:
         pin_document(str(docs / "fox.txt"), engine, index)
         for policy, num_new, num_removed in (("none", 0, 4), ("similar", 4, 0), ("none", 0, 4)):
             report = precompute_index(engine, index, policy)
@@ -143,7 +144,7 @@ def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, op
         disk.delete(headers["bell"].key)  # evicted here, or made by another machine: it tells nothing any more
         for tier in engine.store.tiers[:1]:
             tier.delete(headers["bell"].key)
-        with open_engine_index(tmp_path / "index", engine, create=False) as index:
+        with open_engine_index(tmp_path / "kv", engine, create=False) as index:
             remove_documents([str(docs / "fox.txt")], engine, index)
         for tier in (disk, remote):
             assert set(tier.keys()) == {
@@ -179,7 +180,7 @@ def test_a_namespace_is_not_computed_behind_another_ones_chunks(docs, opened, tm
             (docs / f"{name}.txt").rename(folder / f"{name}.txt")
     options = {"chunk_size": 32, "embedder": "hashing", "context": "similar"}
     for folder, namespace in ((theirs, "them"), (ours, "us")):  # one index, two tenants
-        ingest(folder, opened(namespace=namespace), tmp_path / "index", **options)
+        ingest(folder, opened(namespace=namespace), tmp_path / "kv", **options)
     engine = opened(namespace="us")
     behind = [
         texts_behind(engine, header) for header in DiskStore(tmp_path / "kv").headers() if header.namespace == "us"
@@ -189,7 +190,7 @@ def test_a_namespace_is_not_computed_behind_another_ones_chunks(docs, opened, tm
 
 def test_a_document_that_goes_while_others_are_computed_behind_it_leaves_nothing(docs, opened, tmp_path, monkeypatch):
     engine, original = opened(), TransformersEngine._prefill_chunks
-    index = tmp_path / "index"
+    index = tmp_path / "kv"
     bring_in(docs, engine)
 
     def removed_meanwhile(self, chunks, behind):
@@ -219,16 +220,16 @@ def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
     with opened() as engine:
         bring_in(docs, engine, context="similar")
         keys = {name: engine.key(similar(name)) for name in TEXTS}
-    store, index = tmp_path / "kv", tmp_path / "index"
+    store, index = tmp_path / "kv", tmp_path / "kv"
     assert push_store(store, open_remote(url)).num_sent == 8
-    before = {path.name: path.read_bytes() for path in store.glob("??/*")}
-    place = next(store.glob(f"??/{keys['bell']}*"))
+    before = {path.name: path.read_bytes() for path in store.glob("kv/??/*")}
+    place = next(store.glob(f"kv/??/{keys['bell']}*"))
     place.write_bytes(place.read_bytes()[:-1] + b"?")
     report = verify_store(store, index)
-    assert (list(report.damaged), report.orphans) == ([keys["bell"]], 0)
+    assert (list(report.damaged), report.orphans, report.num_without_kv) == ([keys["bell"]], 0, 0)
     with opened() as engine, open_engine_index(index, engine, create=False) as found:
         assert repair_store(report, engine, found) == 1
-    assert {path.name: path.read_bytes() for path in store.glob("??/*")} == before
+    assert {path.name: path.read_bytes() for path in store.glob("kv/??/*")} == before
     with opened(kv_dtype="int8") as engine, open_engine_index(index, engine, create=False) as found:
         assert precompute_index(engine, found, rewrite=True).num_rewritten_kv == 8
     assert {header.stored_dtype for header in DiskStore(store).headers()} == {"int8"}
@@ -241,12 +242,48 @@ def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
     assert {key for key in keys.values() if DiskStore(store).has_file(key)} == {keys["moss"]}
 
 
+def test_verify_lists_variants_whose_chunk_has_other_neighbours_by_now(docs, opened, tmp_path):
+    with opened() as engine:
+        bring_in(docs, engine, context="similar")
+        assert verify_store(tmp_path / "kv").outdated == []
+        (docs / "new.txt").write_text(f"{TEXTS['fox']} {TEXTS['fox']}")
+        bring_in(docs, engine)
+        before = {name: neighbours_of(engine, tmp_path / "kv", name) for name in TEXTS}
+        report = verify_store(tmp_path / "kv")
+        assert report.outdated == sorted(engine.key(similar(name)) for name, (was, now) in before.items() if was != now)
+        assert engine.key(similar("fox")) in report.outdated
+        assert not report.has_problems
+        for name in TEXTS:
+            engine.forget(similar(name))
+        bring_in(docs, engine)
+    assert verify_store(tmp_path / "kv").outdated == []
+
+
+def neighbours_of(engine: TransformersEngine, folder: Path, name: str) -> tuple[Any, Any]:
+    """Ids of the chunks that the similar variant was computed after, and of those that are the nearest now."""
+    header = DiskStore(folder).header(engine.key(similar(name)))
+    with open_index(folder) as index:
+        near = index.similar_texts(TEXTS[name], 2)
+    return tuple(header.context_ids), engine.renderer.context_parts(reversed(near))
+
+
+def test_repair_counts_again(docs, opened, tmp_path):
+    with opened() as engine:
+        bring_in(docs, engine)
+        engine.forget(Chunk(TEXTS["fox"]))
+        (report := verify_store(tmp_path / "kv")).damaged["a"] = "a"
+        assert report.num_without_kv == 1
+        with open_engine_index(tmp_path / "kv", engine, create=False) as index:
+            assert repair_store(report, engine, index) == 1
+        assert report.num_without_kv == 0
+
+
 def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, capsys):
     with opened() as engine:
         bring_in(docs, engine, context="similar")
     note = tmp_path / "kv" / CONTEXT_FILE
     note.write_bytes(note.read_bytes()[:-9])
-    place = ("--index", str(tmp_path / "index"), "--store", str(tmp_path / "kv"))
+    place = ("--store", str(tmp_path / "kv"))
     assert run_command("ask", "Who plays the flute?", *place) == 4
     assert "ragblend precompute --context" in capsys.readouterr().err
     assert run_command("verify", *place, "--json") == 4
@@ -267,7 +304,7 @@ def test_a_context_that_left_is_as_if_the_store_remembered_none(left, docs, open
         assert (engine.context, engine.store.read_context()) == ("none", None)
         assert bring_in(docs, engine).num_new_kv == 4
         assert DiskStore(tmp_path / "kv").read_context() is None
-        assert verify_store(tmp_path / "kv", tmp_path / "index").damaged_files == {}
+        assert verify_store(tmp_path / "kv", tmp_path / "kv").damaged_files == {}
         assert json.loads(note.read_text())["context"] == left  # nobody has said another
         assert bring_in(docs, engine, context="similar").num_new_kv == 4
     assert DiskStore(tmp_path / "kv").read_context() == "similar"

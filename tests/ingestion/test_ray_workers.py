@@ -73,7 +73,7 @@ def paragraphs() -> list[str]:
 
 
 def run(corpus: Path, engine: Any, home: Path, **options: Any) -> Any:
-    return ingest(corpus, engine, home / "index", chunk_size=CHUNK_TOKENS, embedder="hashing", **options)
+    return ingest(corpus, engine, home / "kv", chunk_size=CHUNK_TOKENS, embedder="hashing", **options)
 
 
 def assert_same_kv(ours: Path, theirs: Path) -> None:
@@ -92,7 +92,7 @@ def assert_same_kv(ours: Path, theirs: Path) -> None:
 def assert_same(ours: Path, theirs: Path) -> None:
     """Both have the same chunks, vectors and KV."""
     assert_same_kv(ours, theirs)
-    with open_index(ours / "index") as one, open_index(theirs / "index") as other:
+    with open_index(ours / "kv") as one, open_index(theirs / "kv") as other:
         assert list(one.chunks()) == list(other.chunks())
         texts = [chunk.text for chunk in one.chunks()]
         np.testing.assert_array_equal(one.embed(texts), other.embed(texts))
@@ -102,7 +102,7 @@ def assert_same(ours: Path, theirs: Path) -> None:
 
 def entries(home: Path) -> dict[str, int]:
     """What is stored: an entry that is written again is another file, with an inode of its own."""
-    return {path.name: path.stat().st_ino for path in (home / "kv").glob("??/*.safetensors")}
+    return {path.name: path.stat().st_ino for path in (home / "kv").glob("kv/??/*.safetensors")}
 
 
 def find_no_cluster(**options: Any) -> None:
@@ -121,7 +121,7 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path, capsys, monkeypatch):
         RayWorkers("demo", tmp_path, address="auto")
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "a.txt").write_text("Something to read.")
-    arguments = ["ingest", str(tmp_path / "a.txt"), "--store", str(tmp_path / "kv"), "--index", str(tmp_path / "index")]
+    arguments = ["ingest", str(tmp_path / "a.txt"), "--model", "demo", "--store", str(tmp_path / "kv")]
     assert run_command(*arguments, "--model", "demo", "--workers", "2") == 1
     assert "pip install 'ragblend[ray]'" in capsys.readouterr().err
 
@@ -130,7 +130,7 @@ def test_workers_store_what_one_process_does(corpus, alone, cluster, tmp_path):
     with load_engine("demo", tmp_path / "kv") as engine, RayWorkers("demo", tmp_path / "kv") as workers:
         report = run(corpus, engine, tmp_path, context="none", workers=workers)
         assert_same(tmp_path, alone("none"))
-        with open_index(tmp_path / "index") as index:
+        with open_index(tmp_path / "kv") as index:
             other = precompute_index(engine, index, "similar", workers=workers)
         assert_same(tmp_path, alone("similar"))
         again = run(corpus, engine, tmp_path, workers=workers)
@@ -172,7 +172,7 @@ def test_workers_that_are_killed_cost_nothing_but_time(corpus, alone, cluster, t
 
 def test_a_driver_that_is_killed_goes_on_with_the_same_command(corpus, alone, tmp_path):
     command = [sys.executable, "-m", "ragblend", "ingest", str(corpus), "--model", "demo", "--workers", "2"]
-    command += ["--store", str(tmp_path / "kv"), "--index", str(tmp_path / "index"), "--context", "none"]
+    command += ["--store", str(tmp_path / "kv"), "--context", "none"]
     command += ["--chunk-size", str(CHUNK_TOKENS), "--embedder", "hashing"]
     before = set(workers_of_ray())
     driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

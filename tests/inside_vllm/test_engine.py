@@ -218,7 +218,7 @@ def test_a_plugin_that_is_kept_out_is_told_before_vllm_starts(monkeypatch: pytes
     monkeypatch.setenv("VLLM_PLUGINS", "others")
     with pytest.raises(RagblendError, match="VLLM_PLUGINS=others,ragblend"):
         load_engine("demo", backend="vllm")
-    checks = {check.name: check for check in run_vllm_diagnostics(Settings(backend="vllm"))}
+    checks = {check.name: check for check in run_vllm_diagnostics(Settings(model="demo", backend="vllm"))}
     assert not checks["vllm plugin"].ok
     assert "unset it" in checks["vllm plugin"].fix
     assert checks["vllm"].ok
@@ -227,7 +227,9 @@ def test_a_plugin_that_is_kept_out_is_told_before_vllm_starts(monkeypatch: pytes
 
 def test_doctor_names_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    checks = {check.name: check for check in run_vllm_diagnostics(Settings(backend="vllm", store=str(tmp_path)))}
+    checks = {
+        check.name: check for check in run_vllm_diagnostics(Settings(model="demo", backend="vllm", store=str(tmp_path)))
+    }
     assert not checks["vllm store"].ok
     assert "cannot write" in checks["vllm store"].finding
 

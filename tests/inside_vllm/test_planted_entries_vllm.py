@@ -43,7 +43,7 @@ class Server:
 
     @property
     def place(self) -> Path:
-        return self.root / self.key[:2] / f"{self.key}.safetensors"
+        return self.root / "kv" / self.key[:2] / f"{self.key}.safetensors"
 
     def disk(self) -> DiskStore:
         return DiskStore(self.root, fsync=False, store_key=self.own)

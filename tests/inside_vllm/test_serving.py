@@ -151,7 +151,7 @@ def serving(store, checkpoint, tmp_path) -> Iterator[tuple[Any, Path]]:
 
 
 def entries(store: Path) -> list[Path]:
-    return sorted(store.glob("??/*.safetensors"))
+    return sorted(store.glob("kv/??/*.safetensors"))
 
 
 def test_a_plain_request_is_never_changed_by_a_blended_one(serving):
@@ -176,7 +176,7 @@ def test_a_damaged_file_is_a_miss(serving):
         for header in (DiskStore(store).header(path.stem) for path in entries(store))
         if header is not None and header.token_ids == tuple(STORED[1])
     }.pop()
-    [path] = store.glob(f"??/{key}.safetensors")
+    [path] = store.glob(f"kv/??/{key}.safetensors")
     data = bytearray(path.read_bytes())
     data[-5] ^= 1  # in the last layer: noticed in the middle of a fuse
     path.write_bytes(data)

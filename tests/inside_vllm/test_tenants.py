@@ -220,12 +220,12 @@ def test_where_the_store_is_is_not_told(served: Served) -> None:
     assert {path.stat().st_mode & 0o777 for path in entries} == {0o600}
     body = {"model": "demo", "prompt": [1, *range(90, 130), 7], "max_tokens": 1}
     params = {"kv_transfer_params": {"ragblend": {"mode": "ingest", "spans": [[1, 41]]}}}
-    for folder in [store, *(path for path in store.iterdir() if path.is_dir())]:
+    for folder in [store, *(path for path in store.rglob("*") if path.is_dir())]:
         folder.chmod(0o500)
     try:
         told = served.ask(ACME, "/v1/completions", {**body, **params})
     finally:
-        for folder in [store, *(path for path in store.iterdir() if path.is_dir())]:
+        for folder in [store, *(path for path in store.rglob("*") if path.is_dir())]:
             folder.chmod(0o700)
     if os.getuid():  # root writes everywhere
         assert "not stored" in told.json()["kv_transfer_params"]["ragblend"]["refused_reason"]

@@ -193,7 +193,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sample_corpus().first_records(6).write(home / "docs")
     with (
         load_engine("demo", home / "kv", new_model=True) as engine,
-        open_engine_index(home / "index", engine, EMBEDDER, chunk_size=CHUNK_TOKENS) as index,
+        open_engine_index(home / "kv", engine, EMBEDDER, chunk_size=CHUNK_TOKENS) as index,
     ):
         ingest(home / "docs", engine, index, chunk_size=CHUNK_TOKENS, glob="*.md")
     return home
@@ -207,7 +207,7 @@ def engine(home: Path) -> Iterator[TransformersEngine]:
 
 @pytest.fixture(scope="module")
 def index(home: Path, engine: TransformersEngine) -> Iterator[ChunkIndex]:
-    with open_engine_index(home / "index", engine, create=False) as index:
+    with open_engine_index(home / "kv", engine, create=False) as index:
         yield index
 
 
@@ -308,7 +308,7 @@ def run(changed_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.chdir(changed_home)
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        code = run_command(*arguments, "--index", "index", "--store", "kv")
+        code = run_command(*arguments, "--store", "kv")
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

@@ -167,7 +167,8 @@ def test_profile_then_plan_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     sizes = ("--num-chunks", "6", "--chunk-tokens", "256")  # long enough that blending pays beyond any noise
     assert run_command("plan", "--storage", "ssd:2:0.1", "--profile", str(file)) == 3
     assert "ragblend profile --model MODEL --json" in capsys.readouterr().err
-    assert run_command("profile", *sizes, "--repeats", "1", "--store", str(tmp_path / "kv"), "--json") == 0
+    place = ("--model", "demo", "--store", str(tmp_path / "kv"))
+    assert run_command("profile", *sizes, "--repeats", "1", *place, "--json") == 0
     file.write_text(capsys.readouterr().out)
     measured = json.loads(file.read_text())
     assert measured["profile_version"] == 1
@@ -200,7 +201,7 @@ def test_an_engine_finds_the_profile_of_its_store(tmp_path: Path) -> None:
 
 
 def test_a_server_is_measured_where_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ("--store", str(tmp_path / "kv"))
+    place = ("--model", "demo", "--store", str(tmp_path / "kv"))
     assert run_command("profile", *place, "--backend", "http://localhost:9") == 2
     assert "on the server's machine" in capsys.readouterr().err
     assert run_command("profile", *place, "--vllm-options", '{"max_model_len": 512}') == 2

@@ -24,7 +24,7 @@ from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_
 
 def launch(*flags: str, **options: Any) -> ServerCommand:
     settings = {name: options.pop(name) for name in [*options] if name in Settings.__dataclass_fields__}
-    return build_server_command(ServeOptions(Settings(**settings), **options), flags, check=False)
+    return build_server_command(ServeOptions(Settings(**{"model": "demo", **settings}), **options), flags, check=False)
 
 
 def value(command: tuple[str, ...], flag: str) -> str:
@@ -92,7 +92,7 @@ def test_the_ids_of_a_long_system_text_are_in_the_store_and_not_in_the_command(
     started: list[Any] = []
     monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
     monkeypatch.setattr("os.execvpe", lambda *call: started.append(call))
-    options = ServeOptions(Settings(store=str(tmp_path / "kv"), system=SYSTEM))
+    options = ServeOptions(Settings(model="demo", store=str(tmp_path / "kv"), system=SYSTEM))
     planned = build_server_command(options)
     assert len(planned.prefix_ids) > 500
     assert not (tmp_path / "kv").exists()  # planning writes nothing
@@ -128,7 +128,7 @@ def test_a_dry_run_refuses_the_store_that_serve_refuses(tmp_path: Path, monkeypa
     before, errors = sorted(tmp_path.rglob("*")), []
     for start in (serve, build_server_command):  # the second is all that --dry-run does
         with pytest.raises(RagblendError) as error:
-            start(ServeOptions(Settings(store=str(store))))
+            start(ServeOptions(Settings(model="demo", store=str(store))))
         errors.append(str(error.value))
     assert str(store) in errors[0]
     assert errors[0] == errors[1]
@@ -232,7 +232,7 @@ def test_without_a_fitting_vllm_nothing_starts(tmp_path: Path, monkeypatch: Any,
     monkeypatch.setattr(vllm_launch, "vllm_version", lambda: version)
     monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: version)
     with pytest.raises(RagblendError, match=r"pip install 'ragblend\[vllm\]'"):
-        build_server_command(ServeOptions(Settings(store=str(tmp_path))))
+        build_server_command(ServeOptions(Settings(model="demo", store=str(tmp_path))))
     assert list(tmp_path.iterdir()) == []
 
 

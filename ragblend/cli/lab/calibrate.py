@@ -30,7 +30,7 @@ calibrate_app = typer.Typer()
 
 @calibrate_app.command()
 @with_settings(
-    "model index store k",
+    "model store k",
     demo="Use the demo's documents. Needs no other setting.",
 )
 def calibrate(
@@ -93,7 +93,7 @@ def calibrate(
             progress=progress,
             **grid,
         )
-    facts = facts_of(found, settings.model, questions)
+    facts = facts_of(found, engine.name, questions)
     if place is not None:
         from ragblend.lab.plots import plot_calibration
 

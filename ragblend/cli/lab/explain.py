@@ -17,7 +17,7 @@ from ragblend.redaction import redact
 
 
 @with_settings(
-    "model index store rule ratio k max_tokens",
+    "model store rule ratio k max_tokens",
     demo="Ask about the demo's documents. Needs no other setting.",
 )
 def explain(

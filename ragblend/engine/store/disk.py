@@ -1,12 +1,13 @@
 """The durable tier: a directory of chunk files, shared by threads, processes and hosts.
 
-    ROOT/ab/abcdef....safetensors   an entry; `.damaged` instead of `.safetensors` once it failed a checksum
+    ROOT/kv/ab/abcdef....safetensors  an entry; `.damaged` instead of `.safetensors` once it failed a checksum
     ROOT/models/FINGERPRINT.json    facts about a model whose KV the store holds
     ROOT/pins/DIGEST.json           a pinned document and the keys of its entries
     ROOT/calibrations/NAME.json     a calibration (see `calibration`)
     ROOT/machines/NAME.json         the prefill times and read speeds of a machine (see `machine`)
     ROOT/prefixes/DIGEST.json       token ids of the system text that a vLLM server was started with
     ROOT/context.json               the context policy of the chunks (see `lookup`)
+    ROOT/store.json                 model and system text of the latest ingestion
 
 An entry appears in one step, is moved aside when it turns out damaged, and is deleted by a byte budget or by `gc`.
 Works on names, files and directories; `chunk_file` has the format of an entry. Does not depend on models, prompts or
@@ -59,6 +60,7 @@ from ragblend.errors import CorruptError, DamagedEntryError, NotFoundError, Stor
 from ragblend.files.directory import Directory, remove_file, unlink
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
+from ragblend.files.store_folder import find_kv_dir, open_folder
 from ragblend.options import CONTEXT, ContextPolicy
 
 log = logging.getLogger(__name__)
@@ -66,11 +68,19 @@ log = logging.getLogger(__name__)
 MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
 PREFIXES_DIR = "prefixes"
 CONTEXT_FILE = "context.json"
+DEFAULTS_FILE = "store.json"
 CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # policies of earlier versions, which their stores still name
 METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 """Folders whose JSON files are signed if the store has a key. Pins are not signed: they only affect eviction."""
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
 TOUCHES_KEPT = 1 << 16  # entries whose next check of the time on disk is cached, a few MB
+
+
+class StoreDefaults(NamedTuple):
+    """What the latest ingestion into a store named, and nobody has to name again. "" and None: nothing is known."""
+
+    model: str = ""
+    system: str | None = None
 
 
 class StoreEntry(NamedTuple):
@@ -103,7 +113,8 @@ class DiskStore(KVStore):
     `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
     is the process's own key, if there is one.
 
-    A relative `root` is resolved once, when the store is opened.
+    `kv_dir`: where the entries are instead of in `root`'s own `kv`, on a faster disk for example. They can be computed
+    again, and what stands in `root` cannot. A relative path is resolved once, when the store is opened.
 
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries, which the
     checksums detect. `create=False` raises NotFoundError if `root` does not exist.
@@ -117,11 +128,12 @@ class DiskStore(KVStore):
         create: bool = True,
         capacity_bytes: Capacity = None,
         store_key: KeyChoice = "auto",
+        kv_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(capacity_bytes, int) and capacity_bytes < 0:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
         named = user_path(root, "store")
-        self.root = named.absolute()  # the working folder may change while the store is open
+        self.root = open_folder(named)
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self._demands = ReadRequirements(self.store_key)
@@ -133,8 +145,12 @@ class DiskStore(KVStore):
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {named}; fill one with: ragblend ingest DOCS --store {named}")
         self._directory = Directory(self.root, fsync=fsync)
+        self.kv_dir = find_kv_dir(self.root) if kv_dir is None else user_path(kv_dir, "kv_dir").absolute()
+        hint, is_apart = self._directory.full_hint, not self.kv_dir.is_relative_to(self.root)
+        self._entries = Directory(self.kv_dir, fsync=fsync, full_hint=hint, create=is_apart)
+        self._writer = self._entries if is_apart else self._directory  # whose group may read what it writes
         self._room = DiskEvictor(
-            self.root, capacity_bytes, pinned=self.pinned_keys, evicted=lambda key: self._count(num_evicted=1)
+            self.kv_dir, capacity_bytes, pinned=self.pinned_keys, evicted=lambda key: self._count(num_evicted=1)
         )
 
     @property
@@ -152,7 +168,7 @@ class DiskStore(KVStore):
         A damaged or unsigned file is moved aside. A file of another format version, or with token ids other than
         `token_ids`, stays where it is, because another process may be able to use it.
         """
-        path, file = self.root / key[:2] / f"{key}{ENTRY_SUFFIX}", None
+        path, file = self.kv_dir / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
             file = SharedFile(self._path(key))
             kv = DiskKV(key, path, file, self._quarantine, self._demands)
@@ -191,7 +207,7 @@ class DiskStore(KVStore):
         if self.on_put is not None:
             self.on_put(held.header)
         with self._room.reserve(held.header.key, nbytes):
-            self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
+            self._writer.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
         unlink(path.with_suffix(DAMAGED_SUFFIX))
         self._count(num_puts=1)
 
@@ -213,8 +229,8 @@ class DiskStore(KVStore):
         return None if kv is None else kv.header
 
     def headers(self) -> Iterator[KVHeader]:
-        """Yield verified headers of entries, read one at a time, in no order."""
-        for folder in self.root.glob("??"):
+        """Verified headers of entries, read one by one as they are asked for; in no order, keys being hashes."""
+        for folder in self.kv_dir.glob("??"):
             for path in folder.glob(f"[!.]*{ENTRY_SUFFIX}"):
                 if (header := self.header(path.stem)) is not None:
                     yield header
@@ -252,7 +268,7 @@ class DiskStore(KVStore):
         if self.capacity_bytes != "auto":
             return self.capacity_bytes
         held_bytes = self.nbytes() if held_bytes is None else held_bytes
-        limit = max(held_bytes, auto_limit(self.root, held_bytes))
+        limit = max(held_bytes, auto_limit(self.kv_dir, held_bytes))
         return int(limit) if limit < math.inf else None
 
     def entries(self) -> Iterator[StoreEntry]:
@@ -330,6 +346,9 @@ class DiskStore(KVStore):
                 if path not in signed:
                     self._write_metadata(path, note)
                     count += 1
+        with suppress(CorruptError):
+            if (known := source.read_defaults()) != StoreDefaults():
+                count += self._write_metadata(self.root / DEFAULTS_FILE, known._asdict())
         return count
 
     def has_file(self, key: str) -> bool:
@@ -338,8 +357,8 @@ class DiskStore(KVStore):
 
     @property
     def has_evicted(self) -> bool:
-        """True if this store ever evicted an entry, so that a missing entry is not necessarily lost."""
-        return (self.root / EVICTED_MARK).exists()
+        """Whether an entry ever had to leave for a budget, so that one that is gone need not be lost."""
+        return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_damaged(self, key: str) -> None:
         """Delete the quarantined copy of a key, and the entry itself if this version cannot read it."""
@@ -349,8 +368,8 @@ class DiskStore(KVStore):
             self.delete(key)
 
     def clean(self) -> int:
-        """Delete temporary files of dead processes of this host, and those older than an hour. Return their number."""
-        return self._directory.remove_stale_files()
+        """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
+        return self._directory.remove_stale_files() + self._entries.remove_stale_files()
 
     def gc(
         self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
@@ -363,7 +382,8 @@ class DiskStore(KVStore):
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
-        leftovers, quarantined = list(self._directory.find_stale_files()), list(self._stats(DAMAGED_SUFFIX))
+        leftovers = [*self._directory.find_stale_files(), *self._entries.find_stale_files()]
+        quarantined = list(self._stats(DAMAGED_SUFFIX))
         entries = self._by_last_use()
         pinned = self.pinned_keys() if max_bytes is not None else frozenset()
         kept_bytes = sum(stat.st_size for _, stat in entries)
@@ -483,6 +503,25 @@ class DiskStore(KVStore):
             raise CorruptError(f"{path} is damaged ({error}); {fix} again") from error
         return tuple(ids)
 
+    def put_defaults(self, defaults: StoreDefaults) -> None:
+        """Remember model and system text, in place of earlier ones. Raises what `put` raises."""
+        self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
+
+    def read_defaults(self) -> StoreDefaults:
+        """Return what `put_defaults` remembered. Raises CorruptError for a note that is damaged or not signed."""
+        path = self.root / DEFAULTS_FILE
+        try:
+            note = decode_signed_json(read_file(path), DEFAULTS_FILE, self._note_key(path))
+            return StoreDefaults(note["model"], note["system"])
+        except FileNotFoundError:
+            return StoreDefaults()
+        except (OSError, ValueError, KeyError) as error:
+            raise CorruptError(
+                f"{path} is damaged ({error}), so the model and the system text that its chunks were computed with are "
+                "not known. Give `model` and `system`, or drop the file and go on without: ragblend verify --repair "
+                f"--store {self.root}"
+            ) from error
+
     def put_context(self, policy: ContextPolicy) -> None:
         """Store the context policy with which chunks are precomputed. Raises what `put` raises."""
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
@@ -530,6 +569,10 @@ class DiskStore(KVStore):
             pass
         except (OSError, ValueError) as error:
             found.append(VerifyResult(CONTEXT_FILE, False, str(error)))
+        try:
+            self.read_defaults()
+        except CorruptError as error:
+            found.append(VerifyResult(DEFAULTS_FILE, False, str(error.__cause__)))
         yield from found
 
     def delete_metadata(self, place: str) -> None:
@@ -548,15 +591,17 @@ class DiskStore(KVStore):
             except (OSError, ValueError) as error:
                 complain("%s is damaged (%s)", path, error)
 
-    def _write_metadata(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def _write_metadata(self, path: Path, facts: Mapping[str, Any]) -> bool:
+        """Return False where these facts were in the file already."""
         data = encode_signed_json(facts, _note_kind(path), self._note_key(path))
         with suppress(OSError):
             if read_file(path) == data:
-                return
+                return False
         self._directory.write(path, data)
+        return True
 
     def _note_key(self, path: Path) -> StoreKey | None:
-        return self.store_key if path.parent.name in METADATA_DIRS else None
+        return self.store_key if path.parent.name in METADATA_DIRS or path.name == DEFAULTS_FILE else None
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
         """Return every entry, the least recently used first. Times in the future (a clock was set back) become now."""
@@ -579,11 +624,11 @@ class DiskStore(KVStore):
         return self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
 
     def _path(self, key: str) -> Path:
-        return self.root / _checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
+        return self.kv_dir / _checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
 
     def _files(self, suffix: str) -> Iterator[Path]:
-        """Yield files with that suffix whose name is a key in the right directory, in order of their keys."""
-        for path in sorted(self.root.glob(f"??/[!.]*{suffix}")):
+        """Files of that suffix whose name is a key in the right directory, in order of their keys."""
+        for path in sorted(self.kv_dir.glob(f"??/[!.]*{suffix}")):
             if NAME.fullmatch(path.stem) and path.stem[:2] == path.parent.name:
                 yield path
 
@@ -645,10 +690,9 @@ def prefix_name(token_ids: Sequence[int]) -> str:
 
 
 def _note_kind(path: Path) -> str:
-    """Return the kind under which a metadata file is signed. A model's file does not name the model, so its name is
-    included."""
-    if path.name == CONTEXT_FILE:
-        return CONTEXT_FILE
+    """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
+    if path.name in (CONTEXT_FILE, DEFAULTS_FILE):
+        return path.name
     return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
 
 

@@ -296,7 +296,7 @@ def auto_limit(root: Path, held_bytes: int) -> float:
     Infinite if the file system does not report its size.
     """
     try:
-        disk = shutil.disk_usage(root)
+        disk = shutil.disk_usage(root if root.is_dir() else root.parent)  # the first entry makes the folder
     except OSError:
         return math.inf
     return AUTO_SHARE * (disk.free + held_bytes) if disk.total else math.inf

@@ -28,12 +28,12 @@ def open_store(
     """Open a store of up to three tiers, fastest first: memory, the directory `path`, and a remote backend.
 
     `tiers` are TierOptions. `memory_gib`: budget of the memory tier; 0 omits the tier. `path` None omits the disk tier;
-    `disk_gib` limits it ("auto": as much as it leaves free, see `eviction`; 0: no limit). `remote`:
-    `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; a `get` from it takes at most `remote_timeout_s`
-    seconds. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8" in eight bits; stored entries of any
-    dtype are read. `fsync` False is for a disk tier whose entries may be lost in a power cut. `store_key`: the key that
-    signs entries, and that read entries must be signed with; "auto" is the process's own key, if there is one
-    (`signing.find_key`).
+    `kv_dir` puts its entries elsewhere, `disk_gib` limits it ("auto": as much as it leaves free, see `eviction`; 0: no
+    limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; a `get` from it takes at most
+    `remote_timeout_s` seconds. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8" in eight bits;
+    stored entries of any dtype are read. `fsync` False is for a disk tier whose entries may be lost in a power cut.
+    `store_key`: the key that signs entries, and that read entries must be signed with; "auto" is the process's own key,
+    if there is one (`signing.find_key`).
 
     Raises NotFoundError if `path` does not exist and `create` is False, UsageError for an invalid URL. The remote is
     not contacted yet.
@@ -50,7 +50,7 @@ def open_store(
         opened.append(memory := MemoryStore(int(options.memory_gib * GIB)))
     if path is not None:
         budget = parse_capacity(options.disk_gib)
-        disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, store_key=key)
+        disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, store_key=key, kv_dir=options.kv_dir)
         opened.append(disk)
         for document, keys in disk.pins().items() if options.memory_gib > 0 else ():
             memory.pin(document, keys)

@@ -294,7 +294,7 @@ class CalibrationCache:
             self._warned = True
             log.warning(
                 "ratio 'auto' is %g: nothing is calibrated for rule %r with this model and prefix in %s. "
-                "Calibrate: ragblend calibrate --index DIR --store DIR --model MODEL",
+                "Calibrate: ragblend calibrate --store DIR --model MODEL",
                 choice.ratio,
                 rule,
                 self._root or "a store in memory",

@@ -19,6 +19,7 @@ from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import user_path
+from ragblend.files.store_folder import DEFAULT_STORE
 from ragblend.options import (
     TIER_NAMES,
     ContextPolicy,
@@ -37,7 +38,7 @@ from ragblend.redaction import redact
 class ConnectorConfig(TierOptions):
     """`kv_connector_extra_config`, checked at start. The memory tier is each worker's own."""
 
-    store: str = "ragblend-data/kv"  # a directory that all of this vLLM's processes see
+    store: str = DEFAULT_STORE  # a directory that all of this vLLM's processes see
     rule: str = copy_option(GenerationOptions, "rule")  # for requests that name none, and those marked by separators
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # for the same
     namespace: str = ""  # for requests marked by separators
@@ -77,8 +78,9 @@ class ConnectorConfig(TierOptions):
         if not isinstance(error, RagblendError):
             return f"{type(error).__name__}; the server's log says more"
         text = str(error)
-        for store in {str(Path(self.store).resolve()), str(Path(self.store).absolute()), self.store}:
-            text = text.replace(store, "STORE")
+        for place in filter(None, (self.kv_dir, self.store)):
+            for store in {str(Path(place).resolve()), str(Path(place).absolute()), place}:
+                text = text.replace(store, "STORE")
         if self.remote is not None:
             text = redact(text, echo_of=self.remote).replace(redact(self.remote), "REMOTE")
         return text

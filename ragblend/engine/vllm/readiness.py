@@ -143,7 +143,7 @@ def _disk_state(disks: Sequence[DiskStore]) -> str:
         if not disk.root.is_dir():
             return "missing"
         try:
-            Directory(disk.root, fsync=False).write(probe := disk.root / ".ready", b"?")
+            Directory(disk.kv_dir, fsync=False).write(probe := disk.kv_dir / ".ready", b"?")
         except StoreFullError:
             return "full"
         unlink(probe)

@@ -234,7 +234,7 @@ class _Bench:
         """Time one request of one token. Raises RagblendError if the KV was not read from the tier of the case."""
         self._subject.read_from(self._store(case))
         if case.source != "memory":
-            self.page_cache_dropped &= drop_page_cache(self._disk.root.rglob("*.safetensors"))
+            self.page_cache_dropped &= drop_page_cache(self._disk.kv_dir.rglob("*.safetensors"))
         before = self._disk.counters.num_hits
         timelines: list[Timeline] = []
         self._subject.times.timelines = timelines

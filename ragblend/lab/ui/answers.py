@@ -76,7 +76,7 @@ class UiState:
             "context": self.engine.context,
             "k": settings.k,
             "neighbours": settings.neighbours,
-            "index": display_source(str(settings.index)),
+            "store": display_source(str(settings.store)),
             "num_chunks": self.index.num_chunks,
             "num_documents": len(names),
             "documents": names[:MAX_DOCUMENT_NAMES],

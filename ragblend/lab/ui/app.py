@@ -79,7 +79,7 @@ def make_app(
         return JSONResponse({**facts, "now": now._asdict() if now is not None else None})
 
     async def upload(request: Request) -> Response:
-        with Upload(uploads_folder(settings.index), request.query_params.get("name", ""), settings.max_file_mib) as to:
+        with Upload(uploads_folder(settings.store), request.query_params.get("name", ""), settings.max_file_mib) as to:
             async with _read_body_parts(request) as parts:
                 to.check_size(int(request.headers.get("content-length") or 0))
                 async for data in parts:

@@ -35,10 +35,9 @@ class TooLargeError(RagblendError):
     """A request that is larger than its limit; answered with HTTP 413."""
 
 
-def uploads_folder(index: str | Path) -> Path:
-    """Return the folder, next to the index, that holds its uploaded documents."""
-    path = Path(index)
-    return path.with_name(f"{path.name}-uploads")
+def uploads_folder(store: str | Path) -> Path:
+    """Return the folder of the store that holds its uploaded documents."""
+    return Path(store) / "uploads"
 
 
 def validate_file_name(name: str) -> str:
@@ -111,8 +110,8 @@ class Upload:
 
 
 def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: ChunkIndex, settings: Settings) -> None:
-    """Ingest uploads and emit the counts as "ingested". Raises the errors of `precompute.ingest`."""
-    folder = uploads_folder(settings.index)
+    """Ingest uploads; what came of it is told as "ingested"."""
+    folder = uploads_folder(settings.store)
     paths = [folder / validate_file_name(name) for name in names]
     try:
         report = ingest(

@@ -241,7 +241,7 @@ def test_serve_takes_a_keys_file_and_no_other_key(tmp_path: Path, monkeypatch: p
     for name in ("VLLM_API_KEY", "RAGBLEND_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     path = keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}))
-    options = {"settings": Settings(store=str(tmp_path / "kv")), "keys": path}
+    options = {"settings": Settings(model="demo", store=str(tmp_path / "kv")), "keys": path}
     made = build_server_command(ServeOptions(**options), check=False)  # type: ignore[arg-type]
     transfer = json.loads(made.command[made.command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["keys"] == str(path)

@@ -431,7 +431,7 @@ def test_a_put_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pyte
 
     kv = make_kv()
     directory = path_of(store.root, kv.header.key).parent
-    directory.mkdir()
+    directory.mkdir(parents=True)
     monkeypatch.setattr(os, "fsync", noting_fsync)
     monkeypatch.setattr(Path, "replace", noting_replace)
     store.put(kv)
@@ -608,9 +608,9 @@ def test_the_size_of_a_store_follows_what_others_write_and_outlives_its_folder(t
     store, other = DiskStore(tmp_path / "kv"), DiskStore(tmp_path / "kv", capacity_bytes=1 << 30)
     for number in range(3):
         (store if number % 2 else other).put(make_kv(number))
-        sizes = {path.name: path.stat().st_size for path in (tmp_path / "kv").glob("??/*.safetensors")}
+        sizes = {path.name: path.stat().st_size for path in (tmp_path / "kv").glob("kv/??/*.safetensors")}
         assert store.nbytes() == other.nbytes() == sum(sizes.values()) > 0
-    damaged = next((tmp_path / "kv").glob("??/*.safetensors"))
+    damaged = next((tmp_path / "kv").glob("kv/??/*.safetensors"))
     damaged.rename(damaged.with_suffix(".damaged"))
     assert store.nbytes() == sum(sizes.values())
     assert damaged.with_suffix(".damaged").exists(), "asking for the size removes nothing"

@@ -380,7 +380,7 @@ def test_an_entry_larger_than_the_limit_is_refused_with_the_way_out(small: Path,
 
 def test_a_file_system_that_tells_no_size_sets_no_limit(tmp_path: Path) -> None:
     assert shutil.disk_usage("/proc").total == 0, "another example is needed"
-    assert auto_limit(Path("/proc"), 5) == math.inf == auto_limit(tmp_path / "nowhere", 5)
+    assert auto_limit(Path("/proc"), 5) == math.inf == auto_limit(tmp_path / "no" / "where", 5)
 
 
 STEPS = st.lists(

@@ -124,7 +124,7 @@ def test_an_adapter_by_its_own_name_brings_its_base(saved: Path, adapter: Path, 
     assert chat.engine.fingerprint == named.fingerprint
     chat.engine.close()
     (tmp_path / "doc.txt").write_text("the theory of the chunk and the other question with that answer")
-    where = ["--index", str(tmp_path / "index"), "--store", str(tmp_path / "kv"), "--model", str(adapter)]
+    where = ["--store", str(tmp_path / "kv"), "--model", str(adapter)]
     done = CliRunner().invoke(app, ["ingest", str(tmp_path / "doc.txt"), *where, "--embedder", "hashing"])
     assert done.exit_code == 0, done.output
     assert "LlamaForCausalLM" in CliRunner().invoke(app, ["doctor", "--model", str(adapter)]).output

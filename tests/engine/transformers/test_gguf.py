@@ -158,7 +158,7 @@ def test_vllm_is_told_to_take_another_format(file: Path) -> None:
 
 def test_the_command_line_takes_a_gguf(file: Path, tmp_path: Path) -> None:
     (tmp_path / "doc.txt").write_text("the theory of the chunk and the other question with that answer")
-    where = ["--index", str(tmp_path / "index"), "--store", str(tmp_path / "kv"), "--model", str(file)]
+    where = ["--store", str(tmp_path / "kv"), "--model", str(file)]
     done = CliRunner().invoke(app, ["ingest", str(tmp_path / "doc.txt"), *where, "--embedder", "hashing"])
     assert done.exit_code == 0, done.output
     done = CliRunner().invoke(app, ["ask", "what is that?", *where, "--max-tokens", "4", "--json"])

@@ -15,7 +15,7 @@ from commands import run_command
 
 
 def test_it_serves_until_ctrl_c_and_starts_with_nothing_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ragblend", "ui", "--no-browser", "--port", "0"]
+    command = [sys.executable, "-m", "ragblend", "ui", "--model", "demo", "--no-browser", "--port", "0"]
     environment = {**os.environ, "RAGBLEND_EMBEDDER": "hashing"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

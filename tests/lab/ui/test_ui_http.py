@@ -206,7 +206,7 @@ def test_a_damaged_pdf_is_named_and_the_others_are_ingested(empty: Site) -> None
     assert problem["name"] == "bad.pdf"
     assert "repair it" in problem["reason"]
     assert empty.state()["documents"] == ["good.txt"]
-    assert [path.name for path in uploads_folder(empty.settings.index).iterdir()] == ["good.txt"]
+    assert [path.name for path in uploads_folder(empty.settings.store).iterdir()] == ["good.txt"]
 
 
 def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(
@@ -216,7 +216,7 @@ def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(
     monkeypatch.setattr(child, "_command", lambda *_: [sys.executable, "-c", "import os; os.abort()"])
     reply = empty.upload("a.html", b"<p>Other words")
     assert (reply.status_code, "reading it crashed (SIGABRT)" in reply.json()["error"]) == (400, True)
-    (path,) = uploads_folder(empty.settings.index).iterdir()
+    (path,) = uploads_folder(empty.settings.store).iterdir()
     assert path.read_bytes() == b"<p>James Bell lives in Dorburg."
 
 
@@ -230,7 +230,7 @@ def test_a_file_beyond_the_limit_leaves_nothing_whether_its_size_was_said_or_not
     reply = empty.client.post("/documents", params={"name": "big.txt"}, content=unsaid())
     assert reply.status_code == 413
     assert "RAGBLEND_MAX_FILE_MIB" in reply.json()["error"]
-    folder = uploads_folder(empty.settings.index)
+    folder = uploads_folder(empty.settings.store)
     assert not folder.exists() or not list(folder.iterdir())
     assert empty.upload("fits.txt", data[:-1]).status_code == 201
 
@@ -247,7 +247,7 @@ def test_who_sends_far_too_much_is_told_so_all_the_same(empty: Site) -> None:
     "name", ["../out.md", "a/b.md", "a\\b.md", "/etc/passwd", "..", ".hidden", "", " ", "a\nb.md", "a\0b", "x" * 201]
 )
 def test_no_name_leads_out_of_the_folder(site: Site, name: str) -> None:
-    folder = uploads_folder(site.settings.index).parent
+    folder = uploads_folder(site.settings.store).parent
     before = sorted(folder.rglob("*"))
     assert site.upload(name, b"text").status_code == 400
     assert sorted(folder.rglob("*")) == before
@@ -258,7 +258,7 @@ def test_no_name_leads_out_of_the_folder(site: Site, name: str) -> None:
 def test_an_upload_replaces_a_link_and_does_not_follow_it(empty: Site, tmp_path: Path) -> None:
     outside = tmp_path / "outside.md"
     outside.write_text("mine")
-    folder = uploads_folder(empty.settings.index)
+    folder = uploads_folder(empty.settings.store)
     folder.mkdir(exist_ok=True)
     (folder / "a.md").symlink_to(outside)
     assert empty.upload("a.md", b"yours").status_code == 201
@@ -290,7 +290,7 @@ def test_another_page_can_neither_ask_nor_upload(site: Site, headers: dict[str, 
         for path in ("/ask", "/ingest", "/blend", "/documents?name=a.md"):
             assert other.post(path, json={"question": QUESTION, "names": ["a.md"]}).status_code == 403
     assert len(site.desk._jobs) == jobs
-    assert not (uploads_folder(site.settings.index) / "a.md").exists()
+    assert not (uploads_folder(site.settings.store) / "a.md").exists()
 
 
 def test_a_program_without_an_origin_may_ask(site: Site) -> None:

@@ -28,7 +28,7 @@ Events = list[tuple[str, dict[str, Any]]]
 
 def settings_in(home: Path, **others: Any) -> Settings:
     """The demo's, with everything in `home`."""
-    place = {"index": str(home / "index"), "store": str(home / "kv"), "embedder": EMBEDDER, "chunk_size": 112}
+    place = {"model": "demo", "store": str(home / "kv"), "embedder": EMBEDDER, "chunk_size": 112}
     return Settings(**{**place, "k": 2, "neighbours": 2, "order": "document", "max_tokens": 16, **others})
 
 

@@ -100,7 +100,7 @@ function describe() {
   $("demo-note").hidden = !facts.is_demo;
   const list = $("documents");
   list.hidden = !num_documents;
-  list.querySelector("summary").textContent = `${count(num_documents, "document")}, ${count(num_chunks, "chunk")} in ${facts.index}`;
+  list.querySelector("summary").textContent = `${count(num_documents, "document")}, ${count(num_chunks, "chunk")} in ${facts.store}`;
   const more = num_documents - facts.documents.length;
   list.querySelector("ul").replaceChildren(
     ...facts.documents.map((name) => element("li", name)), ...(more ? [element("li", `and ${more} more`)] : []));
