@@ -25,8 +25,8 @@ LOADED = {"script", "img", "source", "iframe", "link"}  # tags whose address a b
 
 
 def pages() -> list[Path]:
-    """Those of the root, of docs/, and what README.md files they link to elsewhere."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*/README.md")])
+    """Those of the root and of docs/, benchmarks/RESULTS.md, and README.md files in data/."""
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/RESULTS.md", *(ROOT / "data").glob("*/README.md")])
 
 
 def lay_out(out: Path = PAGES) -> None:

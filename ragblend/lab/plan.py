@@ -106,7 +106,7 @@ class StoragePlan:
 
 SLIGHT = 0.1
 """Loading that no recompute hides counts as a delay from this share of it on: in the pipeline, loading that takes as
-long as recomputing costs as much (docs/loading.md)."""
+long as recomputing costs as much (docs/performance.md)."""
 
 
 def plan(profile: MachineProfile, storages: Sequence[Storage], need: WorkloadSpec) -> StoragePlan:
