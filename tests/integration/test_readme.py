@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ragblend.cli.app import app
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NAMED = "Qwen/Qwen3-8B"
+NAMED = "Qwen/Qwen3-0.6B"
 
 EACH_MODEL = pytest.mark.parametrize("model", MODELS)
 
