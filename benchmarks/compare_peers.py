@@ -1,4 +1,4 @@
-"""The prompts that other projects are given beside ragblend, and ragblend's own figures on them (docs/compare.md).
+"""The prompts that other projects are given beside ragblend, and ragblend's own figures on them (docs/faq.md).
 
     make real-model
     python -m benchmarks.compare_peers --model models/smollm2 --prompts build/peers.json \

@@ -1,4 +1,4 @@
-"""What README.md and the pages of docs/ print as code, for the tests that run it."""
+"""What README.md, the pages of docs/ and the list of results print as code, for the tests that run it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ REAL_MODEL = pytest.param(
 )
 MODELS = [pytest.param("demo", id="demo"), REAL_MODEL]
 """Models for the programs of pages, which name others: the embedded one, and the real one for `make test-real`."""
+SHOWN = ("*.md", "docs/*.md", "benchmarks/RESULTS.md", "data/*/README.md")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*/README.md")])
+    for path in sorted(path for glob in SHOWN for path in ROOT.glob(glob))
 }
 
 

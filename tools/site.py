@@ -25,8 +25,9 @@ LOADED = {"script", "img", "source", "iframe", "link"}  # tags whose address a b
 
 
 def pages() -> list[Path]:
-    """Those of the root, of docs/, and what README.md files they link to elsewhere."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*/README.md")])
+    """Return the paths of the site's pages."""
+    globs = ("*.md", "docs/*.md", "benchmarks/RESULTS.md", "data/*/README.md")
+    return sorted(path for glob in globs for path in ROOT.glob(glob))
 
 
 def lay_out(out: Path = PAGES) -> None:

@@ -101,7 +101,7 @@ class StoragePlan:
 
 
 SLIGHT = 0.1
-"""Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/loading.md)."""
+"""Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md)."""
 
 
 def plan(profile: MachineProfile, storages: Sequence[Storage], need: WorkloadSpec) -> StoragePlan:

@@ -8,50 +8,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler
 from pages import MODELS, ROOT
 from typer.testing import CliRunner
 
 from ragblend.cli.app import app
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NAMED = "Qwen/Qwen3-8B"
+NAMED = "Qwen/Qwen3-0.6B"
 
-pytestmark = pytest.mark.parametrize("model", MODELS)
+EACH_MODEL = pytest.mark.parametrize("model", MODELS)
 
 
-def block(language: str, holding: str, model: str) -> str:
+def block(language: str, holding: str, model: str = NAMED) -> str:
     """The one block of that language with `holding` in it, with `model` in the place of the model that it names."""
     (found,) = (text for text in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if holding in text)
-    assert NAMED in found
     return found.replace(NAMED, model)
 
 
-class Reports(BaseCallbackHandler):
-    """What LangChain's answers said of reuse."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def on_llm_end(self, response: Any, **kwargs: Any) -> None:
-        self.seen.append(response.generations[0][0].message.response_metadata["ragblend"])
-
-
-def test_the_langchain_program_answers_from_what_it_stored(
+@EACH_MODEL
+def test_the_langchain_program_prints_what_the_page_prints(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    program = block("python", "prompt | llm")
+    assert 'model="demo"' in program
     names: dict[str, Any] = {}
-    exec(block("python", "create_stuff_documents_chain", model), names)
-    assert capsys.readouterr().out.strip(), "the answer"
-    reports, question = Reports(), {"context": names["documents"], "question": "What has the office?"}
-    names["chain"].invoke(question, {"callbacks": [reports]})
+    exec(program.replace('model="demo"', f'model="{model}"'), names)
     names["llm"].engine.close()
-    (report,) = reports.seen
-    assert report["num_chunk_hits"] == report["num_chunks"] == len(names["documents"])
-    assert report["mode"] == "blend"
+    printed = capsys.readouterr().out
+    assert printed.strip()
+    if model == "demo":
+        assert printed == block("console", "tokens reused")
+    assert names["report"]["num_chunk_hits"] == names["report"]["num_chunks"] == len(names["notes"])
+    assert names["report"]["mode"] == "blend"
 
 
+def test_the_first_program_is_short_and_near_the_top() -> None:
+    top = README.splitlines()[:30]
+    program = block("python", "prompt | llm").splitlines()
+    assert len(program) <= 12
+    assert {*program, *block("console", "tokens reused").splitlines()} <= {*top}
+
+
+@EACH_MODEL
 def test_the_llamaindex_program_answers_from_what_it_stored(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,6 +64,7 @@ def test_the_llamaindex_program_answers_from_what_it_stored(
     assert report["num_chunk_hits"] == report["num_chunks"] == len(names["documents"])
 
 
+@EACH_MODEL
 def test_the_commands_ingest_a_folder_answer_and_chat(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +74,7 @@ def test_the_commands_ingest_a_folder_answer_and_chat(
     )
     monkeypatch.chdir(tmp_path)
     outputs = {}
-    for line in block("bash", "ragblend ingest", model).splitlines():
+    for line in block("bash", "ragblend chat", model).splitlines():
         name, *arguments = shlex.split(line, comments=True)
         assert name == "ragblend"
         ended = CliRunner().invoke(app, arguments, input="Who signed the lease?\n" if arguments[0] == "chat" else None)

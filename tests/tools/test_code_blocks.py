@@ -95,7 +95,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def save_models(folder: Path, tiny_model: Callable[[str], Any], make_tokenizer: Callable[..., Any]) -> None:
-    """models/mine, models/base and an adapter of it, as docs/weights.md names them."""
+    """models/mine, models/base and an adapter of it, as docs/models.md names them."""
     from peft import LoraConfig, get_peft_model
 
     for name in ("mine", "base"):
@@ -118,7 +118,7 @@ def write_stubs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def presumed(page: str, folder: Path) -> dict[str, Any]:
     """What a page's text says is there before its first block."""
-    if page in ("docs/corpus.md", "docs/documents.md"):
+    if page == "docs/documents.md":
         sample_corpus().write(folder / "docs")
     if page != "docs/fidelity.md":
         return {}
@@ -154,7 +154,7 @@ def test_every_program_runs(
     make_tokenizer: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if page == "docs/weights.md":
+    if page == "docs/models.md":
         save_models(folder, tiny_model, make_tokenizer)
     if page == "docs/documents.md":
         write_stubs(folder / "stubs", monkeypatch)

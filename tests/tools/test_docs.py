@@ -10,7 +10,7 @@ import pytest
 from tools.pictures import how, idea
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/RESULTS.md"])
 LINK = re.compile(r'(?:\]\(|srcset="|src=")([^)"\s]+)')
 FENCED = re.compile(r"```.*?```", re.DOTALL)
 
@@ -44,7 +44,15 @@ def test_every_page_can_be_found_from_the_readme() -> None:
 
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 140
+
+
+def test_the_docs_are_few_pages_and_each_begins_with_what_one_can_do_then() -> None:
+    handwritten = [page for page in PAGES if page.parent.name == "docs" and page.name != "commands.md"]
+    texts = {page.name: page.read_text(encoding="utf-8") for page in handwritten}
+    assert len(texts) <= 16
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 2400
+    assert not [name for name, text in texts.items() if not text.split("\n\n")[1].startswith("After this page")]
 
 
 def test_the_readmes_picture_shows_the_figures_that_are_kept(tmp_path: Path) -> None:

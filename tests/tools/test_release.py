@@ -104,7 +104,7 @@ def test_sdist_and_wheel_hold_what_git_keeps(tmp_path: Path) -> None:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
     assert f"\nVersion: {ragblend.__version__}\n" in metadata
-    assert "Prefill every RAG chunk once" in metadata.partition("\n\n")[2], "README.md is what PyPI shows"
+    assert "prefills each RAG chunk once" in metadata.partition("\n\n")[2], "README.md is what PyPI shows"
     # Both are found out when they do not.
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -141,7 +141,7 @@ def test_the_address_goes_into_every_file_and_can_be_changed(tmp_path: Path) -> 
     shown = texts["README.md"]
     for rule in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         shown = re.sub(rule["pattern"], rule["replacement"], shown)
-    assert "](https://github.com/Second-Owner/ragblend/blob/main/docs/use.md)" in shown
+    assert "](https://github.com/Second-Owner/ragblend/blob/main/docs/start.md)" in shown
     assert 'src="https://raw.githubusercontent.com/Second-Owner/ragblend/main/docs/idea-light.svg"' in shown
     assert not re.findall(r"\]\((?!https?:|#)[^)]+\)", shown)
 

@@ -37,7 +37,7 @@ ASK_RATIO, DRIFT_GAIN, DRIFT_GAIN_IN_CONTEXT, PROBE_MARGIN = 0.05, 0.9, 0.8, 0.1
 # those that are used have 16 and more.
 DEEP_MODEL_LAYERS = 12
 # Of such a model's depth, from where and up to where `ask` reads the question, chosen as the numbers below are
-# (docs/fidelity.md, "Measured"): both ends say less of what it is about.
+# (benchmarks/RESULTS.md): both ends say less of what it is about.
 PROBE_DEPTHS = (1 / 3, 0.8)
 
 

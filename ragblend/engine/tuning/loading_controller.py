@@ -174,7 +174,7 @@ def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares:
 def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
     """Seconds of loading and computing `num_layers` equal layers, each layer loaded while others are computed.
 
-    As the engines do it, which docs/loading.md derives: layer 0 is computed and read last, and before anything else is
+    As the engines do it (docs/performance.md): layer 0 is computed and read last, and before anything else is
     recomputed the question is asked at layer 1, so that computing waits for one layer.
 
     >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)

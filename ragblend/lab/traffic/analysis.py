@@ -76,7 +76,7 @@ def analyze(
     if not num_tokens:
         raise EmptyCorpusError(
             f"no request in {', '.join(log.files[:3])}: {log.num_skipped} lines hold none. A line is the JSON body of "
-            "an OpenAI request; docs/analyze.md has the commands that convert other logs"
+            "an OpenAI request; docs/performance.md has the commands that convert other logs"
         )
     uses = uses_of(passages)
     chunks = merged(uses, passages.starts)

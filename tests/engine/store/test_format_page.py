@@ -1,4 +1,4 @@
-"""docs/file-format.md, taken at its word: its ten lines are enough to read a stored chunk. Nothing here but the store's
+"""docs/tiers.md, taken at its word: its ten lines are enough to read a stored chunk. Nothing here but the store's
 writer and the judge at the end is ragblend's.
 """
 
@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 from ragblend import load_engine
 from ragblend.engine.store.disk import DiskStore
 
-PAGE = Path(__file__).parents[3] / "docs/file-format.md"
+PAGE = Path(__file__).parents[3] / "docs/tiers.md"
 TEXT = "Zenco sells lamps. The company has its main office in Wesstad."
 
 
