@@ -61,8 +61,8 @@ def _was_part_of(folder: Path, parent: Path) -> bool:
     """Return True for the `kv` or `index` folder of a store in the earlier layout, or of one that has been moved."""
     if folder.name == _FORMER_INDEX_DIR and not (folder / DATABASE).exists():
         return (parent / DATABASE).exists() and not (folder / KV_DIR).is_dir()
-    has_index = (parent / _FORMER_INDEX_DIR / DATABASE).exists() or (parent / DATABASE).exists()
-    return has_index and next(_entry_folders(parent / KV_DIR), None) is not None
+    marks = (parent / _FORMER_INDEX_DIR / DATABASE, parent / DATABASE, parent / REGISTRY_FILE)
+    return any(mark.exists() for mark in marks) and next(_entry_folders(parent / KV_DIR), None) is not None
 
 
 def _entry_folders(folder: Path) -> Iterator[Path]:

@@ -66,6 +66,14 @@ def test_the_two_folders_of_before_are_one_store_by_whichever_name(former: Path,
         assert engine.precompute(Chunk(TEXT)) == 0
 
 
+def test_the_entries_of_a_store_that_has_no_index_stay_where_they_are(tmp_path: Path) -> None:
+    with load_engine("demo", tmp_path / "store") as engine:
+        engine.precompute(Chunk(TEXT))
+    entries = sorted((tmp_path / "store" / "kv").rglob("*.safetensors"))
+    assert DiskStore(tmp_path / "store" / "kv").root == tmp_path / "store"
+    assert sorted((tmp_path / "store" / "kv").rglob("*.safetensors")) == entries != []
+
+
 def test_a_folder_of_kv_alone_becomes_a_store(former: Path) -> None:
     place = (former / "kv").rename(former.parent / "entries")
     disk = DiskStore(place)
