@@ -95,8 +95,9 @@ test-vllm: $(VLLM_STAMP)  ## blending inside vLLM, on its CPU build
 test-vllm-versions: $(VLLM_STAMP)  ## what other releases of vLLM must pass, side by side
 	$(MAKE) --jobs=2 --output-sync=target $(VLLM_VERSIONS:%=test-vllm-%)
 
+# What vLLM knows about its models' classes it keeps in a file that names no release: each would look again for 20 s.
 test-vllm-%: .venv-vllm-%/.installed
-	.venv-vllm-$*/bin/python -m pytest tests/inside_vllm -m smoke
+	VLLM_CACHE_ROOT=$(CURDIR)/.venv-vllm-$*/cache .venv-vllm-$*/bin/python -m pytest tests/inside_vllm -m smoke
 
 # A real language model, from PyPI: 98 MB to load, half a minute to convert.
 REAL_MODEL := models/smollm2

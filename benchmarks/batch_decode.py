@@ -9,7 +9,6 @@ per request either way. `speedup` is of whole requests, `decode_speedup` of thei
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,17 +19,18 @@ from typing import Any
 
 import typer
 
+from benchmarks.results import write_result
 from ragblend.cli.options import split_counts, split_names
-from ragblend.cli.printing import print_json, print_notice
+from ragblend.cli.printing import print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.hardware import card_lines, hardware_card
-from ragblend.lab.bench.common.output import Column, format_table, make_terminal_progress
+from ragblend.lab.bench.common.output import Column, format_table, print_progress
 from ragblend.lab.bench.common.shapes import SHAPES
-from ragblend.lab.bench.common.workloads import draw_prompts, engine_for, engine_for_model
+from ragblend.lab.bench.common.workloads import engine_for, make_engine, make_prompts
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
 
@@ -134,7 +134,8 @@ def opened(subject: str, dtype: str, seed: int) -> TransformersEngine:
     if subject in SHAPES:
         engine = engine_for(subject, store, seed=seed)
     else:
-        engine = engine_for_model(load_model(subject, ModelOptions(dtype=dtype)), store)
+        loaded = load_model(subject, ModelOptions(dtype=dtype))
+        engine = make_engine(loaded.model, store, loaded.name, loaded.fingerprint)
     engine.name = Path(engine.name).name
     engine.layers.model.generation_config.eos_token_id = None
     return engine
@@ -158,20 +159,17 @@ def main(
     counts, runs = split_counts(sizes), list[BatchRun]()
     for subject in split_names(subjects):
         engine = opened(subject, "float32", seed)
-        lengths = (2 * num_chunks, num_chunks, chunk_tokens, question_tokens)
-        work = draw_prompts(*lengths, max(counts), engine.layers.config.vocab_size, seed)
+        lengths = (num_chunks, chunk_tokens, question_tokens)
+        work = make_prompts(*lengths, max(counts), engine.layers.config.vocab_size, seed, 2 * num_chunks)
         for chunk in work.chunks:
             engine.precompute(chunk)
-        runs += measure(
-            engine, work.prompts, counts, answer_tokens, repeats, make_terminal_progress() or (lambda line: None)
-        )
+        runs += measure(engine, work.prompts, counts, answer_tokens, repeats, print_progress)
         engine.close()
     config = {
         "dtype": "float32", "num_chunks": num_chunks, "chunk_tokens": chunk_tokens, "question_tokens": question_tokens,
         "answer_tokens": answer_tokens, "repeats": repeats, "threads": threads, "seed": seed,
     }  # fmt: skip
     facts: dict[str, Any] = {
-        "schema_version": 1,
         "command": "benchmarks.batch_decode",
         "hardware": hardware_card(),
         "config": config,
@@ -180,8 +178,8 @@ def main(
     for line in (*card_lines(facts["hardware"]), "", *format_table(COLUMNS, runs)):
         print_notice(line)
     if out is not None:
-        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    print_json(facts)
+        write_result(facts, out)
+    write_result(facts, None)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Both in this process, float32. Chunks are stored by the transformers engine; vLL
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from contextlib import ExitStack
@@ -19,10 +18,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import write_result
 from ragblend import load_engine
 from ragblend.corpus.embedders import default_embedder
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
 
 
@@ -98,7 +97,6 @@ def main() -> None:
     num_selected = sum(each["num_selected"] for each in found)
     facts = {
         "config": config.as_dict(),
-        "hardware": hardware_card(torch.device("cpu")),
         "num_prompts": len(found),
         "same_selection": sum(each["same_selection"] for each in found),
         "shared_tokens": sum(each["num_shared"] for each in found) / max(1, num_selected),
@@ -107,7 +105,7 @@ def main() -> None:
     }
     print({name: facts[name] for name in ("num_prompts", "same_selection", "shared_tokens", "same_answer")})
     if given.out is not None:
-        given.out.write_text(json.dumps(facts, indent=1) + "\n")
+        write_result(facts, given.out)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import write_result
 from ragblend.corpus.embedders import load_embedder
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.tiered import MemoryStore
@@ -164,9 +165,8 @@ def main() -> None:
             f"{run['mode']:<7}{run['rule']:<12}{run['context']:<9}{run['ratio']:>5.2f}"
             f"{run['first_token_kl']:>8.3f} nats {run['speedup_cpu']:>6.1f}x"
         )
-    found = {"schema_version": 1, "command": "compare_peers", "embedder": EMBEDDER, "hardware": card, "runs": runs}
     if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_result({"command": "compare_peers", "embedder": EMBEDDER, "hardware": card, "runs": runs}, given.out)
 
 
 if __name__ == "__main__":

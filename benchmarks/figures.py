@@ -26,7 +26,7 @@ from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.output import Echo, ProgressCallback, run_benchmark
+from ragblend.lab.bench.common.output import Echo, ProgressCallback, ignore_progress, run_benchmark
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, score_tokens
@@ -59,13 +59,13 @@ class FigureConfig(QualityConfig):
                 raise UsageError(f"baseline is {baseline!r}; choose from {', '.join(BASELINES)}")
 
 
-def run_figure(config: FigureConfig, progress: ProgressCallback | None = None) -> QualityResult:
+def run_figure(config: FigureConfig, notify: ProgressCallback = ignore_progress) -> QualityResult:
     """What `bench quality` finds, and a run for each baseline."""
 
     def also(base: TransformersEngine, prompt: Prompt, case: QaCase) -> dict[Configuration, QualityRecord]:
         return measure_baselines(base, prompt, case, config.baselines, config.answer_tokens)
 
-    return run_quality(config, progress, also)
+    return run_quality(config, notify, also)
 
 
 def measure_baselines(

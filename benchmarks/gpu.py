@@ -54,7 +54,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_
 DTYPES = ("float32", "bfloat16", "float16")
 RATIOS = {"ask": 0.05, "cacheblend": 0.15}
 """Each rule at its default ratio."""
-CPU_PATIENCE = 5
+CPU_PATIENCE = 20
 """On a CPU, where nothing is timed for its own sake, each part has so many times as long."""
 _NO_LIMIT_BYTES = 1 << 50
 

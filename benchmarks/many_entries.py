@@ -10,31 +10,28 @@ Page cache and directories are warm: they were just written. Read `Place` first.
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
-import socket
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
-from ragblend.cli.printing import print_json, print_notice
+from benchmarks.results import write_result
+from benchmarks.soak.deployment import WITHOUT_PERSISTENCE, Redis
+from ragblend.cli.printing import print_notice
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, load_into_memory
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.lab.bench.common.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
 
-SCHEMA_VERSION = 1
 COUNTS = (10_000, 100_000, 1_000_000)
 LAYERS, HEADS, TOKENS, DIM = 2, 1, 8, 16
 SAMPLE = 2_000
@@ -137,33 +134,13 @@ class Place:
 
 @contextmanager
 def redis_server(home: Path) -> Iterator[str]:
-    """A Redis or Valkey of our own, without persistence; its URL."""
-    binary = shutil.which("valkey-server") or shutil.which("redis-server")
-    if binary is None:
-        raise SystemExit("there is no redis-server or valkey-server; install one: apt-get install redis-server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        binary,
-        "--port",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--save",
-        "",
-        "--appendonly",
-        "no",
-        "--dir",
-        str(home),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    """Run a Redis or Valkey without persistence; give its URL."""
+    server = Redis(home, WITHOUT_PERSISTENCE)
+    server.start()
     try:
-        sleep(1)
-        yield f"redis://127.0.0.1:{port}/0"
+        yield server.url
     finally:
-        process.kill()
-        process.wait()
+        server.kill()
 
 
 def main(
@@ -174,15 +151,11 @@ def main(
 ) -> None:
     """Measure each place at each count."""
     torch.set_num_threads(1)
-    card, runs = hardware_card(), list[dict[str, Any]]()
+    runs = list[dict[str, Any]]()
+    card = hardware_card()
     print_notice("\n".join(card_lines(card)))
     shown = "".join(f" --count {count}" for count in counts) + "".join(f" --place {place}" for place in places)
-    facts = {
-        "schema_version": SCHEMA_VERSION,
-        "command": f"python -m benchmarks.many_entries{shown}",
-        "hardware": card,
-        "runs": runs,
-    }
+    facts = {"command": f"python -m benchmarks.many_entries{shown}", "hardware": card, "runs": runs}
     for name in places:
         with tempfile.TemporaryDirectory(dir=home) as folder, redis_server(Path(folder)) as url:
             if name == "disk":
@@ -198,10 +171,10 @@ def main(
                 print_notice(f"{run.place} {run.num_entries:>9,}: {numbers} us each; {run.nbytes / 2**20:.0f} MiB")
                 runs.append(asdict(run))
                 if out is not None:  # after each: the next may take half an hour
-                    out.write_text(json.dumps(facts, indent=1) + "\n")
+                    write_result(facts, out)
             if isinstance(place.store, RemoteStore):
                 place.store.close()
-    print_json(facts)
+    write_result(facts, None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a benchmark found, as JSON."""
+"""Write a benchmark's result as JSON."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SCHEMA_VERSION = 1
 
 
 def write_result(result: Mapping[str, Any], out: Path | None, device: torch.device | str = "cpu") -> None:
-    """Write `result` and the card of this machine to the file `out`; print them where it is None."""
-    body = {"schema_version": SCHEMA_VERSION, **result, "hardware": hardware_card(device)}
+    """Write `result` to the file `out`, or print it if that is None; with this machine's card unless it has one."""
+    body = {"schema_version": SCHEMA_VERSION, "hardware": result.get("hardware") or hardware_card(device), **result}
     if out is None:
         print_json(body)
     else:

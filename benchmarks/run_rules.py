@@ -111,17 +111,14 @@ def run_study(engine: TransformersEngine, name: str, cases: Sequence[QaCase]) ->
         for variant, change in variants.items():
             runs = tuple(part for run in request.prompt.runs if (part := change(run)) is not None)
             changed = replace(request, prompt=replace(request.prompt, runs=runs))
-            found[variant].append((*_compare(engine, changed, full), _placed_share(runs, request.prompt.num_tokens)))
+            placed_share = sum(run.num_tokens for run in runs) / request.prompt.num_tokens
+            found[variant].append((*_compare(engine, changed, full), placed_share))
     return [_summary(name, variant, rows) for variant, rows in found.items()]
 
 
 def _compare(engine: TransformersEngine, request: Any, full: Tensor) -> tuple[float, bool]:
     logits = engine.prefill(request).logits
     return first_token_kl(full, logits), int(full.argmax()) == int(logits.argmax())
-
-
-def _placed_share(runs: Sequence[ChunkRun], num_tokens: int) -> float:
-    return sum(run.num_tokens for run in runs) / num_tokens
 
 
 def _summary(study: str, variant: str, rows: Sequence[tuple[float, bool, float]]) -> Variant:

@@ -9,7 +9,6 @@ blends from a store that takes `read_s` for each layer of each chunk. All three 
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ragblend.cli.printing import print_json, print_notice
+from benchmarks.results import write_result
+from ragblend.cli.printing import print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
@@ -42,7 +42,6 @@ from ragblend.prompt.types import Prompt
 if TYPE_CHECKING:
     from ragblend.engine.vllm.engine import VllmEngine
 
-SCHEMA_VERSION = 1
 QUESTION_TOKENS, STREAM_TOKENS = 8, 3072
 SIDES = ("nothing", "memory", "slow store")
 
@@ -179,7 +178,6 @@ def main(
     )  # fmt: skip
     runs = measure(config, read_s, rule, repeats, alone_s, print_notice)
     facts = {
-        "schema_version": SCHEMA_VERSION,
         "command": "benchmarks.stall",
         "hardware": vllm_card(),
         "config": {
@@ -193,8 +191,8 @@ def main(
             f"beside {run.beside:<11} median {run.median_s:.4f} s, p99 {run.p99_s:.4f} s, longest {run.max_s:.3f} s",
         )
     if out is not None:
-        out.write_text(json.dumps(facts, indent=1) + "\n")
-    print_json(facts)
+        write_result(facts, out)
+    write_result(facts, None)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import jsonschema
 import typer
 
+from benchmarks.results import write_result
 from ragblend import Prompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.decoding import Sampler
@@ -186,12 +187,7 @@ def main(
             f"{run['free_ms_per_token']:>9.2f}{run['mask_share']:>8.1%}{run['held_to_free']:>8.2f}",
             err=True,
         )
-    facts = {"schema_version": 1, "command": "benchmarks.structured", "hardware": card, "schema": SCHEMA, "runs": runs}
-    text = json.dumps(facts, indent=1)
-    if out is None:
-        typer.echo(text)
-    else:
-        out.write_text(text + "\n", encoding="utf-8")
+    write_result({"command": "benchmarks.structured", "hardware": card, "schema": SCHEMA, "runs": runs}, out)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from typing import Any, ClassVar, NoReturn, Self, cast
 from uuid import UUID
 
 from ragblend.engine.report import Generation
@@ -26,6 +25,7 @@ from ragblend.frameworks.model import MAY_HOLD_SECRETS, BlendModel, NamedMessage
 from ragblend.frameworks.tools import may_return_calls
 from ragblend.prompt.tools import CallReader
 from ragblend.prompt.types import Chunk, Message, ToolCall
+from ragblend.redaction import redact
 
 try:
     from langchain_core.callbacks import Callbacks
@@ -50,9 +50,6 @@ try:
 except ImportError as error:
     raise ImportError("ragblend.llm needs LangChain: pip install 'ragblend[langchain]'") from error
 
-if TYPE_CHECKING:
-    from ragblend.engine.api import Stream
-
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -71,6 +68,8 @@ class PromptOverflowError(PromptTooLongError, ContextOverflowError):
 
 class _LangChainModel(BlendModel):
     """The behaviour of ChatBlend and BlendLLM. They differ in their requests, results and chunks."""
+
+    _overflow_error: ClassVar[type[PromptTooLongError]] = PromptOverflowError
 
     @classmethod
     def from_model_id(cls, model_id: str, task: str | None = "text-generation", **settings: Any) -> Self:
@@ -161,18 +160,12 @@ class _LangChainModel(BlendModel):
     # --- answers ---
 
     def _generate(self, prompts: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any) -> Any:
-        return self._answer_all(prompts, stop, kwargs)
+        return self._reply(prompts, stop, kwargs)
 
     async def _agenerate(
         self, prompts: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Any:
-        return await run_in_thread(partial(self._answer_all, prompts, stop, kwargs))
-
-    def _answer_all(
-        self, prompts: Any, stop: list[str] | None, call: Mapping[str, Any], cancelled: threading.Event | None = None
-    ) -> Any:
-        requests = self._requests(prompts, stop, call)
-        return self._result(requests, self._answers(requests, cancelled))
+        return await run_in_thread(partial(self._reply, prompts, stop, kwargs))
 
     def _stream(
         self,
@@ -207,12 +200,10 @@ class _LangChainModel(BlendModel):
     def _request(self, prompt: Any, stop: list[str] | None, **call: Any) -> Request:
         raise NotImplementedError
 
-    def _requests(self, prompts: Any, stop: list[str] | None, call: Mapping[str, Any]) -> list[Request]:
-        """The requests of one `_generate`."""
-        raise NotImplementedError
-
-    def _result(self, requests: Sequence[Request], answers: Sequence[Sequence[Generation]]) -> Any:
-        """LangChain's result of one or more answers to each request."""
+    def _reply(
+        self, prompts: Any, stop: list[str] | None, call: Mapping[str, Any], cancelled: threading.Event | None = None
+    ) -> Any:
+        """The result of one `_generate`; a set `cancelled` ends it early."""
         raise NotImplementedError
 
     def _chunks(self, request: Request, pieces: Iterator[str]) -> Iterator[Any]:
@@ -234,32 +225,21 @@ class _LangChainModel(BlendModel):
         return facts if result.logprobs is None else facts | {"logprobs": self._logprobs(result)}
 
     @property
-    def _identifying_params(self) -> Mapping[str, Any]:
-        return self._settings()
+    def _identifying_params(self) -> dict[str, Any]:
+        """What makes two answers differ: the key of an answer cache. Holds no secrets."""
+        backend = self.backend if self.backend in ("transformers", "vllm") else redact(self.backend)
+        own = {"backend": backend, "namespace": self.namespace, "system": self.system}
+        own |= self._default_options()
+        del own["timeout"]
+        return {"model": self.model, "fingerprint": self.engine.fingerprint, **dict(sorted(own.items()))}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         whole: Any = super()  # LangChain's half
         params: LangSmithParams = whole._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "ragblend"
-        stops = stop or list(self._options({}).stops)
+        given: Any = stop or self.stop  # one string may stand for a list
+        stops = [given] if isinstance(given, str) else given
         return params | {"ls_stop": stops} if stops else params
-
-    def _open(self, request: Request) -> Stream:
-        with _translate_overflow():
-            return super()._open(request)
-
-    def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
-        with _translate_overflow():  # a server may say so only now
-            yield from super()._pieces(stream, request, cancelled)
-
-
-@contextmanager
-def _translate_overflow() -> Iterator[None]:
-    """A prompt that is too long, as the error that LangChain looks for."""
-    try:
-        yield
-    except PromptTooLongError as error:
-        raise PromptOverflowError(str(error)) from error
 
 
 # LangChain names the first argument of `_generate` and `_stream` differently in its two classes.
@@ -381,11 +361,16 @@ class ChatBlend(_LangChainModel, BaseChatModel):  # type: ignore[misc]
             run=[info for result in results for info in result.run or ()] or None,
         )
 
-    def _requests(self, prompts: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]) -> list[Request]:
-        return [self._request(prompts, stop, **call)]
-
-    def _result(self, requests: Sequence[Request], answers: Sequence[Sequence[Generation]]) -> ChatResult:
-        return ChatResult(generations=[self._generation(requests[0], each) for each in answers[0]])
+    def _reply(
+        self,
+        prompts: list[BaseMessage],
+        stop: list[str] | None,
+        call: Mapping[str, Any],
+        cancelled: threading.Event | None = None,
+    ) -> ChatResult:
+        request = self._request(prompts, stop, **call)
+        (answers,) = self._answers([request], cancelled)
+        return ChatResult(generations=[self._generation(request, each) for each in answers])
 
     def _generation(self, request: Request, result: Generation) -> ChatGeneration:
         said: dict[str, Any] = {"content": result.text}
@@ -428,8 +413,9 @@ class BlendLLM(_LangChainModel, BaseLLM):
     def _llm_type(self) -> str:
         return "ragblend"
 
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "raw": self.raw}
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {**super()._identifying_params, "raw": self.raw}
 
     def as_chat(self) -> ChatBlend:
         """The chat model over the same engine, with the same settings."""
@@ -481,10 +467,14 @@ class BlendLLM(_LangChainModel, BaseLLM):
             return self._prepare(map(_named_message, prompt.messages), stop=stop, **call)
         return self._prepare(prompt, raw=self.raw, stop=stop, **call)
 
-    def _requests(self, prompts: list[str], stop: list[str] | None, call: Mapping[str, Any]) -> list[Request]:
-        return [self._request(prompt, stop, **call) for prompt in prompts]
-
-    def _result(self, requests: Sequence[Request], answers: Sequence[Sequence[Generation]]) -> LLMResult:
+    def _reply(
+        self,
+        prompts: list[str],
+        stop: list[str] | None,
+        call: Mapping[str, Any],
+        cancelled: threading.Event | None = None,
+    ) -> LLMResult:
+        answers = self._answers([self._request(prompt, stop, **call) for prompt in prompts], cancelled)
         usages = [_usage(result) for results in answers for result in results]
         names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
         token_usage = {theirs: sum(usage[ours] for usage in usages) for ours, theirs in names.items()}  # type: ignore[literal-required]
@@ -538,13 +528,14 @@ def _named_message(message: BaseMessage) -> NamedMessage:
     role = _ROLES.get(name)
     if role is None:
         raise UsageError(f"a message has role {name!r}; use system, user, assistant or tool")
-    content = message.content if isinstance(message.content, str) else list(message.content)
-    if role == "assistant" and not isinstance(content, str):
+    if isinstance(message.content, str):
+        text, chunks = message.content, list[Chunk]()
+    else:
         # What a model wrote besides text (tool calls, reasoning) is its own business, not part of the conversation.
-        content = [block for block in content if _is_conversation_block(block)]
+        blocks = [block for block in message.content if role != "assistant" or _is_conversation_block(block)]
+        text, chunks = text_and_chunks(blocks)
     artifact = getattr(message, "artifact", None)
     documents = artifact if isinstance(artifact, list | tuple) else [artifact]
-    text, chunks = text_and_chunks(content)
     chunks += [_document_chunk(item) for item in documents if isinstance(item, Document | Chunk)]
     calls = (
         ToolCall(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"] or "")

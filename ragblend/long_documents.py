@@ -25,8 +25,8 @@ from langchain_core.runnables.base import RunnableBindingBase
 
 from ragblend.errors import UsageError
 from ragblend.frameworks.aio import run_in_thread
-from ragblend.frameworks.model import precompute_and_register
 from ragblend.frameworks.windows import DocumentWindow, chunk_token_budget, windows_of
+from ragblend.precompute import precompute_documents
 
 _COUNTS = ("prompt_tokens", "num_reused_tokens", "num_recomputed_tokens")
 _NEXT = "\n\n"  # between answers
@@ -132,7 +132,7 @@ class LongDocumentChain:
         count = engine.renderer.count_tokens
         with self._prefilling:  # questions in one batch are about the same document, as a rule
             new = [chunk for chunk in {chunk.text: chunk for chunk in chunks}.values() if not engine.is_stored(chunk)]
-            precompute_and_register(chunks, self._model)
+            precompute_documents(chunks, self._model)
         tokens = {"num_chunk_tokens": sum(count(chunk.text) for chunk in chunks)}
         return question, windows, tokens | {"num_prefilled_tokens": sum(count(chunk.text) for chunk in new)}
 

@@ -141,7 +141,10 @@ class _Dataclass(Protocol):
 def check_options(options: _Dataclass) -> None:
     """Raise UsageError for the first field that `option` made and that has a value it may not have."""
     for each in fields(options):
-        _check_option(each, getattr(options, each.name))
+        known: OptionSpec | None = each.metadata.get("option")
+        value = getattr(options, each.name)
+        if known is not None and known.check is not None and not (value is None and each.default is None):
+            known.check.validate(each.name, value)
 
 
 def known_names_only(options: type[T]) -> type[T]:
@@ -172,12 +175,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     found = get_close_matches(name, known, 1)
     return f"; the nearest is {found[0]!r}" if found else ""
-
-
-def _check_option(each: Field[Any], value: Any) -> None:
-    known: OptionSpec | None = each.metadata.get("option")
-    if known is not None and known.check is not None and not (value is None and each.default is None):
-        known.check.validate(each.name, value)
 
 
 @known_names_only

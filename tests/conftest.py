@@ -7,6 +7,7 @@ here touches the network.
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.prompt.render import Renderer
 
+# A million objects of the libraries stay to the end: each full collection would look through them, for a second or two.
+gc.disable()
 torch.set_num_threads(1)
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -77,6 +80,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(pytest.mark.slow)
     yield
     items.sort(key=lambda item: item.path not in first)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Have garbage collected from now on, among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

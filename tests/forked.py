@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 CHILD = r"""
-import atexit, fcntl, json, os, resource, select, signal, sys, threading, time, traceback
+import atexit, fcntl, gc, json, os, resource, select, signal, sys, threading, time, traceback
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+gc.disable()
 import torch
 torch.set_num_threads(1)
 import transformers, faiss, xxhash, safetensors, tokenizers
@@ -107,6 +108,8 @@ def pipe():
 
 
 SAID_BYTES = 1 << 20
+gc.freeze()  # no child looks through what was imported, or copies its pages
+gc.enable()
 print("ready", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
@@ -214,5 +217,6 @@ class Commands:
 
     def __exit__(self, *error: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._process.kill()  # there is nothing left to do, and a dozen libraries would take seconds for their end
         self._process.wait()
+        self._process.stdin.close()

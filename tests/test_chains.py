@@ -25,9 +25,9 @@ from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.frameworks.model import precompute_and_register
 from ragblend.index import ChunkIndex
 from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.precompute import precompute_documents
 from ragblend.prompt.render import Renderer
 
 TEXTS = [
@@ -58,7 +58,7 @@ def retriever(index: ChunkIndex) -> BlendRetriever:
 @pytest.fixture
 def chat(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> ChatBlend:
     engine = tiny_engine(renderer=chat_renderer)
-    precompute_and_register(TEXTS, engine)
+    precompute_documents(TEXTS, engine)
     return ChatBlend(engine=engine, max_tokens=6)
 
 

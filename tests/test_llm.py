@@ -44,10 +44,11 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.engines import share_engine
-from ragblend.frameworks.model import ChunkNotReusedError, precompute_and_register
+from ragblend.frameworks.model import ChunkNotReusedError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
+from ragblend.precompute import precompute_documents
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Message, ToolCall
 
@@ -59,7 +60,7 @@ CONTEXT = f"Context:\n\n{A}\n\n{B}\n\nQuestion: who?"
 @pytest.fixture
 def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
     engine = tiny_engine(renderer=chat_renderer)
-    precompute_and_register([A, B], engine)
+    precompute_documents([A, B], engine)
     return engine
 
 
@@ -196,7 +197,7 @@ def test_a_calibrated_ratio_is_named_auto(
     tmp_path: Path,
 ) -> None:
     engine = tiny_engine(store=DiskStore(tmp_path, fsync=False), renderer=chat_renderer)
-    precompute_and_register([A, B], engine)
+    precompute_documents([A, B], engine)
     llm: Any = kind(engine=engine, max_tokens=1, recompute_ratio="auto")
 
     def report(**call: Any) -> dict[str, Any]:
@@ -242,7 +243,9 @@ def test_sampling_is_said_as_other_chat_models_say_it(engine: TransformersEngine
     assert found[0]["logprob"] < found[0]["top_logprobs"][0]["logprob"] < 0
     assert found[0]["top_logprobs"][0]["token"] == engine.renderer.token_texts([first])[0]
     assert "logprobs" not in plain.response_metadata
-    assert ChatBlend(engine=engine, top_k=5)._settings() != ChatBlend(engine=engine, top_k=6)._settings()
+    assert (
+        ChatBlend(engine=engine, top_k=5)._identifying_params != ChatBlend(engine=engine, top_k=6)._identifying_params
+    )
 
 
 def test_streaming_adds_up_to_invoke(chat: ChatBlend) -> None:
@@ -322,7 +325,7 @@ def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind: Any,
     model = kind(
         model="demo", store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, stop=["never"], strict=True
     )
-    precompute_and_register([A, B], model)
+    precompute_documents([A, B], model)
     other = copied(model)
     assert other.engine is model.engine
     assert other.model_dump() == model.model_dump()
@@ -344,14 +347,14 @@ def test_a_store_named_by_a_relative_path_is_the_same_from_every_working_folder(
     monkeypatch.chdir("elsewhere")
     for other in (rebuilt(llm), copy.deepcopy(llm), llm.as_chat()):
         assert other.engine is llm.engine
-    precompute_and_register([A], llm)
+    precompute_documents([A], llm)
     assert list(Path().iterdir()) == []
 
 
 @pytest.mark.slow
 def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
     chat = ChatBlend(model="demo", store=str(tmp_path / "kv"), max_tokens=4, namespace="mine")
-    precompute_and_register([A, B], chat)
+    precompute_documents([A, B], chat)
     answer = chat.invoke(CONTEXT)
     chain = PromptTemplate.from_template("{text}") | chat
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
@@ -486,7 +489,7 @@ def test_a_model_that_is_asked_without_documents_is_not_warned(tmp_path: Path, c
     chat = ChatBlend(model="demo", store=tmp_path, max_tokens=1)
     for _ in range(4):
         chat.invoke("Who are you?")
-    precompute_and_register([A, B], chat)
+    precompute_documents([A, B], chat)
     chat.invoke(CONTEXT)
     for _ in range(4):
         chat.invoke(LONG)
@@ -738,7 +741,7 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
     chat, llm = ChatBlend(model="demo", store=tmp_path), BlendLLM(store=str(tmp_path))
     assert chat.engine is llm.engine
     assert share_engine("demo", tmp_path / "other") is not chat.engine
-    precompute_and_register([A], chat)
+    precompute_documents([A], chat)
     (run,) = llm.engine.match(llm._prepare(f"{A}\n\nWho?").prompt).runs
     assert llm.engine.renderer.plain_text(run.chunk_ids).strip() == A
     chat.engine.close()
@@ -762,7 +765,7 @@ def test_how_a_model_is_loaded_is_said_as_transformers_says_it(kind: Any, tmp_pa
 def test_the_ingestion_context_is_an_engine_option(kind: Any, tmp_path: Path) -> None:
     model = kind(model="demo", store=tmp_path, engine_options={"context": "similar"})
     assert model.engine.context == "similar"
-    precompute_and_register([A, B], model)
+    precompute_documents([A, B], model)
     assert model.engine.is_stored(Chunk(B, context="similar"))
     assert kind(model="demo", store=tmp_path, engine_options={"context": "none"}).engine is not model.engine
     model.engine.close()
@@ -776,7 +779,7 @@ def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(
     (disk,) = llm.engine.store.tiers
     assert (disk.capacity_bytes, llm.engine.store.kv_dtype) == (2 << 30, "int8")
     assert llm.engine is not share_engine("demo", tmp_path)
-    precompute_and_register([A, B], llm)
+    precompute_documents([A, B], llm)
     llm.invoke(CONTEXT)
     llm.engine.flush_shadow()
     assert llm.engine.shadow.num_shadowed == 1

@@ -22,8 +22,8 @@ from ragblend import BlendLLM, ChatBlend, load_engine
 from ragblend.engine.generation import Answer, DecodeStep
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
-from ragblend.frameworks.model import precompute_and_register
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
+from ragblend.precompute import precompute_documents
 from ragblend.prompt.render import Renderer
 
 pytestmark = pytest.mark.timeout(120)  # a place that is not given back would hang
@@ -39,7 +39,7 @@ TOO_LONG = "word " * 3000
 def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
     """A tiny Llama whose store holds A and B."""
     made = tiny_engine(renderer=chat_renderer)
-    precompute_and_register([A, B], made)
+    precompute_documents([A, B], made)
     return made
 
 

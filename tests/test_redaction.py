@@ -74,8 +74,9 @@ def test_a_url_as_it_was_printed_is_refused_instead_of_tried() -> None:
 def test_a_framework_model_shows_no_password(make: Any) -> None:
     url = f"redis://user:{SECRET}@127.0.0.1:1/0?password={SECRET}"
     model = make(model="demo", engine_options={"remote": url, "memory_gib": 0.5})
-    dumps = [model.model_dump(), model.model_dump(mode="json"), json.loads(model.model_dump_json()), model._settings()]
+    dumps = [model.model_dump(), model.model_dump(mode="json"), json.loads(model.model_dump_json())]
     dumps += [getattr(model, name)() for name in ("asdict", "to_dict") if hasattr(model, name)]
+    dumps.append(getattr(model, "_identifying_params", None))  # LangChain's
     assert SECRET not in repr((repr(model), str(model), dumps))
     assert model.model_dump()["engine_options"] == {"remote": "redis://***@127.0.0.1:1/0", "memory_gib": 0.5}
     assert model.engine_options["remote"] == url, "only what is shown is cut"

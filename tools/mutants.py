@@ -54,8 +54,8 @@ window-one-token-longer         fusion     _mask
     torch.arange(A, B, device=C) <= D - E  ->  torch.arange(A, B, device=C) < D - E
 quantised-kept-at-ratio-one     fusion     _candidates
     A.exact and (B.is_lossless or not C)  ->  A.exact
-deviations-swapped              fusion     _select_at_check_layer
-    replace(A, key_deviation=B, value_deviation=C)  ->  replace(A, key_deviation=C, value_deviation=B)
+deviations-swapped              fusion     choose
+    RuleInputs(A, B, C, D, E, F)  ->  RuleInputs(A, C, B, D, E, F)
 exact-at-any-position           fusion     lookup_contexts
     A and B == "none" and C == D and E  ->  A and B == "none" and E
 drift-sign                      fusion     drift

@@ -158,7 +158,8 @@ class Client(threading.Thread):
         ((mode, ratio, is_fresh),) = dice.choices(list(MIX), list(MIX.values()))
         tenant, stream = dice.choice(TENANTS), dice.random() < STREAMS
         if mode == "ingest":
-            question = self._alone(self._work.fresh() if is_fresh else self._ingestible(tenant))
+            own = [text for text in self._work.texts if tenant in text.owners]
+            question = self._alone(self._work.fresh() if is_fresh else dice.choice(own))
         elif is_fresh and self._fresh:
             question = self._alone(dice.choice(list(self._fresh)))
         else:
@@ -170,9 +171,6 @@ class Client(threading.Thread):
             else:
                 after_s = dice.uniform(0.001, 1.0) ** 2
         return PlannedRequest(tenant, mode, ratio, question, is_fresh, stream, after_s, after_events)
-
-    def _ingestible(self, tenant: str) -> Text:
-        return self._dice.choice([text for text in self._work.texts if tenant in text.owners])
 
     def _alone(self, text: Text) -> Question:
         """A prompt of one chunk, which stands where it is ingested."""

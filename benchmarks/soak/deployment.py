@@ -29,7 +29,8 @@ ON_CPU = ("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16", "
 PAGED_KV_BYTES = 8 << 20
 """Room for about seven prompts at once: requests wait for blocks, as they would behind long prompts."""
 MEMORY_GIB = 0.01  # about thirty chunks, so that the memory tier evicts all the while
-REDIS_OPTIONS = ("--save", "", "--appendonly", "no", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+WITHOUT_PERSISTENCE = ("--save", "", "--appendonly", "no")
+REDIS_OPTIONS = (*WITHOUT_PERSISTENCE, "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
 START_S, STOP_S = 600.0, 60.0
 READING_BODY = {"model": "demo", "prompt": [1, 7], "max_tokens": 2, "ignore_eos": True}
 """Sent when counters are read: the engine tells what it has counted at its next step."""
@@ -56,15 +57,15 @@ def free_port() -> int:
 
 
 class Redis:
-    """A redis-server without persistence: killed, it has forgotten everything."""
+    """A redis-server with `options`. Without persistence it loses its entries when it is killed."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, options: Sequence[str] = REDIS_OPTIONS) -> None:
         found = shutil.which("redis-server") or shutil.which("valkey-server")
         if found is None:
             raise NotFoundError("there is no redis-server here; install one: apt-get install redis-server")
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._command = [found, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(home), *REDIS_OPTIONS]
+        self._command = [found, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(home), *options]
         self._process: subprocess.Popen[bytes] | None = None
         self.num_starts = 0
 

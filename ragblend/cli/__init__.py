@@ -1,1 +1,1 @@
-"""The command line: a file per group of commands; `app` puts them together."""
+"""The command line: one file per group of commands; `app` registers them."""

@@ -1,7 +1,8 @@
-"""The command line: `ragblend demo`, `ingest`, `ask`, `chat`, ... Results on stdout, progress and log on stderr.
+"""The command line: `ragblend demo`, `ingest`, `ask`, `chat`, ... Results go to stdout, progress and the log to stderr.
 
-Each command parses, calls one function of the package and prints. `--json` prints the same facts as one JSON object.
-Exit codes: 0 ok, 1 failure, 2 usage, 3 missing, 4 corrupt, 5 backend unreachable, 6 partial ingest, 130 interrupted.
+Each command parses its arguments, calls one function of the package and prints the result. `--json` prints it as one
+JSON object. Exit codes: 0 success, 1 failure, 2 usage error, 3 not found, 4 corrupt, 5 backend unreachable, 6 partial
+ingest, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,7 +23,7 @@ from ragblend.cli.lab.analyze import analyze
 from ragblend.cli.lab.bench import bench_app
 from ragblend.cli.lab.calibrate import calibrate_app
 from ragblend.cli.lab.explain import explain
-from ragblend.cli.lab.plan import register as register_plan
+from ragblend.cli.lab.plan import plan, profile
 from ragblend.cli.lab.ui import ui
 from ragblend.cli.options import JsonOption, explain_missing_flag, with_settings
 from ragblend.cli.printing import (
@@ -42,9 +43,6 @@ from ragblend.config import Settings, with_flags
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import user_path
 
-if TYPE_CHECKING:
-    from ragblend.operations.doctor import DiagnosticResult
-
 app = typer.Typer(
     help="Prefill every RAG chunk once, keep its KV cache, and fuse the retrieved chunks' caches at query time.",
     cls=SectionedHelpGroup,
@@ -56,15 +54,16 @@ app = typer.Typer(
 
 @with_settings("model backend store remote")
 def doctor(settings: Settings, json_: JsonOption = False) -> None:
-    """Check this machine: versions, model, embedder, disk, remote tier, vLLM; say what is missing, how to mend it."""
+    """Check this machine: versions, model, embedder, disk, remote tier and vLLM. Says how to fix what is missing."""
     from ragblend.operations.doctor import run_diagnostics
 
     checks = [
         check._replace(finding=with_flags(check.finding), fix=with_flags(check.fix))
         for check in run_diagnostics(settings)
     ]
-    lines = [f"{_mark(check)} {check.name}: {check.finding}" for check in checks]
-    for words, optional in (("to mend", False), ("if you need it", True)):
+    marks = ["ok " if check.ok else "-  " if check.optional else "NO " for check in checks]
+    lines = [f"{mark} {check.name}: {check.finding}" for mark, check in zip(marks, checks, strict=True)]
+    for words, optional in (("to fix", False), ("if you need it", True)):
         missing = [check for check in checks if not check.ok and check.optional is optional and check.fix]
         lines += [f"{words}, {check.name}: {check.fix}" for check in missing]
     facts = [
@@ -75,10 +74,6 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-def _mark(check: DiagnosticResult) -> str:
-    return "ok " if check.ok else "-  " if check.optional else "NO "
-
-
 @with_settings("store remote rule ratio system context dtype trust_remote_code", unflagged="kv_dtype")
 def serve(
     settings: Settings,
@@ -87,7 +82,7 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="RAGBLEND_API_KEY", help="Clients must send it.")
+        str | None, typer.Option("--api-key", envvar="RAGBLEND_API_KEY", help="Key that clients must send.")
     ] = None,
     keys: Annotated[
         str | None,
@@ -95,22 +90,24 @@ def serve(
             "--api-keys-file",
             metavar="FILE",
             envvar="RAGBLEND_API_KEYS_FILE",
-            help="TOML or JSON: API keys, their namespaces and rights.",
+            help="TOML or JSON file of API keys with their namespaces and rights.",
         ),
     ] = None,
     separator: Annotated[
-        str | None, typer.Option("--separator", help="Text that plain clients put around chunks in their prompts.")
+        str | None,
+        typer.Option("--separator", help="Text that other OpenAI clients put around chunks in their prompts."),
     ] = None,
     separator_end: Annotated[
-        str | None, typer.Option("--separator-end", help="Ends the last chunk, where --separator opens each.")
+        str | None,
+        typer.Option("--separator-end", help="Text after the last chunk, if --separator is the text before each."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command that would run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
-    """Start vLLM's OpenAI-compatible server with chunk KV from a store. Further flags go to vLLM as they are."""
+    """Start vLLM's OpenAI-compatible server with chunk KV from a store. Other flags are passed to vLLM."""
     from ragblend.operations.serve import ServeOptions, build_server_command
     from ragblend.operations.serve import serve as run
 
-    unflagged = serve.unflagged  # type: ignore[attr-defined]  # vLLM would reject these flags without naming a cause
+    unflagged = serve.unflagged  # type: ignore[attr-defined]  # vLLM would reject these flags without a reason
     for argument in given.args:
         if hint := explain_missing_flag(argument, unflagged):
             raise UsageError(f"ragblend serve has no {argument.partition('=')[0]}; {hint}")
@@ -127,14 +124,14 @@ def serve(
 
 def demo(
     question: Annotated[
-        str | None, typer.Option("--question", help="Ask this instead of the prepared questions.")
+        str | None, typer.Option("--question", help="Ask this question instead of the prepared ones.")
     ] = None,
     directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Where the demo keeps its corpus, index and store.")
+        str, typer.Option("--dir", metavar="DIR", help="Folder of the demo's corpus, index and store.")
     ] = "ragblend-data/demo",
     json_: JsonOption = False,
 ) -> None:
-    """Ingest a small corpus with the embedded model, then answer questions in all four modes side by side."""
+    """Ingest a small corpus with the embedded model, then answer questions in all four modes for comparison."""
     use_one_thread()
     quiet_libraries()
     from ragblend.demo.show import run_demo
@@ -151,8 +148,8 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign):
     app.command()(_command)
 app.add_typer(calibrate_app)
-register_plan(app)
-app.command()(analyze)
+for _command in (profile, plan, analyze):
+    app.command()(_command)
 app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
 for _app in (app, calibrate_app):
     add_epilogs(_app)
@@ -168,7 +165,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, on stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr at level INFO.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
@@ -180,7 +177,7 @@ def root(
 
 
 def main() -> None:
-    """Entry point: run a command; print an error as one line and exit with its code."""
+    """Run a command. An error is printed as one line; the exit code is the error's."""
     escape_unprintable()
     try:
         with announce_interrupt(sys.argv[1:]):
@@ -189,14 +186,14 @@ def main() -> None:
         print_error(error)
         sys.exit(error.exit_code)
     except ImportError as error:
-        if "pip install" not in str(error):  # an extra that is not installed says how to install it; the rest is a bug
+        if "pip install" not in str(error):  # every other ImportError is a bug
             raise
         print_error(error)
         sys.exit(RagblendError.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output went away (`| head`): nothing left to say, and nothing may be said on closing.
+        # stdout's reader has gone (`| head`); without this, flushing stdout at exit would fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`ragblend ask | chat | search`: questions. Parse, retrieve, answer, print."""
+"""`ragblend ask | chat | search`: parse the arguments, retrieve chunks, answer, print."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _UNFLAGGED = "device dtype embedder namespace neighbours order shadow temperatur
 @with_settings(f"{ENGINE_SETTINGS} mode rule ratio k max_tokens system", unflagged=_UNFLAGGED)
 def ask(
     settings: Settings,
-    question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
+    question: Annotated[str, typer.Argument(help="Question to answer from the ingested documents.")],
     show_sources: ShowSources = False,
     json_: JsonOption = False,
 ) -> None:
-    """Answer a question from the fused KV caches of the chunks it retrieves.
+    """Answer a question from the fused KV caches of the chunks that it retrieves.
 
-    A terminal shows the answer as it is made; elsewhere it is printed as a whole.
+    On a terminal the answer is printed as it is generated, otherwise when it is complete.
     """
     from ragblend.prompt.types import Prompt
 
@@ -46,11 +46,11 @@ def ask(
         open_settings_index(settings, engine) as opened,
     ):
         hits = retrieve(opened, question, settings)
-        made = engine.stream(Prompt([hit.chunk for hit in hits], question, settings.system), **settings.generation)
-        for piece in made:
+        stream = engine.stream(Prompt([hit.chunk for hit in hits], question, settings.system), **settings.generation)
+        for piece in stream:
             if streams:
                 print(piece, end="", flush=True)
-        answer = made.result
+        answer = stream.result
         if not json_:
             print_line("" if streams else answer.text)
         print_shadow(engine, settings)
@@ -74,7 +74,7 @@ def ask(
 @with_settings(
     f"{ENGINE_SETTINGS} k max_tokens system",
     unflagged=f"{_UNFLAGGED} mode ratio rule",
-    demo="Chat about the demo's corpus; nothing else is needed.",
+    demo="Chat about the demo's documents. Needs no other setting.",
 )
 def chat(
     settings: Settings,
@@ -83,14 +83,14 @@ def chat(
         bool | None,
         typer.Option(
             "--condense/--no-condense",
-            help="Have the model rewrite a follow-up into a question that stands alone, and search for that. "
-            "On, but for the embedded model, which cannot.",
+            help="Let the model rewrite a follow-up into a self-contained question, and search for that. "
+            "Default: on, except for the embedded model, which cannot rewrite questions.",
         ),
     ] = None,
 ) -> None:
-    """Ask one question after another. Earlier turns stay as exact prefix; new chunks are blended behind them.
+    """Ask one question after another. Earlier turns stay as exact prefix; new chunks are blended after them.
 
-    What a follow-up refers to is in the turns before it, so the model is asked first what to search for.
+    A follow-up may refer to earlier turns, so the model first rewrites it into the question to search for.
     """
     from ragblend.engine.transformers.model import DEMO
     from ragblend.frameworks.conversation import ChatSession
@@ -100,7 +100,7 @@ def chat(
         condenses = engine.name != DEMO if condense is None else condense
         print_notice("Ask a question; an empty line or Ctrl-D ends the chat.")
         if not condenses and condense is None:
-            print_notice("The embedded model cannot rephrase: follow-ups are searched for as they are typed.")
+            print_notice("The embedded model cannot rewrite questions: follow-ups are searched for as they are typed.")
         while True:
             try:
                 question = input("> ").strip() if sys.stdin.isatty() else sys.stdin.readline().strip()
@@ -125,10 +125,10 @@ def chat(
 @with_settings("store k neighbours", unflagged="embedder order")
 def search(
     settings: Settings,
-    question: Annotated[str, typer.Argument(help="What to look for.")],
+    question: Annotated[str, typer.Argument(help="Question to search for.")],
     json_: JsonOption = False,
 ) -> None:
-    """Show the chunks a question retrieves, without answering it."""
+    """Print the chunks that a question retrieves, without an answer."""
     from ragblend.index import open_index
 
     with open_index(settings.store, embedder_name(settings)) as opened:

@@ -1,4 +1,5 @@
-"""`ragblend ingest | precompute | remove`: documents come and go. Parse, call one function, print."""
+"""`ragblend ingest | precompute | remove`: add, refresh and remove documents. Parse the arguments, call one function,
+print."""
 
 from __future__ import annotations
 
@@ -26,21 +27,23 @@ DOCUMENT_KINDS = (
 def ingest(
     settings: Settings,
     paths: Annotated[list[str], typer.Argument(help=f"Files or folders: {DOCUMENT_KINDS}.")],
-    glob: Annotated[str, typer.Option("--glob", help="Only files in folders that match.")] = "*",
+    glob: Annotated[
+        str, typer.Option("--glob", help="Pattern of file names; other files in folders are skipped.")
+    ] = "*",
     keep_missing: Annotated[
-        bool, typer.Option("--keep-missing", help="Drop nothing: keep documents whose files or records are gone.")
+        bool, typer.Option("--keep-missing", help="Keep documents whose files or records are gone.")
     ] = False,
     loader: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Function from a path to documents, which reads all files."),
+        typer.Option(metavar="MODULE:FUNCTION", help="Function that returns a path's documents; it reads all files."),
     ] = None,
     precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
     workers: Workers = None,
     json_: JsonOption = False,
 ) -> None:
-    """Chunk, embed, index and precompute documents. Run it again after an interruption: it goes on where it was.
+    """Chunk, embed, index and precompute documents. After an interruption the same command continues.
 
-    Run again later, it follows: edited documents are replaced, those whose file or record is gone are dropped.
+    Run it again after changes: edited documents are replaced, and those whose file or record is gone are removed.
     """
     from ragblend.corpus.loaders import import_loader
     from ragblend.precompute import ingest as run
@@ -86,8 +89,9 @@ def precompute(
 ) -> None:
     """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text.
 
-    --kv-dtype rewrites what is stored otherwise: from auto to int8 or fp8 without prefilling, back by prefilling.
-    --context changes what chunks are computed behind: what is missing is prefilled, then what it has not is dropped.
+    --kv-dtype rewrites KV that is stored in another dtype: from auto to int8 or fp8 without prefilling, back by
+    prefilling. --context changes the text that chunks are computed after: missing KV is prefilled, then KV of other
+    contexts is dropped.
     """
     from ragblend.precompute import precompute_index
 
@@ -109,8 +113,10 @@ def precompute(
 
 @with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Forget documents: chunks, pins, and KV and texts that no other document has. What is still there comes back with
-    the next `ingest` of its folder. Killed, or with the remote tier down (exit 5), the same command does the rest."""
+    """Remove documents: their chunks, pins, and KV and texts that no other document uses. A file that still exists is
+    ingested again by the next `ingest` of its folder. After a crash, or an unreachable remote tier (exit code 5), run
+    the same command again.
+    """
     from ragblend.precompute import find_documents, remove_documents
 
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:

@@ -1,4 +1,4 @@
-"""Which commands belong together, and what is typed of each: for `--help` and the reference, docs/commands.md."""
+"""The commands' groups and examples, for `--help` and for the reference docs/commands.md."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "Ingest": {
         "ingest": (
             "ingest docs/ --model Qwen/Qwen3-8B",
-            "ingest docs/   # again after changes, or to go on",
+            "ingest docs/   # again after changes or an interruption",
         ),
         "precompute": (
-            "precompute --model Qwen/Qwen3-14B   # KV for another model, of what is indexed",
+            "precompute --model Qwen/Qwen3-14B   # KV of the indexed chunks for another model",
             "precompute --kv-dtype int8   # half the bytes",
         ),
         "remove": ("remove docs/old.md", "remove docs/faq.jsonl#3   # one record"),
@@ -40,7 +40,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Store": {
         "stats": ("stats",),
-        "verify": ("verify", "verify --repair   # prefills what is lost"),
+        "verify": ("verify", "verify --repair   # prefills lost chunks again"),
         "gc": ("gc --max-size 20GiB",),
         "pin": ("pin docs/handbook.md",),
         "unpin": ("unpin docs/handbook.md",),
@@ -58,8 +58,8 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Measure": {
         "analyze": (
-            "analyze requests.jsonl --model models/smollm2 --plot analyze.png   # tokens and KV of your model",
-            "analyze -   # of stdin: jq -c .body batch.jsonl | ragblend analyze -",
+            "analyze requests.jsonl --model models/smollm2 --plot analyze.png   # counts with your model",
+            "analyze -   # reads stdin: jq -c .body batch.jsonl | ragblend analyze -",
         ),
         "bench": (
             "bench ttft --shape llama-200m --threads 1",
@@ -70,14 +70,14 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class FullHelpGroup(TyperGroup):
-    """A list of commands with each one's first sentence whole."""
+    """A list of commands with each one's first sentence in full."""
 
     def heading(self, name: str) -> str:
-        """What it is listed under; commands of one heading stand together."""
+        """Return the heading for command `name`; commands of one heading must be adjacent."""
         return "Commands"
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write them."""
+        """Write the list of commands."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         for heading, group in groupby(commands, key=lambda each: self.heading(each[0])):
             with formatter.section(heading):
@@ -85,10 +85,10 @@ class FullHelpGroup(TyperGroup):
 
 
 class SectionedHelpGroup(FullHelpGroup):
-    """That of `ragblend` itself, with a heading for each group."""
+    """The commands of `ragblend` itself, with a heading for each group."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. The error for a flag that it lacks names the variable that has the setting."""
+        """Run a command. The error for a missing flag names the environment variable of its setting."""
         try:
             return super().invoke(ctx)
         except _ParserError as error:
@@ -100,17 +100,17 @@ class SectionedHelpGroup(FullHelpGroup):
             raise
 
     def heading(self, name: str) -> str:
-        """Its group."""
+        """Return the name of the command's group."""
         return next((heading for heading, group in GROUPS.items() if name in group), super().heading(name))
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """By group; what is in none stands last, as it was added."""
+        """Return the commands by group; those of no group come last, in the order in which they were added."""
         names, ordered = super().list_commands(ctx), [name for group in GROUPS.values() for name in group]
         return [name for name in ordered if name in names] + [name for name in names if name not in ordered]
 
 
 def epilog(name: str) -> str:
-    """The command's examples, as click's help keeps them: line by line."""
+    """Return the command's examples as an epilog that click does not rewrap."""
     examples = next((group[name] for group in GROUPS.values() if name in group), ())
     return "\n".join(("\b", "Examples:", *(f"  ragblend {example}" for example in examples))) if examples else ""
 

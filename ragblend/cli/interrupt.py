@@ -1,7 +1,7 @@
-"""Ctrl-C: a line says at once what is kept and how to go on, and the command ends within seconds.
+"""Ctrl-C: a line says at once which results are kept and how to continue, and the command ends within seconds.
 
-typer turns KeyboardInterrupt into an exit code before `main` sees it, and leaving a command may take as long as the
-step that is under way. The line is therefore written when the signal arrives.
+typer converts KeyboardInterrupt to an exit code before `main` receives it, and a command ends only after its current
+step. The signal handler therefore writes the line.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ragblend.redaction import redact_command
 
 EXIT_INTERRUPTED = 130
 STOP_S = 2.0
-"""Longest time from Ctrl-C to the end. Files of an index and a store appear in one step and whole, so that a process
-may end at any moment."""
+"""Longest time in seconds from Ctrl-C to the process's end. Index and store files appear in one step, so ending the
+process at any moment leaves no partial file."""
 
 _GOES_ON = "is kept; the same command goes on from there"
 _MADE_AT_THE_END = "nothing is kept, because results are saved at the end; the same command begins again"
@@ -38,11 +38,11 @@ _KEPT = {
     "analyze": _MADE_AT_THE_END,
 }
 _OTHERWISE = "what is stored stays; the same command begins again"
-_STOPPED_BY_CTRL_C = ("ui", "serve")  # for these it is the way to end them
+_STOPPED_BY_CTRL_C = ("ui", "serve")  # Ctrl-C is the normal way to end these
 
 
 def interrupt_message(arguments: Sequence[str]) -> str:
-    """Return the line for a command's arguments: what is kept, and the command that goes on.
+    """Return the line for a command's arguments: which results are kept, and the command that continues.
 
     >>> interrupt_message(["push"])
     'interrupted: what was sent so far is kept; the same command goes on from there: ragblend push'
@@ -54,7 +54,7 @@ def interrupt_message(arguments: Sequence[str]) -> str:
 @contextmanager
 def announce_interrupt(arguments: Sequence[str]) -> Iterator[None]:
     """Handle Ctrl-C while a command runs: print the line, raise KeyboardInterrupt, and end the process with exit code
-    130 after `STOP_S` seconds, or at a second Ctrl-C, if it is still running."""
+    130 after `STOP_S` seconds or at a second Ctrl-C, if it is still running."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _command_name(arguments) in _STOPPED_BY_CTRL_C:
         yield
@@ -65,7 +65,7 @@ def announce_interrupt(arguments: Sequence[str]) -> Iterator[None]:
         ending = threading.Timer(STOP_S, os._exit, (EXIT_INTERRUPTED,))
         ending.daemon = True
         ending.start()
-        with suppress(OSError):  # stderr's own buffer may be in use at this moment
+        with suppress(OSError):  # written directly, because stderr's buffer may be in use
             newline = "\n" if os.isatty(2) else ""  # the terminal shows ^C
             os.write(2, f"{newline}{interrupt_message(arguments)}\n".encode(errors="backslashreplace"))
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
-"""Flags: those that are settings, made from `Settings`, and how the others are read.
+"""Command options: those that are settings are made from `Settings`; the others are defined and parsed here.
 
-`@takes("model store k")` gives a command the flags of those settings and calls it with what follows from them. A flag
-has the name, the type and the help of its field, and no default: what is not given is said elsewhere (see `config`).
+`@with_settings("model store k")` gives a command the flags of those settings and calls it with the resulting settings.
+A flag has the name, the type and the help of its field, and no default: `config` applies defaults.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ Command = Callable[..., None]
 
 
 def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callable[[Command], Command]:
-    """Flags for the settings `names`, between a command's own arguments and options; it is called with `settings`.
+    """Return a decorator that adds flags for the settings `names` between a command's own arguments and options, and
+    calls it with `settings`.
 
-    A parameter of its own that is named like a setting sets it as well; one that is named like a flag is handed what
-    was given. `unflagged`: settings that the command reads and has no flag for, which its help lists. `demo`: help of a
-    flag `--demo`, which puts the demo's settings behind those that are given.
+    A parameter of the command that has a setting's name also sets the setting; one that has a flag's name receives the
+    flag's value. `unflagged`: settings that the command reads without a flag, listed in its help. `demo`: help of a
+    flag `--demo`, which takes settings that are not given from the demo.
     """
 
     def decorate(command: Command) -> Command:
@@ -53,7 +54,7 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
                 settings = settings_for_demo(asked) if given.get("demo") else settings_from(asked)
                 command(settings=settings, **{name: value for name, value in given.items() if name in own})
             except RagblendError as error:
-                error.args = (with_flags(str(error)),)  # here it is known which flags the command has
+                error.args = (with_flags(str(error)),)  # only this function knows the command's flags
                 raise
             finally:
                 unflagged_settings.reset(token)
@@ -73,30 +74,30 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
 
 
 def explain_missing_flag(argument: str, unflagged: Sequence[str]) -> str:
-    """Return where `argument`, a flag that a command lacks, is set; "" if it is none of its `unflagged` settings."""
+    """Return how to set `argument`, a flag that a command lacks; "" if it is none of its `unflagged` settings."""
     name = {flag_name(each): each for each in unflagged if flag_name(each)}.get(argument.partition("=")[0])
     return f"set RAGBLEND_{name.upper()}=..., or {name} in ragblend.toml" if name else ""
 
 
 def flag(name: str) -> Any:
-    """The typer option of a setting."""
+    """Return the typer option of a setting."""
     known: OptionSpec = Settings.__dataclass_fields__[name].metadata["option"]
     more: dict[str, Any] = {"parser": parse_ratio, "metavar": "SHARE|auto"} if _type(name) is Any else {}
     return typer.Option(flag_name(name), help=known.help, **more)
 
 
 def _type(name: str) -> Any:
-    """The type of a setting's flag, None included; Any for a number that may also be a name."""
+    """Return the type of a setting's flag, with None; Any for a number that may also be a name."""
     kind, names = setting_type(name)
     return Any if names and kind is not str else kind | None
 
 
 def parse_ratio(text: str) -> float | str:
-    """A share, or "auto"; raises UsageError for anything else."""
+    """Return a ratio or "auto". Raises UsageError for any other text."""
     try:
         return text if text == "auto" else float(text)
     except ValueError as error:
-        raise UsageError(f"{text!r} is no share; choose {RATIO.expected}") from error
+        raise UsageError(f"{text!r} is not a ratio; choose {RATIO.expected}") from error
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -105,17 +106,19 @@ ShowSources = Annotated[bool, typer.Option("--show-sources", help="Print the ret
 
 
 class WorkerCount(NamedTuple):
-    """The value of `--workers`: number of processes, and whether they are those of a running Ray cluster."""
+    """The value of `--workers`: the number of processes, and whether they run on a running Ray cluster."""
 
     number: int
     on_cluster: bool = False
 
 
 def parse_workers(text: str) -> WorkerCount:
-    """`4` or `ray:4`; raises UsageError for anything else."""
+    """Parse `4` or `ray:4`. Raises UsageError for any other text."""
     where, _, count = text.rpartition(":")
     if where not in ("", "ray") or not count.isdecimal() or int(count) < 1 or text.startswith(":"):
-        raise UsageError(f"--workers is {text!r}; choose their number, as in 4, or ray:4 on a running Ray cluster")
+        raise UsageError(
+            f"--workers is {text!r}; choose a number of processes, such as 4, or ray:4 on a running Ray cluster"
+        )
     return WorkerCount(int(count), where == "ray")
 
 
@@ -125,23 +128,23 @@ Workers = Annotated[
         "--workers",
         parser=parse_workers,
         metavar="N|ray:N",
-        help="Processes that embed and prefill: on this machine, or with ray: on the running Ray cluster, which "
-        "RAY_ADDRESS names where it is not this machine's. RAGBLEND_GPUS_PER_WORKER: GPUs of each.",
+        help="Number of processes that embed and prefill: on this machine, or with ray: on the running Ray cluster "
+        "(RAY_ADDRESS names one of other machines). RAGBLEND_GPUS_PER_WORKER: GPUs of each process.",
     ),
 ]
 VllmOptions = Annotated[
     str | None,
-    typer.Option("--vllm-options", help="vLLM's own engine arguments, as JSON: '{\"enforce_eager\": false}'."),
+    typer.Option("--vllm-options", help="vLLM's engine arguments, as JSON: '{\"enforce_eager\": false}'."),
 ]
 
 
 def split_names(text: str) -> list[str]:
-    """The names in a comma-separated option."""
+    """Return the names in a comma-separated option."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def split_numbers(text: str) -> list[float]:
-    """The numbers in a comma-separated option."""
+    """Return the numbers in a comma-separated option."""
     try:
         return [float(name) for name in split_names(text)]
     except ValueError as error:
@@ -149,7 +152,7 @@ def split_numbers(text: str) -> list[float]:
 
 
 def split_counts(text: str) -> list[int]:
-    """The whole numbers in a comma-separated option."""
+    """Return the whole numbers in a comma-separated option."""
     numbers = split_numbers(text)
     if any(number % 1 for number in numbers):
         raise UsageError(f"{text!r} is not a list of whole numbers; write them like 3,6,9")
@@ -157,7 +160,7 @@ def split_counts(text: str) -> list[int]:
 
 
 def json_object(text: str | None, option: str) -> dict[str, Any]:
-    """An option's JSON object; None is an empty one. Raises UsageError for anything else."""
+    """Return an option's JSON object; None gives an empty one. Raises UsageError for any other text."""
     try:
         values = json.loads(text) if text is not None else {}
     except (ValueError, RecursionError) as error:

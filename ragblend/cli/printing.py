@@ -1,6 +1,6 @@
-"""What commands print: results on stdout as text or as one JSON object, progress and log on stderr.
+"""What commands print: results on stdout, as text or as one JSON object; progress and the log on stderr.
 
-Importing this loads neither torch nor a framework: `ragblend --help` answers at once.
+Importing this module loads neither torch nor a framework, so that `ragblend --help` is fast.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ if TYPE_CHECKING:
     from ragblend.index import SearchHit
 
 SCHEMA_VERSION = 1
-NUM_NAMED = 3  # files, of a list in a result
-NUM_NOTES = 20  # of an ingestion
-PROGRESS_INTERVAL_S = 10.0  # between two lines of progress, where stderr is no terminal
+NUM_NAMED = 3  # files that a result names
+NUM_NOTES = 20  # notes that an ingestion prints
+PROGRESS_INTERVAL_S = 10.0  # between two lines of progress, if stderr is no terminal
 
 
 def print_line(text: str) -> None:
-    """Print a line of a command's result on stdout, whole, however wide the terminal is."""
+    """Print a line of a command's result on stdout, without wrapping it."""
     print(text, flush=True)
 
 
 def print_notice(text: str) -> None:
-    """Print a line of progress or advice on stderr, as it is: it may quote a question."""
+    """Print a line of progress or advice on stderr, unchanged, because it may quote a question."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_message(text: str) -> None:
-    """Print a message of the library on stderr, with flags in the place of argument names."""
+    """Print a message of the library on stderr, with flags in place of argument names."""
     print_notice(with_flags(text))
 
 
 def print_error(error: object) -> None:
-    """Print an error of the library on stderr, with flags for argument names, red in a terminal that has colors."""
+    """Print an error of the library on stderr, with flags in place of argument names; red on a color terminal."""
     has_colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print_message(typer.style(f"error: {error}", fg="red") if has_colors else f"error: {error}")
 
 
 def escape_unprintable() -> None:
-    """Have stdout and stderr escape characters that their encoding lacks (an ASCII locale), instead of failing."""
+    """Make stdout and stderr escape characters that their encoding lacks (ASCII locales), instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError):  # a stream that was a file and became a pipe (dup2) cannot be set up again
+            with suppress(OSError):  # a stream whose file became a pipe (dup2) cannot be reconfigured
                 stream.reconfigure(errors="backslashreplace")
 
 
 class FlagFormatter(logging.Formatter):
-    """Log records with flags in the place of argument names."""
+    """Formats log records with flags in place of argument names."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line."""
@@ -87,7 +87,7 @@ class FlagFormatter(logging.Formatter):
 
 
 def print_result(facts: dict[str, Any], text: str, json_: bool) -> None:
-    """The same facts as one JSON object or as text."""
+    """Print `facts` as one JSON object, or `text`."""
     if json_:
         print_json(facts)
     else:
@@ -95,14 +95,14 @@ def print_result(facts: dict[str, Any], text: str, json_: bool) -> None:
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    """One JSON object on one line of stdout, its schema version first."""
+    """Print one JSON object on one line of stdout, its schema version first."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, **facts}, default=str))
 
 
 def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
-    """What an ingestion did and cost; notes about the files go to stderr.
+    """Print what an ingestion did and cost; notes about the files go to stderr.
 
-    `ragblend --verbose` names every file that is gone or left out and prints every note, not a few.
+    With `ragblend --verbose` it names every file that was removed or skipped and prints every note, instead of a few.
     """
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.tiered import format_bytes
@@ -118,11 +118,15 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
         f"{report.num_tokens} tokens",
         *([f"gone: {shown(map(display_source, report.removed))}"] if report.removed else []),
-        *([f"{report.num_removed_kv} KV caches of what is changed or gone removed"] if report.num_removed_kv else []),
+        *(
+            [f"{report.num_removed_kv} KV caches of changed or removed documents removed"]
+            if report.num_removed_kv
+            else []
+        ),
         f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored"
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
-        *([f"{len(report.skipped)} files are no documents: {shown(skipped)}"] if skipped else []),
+        *([f"{len(report.skipped)} files are not documents: {shown(skipped)}"] if skipped else []),
         *([f"left out by .gitignore: {shown(map(display_source, report.ignored))}"] if report.ignored else []),
         *(f"failed: {display_source(failure.path)}: {with_flags(failure.reason)}" for failure in report.failures),
     ]
@@ -141,7 +145,7 @@ def _print_notes(notes: Sequence[ReadFailure], most: int) -> None:
 
 
 def source_facts(hit: SearchHit) -> dict[str, Any]:
-    """One retrieved chunk, as `--json` shows it; with title, page, page_end and headings where they are known."""
+    """Return a retrieved chunk as JSON values; with title, page, page_end and headings where they are known."""
     from ragblend.corpus.citations import citation_facts
 
     chunk = hit.chunk
@@ -156,7 +160,7 @@ def source_facts(hit: SearchHit) -> dict[str, Any]:
 
 
 def print_sources(hits: Sequence[SearchHit]) -> None:
-    """The retrieved chunks, one line each: file, page and heading, or characters where it has neither."""
+    """Print the retrieved chunks, one per line: file, page and heading, or character positions if it has neither."""
     from ragblend.corpus.citations import PLACE_FIELDS, describe_source
     from ragblend.corpus.folder_scan import display_source
 
@@ -171,36 +175,37 @@ def print_sources(hits: Sequence[SearchHit]) -> None:
 
 
 def print_shadow(engine: Engine, settings: Settings) -> None:
-    """Wait for full prefill beside the requests that were chosen, and say how often it agreed. Nothing if it is off."""
+    """Wait for the shadow prefills and print how often they agreed; print nothing if shadow is off."""
     if settings.shadow:
         engine.flush_shadow()
         print_notice(engine.shadow.summary())
 
 
 def remote_line(facts: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return the text for `remote_facts`."""
     from ragblend.engine.store.tiered import format_bytes
 
     if not facts["reachable"]:
-        return f"remote {facts['url']}: not reachable; answers go on without it"
+        return f"remote {facts['url']}: not reachable; answers do not use it"
     held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
     text = f"remote {facts['url']}: KV of {facts['num_stored_chunks']} chunks, {held}; answers in {ping_ms:.1f} ms"
-    lacks = f"\n  it lacks {facts['num_missing']} of the chunks here; send them: ragblend push --remote {facts['url']}"
+    lacks = f"\n  it lacks {facts['num_missing']} of the local chunks; send them: ragblend push --remote {facts['url']}"
     return text + (lacks if facts["num_missing"] else "")
 
 
 def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
-    """How much the store may hold, and who said so."""
+    """Return the text for the store's limit in bytes and the setting that it comes from."""
     from ragblend.engine.store.tiered import format_bytes
 
     if limit_bytes is None:
         return "limit: none"
-    who = "as much as it leaves free; another: RAGBLEND_DISK_GIB" if disk_gib == "auto" else "disk_gib"
+    who = "as much as it leaves free; set another: RAGBLEND_DISK_GIB" if disk_gib == "auto" else "disk_gib"
     return f"limit: {format_bytes(limit_bytes)} ({who})"
 
 
 def join_names(names: Iterable[str], most: int | None = NUM_NAMED, flag: str = "--json") -> str:
-    """The first few names, how many there are more, and the flag that lists them. One more is named; None: all are.
+    """Return the first `most` names (one more if only one is left; all if None), the number of others, and the flag
+    that lists them.
 
     >>> join_names(["a", "b", "c"], most=2), join_names(["a", "b", "c", "d"], most=2)
     ('a, b, c', 'a, b and 2 more (--json lists all)')
@@ -212,7 +217,7 @@ def join_names(names: Iterable[str], most: int | None = NUM_NAMED, flag: str = "
 
 
 def count_of(items: Sequence[Any], what: str) -> str:
-    """How many there are of something.
+    """Return the number of items with their name.
 
     >>> count_of(["a"], "document"), count_of([], "document")
     ('1 document', '0 documents')
@@ -221,27 +226,27 @@ def count_of(items: Sequence[Any], what: str) -> str:
 
 
 class _RateColumn(ProgressColumn):
-    """How many are done per second."""
+    """Number of items per second."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.speed is None else f"{task.speed:.3g}/s")
 
 
 class ProgressLog:
-    """Progress of stages as lines: how far the latest is, how fast it goes, how long it will take."""
+    """Progress of stages as lines: how far the latest stage is, its rate and the time left."""
 
     def __init__(self, title: str = "working") -> None:
         self._title, self._begun_s = title, monotonic()
-        self._first: dict[str, tuple[float, int]] = {}  # when a stage was seen first, and how far it was
+        self._first: dict[str, tuple[float, int]] = {}  # time and count of a stage's first report
         self._latest: tuple[str, int, int | None] | None = None
 
     def on_progress(self, stage: str, done: int, total: int | None) -> None:
-        """Record how far a stage is."""
+        """Record that `done` of `total` of a stage are done."""
         self._first.setdefault(stage, (monotonic(), done))
         self._latest = (stage, done, total)
 
     def line(self) -> str:
-        """Return the line for this moment."""
+        """Return the current line."""
         now_s = monotonic()
         if self._latest is None:
             return f"{self._title}: {now_s - self._begun_s:.0f} s"
@@ -259,7 +264,7 @@ class ProgressLog:
 def progress_lines(
     notify: Callable[[str], None], every_s: float = PROGRESS_INTERVAL_S, title: str = "working"
 ) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A progress callback. Every `every_s` seconds a line says how far the work is, also while one step takes long."""
+    """Give a progress callback. Calls `notify` with a line every `every_s` seconds, also during a long step."""
     log, ended = ProgressLog(title), threading.Event()
 
     def repeat() -> None:
@@ -277,7 +282,7 @@ def progress_lines(
 
 @contextmanager
 def waiting_lines(title: str) -> Iterator[None]:
-    """Lines on stderr for work that has no stages, where stderr is no terminal."""
+    """Print lines on stderr during work without stages, unless stderr is a terminal."""
     if sys.stderr.isatty():
         yield
         return
@@ -287,7 +292,7 @@ def waiting_lines(title: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bars() -> Iterator[Any]:
-    """A progress callback that draws bars with rate and time left on stderr, or lines where that is no terminal."""
+    """Give a progress callback that draws bars with rate and time left on stderr; lines if that is no terminal."""
     if not sys.stderr.isatty():
         with progress_lines(print_notice) as on_progress:
             yield on_progress
@@ -295,7 +300,7 @@ def progress_bars() -> Iterator[Any]:
     columns = (
         TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn()
     )  # fmt: skip
-    # rich takes COLUMNS at its word, and draws nothing in 0 columns. Results on stdout do not go through the bars.
+    # rich would draw nothing if COLUMNS is 0. Results on stdout are not redirected.
     size = shutil.get_terminal_size()
     terminal = Console(stderr=True, highlight=False, soft_wrap=True, width=size.columns, height=size.lines)
     with Progress(*columns, console=terminal, transient=True, redirect_stdout=False) as bars:

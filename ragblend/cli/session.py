@@ -1,6 +1,6 @@
-"""What a command opens: the engine and the index that its settings name, the chunks of a question.
+"""Functions that open a command's engine and index from its settings and retrieve a question's chunks.
 
-Importing this loads neither torch nor a framework.
+Importing this module loads neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def settings_from(arguments: dict[str, Any]) -> Settings:
 
 
 def settings_for_demo(arguments: dict[str, Any]) -> Settings:
-    """Settings from a command's arguments and, where these say nothing, the demo's: its corpus is ingested first."""
+    """Ingest the demo's corpus. Return settings from a command's arguments and, for those not given, the demo's."""
     use_one_thread()
     quiet_libraries()
     from ragblend.demo.show import demo_settings
@@ -55,12 +55,12 @@ def settings_for_demo(arguments: dict[str, Any]) -> Settings:
 
 
 def use_one_thread() -> None:
-    """The embedded model is too small to share: on a busy machine two threads wait for each other at every step."""
+    """Limit torch to one thread: two threads of so small a model wait for each other on a busy machine."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def set_num_threads(count: int | None) -> None:
-    """Tell every library that computes, before it is imported, how many CPU threads to use; None leaves it alone."""
+    """Set the CPU threads of every library that has not been imported yet; None changes nothing."""
     if count is not None and count > 0:
         os.environ["OMP_NUM_THREADS"] = str(count)
 
@@ -68,8 +68,7 @@ def set_num_threads(count: int | None) -> None:
 def terminal_log(verbose: bool) -> logging.Handler:
     """Return the handler that writes the log to stderr.
 
-    Unless `verbose`, it drops what other packages log below ERROR: their warnings are for programmers, and a person who
-    types a command can act on none of them.
+    Unless `verbose`, it drops records of other packages below ERROR: their warnings address programmers.
     """
     handler = logging.StreamHandler()
     if not verbose:
@@ -78,14 +77,15 @@ def terminal_log(verbose: bool) -> logging.Handler:
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' bars and advice out of the way before they are imported."""
+    """Disable progress bars and advice of libraries that have not been imported yet."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
-    """The engine that the settings name. Raises NotFoundError without a store, unless `new_model` may start one."""
+    """Return the engine that the settings name. Raises NotFoundError if there is no store, unless `new_model` allows a
+    new one."""
     from ragblend.engine.load import load_engine
 
     if not new_model and not settings.is_served and not Path(settings.store).is_dir():
@@ -95,7 +95,7 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
 
 
 def _engine_options(settings: Settings) -> dict[str, Any]:
-    """What the settings say of an engine besides model and store."""
+    """Return the engine's options, except model and store."""
     return {
         "backend": settings.backend,
         "dtype": settings.dtype,
@@ -111,14 +111,14 @@ def _engine_options(settings: Settings) -> dict[str, Any]:
 
 @contextmanager
 def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[RayWorkers | None]:
-    """Workers on Ray where a number of them is given; else none."""
+    """Give Ray workers if a number of them is set, else None."""
     if workers is None:
         yield None
         return
     from ragblend.engine.load import remembered_model
     from ragblend.ingestion.ray_workers import RayWorkers
 
-    # Ray tells of workers that died on stdout, which is for the report.
+    # Ray reports dead workers on stdout, which is reserved for results.
     with (
         redirect_stdout(sys.stderr),
         RayWorkers(
@@ -142,17 +142,17 @@ def open_settings_index(settings: Settings, engine: Engine, *, create: bool = Fa
     index = open_engine_index(settings.store, engine, embedder_name(settings), settings.chunk_size, create=create)
     calibrations = getattr(engine, "calibrations", None)
     if calibrations is not None:
-        calibrations.chunker = index.manifest.chunker  # of several calibrations the one of this index
+        calibrations.chunker = index.manifest.chunker  # selects this index's calibration
     return index
 
 
 def embedder_name(settings: Settings) -> str | None:
-    """The embedder to insist on; None for the index's own."""
+    """Return the embedder that the index must have; None for the index's own."""
     return None if settings.embedder == "auto" else settings.embedder
 
 
 def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any] | None:
-    """Whether the remote tier answers, what it holds, and how many of the local keys it lacks; None without one."""
+    """Return the remote tier's state, its contents and how many local keys it lacks; None without a remote tier."""
     if settings.remote is None:
         return None
     from ragblend.engine.store.remote.tier import open_remote
@@ -173,7 +173,7 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
 
 
 def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
-    """Until the remote tier has everything that was stored, or stops answering. Closing alone waits a few seconds."""
+    """Wait until the remote tier has every stored entry or stops answering; closing waits only a few seconds."""
     from ragblend.engine.store.remote.tier import RemoteStore
 
     for tier in engine.store.tiers:
@@ -184,9 +184,10 @@ def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], N
 
 
 def retrieve(index: ChunkIndex, question: str, settings: Settings) -> Sequence[SearchHit]:
-    """The chunks a question retrieves; a clear error for an empty question or an empty index."""
+    """Return the chunks that a question retrieves. Raises UsageError for an empty question, EmptyCorpusError for an
+    empty index."""
     if not question.strip():
-        raise UsageError("the question is empty; write what you want to know")
+        raise UsageError("the question is empty; write a question")
     if not index.num_chunks:
         raise EmptyCorpusError(f"the store {settings.store} has no documents; add documents: ragblend ingest DOCS")
     order: Any = settings.order

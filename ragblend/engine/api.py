@@ -1,4 +1,4 @@
-"""What every engine offers, as Protocols: implemented by `hf.engine`, `vllm.engine` and `vllm.client`."""
+"""What every engine offers, as Protocols: implemented by `transformers.engine`, `vllm.engine` and `vllm.client`."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, open_re
 from ragblend.corpus.known_chunks import KnownChunks, find_runs_of, open_known_chunks
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.lookup import (
+    KEY_CONTEXTS,
     NO_CONTEXT,
     IngestionContext,
-    context_key_name,
     default_context_policy,
 )
 from ragblend.engine.generation import Backfill
@@ -121,11 +121,6 @@ class EngineBase(ABC):
         """Whether it may be asked: not closed, and loaded by this process, not by one that it was forked from."""
         return not self.closed and self._process == os.getpid()
 
-    def _check_usable(self) -> None:
-        if self.closed:
-            raise EngineClosedError(f"the engine of {self.name} is closed; load it again")
-        self.check_process()
-
     def check_process(self) -> None:
         """Raise RagblendError in a process that was forked from the one which loaded this engine: it would hang."""
         if self._process != os.getpid():
@@ -206,7 +201,8 @@ class EngineBase(ABC):
 
     def key_of(self, token_ids: Sequence[int], behind: IngestionContext = NO_CONTEXT) -> str:
         """`key` of a chunk that is token ids already, in the version that is computed behind `context_texts`."""
-        return self._key(self.default_prefix_ids, token_ids, context_key_name(behind.policy))
+        context = KEY_CONTEXTS[behind.policy]
+        return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, context)
 
     def has_kv(self, chunk_ids: Sequence[int]) -> bool:
         """Whether the KV of a chunk of these ids, alone behind the default prefix, is in the store."""
@@ -264,14 +260,12 @@ class EngineBase(ABC):
             return IngestionContext("similar", self.renderer.context_parts(chunk.context_texts))
         return NO_CONTEXT
 
-    def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int], context: str = "") -> str:
-        return chunk_key(self.fingerprint, prefix_ids, token_ids, self.namespace, context)
-
     # -- answering
 
     def _check_prompt(self, prompt: Prompt, stop: Sequence[str]) -> None:
         """Raise EngineClosedError, or UsageError for text that is no Unicode."""
-        self._check_usable()
+        if self.closed:
+            raise EngineClosedError(f"the engine of {self.name} is closed; load it again")
         for chunk in prompt.chunks:
             check_unicode(chunk.text, "a chunk")
         for message in prompt.messages:

@@ -1,6 +1,6 @@
-"""From logits to tokens to text: choosing the next token, and knowing where to stop.
+"""From logits to tokens to text: choosing the next token, its text, and knowing where to stop.
 
-Knows tensors and strings. Knows nothing about models, KV or tokenizers.
+Knows tensors, strings and a Renderer. Knows nothing about models or KV.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from ragblend.errors import UsageError
 from ragblend.options import GenerationOptions
+from ragblend.prompt.render import Renderer
 
 
 class LogitsProcessors:
@@ -132,6 +134,45 @@ def _logprobs(logits: Tensor, token: int, num_top: int) -> tuple[int, float, lis
     return token, float(found[token]), [(other, value) for other, value in likeliest if value > -math.inf]
 
 
+class TextStream:
+    """Turns an answer's ids into text as they come, and holds back bytes that do not yet make a character."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._steps = DecodeStream(skip_special_tokens=True)
+        self._last: list[int] = []  # the ids of the last text given out
+        self._held: list[int] = []  # those behind them
+        self._begun = False
+
+    def push(self, token_id: int) -> str:
+        """Return the text that `token_id` completes; may be empty."""
+        self._held.append(token_id)
+        try:
+            text = self._steps.step(self._renderer.backend, token_id) or ""
+        # tokenizers has no class for it: bytes that a random model made undo an earlier character.
+        except Exception:
+            self._steps = DecodeStream(skip_special_tokens=True)
+            text = self._held_text()
+        return self._shown(text)
+
+    def flush(self) -> str:
+        """Return what is still held back at the end of the answer: an unfinished character, shown as U+FFFD."""
+        return self._shown(self._held_text()) if self._held else ""
+
+    def _held_text(self) -> str:
+        known, whole = (self._renderer.plain_text(ids) for ids in (self._last, self._last + self._held))
+        return whole[len(known) :]
+
+    def _shown(self, text: str) -> str:
+        """Return `text`, without the whitespace that the template writes before an answer."""
+        if not text:
+            return ""
+        self._last, self._held = self._held, []
+        text = text if self._begun else text.removeprefix(self._renderer.answer_lead)
+        self._begun = True
+        return text
+
+
 class StopScanner:
     """Passes text through until a stop string appears; holds back what could still become one."""
 
@@ -156,20 +197,14 @@ class StopScanner:
             self.stopped = True
             shown, self._held = self._held[: min(found)[1]], ""
             return shown
-        keep = self._longest_start()
-        shown = self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
+        longest = min(max((len(stop) for stop in self._stop), default=0) - 1, len(self._held))
+        # The longest end of the held text that begins some stop string.
+        ends = (self._held[-size:] for size in range(longest, 0, -1))
+        keep = next((end for end in ends if any(stop.startswith(end) for stop in self._stop)), "")
+        shown, self._held = self._held[: len(self._held) - len(keep)], keep
         return shown
 
     def flush(self) -> str:
         """What is still held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
-
-    def _longest_start(self) -> int:
-        """Length of the longest end of the held text that begins some stop string."""
-        longest = max((len(stop) for stop in self._stop), default=0) - 1
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stop):
-                return size
-        return 0

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ragblend.engine.decoding import Sampler, StopScanner
+from ragblend.engine.decoding import Sampler, StopScanner, TextStream
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import RuleFit
@@ -25,7 +25,6 @@ from ragblend.errors import EngineClosedError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.text_stream import TextStream
 
 log = logging.getLogger(__name__)
 
@@ -83,18 +82,6 @@ class EngineRequest:
     )
     grammar: Grammar | None = None
 
-    @property
-    def calibrated(self) -> RuleFit | None:
-        """The fit, if it is of the rule that this request runs."""
-        applies = self.fit is not None and self.rule in ("auto", self.fit.rule)
-        return self.fit if applies else None
-
-    def predicted_agreement(self, ratio: float) -> float | None:
-        """What the calibration expects of an answer with the share `ratio` recomputed; None where it says nothing."""
-        if self.calibrated is None or self.mode not in ("blend", "reuse"):
-            return None
-        return self.calibrated.agreement_at(ratio)
-
 
 @dataclass(slots=True)
 class PrefillResult:
@@ -118,7 +105,9 @@ class DecodeStep:
 
 
 class LookupObserver(Protocol):
-    """Wants to know which chunks of an answered prompt were stored."""
+    """Wants to know which chunks of an answered prompt were stored, until it is settled."""
+
+    is_settled: bool
 
     def record_lookup(self, prompt: MatchedPrompt, hits: Sequence[bool]) -> None: ...
 
@@ -147,6 +136,7 @@ class DecodingEngine(Protocol):
     def loop(self) -> AnswerLoop: ...
     def prefill(self, request: EngineRequest) -> PrefillResult: ...
     def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]: ...  # fetches, and may wait
+    @property
     def stop_ids(self) -> frozenset[int]: ...
     def backfill(self, misses: Sequence[ChunkRun]) -> None: ...
 
@@ -165,7 +155,7 @@ class Answer:
         self._engine = engine
         self._request = request
         self._on_end = on_end
-        self._prefill: Callable[[], PrefillResult] | None = None
+        self.prefill: Callable[[], PrefillResult] | None = None  # once what remote tiers have of it is fetched
         self.cancel_check: CancelCheck | None = None
         self.is_cancelled = False
         self.is_streamed = False  # whether its texts are read one by one
@@ -180,13 +170,11 @@ class Answer:
         self.result = Generation("", [], "cancelled", report)
         self._steps = self._run()
 
-    def prepare(self) -> None:
-        """Fetch what remote tiers have of the chunks, on the caller's thread: the loop waits for no network."""
-        self._prefill = self._engine.prepare_prefill(self._request)
-
     def advance(self, logits: Tensor | BaseException | None = None) -> None:
         """Go on, with the logits [vocabulary] of `step` or their error, to the next step or to the end."""
-        if self.end_if_cancelled():
+        if self.is_cancelled:
+            self.end()
+        if self.ended.is_set():
             return
         try:
             got = self._steps.throw(logits) if isinstance(logits, BaseException) else self._steps.send(logits)
@@ -228,10 +216,10 @@ class Answer:
 
     def _run(self) -> Generator[str | DecodeStep, Tensor | None]:
         engine, request, result = self._engine, self._request, self.result
-        if engine.closed or self._prefill is None:
+        if engine.closed or self.prefill is None:
             return
         self.start_s = perf_counter()
-        prefilled = self._prefill()
+        prefilled = self.prefill()
         sampler = Sampler(request.options, request.prompt.token_ids)
         guide = request.grammar.guide() if request.grammar is not None else None
         token = sampler.sample(prefilled.logits if guide is None else guide.mask_logits(prefilled.logits))
@@ -242,7 +230,7 @@ class Answer:
         report.num_chunks = len(report.chunks)
         report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
         text, scanner = TextStream(engine.renderer), StopScanner(request.options.stops)
-        ends = engine.stop_ids()
+        ends = engine.stop_ids
         limit = min(request.options.max_tokens, engine.context_length - request.prompt.num_tokens)
         decode_start_s = perf_counter()
         try:
@@ -275,24 +263,21 @@ class Answer:
             if rest:
                 result.text += rest
                 yield rest
-            if request.mode in ("blend", "reuse") and not report.refused_reason:
+            if request.mode in ("blend", "reuse") and not report.refused_reason and not engine.notices.is_settled:
                 engine.notices.record_lookup(request.prompt, [chunk.hit for chunk in report.chunks])
         finally:
             report.decode_s = perf_counter() - decode_start_s - self.waited_s
             report.completion_tokens = len(result.token_ids)
             if sampler.logprobs is not None:
                 result.logprobs = [TokenLogprob(*each) for each in sampler.logprobs[: len(result.token_ids)]]
-            self._remember(prefilled.fused)
-            engine.backfill(prefilled.misses)
+            if request.conversation is not None:
+                # The last generated token's KV is not computed until a token follows it.
+                fused, ids = prefilled.fused, request.prompt.token_ids + result.token_ids
+                request.conversation.token_ids, request.conversation.fused = ids[: fused.length], fused
+            if prefilled.misses:
+                engine.backfill(prefilled.misses)
             if self._on_end is not None:
                 self._on_end(prefilled, result)
-
-    def _remember(self, fused: FusedKV) -> None:
-        conversation = self._request.conversation
-        if conversation is not None:
-            # The last generated token's KV is not computed until a token follows it.
-            ids = self._request.prompt.token_ids + self.result.token_ids
-            conversation.token_ids, conversation.fused = ids[: fused.length], fused
 
 
 CancelCheck = Callable[[Answer], bool]
@@ -314,13 +299,12 @@ class GenerationStream:
         self.result: Generation = self._answer.result
         self._is_started = False
 
-    def start(self, cancel_check: CancelCheck | None = None) -> None:
-        """Have the loop make the answer, and return at once; `cancel_check` may break it off. Safe to call again."""
-        start_streams([self], cancel_check)
+    def start(self) -> None:
+        """Have the loop make the answer, and return at once. Safe to call again."""
+        start_streams([self])
 
     def wait(self) -> BaseException | None:
-        """Start the answer if it was not, and return its error, or None, when it has ended."""
-        self.start()
+        """Return the error of the answer, which was started, or None, when it has ended."""
         self._answer.is_streamed = False
         self._engine.loop.wake()
         self._answer.ended.wait()
@@ -361,7 +345,7 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
     for stream in fresh:
         stream._engine.check_process()
         stream._answer.cancel_check = cancel_check
-        stream._answer.prepare()
+        stream._answer.prefill = stream._engine.prepare_prefill(stream.request)  # which the loop does not wait for
     for stream in fresh:
         stream._is_started = True
     if fresh:

@@ -139,7 +139,8 @@ class EngineLoop(Executor):
             _run_call(*call)
         for answer in starting:
             answer.advance()
-        self._decode_together([*ready, *(answer for answer in starting if answer.step is not None)])
+        if running := [*ready, *(answer for answer in starting if answer.step is not None)]:
+            self._decode_together(running)
         others = [answer for answer in self._running if answer not in ready]
         self._running = [answer for answer in (*others, *ready, *starting) if answer.step is not None]
         return self._is_running

@@ -41,19 +41,21 @@ class ReuseDiagnostics:
         self._lock = threading.Lock()
         self._warned_causes: set[str] = set()
         self._num_missed = 0
+        self.is_settled = False  # something was reused, or warned of: later prompts are not looked into
 
     def record_lookup(self, prompt: MatchedPrompt, hits: Sequence[bool]) -> None:
         """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored."""
         if any(hits):
-            self._num_missed = NUM_PROMPTS_BEFORE_WARNING
+            self.is_settled = True
         elif hits or prompt.num_tokens >= LONG_PROMPT:
             self._record_miss(prompt.prefix_ids)
 
     def _record_miss(self, *prefixes: tuple[int, ...]) -> None:
         """Warn, if need be, of a prompt of which nothing was reused; `prefixes` are looked for besides the engine's."""
         with self._lock:
-            if self._num_missed < NUM_PROMPTS_BEFORE_WARNING:
+            if not self.is_settled:
                 self._num_missed += 1
+                self.is_settled = self._num_missed == NUM_PROMPTS_BEFORE_WARNING
                 cause = self._cause((self._engine.default_prefix_ids, *prefixes))
                 if cause is not None and cause not in self._warned_causes:
                     self._warned_causes.add(cause)

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 from pydantic import (
@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from ragblend.engine.report import Generation
-from ragblend.errors import RagblendError, UsageError
+from ragblend.errors import PromptTooLongError, RagblendError, UsageError
 from ragblend.frameworks.engines import close_at_exit, resolve_store, share_engine
 from ragblend.options import (
     MODEL_NAMES,
@@ -142,6 +142,7 @@ class BlendModel(BaseModel):
     option does not take.
     """
 
+    _overflow_error: ClassVar[type[PromptTooLongError]] = PromptTooLongError  # as the framework wants to catch it
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), hide_input_in_errors=True)
 
     model: Any = None  # a name or a path; of a loaded (model, tokenizer) its name is kept
@@ -373,17 +374,23 @@ class BlendModel(BaseModel):
     def _open(self, request: Request) -> Stream:
         """The answer as a stream, not started yet; arguments and prompt length are checked here."""
         engine: Engine = self.engine
-        return engine.stream(request.prompt, **request.options.keywords)
+        try:
+            return engine.stream(request.prompt, **request.options.keywords)
+        except PromptTooLongError as error:
+            raise self._overflow_error(str(error)) from error
 
     def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
         """The pieces of `stream`, which is closed however this ends. Raises TimeoutError between two pieces."""
         start_s, timeout_s = perf_counter(), request.options.timeout
         with closing(stream):
-            for piece in stream:
-                yield piece
-                if cancelled is not None and cancelled.is_set():
-                    return
-                _check_time(start_s, timeout_s)
+            try:
+                for piece in stream:
+                    yield piece
+                    if cancelled is not None and cancelled.is_set():
+                        return
+                    _check_time(start_s, timeout_s)
+            except PromptTooLongError as error:  # a server may say so only now
+                raise self._overflow_error(str(error)) from error
 
     def _answer(self, request: Request, cancelled: threading.Event | None = None) -> Generation:
         """The whole answer, the first of several; a set `cancelled` ends it early."""
@@ -428,13 +435,6 @@ class BlendModel(BaseModel):
             for each in result.logprobs or ()
         ]
         return {"content": content}
-
-    def _settings(self) -> dict[str, Any]:
-        """What makes two answers differ: the key of an answer cache. Holds no secrets."""
-        own = {"backend": redact(self.backend), "namespace": self.namespace, "system": self.system}
-        own |= self._default_options()
-        del own["timeout"]
-        return {"model": self.model, "fingerprint": self.engine.fingerprint, **dict(sorted(own.items()))}
 
 
 _OPTION_FIELDS = tuple(name for name in _OPTION_NAMES if name in BlendModel.model_fields)
@@ -495,10 +495,3 @@ def redact_setting(value: Any) -> Any:
     if isinstance(value, Mapping):
         return hide_secrets(value)
     return redact(value) if isinstance(value, str) else value
-
-
-def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any) -> None:
-    """Precompute documents that are chunks already, and have them found in prompts."""
-    from ragblend.precompute import precompute_documents
-
-    precompute_documents(documents, llm_or_engine)

@@ -1,1 +1,2 @@
-"""Measure and look: benchmarks, quality, calibration, machine profile, storage plan, traffic, explain, the page."""
+"""Measurement and inspection: benchmarks, quality, calibration, machine profile, storage plan, traffic analysis,
+explanation of a prompt, and the web page."""

@@ -1,9 +1,9 @@
 """Calibration of a corpus: the agreement of each ratio with full prefill, and the smallest ratio that meets a target.
 
-Questions retrieve their chunks as `ask` does. Each prompt is prefilled in full, and blended by every rule and ratio.
-Compared is the first token: whether it is full prefill's, and KL(full || blend). No answers or labels are needed. The
-fitted ratio is the smallest one whose agreement has a 95 % interval above the target, as every larger ratio does. The
-engine loads the calibration from its store (`engine.tuning.calibration`).
+Questions retrieve their chunks as `ask` does. Each prompt is prefilled in full, and blended by every rule at every
+ratio. The first tokens are compared: whether they agree, and KL(full || blend). No answers or labels are needed. The
+fitted ratio is the smallest one for which it and every larger ratio have an agreement whose 95 % interval is above the
+target. The engine loads the calibration from its store (`engine.tuning.calibration`).
 
 Read `calibrate` first, then `fit_ratio`. Depends on the transformers engine and the index.
 """
@@ -35,17 +35,17 @@ from ragblend.intervals import wilson_interval
 from ragblend.precompute import Progress
 from ragblend.prompt.types import Chunk, Prompt
 
-RULES = ("auto", NO_PROBE_RULE)  # those worth measuring; more with --rules
-RATIOS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # beside 0 and 1, which are always measured
+RULES = ("auto", NO_PROBE_RULE)  # the default rules to measure
+RATIOS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # in addition to 0 and 1, which are always measured
 NUM_QUESTIONS = 60
 TARGET = 0.9
-Z_SQUARED = 3.8415  # of a 95 % interval
+Z_SQUARED = 3.8415  # squared normal quantile of a 95 % interval
 
 Curve = tuple[CurvePoint, ...]
 
 
 class CalibrationSample(NamedTuple):
-    """One question by one rule at one ratio, against full prefill."""
+    """One question with one rule at one ratio, compared with full prefill."""
 
     agrees: bool
     kl: float
@@ -55,7 +55,7 @@ class CalibrationSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The engine with its new calibration on questions that no fit has seen. `low`, `high`: 95 % (Wilson)."""
+    """The new calibration on questions not used for fitting. `low`, `high`: 95 % interval (Wilson)."""
 
     num_questions: int
     agreement: float
@@ -66,7 +66,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRun:
-    """A calibration, where it was saved (None: nowhere), what it took, and the check on other questions."""
+    """A calibration, the path where it was saved (None: not saved), its cost, and the result on held-out questions."""
 
     calibration: Calibration
     path: str | None
@@ -77,7 +77,7 @@ class CalibrationRun:
 
     @property
     def is_target_met(self) -> bool:
-        """Whether what was promised may be true of the held-out questions."""
+        """True unless the agreement on held-out questions is below the target with 95 % confidence."""
         return self.held_out is None or self.held_out.high >= self.calibration.target
 
 
@@ -99,9 +99,9 @@ def calibrate(
 ) -> CalibrationRun:
     """Measure `rules` at `ratios` on `num_questions` of `questions`, fit, and save the fit in the engine's store.
 
-    Prompts have the engine's system text. `num_held_out` other questions are then answered with that calibration.
-    Raises UsageError where there are too few questions for the target, for an engine that shows no logits (vLLM), and
-    for a store without a directory.
+    Prompts have the engine's system text. `num_held_out` other questions then evaluate the calibration. Raises
+    UsageError for too few questions for the target, for an engine without logits (vLLM), and for a store without a
+    directory.
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     check_target(target, num_questions)
@@ -142,7 +142,7 @@ def calibrate(
 
 
 def read_questions(text: str) -> list[str]:
-    """Questions of a file: one per line, or JSON objects per line with a "question"."""
+    """Return the questions in a text: a question or a JSON object with a "question" per line. Raises UsageError."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or not lines[0].startswith("{"):
         return lines
@@ -155,10 +155,10 @@ def read_questions(text: str) -> list[str]:
 
 
 def generate_questions(chunks: Sequence[Chunk], count: int) -> list[str]:
-    """Questions that need no labels: sentences of the corpus whose end is left out, any chunks, in random order.
+    """Return questions without labels: sentences of random chunks whose end is cut off.
 
-    The first token of an answer then hangs on what the retrieved chunks say. They are easier than questions over
-    several chunks: give your own where you have them.
+    The first token of an answer then depends on the retrieved chunks. These questions are easier than questions over
+    several chunks, so real questions are better.
     """
     draw = random.Random(0)
     asked = []
@@ -176,7 +176,7 @@ def generate_questions(chunks: Sequence[Chunk], count: int) -> list[str]:
 def split_questions(
     questions: Sequence[str], num_questions: int, num_held_out: int, target: float
 ) -> tuple[list[str], list[str]]:
-    """Those to fit on and, at most `num_held_out`, others to check with; drawn at random, each once."""
+    """Return the questions to fit on and at most `num_held_out` others, drawn at random without repetition."""
     distinct = list(dict.fromkeys(question.strip() for question in questions if question.strip()))
     check_target(target, len(distinct))
     drawn = random.Random(0).sample(distinct, len(distinct))
@@ -185,7 +185,8 @@ def split_questions(
 
 
 def min_questions(target: float) -> int:
-    """Questions that can promise `target` where all agree: the lower bound of n of n is n / (n + 3.84).
+    """Return the number of questions that can establish `target` if all agree: the lower bound of n of n is n / (n +
+    3.84).
 
     >>> min_questions(0.9), min_questions(0.98)
     (35, 189)
@@ -194,7 +195,7 @@ def min_questions(target: float) -> int:
 
 
 def check_target(target: float, num_questions: int) -> None:
-    """Raise UsageError for a target that so many questions cannot promise, before anything is measured."""
+    """Raise UsageError for a target that `num_questions` questions cannot establish, before anything is measured."""
     if not 0 < target < 1:
         raise UsageError(f"target is {target}; choose a share above 0 and below 1, such as {TARGET}")
     if num_questions < min_questions(target):
@@ -223,7 +224,7 @@ def measure(
     ratios: Sequence[float],
     on_progress: Progress,
 ) -> dict[str, Curve]:
-    """Return the curve of each rule: every prompt blended as a calibrated engine blends it, and prefilled in full."""
+    """Return the curve of each rule: prompts as a calibrated engine blends them, compared with full prefill."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
     for number, prompt in enumerate(prompts):
@@ -240,7 +241,7 @@ def measure(
 
 
 def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurvePoint:
-    """What the questions say about one ratio of one setting."""
+    """Return the point of the curve for one ratio of one rule."""
     agrees, kl, charged, charged_32 = (fmean(column) for column in zip(*trials, strict=True))
     return CurvePoint(ratio, charged, agrees, *wilson_interval(agrees, len(trials)), kl, charged_32)
 
@@ -248,7 +249,7 @@ def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurveP
 def evaluate_held_out(
     engine: TransformersEngine, prompts: Sequence[Prompt], calibration: Calibration, on_progress: Progress
 ) -> HeldOut:
-    """What `calibration` is worth on other questions: first tokens by its best fit against full prefill's."""
+    """Return the agreement of the best fit of `calibration` with full prefill on other questions."""
     fit, trials = calibration.fits[0], []
     for number, prompt in enumerate(prompts):
         on_progress("check", number, len(prompts))
@@ -260,7 +261,7 @@ def evaluate_held_out(
 
 
 def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[EngineRequest, Tensor]:
-    """The prompt as a request, its chunks stored, and full prefill's first logits [V]."""
+    """Precompute the prompt's chunks; return the prompt as a request, and full prefill's first logits [V]."""
     for chunk in prompt.chunks:
         engine.precompute(chunk)
     request = engine.request(prompt, mode="full", max_tokens=1)
@@ -270,7 +271,7 @@ def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[Engin
 def _run_blend(
     engine: TransformersEngine, request: EngineRequest, fit: RuleFit, ratio: float, full: Tensor
 ) -> CalibrationSample:
-    """A blend as `fit` makes the engine run it, against the logits `full` [V]."""
+    """Blend a request as the engine does with `fit`; compare with full prefill's logits `full` [V]."""
     found = engine.prefill(replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
     report = found.report
     agrees = bool(found.logits.argmax() == full.argmax())
@@ -280,7 +281,7 @@ def _run_blend(
 
 
 def _make_uncalibrated_fit(rule: str, check_layer: int) -> RuleFit:
-    """Return a rule as the engine takes it, before anything is measured."""
+    """Return the fit of a rule before anything is measured."""
     nothing = (0.0,) * 6
     return RuleFit(rule, check_layer, 0.0, False, (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing)))
 
@@ -289,20 +290,20 @@ def _make_uncalibrated_fit(rule: str, check_layer: int) -> RuleFit:
 
 
 def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_LAYER) -> RuleFit:
-    """Return the smallest ratio that meets `target`, as every larger one does; 1 where none below does."""
+    """Return the smallest ratio for which it and every larger ratio meet `target`; 1 if there is none below."""
     meets = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
     place = meets.index(True) if True in meets else len(curve) - 1
     return RuleFit(rule, check_layer, curve[place].ratio, meets[place], curve)
 
 
 def fit_all(curves: Mapping[str, Curve], target: float, check_layer: int = CHECK_LAYER) -> tuple[RuleFit, ...]:
-    """Return a fit per rule, the one with the least charged budget first; of equal ones the first of `curves`."""
+    """Return a fit per rule, smallest charged budget first; equal ones in the order of `curves`."""
     fits = [fit_ratio(rule, curve, target, check_layer) for rule, curve in curves.items()]
     return tuple(sorted(fits, key=lambda each: each.point.charged_budget))
 
 
 def require_transformers_engine(engine: Engine) -> TransformersEngine:
-    """The engine, if it shows the distributions that a calibration compares."""
+    """Return the engine. Raises UsageError if it does not provide first-token distributions."""
     if not isinstance(engine, TransformersEngine):
         raise UsageError(
             "calibrate compares first-token distributions, which vLLM does not show. Calibrate with --backend "

@@ -1,6 +1,6 @@
-"""One prompt, token by token: what was reused, what was recomputed, and how far each was from full prefill.
+"""Explanation of one prompt, token by token: reused, recomputed or computed, and how far its KV is from full prefill's.
 
-`explain` answers the prompt by blending and by full prefill and compares the KV of both; `Comparison` does so for more
+`explain` answers the prompt by blending and by full prefill and compares the KV of both; `Comparison` compares more
 modes and other ratios. Works on engines that decode themselves. Does not depend on how an explanation is drawn
 (`lab.explain_page`).
 """
@@ -26,54 +26,54 @@ from ragblend.prompt.types import Prompt
 
 TokenState = Literal["exact", "computed", "recomputed", "reused"]
 STATES: tuple[TokenState, ...] = ("exact", "computed", "recomputed", "reused")
-"""exact: KV at hand that is full prefill's, in the prefix or in the chunk stored behind it. computed: no KV was
-stored, so it was made in this prompt (the question, missing chunks). recomputed: stored KV, replaced. reused: stored
-KV, kept."""
+"""exact: stored KV that equals full prefill's, in the prefix or in the chunk directly after it. computed: no KV was
+stored, so it was computed in this prompt (the question, missing chunks). recomputed: stored KV that was replaced.
+reused: stored KV that was kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedToken:
-    """One token of the prompt. Deviations are means over the layers of `fuse.relative_deviation`; 0 is equal."""
+    """One token of the prompt. Deviations are means of `fuse.relative_deviation` over the layers; 0 is equal."""
 
     id: int
-    text: str  # "" where a later token completes the character
+    text: str  # "" if a later token completes the character
     state: TokenState
-    deviation: float | None  # of the stored KV from full prefill's; None where none was stored
-    remaining: float  # of the KV that the answer was made from
-    attention: float | None  # share of the question's attention, where the rule read it; None if it did not ask
+    deviation: float | None  # of the stored KV from full prefill's; None if no KV was stored
+    remaining: float  # deviation of the KV that the answer was computed from
+    attention: float | None  # share of the question's attention; None for a rule without a query probe
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedSegment:
-    """A span of the prompt in reading order: its first position, its tokens and, for a chunk, what became of it."""
+    """A span of the prompt in reading order: its first position, its tokens and, for a chunk, its report."""
 
     kind: SegmentKind
     start: int
     tokens: tuple[ExplainedToken, ...]
     chunk: ChunkReport | None = None
-    read_s: float | None = None  # reading its stored KV, in seconds; None where none was read
+    read_s: float | None = None  # seconds for reading its stored KV; None if none was read
 
     @property
     def deviation(self) -> float | None:
-        """Mean over the tokens whose KV was stored; None where none was."""
+        """Mean deviation of the tokens whose KV was stored; None if there are none."""
         return _mean(token.deviation for token in self.tokens)
 
     @property
     def attention(self) -> float | None:
-        """Share of the question's attention on this span; None if the rule did not ask."""
+        """Share of the question's attention on this span; None for a rule without a query probe."""
         known = [token.attention for token in self.tokens if token.attention is not None]
         return sum(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A prompt answered twice, by blending and by full prefill, with what became of every token.
+    """A prompt answered by blending and by full prefill, with the state of every token.
 
     Both read the same token ids, those of the model's own template and tokenizer.
     """
 
     model: str
-    question: str  # what the last user turn has after its chunks
+    question: str  # the text of the last user turn after its chunks
     answer: str
     full_answer: str
     answers_identical: bool
@@ -85,20 +85,20 @@ class Explanation:
 
     @property
     def tokens(self) -> tuple[ExplainedToken, ...]:
-        """Every token of the prompt, in order."""
+        """All tokens of the prompt, in order."""
         return tuple(token for segment in self.segments for token in segment.tokens)
 
     def count(self, state: TokenState) -> int:
-        """Tokens in that state."""
+        """Return the number of tokens in that state."""
         return sum(token.state == state for token in self.tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON values."""
+        """Return the explanation as JSON values."""
         return asdict(self)
 
 
 class ExplainingEngine(DecodingEngine, Protocol):
-    """What `explain` needs of an engine beside what decoding takes."""
+    """The interface of an engine that `explain` needs, in addition to decoding."""
 
     @property
     def name(self) -> str:
@@ -106,14 +106,14 @@ class ExplainingEngine(DecodingEngine, Protocol):
         ...
 
     def request(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> EngineRequest:
-        """What to answer and how, tokenized and checked."""
+        """Return the request of a prompt: tokenized, with validated options."""
         ...
 
 
 def explain(engine: ExplainingEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
-    """Answer `prompt` by blending and by full prefill, and compare. `options` are those of the engine's `request`.
+    """Answer `prompt` by blending and by full prefill, and compare both. `options` are those of the engine's `request`.
 
-    Takes three prefills and two answers, and holds the KV of two prompts. Raises UsageError for a mode that is not
+    Takes three prefills and two answers, and holds the KV of two prompts. Raises UsageError for a mode other than
     "blend" and for a conversation, whose earlier turns are not in the prompt's KV as they were computed.
     """
     if options.get("mode", "blend") != "blend" or options.get("conversation") is not None:
@@ -126,7 +126,7 @@ def explain(engine: ExplainingEngine, prompt: Prompt, **options: Unpack[EngineKe
 
 
 class Agreement(NamedTuple):
-    """How close an answer is to full prefill's. `first_token_kl`: KL(full || it) of the first token, nats."""
+    """How close an answer is to full prefill's. `first_token_kl`: KL(full || answer) of the first token, nats."""
 
     answers_identical: bool
     first_token_agrees: bool
@@ -134,10 +134,10 @@ class Agreement(NamedTuple):
 
 
 class Comparison:
-    """One prompt, answered in one mode after the other, each compared with full prefill.
+    """One prompt, answered in several modes one at a time, each compared with full prefill.
 
-    Holds full prefill's KV, so blending it again with another ratio costs the blending alone. `options` are those of
-    the engine's `request`. For one thread at a time.
+    Holds full prefill's KV, so blending again with another ratio costs the blending alone. `options` are those of the
+    engine's `request`. For one thread at a time.
     """
 
     def __init__(self, engine: ExplainingEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> None:
@@ -147,9 +147,9 @@ class Comparison:
         self._stored: tuple[set[int], list[float]] | None = None  # numbers of stored chunks, deviation of every token
 
     def stream(self, mode: Mode, recompute_ratio: RatioChoice = None) -> GenerationStream:
-        """An answer in the making. `recompute_ratio` is another one than the options', for blending.
+        """Return the stream of an answer in `mode`. `recompute_ratio` replaces the ratio of the options for blending.
 
-        What is compared is the latest answer of each mode.
+        Comparisons use the latest answer of each mode.
         """
         request = self._request
         if mode != "full" and recompute_ratio is not None:
@@ -163,7 +163,7 @@ class Comparison:
         return GenerationStream(self._engine, replace(request, mode=mode), keep)
 
     def agreement(self, mode: Mode) -> Agreement:
-        """Of an answer that was made. Full prefill's must have been, too."""
+        """Return how close the answer of `mode` is to full prefill's. Both must have been answered."""
         (reference, full_answer), (other, answer) = self._kept["full"], self._kept[mode]
         return Agreement(
             answer.token_ids == full_answer.token_ids,
@@ -172,9 +172,9 @@ class Comparison:
         )
 
     def explanation(self) -> Explanation:
-        """What became of every token of the blended prompt. It and full prefill's must have been answered.
+        """Return the state of every token of the blended prompt. It and full prefill's must have been answered.
 
-        Lets go of the KV of other modes, whose agreement is not to be had afterwards.
+        Releases the KV of other modes; their `agreement` is not available afterwards.
         """
         (blended, answer), (full, full_answer) = self._kept["blend"], self._kept["full"]
         request = self._request
@@ -196,12 +196,12 @@ class Comparison:
         )
 
     def _keep_stored(self, full: PrefillResult) -> tuple[set[int], list[float]]:
-        """The numbers of the prompt's stored chunks, and how far off the stored KV is, before any recompute."""
-        # Full reuse keeps all stored KV as it was placed: what blending started from.
+        """Return the numbers of the prompt's stored chunks, and the deviation of every token before any recompute."""
+        # Full reuse keeps all stored KV as it was placed, which is the state before recompute.
         request = self._request
         kept = self._kept.get("reuse")
         stored = kept[0] if kept is not None else self._engine.prefill(replace(request, mode="reuse"))
-        # A tier may have lost a chunk since.
+        # A tier may have evicted a chunk since.
         found = {number for number, chunk in enumerate(stored.report.chunks) if chunk.hit}
         self._stored = found, _deviations(full.fused, stored.fused, request.prompt.num_tokens)
         return self._stored
@@ -209,7 +209,7 @@ class Comparison:
 
 @torch.inference_mode()
 def _deviations(full: FusedKV, other: FusedKV, count: int) -> list[float]:
-    """Per token, the mean over the layers of how far `other`'s KV is from `full`'s."""
+    """Return for each token the mean over the layers of the deviation of `other`'s KV from `full`'s."""
     per_layer = []
     for layer in range(full.num_layers):
         ours, theirs = (LayerKV(kv.keys(layer)[:, :count], kv.values(layer)[:, :count]) for kv in (other, full))
@@ -226,7 +226,7 @@ def _segments(
     deviations: Sequence[float],
     remaining: Sequence[float],
 ) -> Iterator[ExplainedSegment]:
-    """The prompt's spans, their tokens told apart."""
+    """Yield the spans of the prompt with their explained tokens."""
     recomputed = set(_plain(blended.recomputed))
     attention = _plain(blended.attention) or None
     last, num_resident = request.prompt.num_tokens - 1, blended.report.num_prefix_tokens
@@ -252,7 +252,7 @@ def _segments(
 
 def _state(chunk: ChunkReport | None, is_resident: bool, is_recomputed: bool, is_last: bool) -> TokenState:
     if is_last:
-        return "computed"  # its logits are the answer, whatever is stored
+        return "computed"  # its logits select the first token of the answer, so it is never reused
     if is_resident:
         return "exact"
     if chunk is None or not chunk.hit:

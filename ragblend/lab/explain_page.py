@@ -1,7 +1,8 @@
 """An explanation of one prompt as a web page and as a picture.
 
-The page is one file: no script, no asset from elsewhere, and all text escaped, because chunks are anybody's text. Knows
-explanations, the templates `explain.html` and `tokens.*`, and matplotlib (extra `plot`). Nothing of engines.
+The page is one file without scripts or external assets, and all text is escaped, because chunks may contain markup.
+Depends on explanations, the templates `explain.html` and `tokens.*`, and matplotlib (extra `plot`). Does not depend on
+engines.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from ragblend.files.output import write_output
 from ragblend.lab.explain import ExplainedSegment, ExplainedToken, Explanation
 from ragblend.lab.plots import figure_file
 
-OPEN_TOKENS = 1500  # a prompt up to this long shows all its chunks open
-LONG_TEXT = 400  # other text than chunks is folded up from here on
-STEPS = 10  # shades of a colour
-_BINS = 160  # most cells in the strip under a folded chunk
+OPEN_TOKENS = 1500  # prompts up to this length show all chunks unfolded
+LONG_TEXT = 400  # tokens from which other text than chunks is folded
+STEPS = 10  # shades of a color
+_BINS = 160  # the most cells in the strip of a folded chunk
 _SCALES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _CLASSES = {"exact": "e", "computed": "c", "recomputed": "r", "reused": "k"}
 _KINDS = {"prefix": "prefix", "text": "text", "suffix": "question", "chunk": "chunk"}
 
 
 class _Cell(NamedTuple):
-    """One token on the page: its CSS classes and what its tooltip says."""
+    """One token on the page: its text, CSS classes and tooltip."""
 
-    space: str  # whitespace before the text, left out of the mark so that it hugs the word
+    space: str  # whitespace before the text, which is not marked
     text: str
     classes: str
     hint: str
 
 
 class _Bin(NamedTuple):
-    """Some tokens side by side in a chunk's strip: shades, and whether one of them was recomputed."""
+    """Adjacent tokens in a chunk's strip: their darkest shades, and whether one of them was recomputed."""
 
     deviation: int
     attention: int
@@ -48,7 +49,7 @@ class _Bin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One segment as the template wants it."""
+    """One segment as the template needs it."""
 
     title: str
     source: str
@@ -61,7 +62,7 @@ class _Block:
 
 
 def render_html(explanation: Explanation) -> str:
-    """The explanation as one HTML page that needs nothing else."""
+    """Return the explanation as one self-contained HTML page."""
     return _render(
         "explain.html",
         page=explanation,
@@ -73,12 +74,12 @@ def render_html(explanation: Explanation) -> str:
 
 
 def render_tokens(explanation: Explanation) -> str:
-    """The prompt token by token, with its legend, as a piece of HTML for a page that has `tokens_style`."""
+    """Return the tokens with their legend as HTML, for a page that includes `tokens_style`."""
     return _render("tokens.html", **_token_facts(explanation))
 
 
 def tokens_style() -> str:
-    """CSS: the colours, light and dark, and what tokens and their legend look like."""
+    """Return the CSS of the tokens and their legend, for light and dark pages."""
     return _render("tokens.css")
 
 
@@ -104,14 +105,14 @@ def write_html(explanation: Explanation, path: Path) -> None:
 
 
 def deviation_scale(explanation: Explanation) -> float:
-    """The deviation that gets the darkest shade: a round number that all but the outermost 5 % stay below."""
+    """Return the deviation of the darkest shade: a round number that 95 % of the deviations do not exceed."""
     known = sorted(token.deviation for token in explanation.tokens if token.deviation is not None)
     top = known[min(len(known) - 1, int(0.95 * len(known)))] if known else 0.0
     return next((scale for scale in _SCALES if top <= scale), _SCALES[-1])
 
 
 def shade(share: float) -> int:
-    """One of STEPS shades for a share of the scale.
+    """Return the shade, one of STEPS, for a share of the scale.
 
     >>> [shade(share) for share in (0.0, 0.04, 0.05, 0.5, 0.99, 7.0)]
     [0, 0, 1, 5, 9, 9]
@@ -120,7 +121,7 @@ def shade(share: float) -> int:
 
 
 def attention_shade(attention: float | None, num_tokens: int) -> int:
-    """A shade per doubling above the even share 1 / num_tokens; below it none.
+    """Return one shade more per doubling above the even share 1 / num_tokens; 0 below it.
 
     >>> [attention_shade(attention, 100) for attention in (None, 0.009, 0.01, 0.02, 0.5, 1.0)]
     [0, 0, 1, 2, 6, 7]
@@ -152,7 +153,7 @@ def _blocks(explanation: Explanation, scale: float) -> list[_Block]:
 
 
 def _numbered(explanation: Explanation) -> Iterator[tuple[int, ExplainedSegment]]:
-    """The segments, each with the number of chunks up to it."""
+    """Return the segments, each with the number of chunks up to it."""
     numbers = accumulate(segment.kind == "chunk" for segment in explanation.segments)
     return zip(numbers, explanation.segments, strict=True)
 
@@ -167,12 +168,12 @@ def _facts(segment: ExplainedSegment) -> list[str]:
     chunk, facts = segment.chunk, [_tokens(len(segment.tokens))]
     if chunk is not None and chunk.hit:
         if chunk.exact:
-            facts.append("exact: it stands where it was stored")
+            facts.append("exact: directly after the prefix, as it was stored")
         else:
             facts.append(f"{_count(chunk.num_recomputed_tokens)} recomputed")
             facts += [f"mean deviation {segment.deviation:.2g}"] if segment.deviation is not None else []
             if chunk.prefix_match == "approximate":
-                facts.append("stored behind another prefix")
+                facts.append("stored after another prefix")
         if segment.read_s is not None:
             facts.append(f"read in {_duration(segment.read_s)}")
     elif segment.kind == "prefix":
@@ -200,7 +201,7 @@ def _cell(token: ExplainedToken, position: int, scale: float, num_tokens: int) -
 
 
 def _bins(segment: ExplainedSegment, scale: float, num_tokens: int) -> list[_Bin]:
-    """The segment in at most `_BINS` cells, each shaded by its strongest token."""
+    """Return the segment in at most `_BINS` cells, each with the darkest shades of its tokens."""
     size = math.ceil(len(segment.tokens) / _BINS)
     parts = [segment.tokens[start : start + size] for start in range(0, len(segment.tokens), size)]
     return [
@@ -223,7 +224,7 @@ def _mean_line(explanation: Explanation) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share for reading.
+    """Return a share as text.
 
     >>> _percent(0.15), _percent(0.004), _percent(0.0)
     ('15 %', '0.4 %', '0 %')
@@ -233,7 +234,7 @@ def _percent(share: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds for reading.
+    """Return seconds as text.
 
     >>> _duration(0.0004), _duration(0.0123), _duration(2.5)
     ('0.4 ms', '12 ms', '2.50 s')
@@ -255,7 +256,7 @@ def _tokens(number: int) -> str:
 
 
 def plot_explanation(explanation: Explanation, path: Path) -> None:
-    """Write the prompt as a picture: a row per segment, a cell per token, deviation as colour, dots: recomputed."""
+    """Write a picture: a row per segment, a cell per token, the deviation as color, a dot for a recomputed token."""
     segments, scale = explanation.segments, deviation_scale(explanation)
     height = 1.9 + min(0.34 * len(segments), 40)
     with warnings.catch_warnings():
@@ -312,7 +313,7 @@ def _shorten(title: str) -> str:
 
 
 def summary_lines(explanation: Explanation) -> Sequence[str]:
-    """The explanation for a terminal: answers, one line per part of the prompt, the report."""
+    """Return the explanation as lines of text: answers, one line per segment, the report."""
     same = "the same, token for token" if explanation.answers_identical else "it differs"
     lines = [f"blend         {explanation.answer}", f"full prefill  {explanation.full_answer}  ({same})", ""]
     for number, segment in _numbered(explanation):

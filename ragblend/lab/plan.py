@@ -1,7 +1,5 @@
-"""The cheapest storage that adds no delay: the second question of CacheBlend, section 5.1.
-
-Pure arithmetic on a measured MachineProfile. Read `plan` first.
-"""
+"""The cheapest storage that adds no delay (CacheBlend, section 5.1). Arithmetic on a measured MachineProfile. Read
+`plan` first."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from ragblend.errors import UsageError
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_text
 
-GB = 10**9  # what devices are sold in
+GB = 10**9  # the unit in which devices are sold
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where KV could be kept."""
+    """A storage for KV: its read speed and its price."""
 
     name: str
     bytes_per_s: float
@@ -41,16 +39,14 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """What the store is to hold and answer: prompts of `num_chunks` chunks of `chunk_tokens` tokens, and a question."""
+    """The prompts to answer: `num_chunks` chunks of `chunk_tokens` tokens, and a question."""
 
     num_chunks: int = 6
     chunk_tokens: int = 512
     question_tokens: int = 32
     ratio: float = 0.15
-    usd_per_hour: float | None = None  # of the machine that prefills
-    probes_before_selection: bool = (
-        False  # the rule first asks in most layers: next to no loading hides behind recompute
-    )
+    usd_per_hour: float | None = None  # price of the machine that prefills
+    probes_before_selection: bool = False  # the rule's query probe needs most layers, so little loading is hidden
 
     def __post_init__(self) -> None:
         for name in ("num_chunks", "chunk_tokens"):
@@ -74,25 +70,25 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True)
 class StorageEstimate:
-    """One storage: what it costs and does to the time to first token. Times are estimates, in seconds."""
+    """One storage: its cost, and its effect on the time to first token. Times are estimates, in seconds."""
 
     storage: str
     load_s: float  # T_load of one prompt's chunks
-    recompute_s: float  # T_recompute at the ratio asked for
+    recompute_s: float  # T_recompute at the requested ratio
     ttft_s: float  # both, in the pipeline
-    adds_delay: bool  # loading takes longer than recomputing; where it does not run beside it, more than a tenth
-    hidden_ratio: float  # so much can be recomputed behind loading; at least the ratio asked for
-    pays: bool  # it is faster than full prefill
+    adds_delay: bool  # loading takes longer than recompute, or than a tenth of it if they do not overlap
+    hidden_ratio: float  # the largest ratio that hides behind loading, at least the requested one
+    pays: bool  # blending is faster than full prefill
     gb_per_1000_chunks: float
     usd_per_1000_chunks_month: float
-    saved_s: float  # per prompt, against full prefill; below 0 where it does not pay
-    reuses_to_repay: int | None  # uses of a chunk until the time of precomputing it is saved; None: never
+    saved_s: float  # per prompt, compared with full prefill; negative if it does not pay
+    reuses_to_repay: int | None  # uses of a chunk that save the time of precomputing it; None: never
     reuses_per_month: float | None  # uses of a chunk per month that pay its storage; None: never, or no hourly price
 
 
 @dataclass(frozen=True, slots=True)
 class StoragePlan:
-    """Every storage, cheapest first, and the cheapest that adds no delay; None where each of them does."""
+    """All storages, cheapest first, and the cheapest that adds no delay; None if each of them does."""
 
     need: WorkloadSpec
     full_s: float  # full prefill of one prompt
@@ -100,17 +96,16 @@ class StoragePlan:
     chosen: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """Return the plan as JSON values."""
         return asdict(self)
 
 
 SLIGHT = 0.1
-"""Loading that no recompute hides counts as a delay from this share of it on: in the pipeline, loading that takes as
-long as recomputing costs as much (docs/loading.md)."""
+"""Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/loading.md)."""
 
 
 def plan(profile: MachineProfile, storages: Sequence[Storage], need: WorkloadSpec) -> StoragePlan:
-    """The paper's second question: the cheapest storage from which blending `need` is as fast as from memory."""
+    """Return all storages' estimates and the cheapest as fast as memory for `need`. Raises UsageError."""
     names = [storage.name for storage in storages]
     if not storages or len(set(names)) < len(names):
         raise UsageError(f"storages are {', '.join(names) or 'none'}; name one or more, each once (--storage)")
@@ -121,7 +116,7 @@ def plan(profile: MachineProfile, storages: Sequence[Storage], need: WorkloadSpe
 
 
 def estimate_storage(profile: MachineProfile, storage: Storage, need: WorkloadSpec) -> StorageEstimate:
-    """What one storage costs, and what it does to prompts of that kind."""
+    """Return the cost of one storage, and its effect on prompts of that kind."""
     full_s = profile.full_s(need.num_tokens)
     load_s = profile.load_s(storage.bytes_per_s, need.num_stored)
     recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
@@ -151,7 +146,8 @@ def estimate_storage(profile: MachineProfile, storage: Storage, need: WorkloadSp
 
 
 def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:
-    """A storage from `NAME:GB_PER_S:USD_PER_GB_MONTH`; without a speed it is the one measured for the tier NAME.
+    """Return the storage in `NAME:GB_PER_S:USD_PER_GB_MONTH`; without a speed, the one measured for the tier NAME.
+    Raises UsageError.
 
     >>> parse_storage("ssd:2.5:0.08", {}), parse_storage("disk::0.1", {"disk": 5e8}).bytes_per_s
     (Storage(name='ssd', bytes_per_s=2500000000.0, usd_per_gb_month=0.08), 500000000.0)

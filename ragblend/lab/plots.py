@@ -1,7 +1,5 @@
-"""Pictures of results, each drawn from the JSON object of a command, so that a result file can be drawn again.
-
-Depends on matplotlib (extra `plot`) and on the JSON keys.
-"""
+"""Pictures of results, each drawn from the JSON object of a command, so that a result file can be drawn again. Depends
+on matplotlib (extra `plot`) and on the JSON keys."""
 
 from __future__ import annotations
 
@@ -39,12 +37,12 @@ def check_plot(place: str | Path | None, option: str = "--plot") -> Path | None:
 
 @contextmanager
 def figure_file(path: Path, width: float, height: float, title: str, option: str = "--plot") -> Iterator[Any]:
-    """A matplotlib figure of that size in inches, written to `path` at the end, in the format of its ending."""
+    """Yield a matplotlib figure of that size in inches; write it to `path` at the end, in the format of its suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to a file, whatever display there is
+    FigureCanvasAgg(figure)  # draws to a file, also without a display
     figure.suptitle(title, fontsize="medium", parse_math=False)
     yield figure
     drawn = BytesIO()
@@ -176,7 +174,7 @@ def _plot_over_load(axes: Any, facts: Facts) -> None:
 
 
 class Panel(NamedTuple):
-    """One picture of a run's `name` over its `place`."""
+    """One plot of the field `name` of runs over their field `place`."""
 
     place: str
     name: str
@@ -204,7 +202,7 @@ def plot_quality(facts: Facts, path: Path, panels: Sequence[Panel] = QUALITY_PAN
 
 
 def plot_panel(axes: Any, panel: Panel, runs: Sequence[Facts]) -> None:
-    """Draw `panel` of these runs on matplotlib's `axes`. Full prefill has no distance from itself."""
+    """Draw `panel` of these runs on matplotlib's `axes`. KL panels omit full prefill."""
     place, name, title = panel
     colors = itertools.cycle(RULE_COLORS)
     for line in dict.fromkeys(map(_line_of, runs)):

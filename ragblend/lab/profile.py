@@ -1,7 +1,7 @@
-"""Measure what the loading controller needs to know of a model on this machine: `ragblend profile`.
+"""Measures the machine profile of a model for the loading controller: `ragblend profile`.
 
-Full prefill at several lengths, blending at several ratios from memory, and what each tier reads, on either engine.
-Read `measure_machine`. The chunks are random token ids, and nothing of them stays in the store.
+Measures full prefill at several lengths, blending at several ratios from memory, and the read speed of each tier, on
+either engine. The chunks are random token ids and are deleted afterwards. Read `measure_machine`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ RATIOS = (0.0, DEFAULT_RATIO, 0.5, 1.0)
 QUESTION_TOKENS = 32
 
 _REMOTE_TIMEOUT_S = 60.0
-_PREFIX_TOKENS = 1024  # room for the system text that chunks are computed behind
+_PREFIX_TOKENS = 1024  # context length reserved for the system text
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileConfig:
-    """What to measure on: prompts of up to `num_chunks` chunks of `chunk_tokens` tokens, each timed `repeats` times."""
+    """The workload: prompts of up to `num_chunks` chunks of `chunk_tokens` tokens, each timed `repeats` times."""
 
     num_chunks: int = 6
     chunk_tokens: int = 512
@@ -70,7 +70,7 @@ class ProfileConfig:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Chunks per prompt at which full prefill is timed: one, half of them, all."""
+        """Chunks per prompt at which full prefill is timed: one, half, and all."""
         return tuple(sorted({1, (self.num_chunks + 1) // 2, self.num_chunks}))
 
 
@@ -82,11 +82,11 @@ def measure_machine(
     remote: RemoteStore | None = None,
     notify: ProgressCallback = lambda line: None,
 ) -> MachineProfile:
-    """Time `engine`'s model, the disk that holds `directory` and `remote`; tiers that are not given are left out.
+    """Time `engine`'s model, the disk of `directory`, and `remote`; omitted tiers are not measured.
 
-    A VllmEngine needs a memory tier that holds the chunks, see `open_vllm_for_profile`. Medians; modes take turns, so
-    that a machine that gets slower slows them alike. Raises UsageError for prompts beyond the model's context,
-    BackendUnreachableError for a remote that does not take or give the chunks.
+    A VllmEngine needs a memory tier that holds the chunks, see `open_vllm_for_profile`. Results are medians; modes take
+    turns, so a machine that gets slower affects all of them. Raises UsageError for prompts beyond the model's context
+    length, BackendUnreachableError for a remote that does not store or return the chunks.
     """
     with closing(_VllmSubject(engine) if isinstance(engine, VllmEngine) else _TransformersSubject(engine)) as subject:
         chunks, prompts = _make_prompts(effort, subject.vocab_size, engine.default_prefix_ids)
@@ -122,7 +122,7 @@ def measure_machine(
 
 
 def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[list[Ids], list[MatchedPrompt]]:
-    """Random chunks, and prompts of the first few of them, by `effort.lengths`; the last one has all."""
+    """Return random chunks, and prompts of the first of them by `effort.lengths`; the last prompt has all."""
     draw = random.Random(0)
     chunks = [_ids(draw, effort.chunk_tokens, vocab_size) for _ in range(effort.num_chunks)]
     question = _ids(draw, QUESTION_TOKENS, vocab_size)
@@ -139,7 +139,7 @@ def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[
 def _measure_times(
     subject: _TransformersSubject | _VllmSubject, prompts: Sequence[MatchedPrompt], effort: ProfileConfig
 ) -> tuple[dict[float, float], dict[float, float]]:
-    """Median seconds of full prefill by prompt tokens, and of blending the longest prompt, the last, by ratio."""
+    """Return median seconds of full prefill by prompt tokens, and of blending the last, longest prompt by ratio."""
     longest = prompts[-1]
     subject.prefill_s(longest, "full", effort.rule, 1.0)  # warm-up
     subject.prefill_s(longest, "blend", effort.rule, DEFAULT_RATIO)
@@ -153,7 +153,7 @@ def _measure_times(
 
 
 class _TransformersSubject:
-    """An engine that shares the model, but keeps its KV in a memory tier of its own. Closing it leaves nothing."""
+    """An engine that shares the model of another, but has its own memory store. Closing it deletes the KV."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self._layers = engine.layers
@@ -162,7 +162,7 @@ class _TransformersSubject:
             engine.renderer,
             MemoryStore(1 << 50),
             name=engine.name,
-            fingerprint=f"profile-{secrets.token_hex(8)}",  # so that no store takes it for anything else
+            fingerprint=f"profile-{secrets.token_hex(8)}",  # unique, so that it is never confused with a model's
             system=engine.system,
             on_miss="inline",
             check=False,
@@ -179,7 +179,7 @@ class _TransformersSubject:
         return [load_into_memory(kv) for key in store.keys() if (kv := store.get(key)) is not None]  # noqa: SIM118
 
     def prefill_s(self, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float) -> float:
-        """Seconds until the prompt's first logits."""
+        """Return the seconds until the prompt's first logits."""
         request = EngineRequest(prompt, mode, rule, ratio, GenerationOptions(max_tokens=1))
         start_s = perf_counter()
         prefilled = self._engine.prefill(request)
@@ -192,7 +192,7 @@ class _TransformersSubject:
 
 
 class _VllmSubject:
-    """vLLM in this process, through its scheduler and its connector, as requests go. Closing it deletes the chunks."""
+    """vLLM in this process, measured through its scheduler and connector. Closing it deletes the chunks."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -213,7 +213,7 @@ class _VllmSubject:
         return [load_into_memory(kv) for key in self._keys() if (kv := self._engine.store.get(key)) is not None]
 
     def prefill_s(self, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float) -> float:
-        """Seconds until the first token has been sampled."""
+        """Return the seconds until the first token is sampled."""
         params = blend_params(prompt, mode, rule, ratio, self._engine.namespace)
         num_hits = 0
         start_s = perf_counter()
@@ -222,7 +222,7 @@ class _VllmSubject:
         seconds = perf_counter() - start_s
         if mode == "blend" and num_hits < len(params.spans):
             raise RagblendError(
-                f"vLLM blended {num_hits} of {len(params.spans)} chunks, so its time says nothing; look at its log"
+                f"vLLM blended {num_hits} of {len(params.spans)} chunks, so the time is not comparable; see vLLM's log"
             )
         return seconds
 
@@ -235,9 +235,10 @@ class _VllmSubject:
 def open_vllm_for_profile(
     settings: Settings, effort: ProfileConfig, vllm_options: Mapping[str, Any] | None = None
 ) -> Iterator[VllmEngine]:
-    """vLLM in this process, as the settings say, over an empty store beside theirs whose memory tier holds the chunks.
+    """Open vLLM in this process with the settings, over an empty store next to theirs whose memory tier holds the
+    chunks.
 
-    `vllm_options` are vLLM's own; its context is no longer than the prompts need unless they say otherwise.
+    `vllm_options` are vLLM's own; its context length is just enough for the prompts unless they set it.
     """
     model = settings.model or remembered_model(settings.store)
     checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto"))
@@ -265,7 +266,7 @@ def open_vllm_for_profile(
 
 
 def measure_disk_speed(directory: Path, chunks: Sequence[MemoryKV]) -> float:
-    """Bytes per second that a DiskStore on the disk of `directory` reads, none of it from the page cache."""
+    """Return the bytes per second that a DiskStore on the disk of `directory` reads without the page cache."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".profile-") as scratch:
         disk = DiskStore(scratch)
@@ -276,9 +277,9 @@ def measure_disk_speed(directory: Path, chunks: Sequence[MemoryKV]) -> float:
 
 
 def measure_remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
-    """Bytes per second that `remote` sends, a request's chunks side by side; they are deleted there again.
+    """Return the bytes per second of `remote`, with the chunks fetched in parallel; then delete them there.
 
-    Measured once: what has just arrived is kept for a moment.
+    Measured once, because fetched chunks are cached for a moment.
     """
     keys = [kv.header.key for kv in chunks]
     for kv in chunks:
@@ -298,7 +299,7 @@ def measure_remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> flo
 
 
 def measure_read_speed(tier: KVStore, keys: Sequence[str]) -> float:
-    """Bytes per second from asking for the keys until every layer of all has been read, as a request reads them."""
+    """Return the bytes per second of reading every layer of the entries, layer by layer as a request does."""
     start_s = perf_counter()
     found = [kv for key in keys if (kv := tier.get(key)) is not None]
     if len(found) < len(keys):

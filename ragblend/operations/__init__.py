@@ -1,1 +1,1 @@
-"""What an operator runs: verify, gc, doctor, calibrate, profile, explain, serve, keys."""
+"""What `ragblend verify`, `gc`, `push`, `sign`, `doctor` and `serve` run."""

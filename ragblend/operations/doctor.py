@@ -1,6 +1,6 @@
-"""What `ragblend doctor` looks at: versions, model, embedder, index, store, disk, keys and vLLM, each with its remedy.
+"""The checks of `ragblend doctor`: versions, model, embedder, index, store, disk, keys and vLLM, each with its fix.
 
-Changes nothing, and prints nothing. Knows settings and what they name.
+Changes nothing and prints nothing. Reads the settings and the files that they name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragblend.index import open_index
 
 
 class DiagnosticResult(NamedTuple):
-    """One thing `doctor` looked at. `optional` checks do not make it fail."""
+    """The result of one check. `doctor` does not fail because of an `optional` one."""
 
     name: str
     ok: bool
@@ -31,7 +31,7 @@ class DiagnosticResult(NamedTuple):
 
 
 def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
-    """Versions, model, embedder, index, store, disk and vLLM, each with what would mend it."""
+    """Check versions, model, embedder, index, store, disk and vLLM. Return the results, each with its fix."""
     checks = [
         DiagnosticResult("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         *(
@@ -61,9 +61,9 @@ def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
 
 
 def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
-    """What would stop blending in vLLM: version, plugin, model, store, or the server that `settings` name.
+    """Check what blending in vLLM needs: version, plugin, model and store, or the server that `settings` name.
 
-    Only a chosen backend that cannot work makes `doctor` fail; without vLLM, `backend="transformers"` is complete.
+    The checks are optional unless vLLM is the chosen backend: `backend="transformers"` needs no vLLM.
     """
     if settings.is_served:
         return [_check_server(settings)]
@@ -94,7 +94,7 @@ def _check_plugin(optional: bool) -> DiagnosticResult:
     from ragblend.engine.vllm.launch import plugin_problem
 
     problem, _, fix = plugin_problem().partition("; ")
-    return DiagnosticResult("vllm plugin", not problem, problem or "vLLM sees it and will load it", fix, optional)
+    return DiagnosticResult("vllm plugin", not problem, problem or "installed; vLLM will load it", fix, optional)
 
 
 def _check_architecture(settings: Settings, optional: bool) -> DiagnosticResult:
@@ -127,7 +127,7 @@ def _check_writable(settings: Settings, optional: bool) -> DiagnosticResult:
 def _check_server(settings: Settings) -> DiagnosticResult:
     from ragblend.engine.vllm.client import Connection, server_facts
 
-    fix = "ragblend serve MODEL --store DIR, on the machine the address names"
+    fix = "run ragblend serve MODEL --store DIR on the machine of this address"
     connection = Connection(settings.backend, max_retries=0)
     try:
         facts = server_facts(connection)
@@ -227,7 +227,7 @@ def _check_free_space(settings: Settings) -> DiagnosticResult:
 
 
 def _check_store_key() -> DiagnosticResult:
-    """Whether what is stored is signed, and with which key."""
+    """Return whether stored entries are signed, and with which key."""
     from ragblend.engine.store.signing import find_key, key_origin
 
     try:
@@ -235,13 +235,13 @@ def _check_store_key() -> DiagnosticResult:
     except RagblendError as error:
         return DiagnosticResult("store key", False, str(error), "ragblend init-key")
     if key is None:
-        finding = "none: KV is believed whoever wrote it to the store or the remote tier"
+        finding = "none: KV is used whoever wrote it to the store or the remote tier"
         return DiagnosticResult("store key", False, finding, "ragblend init-key", optional=True)
     return DiagnosticResult("store key", True, f"{key.id}, from {key_origin()}: KV without its signature is not used")
 
 
 def _check_remote(settings: Settings) -> DiagnosticResult:
-    """Reachable or not, and how far away; the local tiers answer either way."""
+    """Return whether the remote tier can be reached, and its latency; the local tiers work either way."""
     from ragblend.engine.store.remote.tier import open_remote
 
     assert settings.remote is not None
@@ -253,8 +253,8 @@ def _check_remote(settings: Settings) -> DiagnosticResult:
     tier.close()
     if status.latency_s is None:
         return DiagnosticResult(
-            "remote", False, status.problem, "start it, or leave --remote out: the local tiers do without it"
+            "remote", False, status.problem, "start it, or leave out --remote: the local tiers work without it"
         )
-    # A breaker belongs to a process: this one has just been made, a serving process logs when its own opens.
+    # This process's breaker is new; a server logs when its own opens.
     found = f"{status.url}: answers in {status.latency_s * 1e3:.1f} ms, breaker {status.breaker}"
     return DiagnosticResult("remote", True, found)

@@ -1,6 +1,6 @@
-"""Look after an index and a store: check every byte, repair, collect garbage, send what a remote tier lacks.
+"""Maintain an index and a store: check every byte, repair, collect garbage, send entries to a remote tier.
 
-Knows the index, the disk store and tokenizers; loads a model's weights only to repair.
+Works with the index, the disk store and tokenizers. Loads a model's weights only to repair.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ragblend.precompute import Progress, pin_document, precompute_chunks
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk
 
-_BATCH = 64  # entries deleted while nobody may add documents
+_BATCH = 64  # entries deleted per transaction, during which no document can be added
 
 
 @dataclass(slots=True)
@@ -50,26 +50,26 @@ class VerifyReport:
     """What `verify` found. `orphans` and `num_without_kv` are None where no index says which chunks are in use; a
     repair counts them again.
 
-    `damaged`: entries; `missing`: entries that were stored and are gone, by key, though none had to leave for a budget;
-    `damaged_files`: other files of the store, by their place in it. Each with the reason.
+    `damaged`: entries, by key. `missing`: entries that were stored and are gone although no budget evicted entries, by
+    key. `damaged_files`: other files of the store, by relative path. Each value is the reason.
     """
 
     checked: int = 0
     damaged: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     damaged_files: dict[str, str] = field(default_factory=dict)
-    damaged_remote: dict[str, str] = field(default_factory=dict)  # entries of a remote tier, where there is one
+    damaged_remote: dict[str, str] = field(default_factory=dict)  # entries of the remote tier
     index_problems: list[str] = field(default_factory=list)
     orphans: int | None = None
     num_without_kv: int | None = None  # indexed chunks; no damage: not every store has to hold all of them
     outdated: list[str] = field(default_factory=list)  # similar variants whose chunk has other neighbours by now
     num_repaired: int = 0
-    dropped: list[str] = field(default_factory=list)  # what `repair_store` could only remove, and how to have it again
-    unrepaired: list[str] = field(default_factory=list)  # what it could not mend, and the way out
+    dropped: list[str] = field(default_factory=list)  # removed files, and how to make them again
+    unrepaired: list[str] = field(default_factory=list)  # problems that it could not repair, and what to do
 
     @property
     def has_problems(self) -> bool:
-        """Whether anything is damaged, or missing."""
+        """True if anything is damaged, or missing."""
         found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
         return any(found)
 
@@ -107,7 +107,7 @@ def verify_store(
             report.index_problems = list(opened.find_problems())
             _compare_with_index(disk, opened, report)
     except NotFoundError:
-        pass  # a store can be used without an index, by the framework adapters
+        pass  # framework adapters use a store without an index
     except CorruptError as error:
         report.index_problems.append(str(error))
     return report
@@ -125,7 +125,7 @@ def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport
 
 
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
-    """The registry of texts, and whether the entries are there that it says were stored."""
+    """Check the registry of texts, and that the entries exist that it records as stored."""
     path = disk.root / REGISTRY_FILE
     try:
         if not path.exists():
@@ -148,9 +148,10 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
 
 
 def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress | None = None) -> int:
-    """Prefill the indexed chunks that miss their KV, mend what can be, and drop what cannot. Chunks recomputed.
+    """Prefill the indexed chunks without KV, repair what can be repaired and drop the rest. Return the number of
+    prefilled chunks.
 
-    Killed at any moment, what was not mended is found again by the next `verify`.
+    If the process is killed, the next `verify` finds what was not repaired.
     """
     disk = disk_tier(engine.store)
     if disk is not None:
@@ -177,7 +178,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
         engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
         assert disk is not None
-        disk.drop_damaged(key)  # last: killed before, it is still found
+        disk.drop_damaged(key)  # last, so that a killed repair leaves it for the next `verify`
     gone = [key for key in lost if key in stored and disk is not None and not disk.has_file(key)]
     if gone and disk is not None and not disk.has_evicted:
         report.unrepaired.append(
@@ -198,7 +199,7 @@ def drop_damaged_defaults(report: VerifyReport, store: str | Path) -> None:
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
-    """Write again what can be known, and remove the rest: pins of indexed documents, and the registry's rows."""
+    """Rewrite pins of indexed documents and sound rows of the registry; remove the other damaged files."""
     for source in index.sources():
         if disk.pin_location(source) in report.damaged_files:
             pin_document(source, engine, index)
@@ -206,7 +207,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
     for place, reason in report.damaged_files.items():
         if place == REGISTRY_FILE:
             if (known := getattr(engine, "known_chunks", None)) is not None:
-                known.close()  # it may have a file open that is gone
+                known.close()  # it may hold a removed file open
             try:
                 with open_registry(disk) as registry:
                     registry.drop_damaged()
@@ -216,7 +217,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
             except RagblendError:
                 report.unrepaired.append(reason)
                 continue
-            if not is_sound:  # SQLite's own structure is damaged, beyond what deleting rows mends
+            if not is_sound:  # SQLite's own structure is damaged, so deleting rows does not repair it
                 drop_registry(disk.root)
                 report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place]}")
             _record_stored(disk)
@@ -226,7 +227,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
 
 
 def _record_stored(disk: DiskStore) -> None:
-    """Have the registry know what is there, as it did."""
+    """Record in the registry the entries that the store holds."""
     found: dict[str, list[str]] = {}
     for header in disk.headers():
         found.setdefault(header.fingerprint, []).append(header.key)
@@ -248,7 +249,7 @@ _LOSS_MESSAGES = {
 
 
 class GcReport(NamedTuple):
-    """What `collect_garbage` removed, or would remove: that of `GcResult`, texts that are forgotten, and pins."""
+    """What `collect_garbage` removed, or would remove: the fields of `GcResult`, the registered texts and the pins."""
 
     evicted: tuple[str, ...]
     num_quarantined: int
@@ -267,11 +268,11 @@ def collect_garbage(
     *,
     kv_dir: str | None = None,
 ) -> GcReport:
-    """Remove leftovers and damaged files; with `index` also what it no longer has; then KV beyond `max_bytes`.
+    """Remove leftovers and damaged files; with `index` also entries that it does not use; then KV beyond `max_bytes`.
 
-    That is KV of chunks that are in no document, of any model and prefix, KV that was computed behind such a chunk,
-    their registered texts and the pins of their documents: whatever is not this index's. Documents may be ingested
-    meanwhile: what they bring stays.
+    Unused are, for every model and prefix: KV of chunks that no document has and KV computed after such a chunk, their
+    registered texts, and the pins of documents that are not indexed. Documents may be ingested during the run; their
+    entries are kept. Raises RagblendError if the index's tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if index is None:
@@ -310,11 +311,11 @@ def collect_garbage(
 
 
 def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _LiveChunks) -> tuple[list[str], int]:
-    """Delete what no chunk in use needs."""
+    """Delete the entries that no chunk in use needs. Return their keys and the freed bytes."""
     dropped, freed_bytes = list[str](), 0
     pending = list(_find_orphans(disk.headers(), used))
     while pending:
-        with index.write_transaction():  # what is indexed from here on finds its KV, or prefills it
+        with index.write_transaction():  # chunks indexed from here on find their KV, or prefill it
             if fresh := index.texts_since(used.generation):
                 used = used.add_texts(fresh, index.manifest.generation)
                 pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
@@ -325,7 +326,7 @@ def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _LiveChunks) -> tupl
 
 
 def _unrecord_missing(disk: DiskStore) -> None:
-    """Miss no longer what is gone. Last: killed before, it is missed until the next `gc` or repair."""
+    """Remove missing entries from the registry's record. Comes last: a killed `gc` reports them as missing."""
     if (disk.root / REGISTRY_FILE).exists():
         with open_registry(disk) as registry:
             if gone := [key for key in registry.stored() if not disk.has_file(key)]:
@@ -333,13 +334,13 @@ def _unrecord_missing(disk: DiskStore) -> None:
 
 
 def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
-    """Documents that are pinned and not indexed. A pin that somebody made by hand, of chunks that are wanted, stays."""
+    """Return the pinned documents that are not indexed, except pins of chunks in `wanted`, which were made by hand."""
     named = set(index.sources())
     return tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
 
 
 def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[str]:
-    """Keys of chunks' KV that no chunk in use needs."""
+    """Yield the keys of chunk KV that no chunk in use needs."""
     behind_prefix = (header for header in headers if header.prefix_ids)
     found = find_orphaned_keys(behind_prefix, lambda ids: None if ids in used.ids else True, used.joint)
     return (key for key, _ in found)
@@ -376,14 +377,14 @@ class _EntrySummary:
 
 
 class PushReport(NamedTuple):
-    """What `push` sent to the remote tier, what was there already, and what did not arrive."""
+    """Numbers of entries that `push` sent, that the remote tier had, that were damaged, and that did not arrive."""
 
     num_sent: int
     num_known: int
     num_damaged: int
     num_dropped: int
     sent_bytes: int
-    problem: str = ""  # why the last of those did not arrive
+    problem: str = ""  # why the last dropped entry did not arrive
     is_full: bool = False  # the remote tier has no room
 
 
@@ -392,8 +393,8 @@ def push_store(
 ) -> PushReport:
     """Send the remote tier every entry of the directory that it lacks. Interrupted, it goes on where it was.
 
-    It stops asking once the remote's breaker has opened. Raises BackendUnreachableError when the remote does not answer
-    at all.
+    It stops sending once the remote tier's breaker has opened. Raises BackendUnreachableError if the remote tier does
+    not answer at all.
     """
     status = remote.status()
     if not status.reachable:
@@ -427,7 +428,7 @@ def push_store(
 
 
 class _LiveChunks(NamedTuple):
-    """Id sequences of the chunks indexed at `generation`, and what stands between two chunks of a prompt."""
+    """Id sequences of the chunks indexed at `generation`, and the ids between two chunks of a prompt."""
 
     ids: set[tuple[int, ...]]
     joint: tuple[int, ...]
@@ -435,15 +436,15 @@ class _LiveChunks(NamedTuple):
     renderer: Renderer
 
     def add_texts(self, texts: Iterable[str], generation: int) -> _LiveChunks:
-        """These, and those of chunks that came since."""
+        """Return these chunks and those of `texts`, which were indexed later."""
         return self._replace(ids=self.ids.union(map(self.renderer.chunk_ids, texts)), generation=generation)
 
 
 def _load_live_chunks(index: ChunkIndex) -> _LiveChunks | None:
-    """What is in use, in the tokenizer the index was made with; None if that is not at hand."""
+    """Return the chunks in use, as ids of the index's tokenizer; None if the tokenizer cannot be loaded."""
     from ragblend.engine.transformers.model import load_tokenizer
 
-    made = index.manifest  # before its texts are read: what comes meanwhile comes after it
+    made = index.manifest  # read before the texts, so that texts indexed meanwhile have a later generation
     try:
         tokenizer, _ = load_tokenizer(made.tokenizer)
     except RagblendError:

@@ -1,6 +1,6 @@
-"""`ragblend serve`: vLLM's own OpenAI-compatible server with the ragblend connector, as one command.
+"""`ragblend serve`: starts vLLM's OpenAI-compatible server with the ragblend connector.
 
-Knows which settings become which vLLM flags. The process is then vLLM's; nothing of this module runs beside it.
+Maps settings to vLLM flags. The process then becomes vLLM's; nothing of this module runs afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `ragblend serve` itself takes; everything else goes to vLLM as it is."""
+    """The options of `ragblend serve` itself; all other flags are passed to vLLM."""
 
     settings: Settings = field(default_factory=Settings)
     host: str = LOOPBACK
@@ -63,9 +63,10 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server about to start: its command, and what is added to its environment: secrets, which commands show.
+    """A server to start: its command, and `environment`, which it adds because it holds secrets that commands would
+    expose.
 
-    The store needs `prefix_ids` before the start, where the command names them; () where it contains them.
+    The store must hold `prefix_ids` before the start if the command only names them; () if the command contains them.
     """
 
     command: tuple[str, ...]
@@ -76,17 +77,17 @@ class ServerCommand:
     prefix_ids: tuple[int, ...] = ()
 
     def display_command(self) -> str:
-        """The command for people: without API key, passwords and tokens, also those in vLLM's own flags."""
+        """Return the command as text, without API key, passwords and tokens, also those in vLLM's own flags."""
         settings = [f"{name}={value}" for name, value in hide_secrets(self.environment).items()]
         command = redact_command(list(self.command))
         return shlex.join(["env", *settings, *command] if settings else command)
 
 
 def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = True) -> ServerCommand:
-    """The server's command for `options`, with vLLM's own `flags` at its end.
+    """Return the server's command for `options`, with vLLM's own `flags` at its end.
 
-    Downloads the model where it is not here, and writes nothing else. Raises RagblendError for a store that `serve`
-    could not use, and where vLLM is missing or out of range, unless `check` is off.
+    Downloads the model if it is not local, and writes nothing else. Raises RagblendError if the store cannot be served,
+    and, if `check` is set, if vLLM is missing or has an unsupported version.
     """
     if check:
         require_vllm()
@@ -117,27 +118,27 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     extra, prefix_ids = transfer["kv_connector_extra_config"], tuple[int, ...]()
     store = Path(extra["store"])
     if _check_store(store, checkpoint) and extra["prefix_ids"]:
-        prefix_ids = tuple(extra.pop("prefix_ids"))  # a system text can have a thousand
+        prefix_ids = tuple(extra.pop("prefix_ids"))  # a system text may have a thousand ids
         extra["prefix"] = prefix_name(prefix_ids)
     own = ["--host", options.host, "--port", str(options.port)]
     own += ["--trust-remote-code"] if settings.trust_remote_code else []
     command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
     added = environment()
-    # Not as flags: everybody on the machine can read those.
+    # Not as flags, which every user of the machine can read.
     if options.api_key:
         added[API_KEY] = options.api_key
     if settings.remote is not None:
-        added["RAGBLEND_REMOTE"] = settings.remote  # where the connector looks for what it is not told
+        added["RAGBLEND_REMOTE"] = settings.remote  # the connector reads it there
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
     return ServerCommand(tuple(command), added, url, store, checkpoint, prefix_ids)
 
 
 def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
-    """Return True if the store at `path` can be written, or made; write nothing.
+    """Return True if the store at `path` is writable or can be made. Writes nothing.
 
-    Raises RagblendError for a store that cannot be served: one that cannot be written and lacks the note on this model,
-    or whose note on the ingestion context is damaged.
+    Raises RagblendError for a store that cannot be served: one that is not writable and has no note on this model, or
+    whose note on the ingestion context is damaged.
     """
     place = next(each for each in (path, *path.parents) if os.path.lexists(each))
     is_writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
@@ -163,7 +164,7 @@ def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
 
 
 def _check_keys(path: Path, api_key: str | None) -> None:
-    """Raise UsageError where tenants' keys would not be all that a request is judged by."""
+    """Raise UsageError if anything besides the tenants' keys would also give access to a request."""
     read_keys(path)
     if api_key or os.environ.get(API_KEY):
         raise UsageError(
@@ -176,7 +177,7 @@ def _check_keys(path: Path, api_key: str | None) -> None:
 
 
 def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
-    """Become the server. Returns only by raising."""
+    """Replace this process by the server. Returns only by raising."""
     launch = build_server_command(options, flags)
     register_model(launch.store, launch.checkpoint.fingerprint, launch.checkpoint.facts(), new_model=True)
     if launch.prefix_ids:

@@ -1,6 +1,6 @@
-"""Sign what a store holds already, and read what a remote tier holds with the same eyes.
+"""Sign the entries that a store holds, and check a remote tier's entries in the same way.
 
-Knows stores and keys. Knows no index and no model.
+Works with stores and keys. Does not depend on an index or a model.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Progress = Callable[[str, int, int | None], None]
 
 @dataclass(slots=True)
 class SignReport:
-    """What `sign_store` did. `refused`: keys of entries that are damaged, or not what they should be, with reasons."""
+    """What `sign_store` did. `refused`: entries that are damaged or of unexpected shapes, by key."""
 
     num_signed: int = 0
-    num_known: int = 0  # were signed with the key already
-    num_notes: int = 0  # on models, calibrations and machines
+    num_known: int = 0  # already signed with the key
+    num_notes: int = 0  # notes on models, calibrations and machines
     refused: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """`refused` as a count, `refused_keys` with the reasons."""
+        """Return the fields, with `refused` as a count and the reasons in `refused_keys`."""
         return {**asdict(self), "refused": len(self.refused), "refused_keys": self.refused}
 
 
@@ -44,10 +44,11 @@ def sign_store(
     progress: Progress | None = None,
     kv_dir: str | None = None,
 ) -> SignReport:
-    """Sign with `key` every entry and note of the directory that is not yet, also those that were moved aside unsigned.
+    """Sign with `key` every unsigned entry and note of the directory, also quarantined unsigned ones. Return the
+    counts.
 
-    `signed_with`: only what carries this key's signature is signed anew. Without it everything that is intact is, so
-    whoever could write there is trusted now. Interrupted, it goes on where it was.
+    With `signed_with`, only entries with this key's signature are signed. Without it every intact entry is, so the
+    caller trusts everyone who could write to the store. After an interruption, call it again.
     """
     report = SignReport()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
@@ -62,7 +63,7 @@ def sign_store(
             try:
                 times = path.stat()
                 new.put(old.read_at(path))
-                with suppress(OSError):  # it was not used just now
+                with suppress(OSError):  # keeps the entry's time of last use
                     os.utime(path.with_suffix(ENTRY_SUFFIX), ns=(times.st_atime_ns, times.st_mtime_ns))
                 report.num_signed += 1
             except FileNotFoundError:
@@ -74,7 +75,7 @@ def sign_store(
 
 
 def load_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
-    """Have entries' shapes checked against what the store notes of its models."""
+    """Make the stores check entries' shapes against the notes on the models in `disk`."""
     for fingerprint, facts in disk.models().items():
         if (shape := KVSpec.from_facts(facts)) is not None:
             disk.set_expected_spec(fingerprint, shape)
@@ -83,9 +84,9 @@ def load_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
 
 
 def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
-    """What of a remote tier's entries is damaged, or not signed as it should be: reasons by key. Reads every byte.
+    """Read every byte of a remote tier. Return the reasons by key for entries that are damaged or not properly signed.
 
-    `store`: its notes say what models' KV looks like. Raises BackendUnreachableError where the other side is away.
+    `store`: its notes describe the models' KV. Raises BackendUnreachableError if the remote tier does not answer.
     """
     status = remote.status()
     if not status.reachable:

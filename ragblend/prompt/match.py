@@ -101,10 +101,6 @@ class ChunkRun:
             ]
         return parts
 
-    def continues(self, other: ChunkRun) -> bool:
-        """Whether this is a later part of the chunk that `other`, the run before it, is a part of."""
-        return self.chunk_ids == other.chunk_ids and self.chunk_start >= other.chunk_start + other.num_tokens
-
 
 SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
 
@@ -167,7 +163,13 @@ class MatchedPrompt:
         """Return the places in `runs` of the parts of each chunk, in the order of the prompt."""
         found: list[list[int]] = []
         for place, run in enumerate(self.runs):
-            if place and run.continues(self.runs[place - 1]):
+            before = self.runs[place - 1] if place else None
+            # A later part of the chunk that the run before it is a part of.
+            if (
+                before is not None
+                and run.chunk_ids == before.chunk_ids
+                and run.chunk_start >= before.chunk_start + before.num_tokens
+            ):
                 found[-1].append(place)
             else:
                 found.append([place])

@@ -120,12 +120,15 @@ class Renderer:
         """
         if not prompt.is_chat:
             return self.render_text(prompt.messages[0].content)
-        if not self._knows_tools:
-            prompt = tools_as_text(prompt) if prompt.tools else without_tool_turns(prompt)
+        if self._own_call_format is None:
+            if prompt.tools:
+                prompt = tools_as_text(prompt)
+            elif any(message.role == "tool" or message.calls for message in prompt.messages):
+                prompt = without_tool_turns(prompt)
         refusal: UsageError | None = None
         for messages in _arrangements(prompt):
             try:
-                return self.render_turns([_turn(message) for message in messages], prompt.tools)
+                return self._render([_turn(message) for message in messages], prompt.tools).ids
             except UsageError as error:
                 refusal = refusal or error
         assert refusal is not None
@@ -302,10 +305,6 @@ class Renderer:
 
         return self.calls.without_control_tokens(show)
 
-    @property
-    def _knows_tools(self) -> bool:
-        return self._own_call_format is not None
-
     @cached_property
     def _own_call_format(self) -> CallFormat | None:
         """As the template writes calls; None where it knows no tools, or writes arguments otherwise than as JSON."""
@@ -451,11 +450,13 @@ def _arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
     Calls with ids of nine letters (Mistral); neighbours of one role as one (Gemma, Mistral); the system text at the
     front of the first user turn, or in its place.
     """
-    messages = _with_tool_names(prompt.messages)
-    yield messages
-    if any(message.calls or message.call_id for message in messages):
-        yield _with_short_call_ids(messages)
+    if any(message.calls or message.role == "tool" for message in prompt.messages):
+        named = _with_tool_names(prompt.messages)
+        yield named
+        yield _with_short_call_ids(named)
         return
+    messages = prompt.messages
+    yield messages
     merged: list[Message] = []
     for message in messages:
         if merged and merged[-1].role == message.role:

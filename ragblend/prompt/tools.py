@@ -185,8 +185,6 @@ def without_tool_turns(prompt: Prompt) -> Prompt:
     What tools returned stands, after a blank line each, before the question that they were called for, where a model
     expects its documents. Turns without text are left out.
     """
-    if not any(message.role == "tool" or message.calls for message in prompt.messages):
-        return prompt
     turns: list[tuple[str, list[str]]] = []
     num_results = 0  # of the last user turn, at its front
     for message in prompt.messages:

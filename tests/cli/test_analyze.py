@@ -74,7 +74,7 @@ def test_lines_without_a_request_are_named_and_the_rest_is_analysed(run: Command
     facts = run.facts("analyze", "b.jsonl")
     assert (facts["num_requests"], facts["num_skipped"]) == (30, 3)
     assert facts["skipped"][0].startswith("b.jsonl:31: no JSON")
-    assert "3 lines hold no request: b.jsonl:31" in run("analyze", "b.jsonl")[1]
+    assert "3 lines have no request: b.jsonl:31" in run("analyze", "b.jsonl")[1]
 
 
 def test_a_profile_gives_seconds(run: CommandRunner) -> None:

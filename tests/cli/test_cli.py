@@ -137,7 +137,7 @@ def test_chat_answers_every_line_until_an_empty_one(run, questions, monkeypatch,
 
 @pytest.mark.parametrize("condense", [None, "--condense", "--no-condense"])
 def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, monkeypatch, condense):
-    """The embedded model cannot rephrase: it is not asked to unless told, and what it then writes is searched for."""
+    """The embedded model cannot rewrite: it is not asked to unless told, and what it then writes is searched for."""
     asked = [questions[0]["question"], "And where is that?"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
     flags = [condense] if condense else []
@@ -145,7 +145,7 @@ def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, m
     assert code == 0
     shown = [line.removeprefix("searching for: ") for line in err.splitlines() if line.startswith("searching for: ")]
     assert len(shown) == (condense == "--condense")
-    assert ("cannot rephrase" in err) == (condense is None)
+    assert ("cannot rewrite" in err) == (condense is None)
     searched = shown[0] if shown else asked[1]
     found = run("search", searched, "-k", "2", "--store", "s")[1]
     assert found.strip() in out
@@ -212,7 +212,9 @@ def test_an_error_names_the_variable_of_a_setting_that_its_command_has_no_flag_f
 )
 def test_workers_are_a_number_here_or_on_a_ray_cluster(text, expected):
     if expected is None:
-        with pytest.raises(UsageError, match=f"--workers is '{text}'; choose their number, as in 4, or ray:4"):
+        with pytest.raises(
+            UsageError, match=f"--workers is '{text}'; choose a number of processes, such as 4, or ray:4"
+        ):
             parse_workers(text)
     else:
         assert parse_workers(text) == expected
@@ -395,7 +397,7 @@ def test_doctor_names_what_is_missing_and_the_way_out(run):
     code, out, _ = run("doctor", "--model", "./nowhere", *PLACE)
     assert code == 1
     assert "NO  model" in out
-    assert "to mend, model: choose another --model" in out
+    assert "to fix, model: choose another --model" in out
 
 
 @pytest.fixture
@@ -422,7 +424,7 @@ def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(d
     code, out, _ = run("ingest", "..", *place)
     assert code == 0
     assert f"gone: {docs}/r.jsonl#1, {docs}/a.md" in out
-    assert "2 KV caches of what is changed or gone removed" in out
+    assert "2 KV caches of changed or removed documents removed" in out
     stats = run.facts("stats", *place)
     assert stats["sources"] == [f"{docs}/r.jsonl#0", f"{docs}/sub/b.md"]
     assert stats["num_stored_chunks"] == 2

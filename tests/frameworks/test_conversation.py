@@ -59,7 +59,7 @@ def test_the_first_question_and_one_that_the_model_cannot_rephrase_are_searched_
 ) -> None:
     assert ChatSession(engine).condense(QUESTION) == QUESTION
     endless = tiny_engine()
-    endless.stop_ids = frozenset  # type: ignore[method-assign]  # a random model that never comes to an end
+    endless.stop_ids = frozenset()  # a random model that never comes to an end
     session = ChatSession(endless)
     ask(session, CHUNKS, QUESTION)
     assert session.condense(FOLLOW_UP) == FOLLOW_UP

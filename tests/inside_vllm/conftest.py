@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,19 @@ sys.path.append(str(Path(__file__).parents[1]))  # the independent CacheBlend li
 
 from harness import SIZES
 from tiny_models import FAMILIES, make_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _models_are_inspected_here() -> Iterator[None]:
+    """To look at a model's class, vLLM starts a process that imports vLLM, 20 s for each class: it must not initialize
+    CUDA in this one. On a CPU there is nothing to initialize, and an engine here loads the class afterwards anyway."""
+    from vllm.model_executor.models import registry
+
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py does: an engine that stops collects garbage, in a million objects of vLLM's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
 
 
 @pytest.fixture(scope="session")

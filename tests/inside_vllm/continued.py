@@ -20,11 +20,12 @@ class Continued(Reference):
         self._alone: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
 
     def alone(self, behind: list[int], ids: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """As in Reference, computed once."""
-        key = (len(behind), *behind, *ids)
-        if key not in self._alone:
-            self._alone[key] = super().alone(behind, ids)
-        return self._alone[key]
+        """As in Reference, computed once: what stands behind tokens changes nothing of theirs."""
+        wanted = (*behind, *ids)
+        known = next((known for known in self._alone if known[: len(wanted)] == wanted), wanted)
+        if known not in self._alone:
+            self._alone[known] = self.compute_alone([], list(wanted))
+        return [(k[len(behind) : len(wanted)], v[len(behind) : len(wanted)]) for k, v in self._alone[known]]
 
     def blended(
         self,
@@ -44,6 +45,8 @@ class Continued(Reference):
             read = global_layers or range(self.num_layers)
             result = self.blend(parts, {0: ratio}, rule, read=read, question=question, carry=RULES[rule].drift_gain)
         elif rule == "random":
+            for part in parts:
+                self.alone(part.behind, part.ids)  # whole, for the single tokens that it is then cut into
             result = self.blend(forced(parts, set(selected)), {1: 0.0})
         else:
             layer = global_layers[0] if global_layers else 1

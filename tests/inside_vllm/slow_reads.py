@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized
@@ -13,12 +14,10 @@ Get = Callable[..., Any]
 
 
 class SlowEntry:
-    """A chunk on a disk that takes `read_s` seconds for each layer; tells `note` when each was read."""
+    """A chunk on a disk that takes as long as `wait` for each layer."""
 
-    def __init__(
-        self, kv: ChunkKV, read_s: float, damaged_at: int | None = None, note: Callable[[float, float], Any] = max
-    ) -> None:
-        self._kv, self._read_s, self._damaged_at, self._note = kv, read_s, damaged_at, note
+    def __init__(self, kv: ChunkKV, wait: Callable[[], None], damaged_at: int | None = None) -> None:
+        self._kv, self._wait, self._damaged_at = kv, wait, damaged_at
 
     @property
     def header(self) -> KVHeader:
@@ -32,13 +31,10 @@ class SlowEntry:
         return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:
-        start_s = time.perf_counter()
-        time.sleep(self._read_s)
+        self._wait()
         if index == self._damaged_at:
             raise DamagedEntryError(self.header.key, "flipped")
-        stored = self._kv.stored_layer(index)
-        self._note(start_s, time.perf_counter())
-        return stored
+        return self._kv.stored_layer(index)
 
 
 def emptied(store: Any) -> Any:
@@ -66,7 +62,7 @@ class LagExtension:
         def slowly(key: str, token_ids: Any = None) -> Any:
             kv = get(key, token_ids)
             at = damaged_at if kv is not None and kv.header.num_tokens == damaged_tokens else None
-            return None if kv is None else SlowEntry(kv, read_s, at)
+            return None if kv is None else SlowEntry(kv, partial(time.sleep, read_s), at)
 
         if self.rank == rank:
             disk.get = slowly

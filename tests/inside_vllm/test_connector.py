@@ -13,7 +13,7 @@ from ragblend.engine.vllm.connector import BlendConnector, BlendReports, Connect
 from ragblend.engine.vllm.metrics import COUNTERS, BlendStats
 from ragblend.errors import UsageError
 
-pytestmark = [pytest.mark.smoke, pytest.mark.v2_runner]
+pytestmark = pytest.mark.smoke
 
 
 def test_settings_are_read_from_json_values():

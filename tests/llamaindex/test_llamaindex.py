@@ -27,7 +27,7 @@ from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
-from ragblend.frameworks.model import ChunkNotReusedError, precompute_and_register
+from ragblend.frameworks.model import ChunkNotReusedError
 from ragblend.llamaindex import (
     BlendIndexRetriever,
     BlendIngestion,
@@ -36,6 +36,7 @@ from ragblend.llamaindex import (
     BlendSynthesizer,
     delete_ref_doc,
 )
+from ragblend.precompute import precompute_documents
 from ragblend.prompt.render import Renderer
 
 TEXTS = [
@@ -50,7 +51,7 @@ QUESTION = "Who repairs the lamp?"
 @pytest.fixture
 def llm(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> BlendLLM:
     engine = tiny_engine(renderer=chat_renderer)
-    precompute_and_register(TEXTS, engine)
+    precompute_documents(TEXTS, engine)
     return BlendLLM(engine=engine, max_tokens=6)
 
 
@@ -278,7 +279,7 @@ def test_a_copy_of_the_llm_answers_as_the_llm_and_shares_its_engine(copied: Any,
     llm = BlendLLM(
         model="demo", store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, recompute_ratio=0.5
     )
-    precompute_and_register(TEXTS, llm)
+    precompute_documents(TEXTS, llm)
     other = copied(llm)
     assert other.engine is llm.engine
     assert (other.max_tokens, other.recompute_ratio, other.engine_options) == (4, 0.5, {"memory_gib": 1})

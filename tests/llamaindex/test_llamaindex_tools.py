@@ -15,8 +15,8 @@ from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.frameworks.model import precompute_and_register
 from ragblend.llamaindex import BlendLLM
+from ragblend.precompute import precompute_documents
 from ragblend.prompt.render import Renderer
 
 A = "The lighthouse on Gull Rock was built long ago, in 1872."
@@ -48,7 +48,7 @@ def search(about: Literal["lamp", "logbook"]) -> str:
 @pytest.fixture
 def llm(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> BlendLLM:
     engine = tiny_engine(renderer=chat_renderer)
-    precompute_and_register([A, B], engine)
+    precompute_documents([A, B], engine)
     return BlendLLM(engine=engine, max_tokens=300)
 
 

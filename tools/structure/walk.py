@@ -1,4 +1,4 @@
-"""The files and functions of ragblend that a warm `BlendLLM.invoke` passes.
+"""The files and functions of ragblend that a warm `ChatBlend.invoke` passes, with the default rule.
 
     python -m tools.structure.walk [--json]
 
@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 import ragblend
-from ragblend import BlendLLM
+from ragblend import ChatBlend
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.loop import EngineLoop
 from ragblend.precompute import precompute_documents
@@ -30,10 +30,16 @@ PACKAGE = Path(ragblend.__file__).parent
 def walk(call: Callable[[], object], loop: EngineLoop) -> dict[str, list[str]]:
     """The functions that `call` enters, here and in the engine's `loop`, in order, by their file."""
     seen: dict[str, list[str]] = {}
+    is_called = False
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and not code.co_name.startswith("<"):
+        if (
+            is_called
+            and event == "call"
+            and code.co_filename.startswith(str(PACKAGE))
+            and not code.co_name.startswith("<")
+        ):
             functions = seen.setdefault(str(Path(code.co_filename).relative_to(PACKAGE)), [])
             if code.co_qualname not in functions:
                 functions.append(code.co_qualname)
@@ -42,8 +48,10 @@ def walk(call: Callable[[], object], loop: EngineLoop) -> dict[str, list[str]]:
     loop.call(lambda: sys.setprofile(note))
     sys.setprofile(note)
     try:
+        is_called = True
         call()
     finally:
+        is_called = False
         sys.setprofile(None)
         loop.call(lambda: sys.setprofile(None))
         threading.setprofile(None)
@@ -54,7 +62,7 @@ def blended_call() -> dict[str, list[str]]:
     """`walk` of the third call of one chain: by then models are loaded and chunks are in memory."""
     chunks = [chunk for record in sample_corpus().records[:1] for chunk in record.chunks[:3]]
     with tempfile.TemporaryDirectory() as store:
-        llm = BlendLLM(model="demo", store=store, max_tokens=1)
+        llm = ChatBlend(model="demo", store=store, max_tokens=1)
         precompute_documents(chunks, llm)
         prompt = "\n\n".join([*chunks, "Who works there?"])
         for _ in range(2):

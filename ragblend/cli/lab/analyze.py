@@ -1,4 +1,5 @@
-"""`ragblend analyze`: read logs, say what prefix caching and blending would save. Nothing leaves the machine."""
+"""`ragblend analyze`: read request logs and print what prefix caching and blending would save. Sends nothing to other
+machines."""
 
 from __future__ import annotations
 
@@ -32,25 +33,30 @@ def analyze(
     ],
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Counts tokens and KV as this model does. Without it tokens are estimated."),
+        typer.Option(
+            "--model",
+            help="Count tokens and KV bytes with this model. Default: tokens are estimated from the characters.",
+        ),
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option("--profile", metavar="FILE", help="Times of a machine: a file of `ragblend profile --json`."),
+        typer.Option("--profile", metavar="FILE", help="Times of a machine, written by `ragblend profile --json`."),
     ] = None,
     ratio: Annotated[
-        float | None, typer.Option("--ratio", help="Share of the stored tokens that blending recomputes; the rule's.")
+        float | None,
+        typer.Option("--ratio", help="Share of the stored tokens that blending recomputes. Default: the rule's."),
     ] = None,
     show_texts: Annotated[
-        bool, typer.Option("--show-texts", help="Print the first words of the top chunks; else only hashes.")
+        bool,
+        typer.Option("--show-texts", help="Print the first words of the most repeated chunks. Default: only hashes."),
     ] = False,
     plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Read logged requests: what prefix caching and blending would save, and how large a store that takes.
+    """Read logged requests and print what prefix caching and blending would save, and how large a store that takes.
 
     A line looks like {"messages": [{"role": "user", "content": "Who signed?"}]} or {"prompt": "Who signed?"}. Lines are
-    in the order in which the requests were sent. Where a log has the bodies in a field: jq -c .body log.jsonl
+    in the order in which the requests were sent. If a log has the bodies in a field: jq -c .body log.jsonl
     """
     from ragblend.lab.plots import check_plot, plot_analysis
 
@@ -108,7 +114,7 @@ def _config(settings: Settings, model: str | None, profile: str | None, ratio: f
 
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:
-    """Return the lines of text about an analysis."""
+    """Return the text for an analysis's facts."""
     estimated = found["tokens_are_estimated"]
     by = "estimated from the characters; --model counts them" if estimated else f"by {found['tokens_by']}"
     lines = [
@@ -116,9 +122,9 @@ def lines_of(found: Mapping[str, Any]) -> list[str]:
         f"({by})",
     ]
     if found["num_skipped"]:
-        lines.append(f"{found['num_skipped']} lines hold no request: {join_names(found['skipped'])}")
+        lines.append(f"{found['num_skipped']} lines have no request: {join_names(found['skipped'])}")
     if found["num_media"]:
-        lines.append(f"{found['num_media']} images, files or sounds, whose tokens are not counted")
+        lines.append(f"{found['num_media']} images, files or sounds; their tokens are not counted")
     shares = found["shares"]
     return [
         *lines,

@@ -1,7 +1,7 @@
-"""`ragblend bench ttft | throughput | load | ingest | quality`: parse, run one benchmark, print.
+"""`ragblend bench ttft | throughput | load | ingest | quality`: parse the options, run one benchmark, print.
 
-Options are the fields of the benchmark's configuration (`bench.common.configs`). Nothing heavy is imported before a
-command runs.
+Options are the fields of the benchmark's configuration (`bench.common.configs`). A command imports its benchmark when
+it runs, because importing torch is slow.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from ragblend.lab.bench.common.configs import (
 )
 
 bench_app = typer.Typer(
-    help="Measure, side by side in one process.", cls=FullHelpGroup, no_args_is_help=True, rich_markup_mode=None
+    help="Compare modes by measuring them in one process.",
+    cls=FullHelpGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
 def options_of(config: type[BenchConfig]) -> list[Parameter]:
-    """A keyword parameter for typer per field of `config`."""
+    """Return one keyword parameter for typer per field of `config`."""
     found: list[Parameter] = []
     defaults: dict[str, Any] = {each.name: each.default for each in fields(config)}
     for name, (kind, option) in get_options(config).items():
@@ -51,7 +54,7 @@ C = TypeVar("C", bound=BenchConfig)
 
 
 def config_from(config: type[C], values: Mapping[str, Any]) -> C:
-    """`config` of the values that the command line gave for `options_of` it."""
+    """Return a `config` with the values that the command line gave for its options."""
     given = {}
     for name, (kind, _) in get_options(config).items():
         value = values[name]
@@ -72,7 +75,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
 
 
 def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
-    """The benchmark's command: runs `bench_NAME` of `ragblend.lab.bench.NAME`, or of its module in `_MODULES`."""
+    """Add a benchmark's command: it calls `bench_NAME` of `ragblend.lab.bench.NAME`, or of its module in `_MODULES`."""
     name = config.__name__.removesuffix("Config").lower()
 
     def command(*, json_: bool, plot: str | None = None, **values: Any) -> None:
@@ -87,7 +90,7 @@ def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
             print_json(facts)
 
     parameters = [*options_of(config), *more, _parameter("json_", JsonOption, False)]
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # read by typer
     command.__annotations__ = {}
     bench_app.command(name, help=help)(command)
 
@@ -97,30 +100,30 @@ _PLOT = _parameter("plot", PlotOption, None)
 
 add(
     TtftConfig,
-    "Time to first token in the four modes: lookup + load + fuse + first token, warm-up outside, medians.",
+    "Measure time to first token in the four modes: medians of lookup + load + fusion + first token after a warm-up.",
     _PLOT,
 )  # fmt: skip
 add(
     ThroughputConfig,
-    """Requests per second at equal TTFT in vLLM: Poisson arrivals at rising rates, blend, full and prefix caching.
+    """Measure requests per second at equal TTFT in vLLM: blend, full, prefix caching; Poisson arrivals, rising rates.
 
-    The defaults take under ten minutes on one idle CPU core. A rate costs at least its requests' prefills, so a larger
-    shape, or more and longer chunks, take longer in proportion; so do low rates.
+    The defaults take under ten minutes on one idle CPU core. A larger shape, more or longer chunks and low rates take
+    longer.
     """,
     _PLOT,
 )  # fmt: skip
 add(
     LoadConfig,
-    "Blend from disk against blend from memory, page cache dropped, on both sides of T_load = T_recompute.",
+    "Measure blend from disk and from memory, page cache dropped, on both sides of T_load = T_recompute.",
     _PLOT,
 )  # fmt: skip
 add(
     IngestConfig,
-    "Ingestion to disk against the engine's own prefill of the same chunks; and a second run that knows them all.",
+    "Measure ingestion to disk and prefill of the same chunks, then ingestion of stored chunks.",
 )  # fmt: skip
 add(
     QualityConfig,
-    """How close answers from fused KV are to full prefill's on your model and questions, and how good they are.
+    """Measure, on your model and questions, how close answers from fused KV are to full prefill's, and how good.
 
     Questions come from a file ({question, answers, passages}, JSON or JSONL; LongBench's {input, context, answers}),
     from the checkout's data/questions (musique, nq), or from the sample corpus (demo).

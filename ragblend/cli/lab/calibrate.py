@@ -1,4 +1,4 @@
-"""`ragblend calibrate`: parse, fit, print the curve. JSON or text on stdout, progress on stderr."""
+"""`ragblend calibrate`: parse the options, fit, print the curve. JSON or text on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -38,30 +38,33 @@ def calibrate(
     questions: Annotated[
         str | None,
         typer.Option(
-            "--questions", metavar="FILE", help="One question per line; without it they are made of the chunks."
+            "--questions",
+            metavar="FILE",
+            help="File with one question per line. Default: questions are generated from the chunks.",
         ),
     ] = None,
     num_questions: Annotated[int, typer.Option("--num-questions", help="Questions to fit on.")] = 60,
-    held_out: Annotated[int, typer.Option("--num-held-out", help="Others to check the prediction with.")] = 0,
+    held_out: Annotated[int, typer.Option("--num-held-out", help="Other questions, to check the prediction with.")] = 0,
     target: Annotated[
-        float, typer.Option("--target", help="Share of first tokens to be full prefill's, with 95 % confidence.")
+        float,
+        typer.Option("--target", help="Share of first tokens that must equal full prefill's, with 95 % confidence."),
     ] = 0.9,
     rules: Annotated[str | None, typer.Option("--rules", help="Rules to compare, comma-separated.")] = None,
-    ratios: Annotated[str | None, typer.Option("--ratios", help="Shares to measure besides 0 and 1.")] = None,
-    save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the calibration in the store.")] = True,
+    ratios: Annotated[str | None, typer.Option("--ratios", help="Ratios to measure in addition to 0 and 1.")] = None,
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Save the calibration in the store.")] = True,
     plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Find the recompute ratio at which your questions get full prefill's first token; the engine then uses it.
+    """Find the recompute ratio at which your questions get full prefill's first token, for engines on the store to use.
 
-    Other settings of `ragblend ask` are given as RAGBLEND_NAME or in ragblend.toml, as ingestion had them.
+    Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, with the values of the ingestion.
     """
     if settings.is_served:
         raise UsageError(
-            f"{redact(settings.backend)} shows no distributions to compare; calibrate on the machine that has its "
-            "store, with --store: the server takes the calibration from there"
+            f"{redact(settings.backend)} exposes no distributions to compare; calibrate on the machine that has its "
+            "store, with --store: the server reads the calibration from there"
         )
-    settings = replace(settings, backend="transformers")  # vLLM uses the calibration, too
+    settings = replace(settings, backend="transformers")  # vLLM also uses the calibration
     from ragblend.lab import calibrate as fitting
     from ragblend.lab.plots import check_plot
 
@@ -100,7 +103,7 @@ def calibrate(
 
 
 def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> list[str]:
-    """Those of the file, or some that are made of the chunks: for the embedded model in the forms that it knows."""
+    """Return the questions of file `named`, or `count` generated ones; in the embedded model's forms for that model."""
     from ragblend.lab.calibrate import generate_questions, read_questions
 
     if named is not None:
@@ -123,7 +126,7 @@ def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> 
 
 
 def facts_of(run: CalibrationRun, model: str, questions: str | None) -> dict[str, Any]:
-    """The calibration as plain JSON values, with the machine that it was measured on."""
+    """Return the calibration as JSON values, with a description of the machine."""
     from ragblend.lab.bench.common.hardware import hardware_card
 
     calibration, held = run.calibration, run.held_out
@@ -151,7 +154,7 @@ def facts_of(run: CalibrationRun, model: str, questions: str | None) -> dict[str
 
 
 def lines_of(run: CalibrationRun) -> list[str]:
-    """The same for people: what was chosen, the curve of each rule, the check."""
+    """Return the text for a calibration: the chosen ratio, the curve of each rule and the check on other questions."""
     calibration, best = run.calibration, run.calibration.fits[0]
     lines = [
         f"{calibration.num_questions} questions ({calibration.retrieval}), target {calibration.target:g}: "

@@ -1,4 +1,4 @@
-"""`ragblend explain`: one prompt, token by token. Parse, retrieve, compare, print."""
+"""`ragblend explain`: compare one prompt's tokens. Parse the options, retrieve, compare, print."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ragblend.redaction import redact
 )
 def explain(
     settings: Settings,
-    question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
+    question: Annotated[str, typer.Argument(help="Question to answer from the ingested documents.")],
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page, one FILE.html.")] = None,
     png: Annotated[str | None, typer.Option("--png", metavar="FILE", help="Write a picture, FILE.png.")] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Show what blending did to a prompt, token by token, and the answer beside full prefill's.
+    """Show the state of each of a prompt's tokens after blending, and the answer compared with full prefill's.
 
-    Other settings of `ragblend ask` are given as RAGBLEND_NAME or in ragblend.toml, as ingestion had them.
+    Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, with the values of the ingestion.
     """
     if settings.backend != "transformers":
         raise UsageError(
-            f"explain compares the KV itself, which {redact(settings.backend)} keeps; set RAGBLEND_BACKEND=transformers"
+            f"explain compares KV, which {redact(settings.backend)} does not expose; set RAGBLEND_BACKEND=transformers"
         )
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.explain import explain as explain_prompt

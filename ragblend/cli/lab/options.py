@@ -1,4 +1,4 @@
-"""Options that several commands of the lab have."""
+"""Options that several lab commands share."""
 
 from __future__ import annotations
 

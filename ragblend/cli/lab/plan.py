@@ -1,4 +1,4 @@
-"""`ragblend profile` measures this machine; `ragblend plan` chooses a storage by the profile."""
+"""`ragblend profile` measures this machine; `ragblend plan` chooses a storage with the profile."""
 
 from __future__ import annotations
 
@@ -25,35 +25,29 @@ if TYPE_CHECKING:
     from ragblend.lab.profile import ProfileConfig
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(profile)
-    app.command()(plan)
-
-
 @with_settings("model store remote backend dtype")
 def profile(
     settings: Settings,
-    chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks of the longest prompt that is timed.")] = 6,
+    chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks of the longest prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
-    repeats: Annotated[int, typer.Option("--repeats", help="Each time is the median of so many.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", help="Measurements per time; the median counts.")] = 3,
     vllm_options: VllmOptions = None,
     threads: ThreadsOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Time the model and the store's disk, and the remote tier if one is set; requests follow what was found.
+    """Time the model, the store's disk and the remote tier, if one is set. Requests then follow these times.
 
-    With `--backend vllm` in vLLM, as `ragblend serve` runs it; each backend follows its own times. Other settings are
-    given as RAGBLEND_NAME or in ragblend.toml.
+    `--backend vllm` measures in vLLM, as `ragblend serve` runs it; each backend uses its own times. Set other settings
+    through RAGBLEND_NAME or in ragblend.toml.
     """
     set_num_threads(threads)
     if settings.is_served:
         raise UsageError(
-            f"backend is {redact(settings.backend)!r}, but a profile is of this machine; run ragblend profile "
+            f"backend is {redact(settings.backend)!r}, but a profile describes this machine; run ragblend profile "
             "on the server's machine, where its store is: --backend vllm, or transformers"
         )
     if settings.backend == "vllm" and threads is not None:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else vLLM binds threads of its own choice
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else vLLM chooses and binds the threads
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.tuning.machine import write_profile
     from ragblend.lab.profile import ProfileConfig, measure_machine
@@ -75,24 +69,27 @@ def plan(
     storage: Annotated[
         list[str],
         typer.Option(
-            "--storage", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 takes the speed measured."
+            "--storage", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 uses the measured speed."
         ),
     ],
     profile: Annotated[
-        str, typer.Option("--profile", metavar="FILE", help="Times of a machine: a file of `ragblend profile --json`.")
+        str, typer.Option("--profile", metavar="FILE", help="Times of a machine, written by `ragblend profile --json`.")
     ],
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     ratio: Annotated[
-        float | None, typer.Option("--ratio", help="The least ratio that answers well; without it the rule's.")
+        float | None, typer.Option("--ratio", help="Smallest recompute ratio with good answers. Default: the rule's.")
     ] = None,
-    rule: Annotated[str, typer.Option("--rule", help="A rule with a probe waits for most KV.")] = "auto",
+    rule: Annotated[
+        str, typer.Option("--rule", help="Selection rule. One with a probe waits for most of the KV.")
+    ] = "auto",
     usd_per_hour: Annotated[
-        float | None, typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even.")
+        float | None,
+        typer.Option("--usd-per-hour", help="Price of the machine that prefills; used for the break-even."),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Which storage is the cheapest that adds no delay, what 1,000 chunks cost there, and when reuse pays them back."""
+    """Choose the cheapest storage that adds no delay; print what 1,000 chunks cost there and when reuse repays it."""
     from ragblend.engine.fusion.rules import find_rule
     from ragblend.lab.plan import WorkloadSpec, parse_storage, read_profile
     from ragblend.lab.plan import plan as make_plan
@@ -113,21 +110,21 @@ def plan(
 def _open_to_measure(
     settings: Settings, effort: ProfileConfig, vllm_options: dict[str, Any]
 ) -> AbstractContextManager[TransformersEngine | VllmEngine]:
-    """Return the engine whose times are measured."""
+    """Return the engine that is measured. Raises UsageError if vLLM options are given for another backend."""
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.profile import open_vllm_for_profile
 
     if settings.backend == "vllm":
         return open_vllm_for_profile(settings, effort, vllm_options)
     if vllm_options:
-        raise UsageError("--vllm-options go with --backend vllm")
+        raise UsageError("--vllm-options needs --backend vllm")
     engine = open_engine(settings, new_model=True)
     assert isinstance(engine, TransformersEngine)
     return engine
 
 
 def profile_lines(profile: MachineProfile) -> list[str]:
-    """Return the lines of text about a profile."""
+    """Return the text for a profile."""
     times = ", ".join(f"{tokens:.0f} tokens {seconds:.3g} s" for tokens, seconds in profile.prefill_s)
     shares = ", ".join(f"{ratio:.0%} {share:.1%}" for ratio, share in profile.shares)
     tiers = ", ".join(f"{name} {speed / 1e9:.3g} GB/s" for name, speed in profile.bytes_per_s.items())
@@ -135,7 +132,7 @@ def profile_lines(profile: MachineProfile) -> list[str]:
 
 
 def plan_lines(plan: StoragePlan) -> list[str]:
-    """Return the plan as a table, cheapest device first, and the answer."""
+    """Return the text for a plan: a table of the storages, cheapest first, and the chosen one."""
     need, cheapest = plan.need, plan.chosen
     lines = [
         f"{need.num_chunks} chunks x {need.chunk_tokens} tokens, ratio {need.ratio:.0%}; full prefill takes "

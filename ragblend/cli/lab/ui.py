@@ -1,4 +1,4 @@
-"""`ragblend ui`: a page on this machine to drop documents on and ask."""
+"""`ragblend ui`: a page on this machine to drop documents on and ask questions."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ if TYPE_CHECKING:
 )
 def ui(
     settings: Settings,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; others can reach any but this.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8765,
+    host: Annotated[
+        str,
+        typer.Option("--host", help="Address to listen on. Other machines can reach every address except the default."),
+    ] = ("127.0.0.1"),
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any free port.")
+    ] = 8765,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
-    """Open a page: drop documents, ask, and see the four modes side by side and what became of every token.
+    """Open a page: drop documents, ask, and compare the four modes' answers and the state of every token.
 
-    Other settings of `ragblend ingest` and `ragblend ask` are given as RAGBLEND_NAME or in ragblend.toml.
+    Set other settings of `ragblend ingest` and `ragblend ask` through RAGBLEND_NAME or in ragblend.toml.
     """
     from ragblend.lab.ui.app import serve
 
-    def open_(job: UiJob) -> tuple[Engine, ChunkIndex]:
+    def open_both(job: UiJob) -> tuple[Engine, ChunkIndex]:
         engine = open_engine(settings, new_model=True)
         try:
             index = open_settings_index(settings, engine, create=True)
@@ -44,4 +47,4 @@ def ui(
             raise
         return engine, index
 
-    serve(settings, open_, retrieve, host=host, port=port, browser=browser, notify=print_message)
+    serve(settings, open_both, retrieve, host=host, port=port, browser=browser, notify=print_message)

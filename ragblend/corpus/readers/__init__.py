@@ -1,1 +1,1 @@
-"""One module per format: bytes -> the texts in them. `formats` lists which reader reads which file."""
+"""Readers, one module per format: each returns the texts in a file's bytes. `formats` assigns readers to files."""

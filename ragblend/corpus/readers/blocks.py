@@ -1,4 +1,4 @@
-"""The text of a document while it is read: blocks that one blank line separates, and the marks in them."""
+"""Builds a document's text: blocks with one blank line between two, and their marks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TextBlocks:
         self._new_pages: list[str] = []
 
     def add(self, block: str) -> None:
-        """Append a block. Blank ones are left out."""
+        """Append a block. A blank one is left out."""
         block = _LINE_BREAKS.sub("\n", block).strip("\n").rstrip()
         if not block.strip():
             return
@@ -33,7 +33,7 @@ class TextBlocks:
         self._blocks.append(block)
 
     def add_heading(self, words: str, level: int) -> None:
-        """Append a heading as a Markdown line, with its mark. Blank ones are left out."""
+        """Append a heading as a Markdown line, with its mark. A blank one is left out."""
         words = one_line(words)
         if words:
             level = min(max(level, 1), MAX_HEADING_LEVEL)
@@ -41,7 +41,7 @@ class TextBlocks:
             self.add(f"{'#' * level} {words}")
 
     def mark_heading(self, words: str, level: int) -> None:
-        """Mark the next block as a heading, or as what a heading that is not in the text stands over."""
+        """Mark the next block as a heading, or as the beginning of the text below a heading that is not in the text."""
         self._place_pages(self._next_offset())
         self.marks.append(Mark(self._next_offset(), "heading", words, level))
 
@@ -50,7 +50,7 @@ class TextBlocks:
         self._new_pages.append(value)
 
     def add_text(self, text: str, marks: Iterable[Mark]) -> None:
-        """Append a text that another reader made, with its marks."""
+        """Append a text from another reader, with its marks."""
         if not text.strip():
             return
         start = self._next_offset()
@@ -60,7 +60,7 @@ class TextBlocks:
         self._num_chars = start + len(text)
 
     def build(self) -> tuple[str, tuple[Mark, ...]]:
-        """The joined text and its marks. Pages without text have a mark at the offset of what follows them."""
+        """Return the joined text and its marks. A page without text has its mark at the offset of the next text."""
         self._place_pages(self._num_chars)
         return "\n\n".join(self._blocks), tuple(self.marks)
 
@@ -73,7 +73,7 @@ class TextBlocks:
 
 
 def one_line(text: str) -> str:
-    """`text` with every run of white space as one space, as in a heading or a table's cell.
+    """Return `text` with every run of white space as one space, as in a heading or a table's cell.
 
     >>> one_line(" Wood\\n Duck ")
     'Wood Duck'
@@ -82,7 +82,7 @@ def one_line(text: str) -> str:
 
 
 def table_row(cells: Sequence[str]) -> str:
-    """The line of a table's row; empty cells at its end are left out.
+    """Return the line of a table's row, without empty cells at its end.
 
     >>> table_row(["M8", "", "40\\nNm", ""])
     'M8 |  | 40 Nm'
@@ -91,7 +91,7 @@ def table_row(cells: Sequence[str]) -> str:
 
 
 def check_table_depth(num_open: int) -> None:
-    """Raise UnreadableDocumentError where a table begins in too many others: the text of each is joined again."""
+    """Raise UnreadableDocumentError if a table begins inside too many others, because each joins its text again."""
     if num_open >= _MAX_NESTED_TABLES:
         raise UnreadableDocumentError(
             f"has tables inside each other, more than the {_MAX_NESTED_TABLES} levels that are read; save it as PDF"
@@ -99,9 +99,9 @@ def check_table_depth(num_open: int) -> None:
 
 
 def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """The blocks of a table, given as rows of cells of paragraphs: one block with a line per row.
+    """Return the blocks of a table, given as rows of cells of paragraphs: one block with a line per row.
 
-    A table of one column is a frame around text, so it makes a block per paragraph.
+    A table of one column only frames text, so it gives one block per paragraph.
 
     >>> table_blocks([[["M8"], ["40", "Nm"]], [["M10"], ["70 Nm"]]]), table_blocks([[["One", "Two"]]])
     (['M8 | 40 Nm\\nM10 | 70 Nm'], ['One', 'Two'])

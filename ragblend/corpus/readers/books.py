@@ -1,7 +1,7 @@
-"""Books (.epub): the chapters in reading order, as the HTML reader reads each.
+"""Books (.epub): the chapters in reading order, each read by the HTML reader.
 
-Left out: what the book itself calls not linear, and pictures. A chapter without a heading takes its title from the
-table of contents.
+Left out: chapters that the book marks as not linear, and pictures. A chapter without a heading gets its title in the
+table of contents as heading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
 _CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
-# Of a page on the web these are furniture; of a book, footnotes and the titles of chapters.
+# The HTML reader leaves these out; in a book they hold footnotes and titles of chapters.
 _FURNITURE = re.compile(rb"<(/?)(?:aside|header|footer)\b", re.IGNORECASE)
 
 
@@ -55,7 +55,7 @@ def _find_package(container: ZipContainer) -> str:
 
 
 def _find_chapters(package: Element, items: dict[str, Element], folder: str) -> Iterator[str]:
-    """Parts of the chapters in reading order, each once."""
+    """Yield the parts of the chapters in reading order, each once."""
     seen = set()
     spine = child(package, "spine")
     for reference in spine if spine is not None else ():
@@ -69,7 +69,7 @@ def _find_chapters(package: Element, items: dict[str, Element], folder: str) -> 
 
 
 def _check_protection(container: ZipContainer, chapters: list[str]) -> None:
-    """Raise UnreadableDocumentError if chapters are encrypted. Encrypted fonts are common, and need no reading."""
+    """Raise UnreadableDocumentError if a chapter is encrypted. Encrypted fonts are common and are not read."""
     if _ENCRYPTION not in container:
         return
     encrypted = {
@@ -95,7 +95,7 @@ def _add_chapter(blocks: TextBlocks, page: bytes, title: str) -> None:
 
 
 def _read_titles(container: ZipContainer, items: dict[str, Element], folder: str) -> dict[str, str]:
-    """Titles of chapters by their parts, from the table of contents (EPUB 3's, else EPUB 2's)."""
+    """Return the chapters' titles by their parts, from the table of contents (EPUB 3's, else EPUB 2's)."""
     contents = [one for one in items.values() if "nav" in attribute(one, "properties").split()]
     contents += [one for one in items.values() if attribute(one, "media-type") == "application/x-dtbncx+xml"]
     for item in contents:
@@ -110,7 +110,7 @@ def _read_titles(container: ZipContainer, items: dict[str, Element], folder: str
 
 
 def _contents_entries(root: Element, folder: str) -> Iterator[tuple[str, str]]:
-    """(part, title) of the entries of a table of contents."""
+    """Yield (part, title) of the entries of a table of contents."""
     title = ""
     for element in outermost(root, "navLabel", "content", "a"):
         name = local_name(element)

@@ -1,11 +1,11 @@
-"""Charsets: the codec that a declared label means, and the charset that undeclared bytes are probably in."""
+"""Charsets: the codec of a declared label, and the likely charsets of undeclared bytes."""
 
 from __future__ import annotations
 
 import codecs
 import re
 
-# Labels of the WHATWG Encoding Standard whose codec is not the one that Python gives them, or that Python lacks.
+# Labels of the WHATWG Encoding Standard whose codec differs from Python's, or that Python lacks.
 # Pages declare ISO-8859-1 and use the quotes of windows-1252; GB2312 and GBK are subsets of GB18030.
 _CODECS_BY_LABEL = {
     label: codec
@@ -45,7 +45,7 @@ _CAPITAL_IN_WORD = re.compile("[A-Za-z][\u00c0-\u00d6\u00d8-\u00de\u0160\u017d\u
 
 
 def find_codec(label: str) -> str:
-    """Return the codec of a declared charset, "" for a label that names none or no charset of texts.
+    """Return the codec of a declared charset; "" for a label of no charset.
 
     >>> find_codec("GB2312"), find_codec("iso-8859-1"), find_codec("windows-1251"), find_codec("rot13")
     ('gb18030', 'cp1252', 'cp1251', '')
@@ -57,12 +57,13 @@ def find_codec(label: str) -> str:
         name = codecs.lookup(label).name
     except (LookupError, ValueError):
         return ""
-    # Python has codecs that are no charsets (hex, rot13, unicode-escape, idna), which a file may not choose.
+    # A file must not choose Python's codecs that are not charsets (hex, rot13, unicode-escape, idna).
     return name if name.startswith(_CHARSET_FAMILIES) else ""
 
 
 def rank_charsets(data: bytes) -> list[str]:
-    """Return the codecs that bytes other than UTF-8 may be in, the likeliest first. Looks at a sample of the bytes.
+    """Return the codecs of the charsets that bytes other than UTF-8 may be in, the likeliest first, by a sample of the
+    bytes.
 
     >>> rank_charsets("Die Größe ist gültig für 5 €".encode("cp1252"))[0]
     'cp1252'
@@ -77,24 +78,24 @@ def rank_charsets(data: bytes) -> list[str]:
     ranked = [name for name in scores if name in {*_LATIN, *_OTHER_SCRIPTS, *_MULTIBYTE}]
     if not ranked or ranked[0] in _MULTIBYTE:
         return ranked
-    # In Latin text a letter with an accent has plain neighbours; in other scripts whole words are above 0x7f. The
-    # detector's scores alone take French for Cyrillic.
+    # In Latin text, letters without accents surround one with an accent; in other scripts whole words are above 0x7f.
+    # The detector's scores alone mistake French for Cyrillic.
     runs = _HIGH_RUN.findall(sample)
     num_high = sum(map(len, runs))
     is_latin = num_high < 2.5 * len(runs)
     if not is_latin and num_high > _FEW_BYTES and scores[ranked[0]] < _MIN_SCORE:
-        return []  # bytes in no order of letters
+        return []  # the bytes are not letters of any script
     ranked = sorted(ranked, key=lambda name: name not in _MULTIBYTE and (name in _LATIN) is not is_latin)
     if is_latin and _reads_as_windows_1252(sample, scores, ranked[0]):
         best = "cp1252"
-    else:  # two charsets of a language may have one score; the wrong one puts symbols inside of words
+    else:  # charsets of one language may have equal scores; the wrong one gives symbols inside of words
         close = [name for name in ranked if scores[name] > 0.95 * scores[ranked[0]]]
         best = max(close, key=lambda name: sum(map(str.isalpha, sample.decode(name, "replace"))))
     return [best, *(name for name in ranked if name != best)]
 
 
 def _take_sample(data: bytes) -> bytes:
-    """Whole lines, from the first with a byte above 0x7f on."""
+    """Return whole lines, from the first with a byte above 0x7f on."""
     first = _HIGH_RUN.search(data)
     start = data.rfind(b"\n", 0, first.start()) + 1 if first else 0
     start = max(start, first.start() - _SAMPLE_BYTES // 2) if first else 0
@@ -104,7 +105,7 @@ def _take_sample(data: bytes) -> bytes:
 
 
 def _reads_as_windows_1252(sample: bytes, scores: dict[str, float], best: str) -> bool:
-    """True where windows-1252, by far the most frequent of them, is about as likely as the best and reads well."""
+    """Return True if windows-1252, by far the most frequent charset, is about as likely as `best` and plausible."""
     if 2 * scores.get("cp1252", 0.0) < scores[best]:
         return False
     return not _CAPITAL_IN_WORD.search(sample.decode("cp1252", "replace"))

@@ -1,7 +1,7 @@
-"""Child process that reads a file before this process does: a crash, a hang or a memory bomb ends the child alone.
+"""Reads a file in a child process first, so that a crash, an endless loop or a memory bomb ends only the child.
 
-PDF, HTML, Parquet and spreadsheets are parsed by C, C++ and Rust. `check_reading` starts `python -m` of this module,
-which imports the readers and nothing of models.
+C, C++ and Rust libraries parse PDF, HTML, Parquet and spreadsheets. `check_reading` runs this module with `python -m`;
+it imports the readers and no model code.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ragblend.corpus.readers.formats import READERS
 from ragblend.errors import RagblendError, UnreadableDocumentError
 
 _MIN_TIME_S, _TIME_PER_MB_S = 30.0, 10.0
-_MIN_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 32  # address space, of which libraries reserve more than they use
+_MIN_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 32  # address space in bytes; libraries reserve more than they use
 _OUT_OF_MEMORY = 3  # exit status
 
 
 def check_reading(file: IO[bytes], num_bytes: int, suffix: str) -> None:
-    """Read `file` of `num_bytes` in a child process, by the reader of its name's `suffix` (".pdf").
+    """Read `file` of `num_bytes` in a child process, with the reader of the `suffix` (".pdf").
 
-    Raises UnreadableDocumentError where the child crashed, took longer than 10 s per MB (at least 30 s) or more memory
-    than 4 GiB and 32 times the file. A file that a reader rejects with a reason passes, as does plain text, which is
-    not read. `file` has a descriptor and is read from its beginning; its position is changed.
+    Raises UnreadableDocumentError if the child crashed, took longer than 10 s per MB (at least 30 s) or needed more
+    memory than 4 GiB and 32 times the file. A file that its reader rejects passes; plain text is not read. `file` must
+    have a descriptor and is read from its beginning; its position changes.
     """
     if suffix.lower() not in READERS:
         return
-    descriptor = file.fileno()  # first of all: a spooled file moves to the disk when it is asked for one
+    descriptor = file.fileno()  # first, because it moves a spooled file to the disk
     file.flush()
     file.seek(0)
     limit_s = max(_MIN_TIME_S, _TIME_PER_MB_S * num_bytes / 1e6)
@@ -45,13 +45,13 @@ def check_reading(file: IO[bytes], num_bytes: int, suffix: str) -> None:
         ).returncode
     except subprocess.TimeoutExpired as error:
         raise UnreadableDocumentError(
-            f"reading it took longer than {limit_s:.0f} s; save it anew with the program that made it, or as text"
+            f"reading it took longer than {limit_s:.0f} s; save it again with the program that made it, or as text"
         ) from error
     if status == _OUT_OF_MEMORY:
         raise UnreadableDocumentError("reading it took too much memory; split it, or save it as text")
     if status:
         raise UnreadableDocumentError(
-            f"reading it crashed ({_name_status(status)}); save it anew with the program that made it, or as text"
+            f"reading it crashed ({_name_status(status)}); save it again with the program that made it, or as text"
         )
 
 
@@ -76,7 +76,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def main(suffix: str, memory_bytes: str) -> int:
-    """Read standard input by the reader of `suffix`. Return 0, also for an error with a reason, or 3 for no memory."""
+    """Read stdin with the reader of `suffix`. Return 0, also for an error with a reason, or 3 if memory ran out."""
     _limit_memory(int(memory_bytes))
     try:
         deque(READERS[suffix](sys.stdin.buffer.read()), maxlen=0)

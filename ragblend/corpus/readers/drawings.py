@@ -12,15 +12,15 @@ from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
 DRAWING_REFERENCES = frozenset({"chart", "relIds"})
-"""Elements that stand where a chart or SmartArt is shown."""
+"""Elements that refer to a chart or SmartArt."""
 
 _DATE_CODE = re.compile(r"yy|d[-/. ]m|m[-/. ]d", re.IGNORECASE)
 
 
 def read_drawing(container: ZipContainer, relationships: dict[str, Relationship], reference: Element) -> str:
-    """The text of the chart or SmartArt that an element refers to; "" where its part is missing or damaged.
+    """Return the text of the chart or SmartArt that an element refers to; "" if its part is missing or damaged.
 
-    Its relationship is taken out, so that a text is not repeated for every reference to it.
+    Removes its relationship from `relationships`, so that each text is read once.
     """
     part = relationships.pop(attribute(reference, "dm" if local_name(reference) == "relIds" else "id"), None)
     if part is None:
@@ -33,7 +33,7 @@ def read_drawing(container: ZipContainer, relationships: dict[str, Relationship]
 
 
 def drawing_text(element: Element) -> str:
-    """Text of the runs below an element, with its line breaks (DrawingML)."""
+    """Return the text of the runs below an element, with its line breaks (DrawingML)."""
     texts = (
         "\n" if local_name(below) == "br" else (below.text or "")
         for below in element.iter()
@@ -48,7 +48,7 @@ def _paragraphs(root: Element) -> str:
 
 
 def _chart_text(root: Element) -> str:
-    """Titles of a chart and its axes, then a table: a row per category, a column per series."""
+    """Return the titles of a chart and its axes, then a table with a row per category and a column per series."""
     titles = [_paragraphs(element) for element in outermost(root, "title")]
     series = list(outermost(root, "ser"))
     names = [" ".join(_points(child(one, "tx")).values()) for one in series]
@@ -63,7 +63,7 @@ def _chart_text(root: Element) -> str:
 
 
 def _points(data: Element | None) -> dict[int, str]:
-    """Cached values of a chart's reference by their numbers; of several levels of categories, the first."""
+    """Return the cached values of a chart's reference by their numbers; of several levels of categories, the first."""
     found: dict[int, str] = {}
     format_code = ""
     for element in data.iter() if data is not None else ():
@@ -75,12 +75,13 @@ def _points(data: Element | None) -> dict[int, str]:
             if value is not None and value.text and number.isdecimal():
                 found.setdefault(int(number), _value_text(value.text, format_code))
         elif local_name(element) == "v" and not found and element.text:
-            found[0] = element.text  # a name that is written in the chart, not taken from a cell
+            found[0] = element.text  # a name that the chart itself holds, instead of a cell
     return found
 
 
 def _value_text(value: str, format_code: str) -> str:
-    """A chart's value as it is shown: dates are stored as days since 1899-12-30, decimals with the errors of binary.
+    """Return a chart's value as it is displayed: dates are stored as days since 1899-12-30, decimals with binary
+    rounding errors.
 
     >>> _value_text("37261.0", "m/d/yyyy"), _value_text("4.4000000000000004", "General"), _value_text("May", "")
     ('2002-01-05', '4.4', 'May')

@@ -1,6 +1,6 @@
-"""Bytes -> text: which encoding a file is in, and whether what it holds is text at all.
+"""Decodes files: finds the encoding of a file's bytes, and rejects files that are not text.
 
-`decode` takes UTF-8 and what a byte order mark names; `decode_text` also what is declared, and detects the rest.
+`decode` accepts UTF-8 and the encodings of byte order marks; `decode_text` also a declared charset, and detects others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
 )
 SAMPLE_CHARS = 65536
 _CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
-_MAX_ODD_SHARE = 0.05  # of control, private and unassigned characters; prose has none, random bytes far more
+_MAX_ODD_SHARE = 0.05  # largest share of control, private and unassigned characters; prose has none
 
 
 CHANGED_REASON = "changed while it was read; run the command again"
@@ -30,19 +30,19 @@ BINARY_REASON = "is a binary file (NUL bytes); convert it to text, HTML or PDF f
 
 
 def detect_bom_encoding(data: bytes) -> str | None:
-    """The encoding that the data's byte order mark names."""
+    """Return the encoding of the data's byte order mark; None if it has none."""
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
 
 
 class DecodedText(NamedTuple):
-    """A text, and sentences about its encoding: that it was guessed, or that some bytes could not be decoded."""
+    """A text, with sentences about its encoding: that it was guessed, or that some bytes could not be decoded."""
 
     text: str
     notes: tuple[str, ...] = ()
 
 
 def decode(data: bytes) -> str:
-    """Return the text of `data`: by its byte order mark, else UTF-8. Raises UnreadableDocumentError."""
+    """Return the text of `data`: by its byte order mark, else as UTF-8. Raises UnreadableDocumentError."""
     marked = detect_bom_encoding(data)
     if marked is None and b"\0" in data:
         raise UnreadableDocumentError(BINARY_REASON)
@@ -52,10 +52,11 @@ def decode(data: bytes) -> str:
 
 
 def decode_text(data: bytes, declared: str = "") -> DecodedText:
-    """Return the text of `data`: by its byte order mark, as `declared`, as UTF-8, as UTF-16 or as what it looks like.
+    """Return the text of `data`: by its byte order mark, as `declared`, as UTF-8, as UTF-16, or in the likeliest
+    charset.
 
-    A declared charset that does not fit the bytes is ignored. Raises UnreadableDocumentError for what is no text: a
-    single-byte charset gives every byte some character, so a guess is only taken when no control character results.
+    A declared charset that does not fit the bytes is ignored. Raises UnreadableDocumentError for bytes that are not
+    text: single-byte charsets decode any bytes, so a guess is accepted only if it gives no control characters.
     """
     if marked := detect_bom_encoding(data):
         return _decode_marked(data, marked)
@@ -68,7 +69,7 @@ def decode_text(data: bytes, declared: str = "") -> DecodedText:
 
 
 def _decode_marked(data: bytes, encoding: str) -> DecodedText:
-    """The text of a file with a byte order mark; one that was cut inside of a character is read up to there."""
+    """Return the text of a file with a byte order mark; a character that the end of the file cuts becomes U+FFFD."""
     text = data.decode(encoding, "replace")
     num_bad = text.count("\ufffd")
     if num_bad > len(text) / 1000 + 1 or _is_odd(text):
@@ -80,14 +81,14 @@ def _decode_marked(data: bytes, encoding: str) -> DecodedText:
 
 
 def is_binary(head: bytes) -> bool:
-    """True if a file that begins with `head` holds NUL bytes and is neither UTF-16 nor UTF-32."""
+    """Return True if a file that begins with `head` holds NUL bytes and is neither UTF-16 nor UTF-32."""
     return b"\0" in head and not detect_bom_encoding(head) and not _detect_utf16(head)
 
 
 def _detect_utf16(data: bytes) -> str:
-    """The byte order of UTF-16 without a mark, "" if it is something else.
+    """Return the encoding of UTF-16 without a mark; "" for other bytes.
 
-    The high bytes of a text are few different ones, and NUL for each Latin letter, space and line break.
+    The high bytes of a text have few different values, and NUL for each Latin letter, space and line break.
     """
     even, odd = data[::2].count(0), data[1::2].count(0)
     high = data[::2] if even > odd else data[1::2]
@@ -112,12 +113,12 @@ def _decode_utf16(data: bytes) -> DecodedText:
 
 
 def _decode_known(data: bytes, declared: str) -> DecodedText | None:
-    """The text as declared or as UTF-8, None when it is neither; a few broken bytes in it become U+FFFD."""
-    if b"\x1b$" in data and not declared:  # ISO-2022 is ASCII by its bytes, and UTF-8 would take it
+    """Return the text as declared or as UTF-8, with U+FFFD for a few broken bytes; None if it is neither."""
+    if b"\x1b$" in data and not declared:  # ISO-2022, whose bytes are also valid ASCII
         declared = "iso2022_jp_2"
     encodings = [declared, "utf-8-sig"] if declared else ["utf-8-sig"]
     if declared == "cp1252":
-        # Editors declare it in pages that are UTF-8. Bytes above 0x7f are UTF-8 by chance in none but tiny files.
+        # Editors declare it in pages that are UTF-8. Only tiny files are UTF-8 by chance.
         encodings.reverse()
     for encoding in encodings:
         try:
@@ -147,7 +148,7 @@ def _decode_guessed(data: bytes) -> DecodedText:
 
 
 def _is_odd(text: str) -> bool:
-    """True if more of a text than prose ever has are control, private or unassigned characters."""
+    """Return True if more characters are control, private or unassigned ones than in any prose."""
     sample = text[:SAMPLE_CHARS]
     return len(_CONTROL.findall(text)) > len(text) / 1000 or _count_odd(sample) > len(sample) / 1000
 
@@ -162,7 +163,7 @@ def _guess_note(encoding: str) -> str:
 
 
 def _name(codec: str) -> str:
-    """How a codec is called outside of Python."""
+    """Return the codec's name outside of Python."""
     name = re.sub("^cp(?=12|87)", "windows-", codec).replace("_", "-").replace("iso8859", "iso-8859")
     return {
         "utf-8": "UTF-8",
@@ -174,7 +175,7 @@ def _name(codec: str) -> str:
 
 
 def decode_as(data: bytes, encoding: str, start: int = 0) -> str:
-    """The text of a file's bytes from `start` on. Raises UnreadableDocumentError, which says where they are none."""
+    """Return the text of a file's bytes from `start` on. Raises UnreadableDocumentError with the first bad offset."""
     try:
         return data.decode(encoding)
     except (UnicodeError, LookupError) as error:
@@ -186,7 +187,7 @@ def decode_as(data: bytes, encoding: str, start: int = 0) -> str:
 
 
 def check_sample(sample: str) -> None:
-    """Raise UnreadableDocumentError for what is no text, by how it begins."""
+    """Raise UnreadableDocumentError if a text's beginning shows that it is not text."""
     num_odd = _count_odd(sample)
     if num_odd > _MAX_ODD_SHARE * len(sample):
         raise UnreadableDocumentError(
@@ -196,12 +197,17 @@ def check_sample(sample: str) -> None:
 
 
 def _count_odd(sample: str) -> int:
-    """The number of control, unassigned and private characters; each distinct one is looked up once."""
+    """Return the number of control, unassigned and private characters; each distinct one is looked up once."""
     kinds = {"Cc", "Cn", "Co", "Cs"}
     odd = {char for char in set(sample) if unicodedata.category(char) in kinds and char not in "\t\n\r\f\x1b"}
     return sum(char in odd for char in sample) if odd else 0
 
 
+def unify_line_breaks(text: str) -> str:
+    """Return `text` with "\\n" for every line break of "\\r\\n" or "\\r"."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
 def new_digest(data: bytes = b"") -> hashlib.blake2b:
-    """What a file is known by: 16 bytes."""
+    """Return the hash by which a file's bytes are compared: 16 bytes."""
     return hashlib.blake2b(data, digest_size=16)

@@ -1,6 +1,6 @@
-"""Records -> text and metadata: which field of a JSON object or of a table's row holds the text.
+"""Text and metadata of records: finds the field of a JSON object, or of a table's row, that holds the text.
 
-Works on values as `json.loads` returns them. Used by the readers of JSON, JSON lines, Parquet and CSV.
+Works on values as `json.loads` returns them. The readers of JSON, JSON lines, Parquet and CSV use it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 
 TEXT_FIELDS = ("text", "content", "page_content")
 METADATA_FIELDS = ("metadata", "meta")
-"""Objects of these names are metadata, however they are nested: LangChain, the Pile and others write them so."""
+"""Names of objects that are metadata at any depth, as LangChain, the Pile and others write them."""
 
-_MAX_SHORT_CHARS = 200  # of a string that may be a label; longer ones are sentences, which a question may be about
-_MAX_PATH_CHARS = 120  # of the names before a value; bounds the text that deep nesting and long names make
-_MAX_NUMBERS = 16  # of a list that is shown; longer ones are vectors, coordinates and pictures
+_MAX_SHORT_CHARS = 200  # longest label; longer strings are sentences, which questions may be about
+_MAX_PATH_CHARS = 120  # longest path of a value; bounds the text of deeply nested values
+_MAX_NUMBERS = 16  # longest list of numbers in the text; longer ones are vectors, coordinates and pictures
 _MIN_ENCODED_CHARS = 256
 _ENCODED = re.compile(r"data:[^,\s]{0,200},\S*|(?=[^0-9]*[0-9])(?=[^A-Z]*[A-Z])(?=[^a-z]*[a-z])[A-Za-z0-9+/_=-]+")
 _MIN_PROSE_WORDS, _MIN_PROSE_SHARE = 4, 0.2
 
 
 class RecordText(NamedTuple):
-    """The text of a record, what goes into its metadata, and True if some values are in neither."""
+    """The text of a record, its metadata, and True if neither has some values."""
 
     text: str
     metadata: dict[str, Any]
@@ -32,12 +32,12 @@ class RecordText(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence about values that are no text, if there are any."""
+        """A sentence about the values that were left out, if there are any."""
         return ("lists of numbers and base64 strings are left out",) if self.is_cut else ()
 
 
 def note_on_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecords:
-    """Yield `records`, the first text with `notes` about the whole file."""
+    """Yield `records`, with `notes` about the whole file at the first text."""
     for record in records:
         if notes and isinstance(record, ParsedRecord):
             record, notes = record._replace(notes=(*notes, *record.notes)), ()
@@ -45,12 +45,12 @@ def note_on_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecor
 
 
 def read_object(record: Mapping[str, Any]) -> RecordText:
-    """Return the text and metadata of a record whose text field is not named by the caller.
+    """Return the text and metadata of a record whose text field the caller does not name.
 
     The text is the string at `text`, `content` or `page_content`. Other strings of at most 200 characters on one line,
     numbers, and lists of these are metadata, and so are objects called `metadata` or `meta`. All other values follow
-    the text as `path: value` lines, so that no sentence is lost. A record without a text
-    field is flattened as a whole; its metadata is its title.
+    the text as `path: value` lines, so that no sentence is lost. A record without a text field is flattened as a whole;
+    its metadata is its title.
     """
     present = [name for name in TEXT_FIELDS if isinstance(record.get(name), str)]
     empty = [name for name in TEXT_FIELDS if record.get(name, "") is None]
@@ -67,11 +67,11 @@ def read_object(record: Mapping[str, Any]) -> RecordText:
 
 
 def read_field(record: Mapping[str, Any], text_field: str) -> RecordText | None:
-    """Return the text at `text_field`, a name or a dotted path; None where the record has no such field.
+    """Return the text at `text_field`, a name or a dotted path; None if the record has no such field.
 
     A path leads through lists to the field of each item: `sections.body` is all bodies, with a blank line between two.
     null is an empty text, and a list or an object is flattened. Labels of the record are metadata (see `read_object`);
-    all else is left out, since the caller chose.
+    all other values are left out, because the caller chose the field.
     """
     values = _find_values(record, text_field)
     if values is None:
@@ -91,7 +91,7 @@ def _find_values(record: Mapping[str, Any], path: str) -> list[Any] | None:
 
 
 def _items(values: list[Any]) -> Iterator[Any]:
-    """`values`, with the items of a list in the list's place."""
+    """Yield `values`; a list is replaced by its items."""
     waiting = values[::-1]
     while waiting:
         value = waiting.pop()
@@ -117,23 +117,23 @@ def _is_label(value: Any) -> bool:
 
 
 def is_short(value: Any) -> bool:
-    """True for a string of one short line, a number, a truth value and null."""
+    """Return True for a string of one short line, a number, a truth value and null."""
     if isinstance(value, str):
         return len(value) <= _MAX_SHORT_CHARS and "\n" not in value
     return not isinstance(value, dict | list)
 
 
-_BREAK = object()  # between two items of a list: chunks end at blank lines
+_BREAK = object()  # a blank line between two items of a list, at which chunks end
 
 
 def flatten(value: Any) -> RecordText:
-    """Return `path: value` lines of a JSON value, the names of nested objects joined by dots.
+    """Return `path: value` lines of a JSON value; dots join the names of nested objects.
 
     >>> flatten({"name": "Pump", "parts": [{"id": 1, "tags": ["a", "b"]}, {"id": 2}]}).text
     'name: Pump\\n\\nparts.id: 1\\nparts.tags: a, b\\n\\nparts.id: 2'
 
-    Items of a list have no number, so an item that is inserted changes the text of no other. Lists of more than 16
-    numbers and base64 are left out.
+    Items of a list have no number, so inserting an item does not change the others' text. Lists of more than 16 numbers
+    and base64 are left out.
     """
     lines: list[str] = []
     is_cut = False
@@ -164,14 +164,14 @@ def _join(path: str, name: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """A scalar as JSON writes it; "" for null."""
+    """Return a scalar as JSON writes it; "" for null."""
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value).strip()
 
 
 def _is_vector(items: list[Any]) -> bool:
-    """True for many numbers, also in pairs or rows."""
+    """Return True for many numbers, also in pairs or rows."""
     rows = [item if isinstance(item, list) else [item] for item in items]
     return sum(map(len, rows)) > _MAX_NUMBERS and all(
         isinstance(each, int | float) and not isinstance(each, bool) for row in rows for each in row
@@ -179,12 +179,12 @@ def _is_vector(items: list[Any]) -> bool:
 
 
 def _is_encoded(text: str) -> bool:
-    """True for bytes in base64, such as a picture."""
+    """Return True for bytes in base64, such as a picture."""
     return len(text) >= _MIN_ENCODED_CHARS and _ENCODED.fullmatch(text) is not None
 
 
 def is_settings(value: Any) -> bool:
-    """True for a JSON object that holds neither a list of objects nor sentences, such as a program's settings."""
+    """Return True for a JSON object with neither a list of objects nor sentences, such as a program's settings."""
     num_chars = num_prose_chars = 0
     waiting = [value]
     while waiting:

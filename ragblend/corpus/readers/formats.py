@@ -1,4 +1,4 @@
-"""Which reader reads which file, by the ending of its name. A FORMAT IS ADDED HERE, with a module beside it."""
+"""The reader of each file, by the suffix of its name. To add a format, add its module and an entry here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ragblend.corpus.readers.word import read_doc, read_docx
 from ragblend.corpus.readers.xml_text import read_xml
 
 READERS_VERSION = 3
-"""To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
+"""Raise it when a reader returns another text for the same bytes; ingestion then reads unchanged files again."""
 
 JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 PARQUET_SUFFIX = ".parquet"
@@ -32,10 +32,10 @@ TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", 
 
 
 class RecordReader(Protocol):
-    """A reader of records. `text_field` names the field that holds their text; "" leaves that to the reader."""
+    """A reader of records. `text_field`: the field that holds their text; "" lets the reader choose."""
 
     def __call__(self, data: bytes, text_field: str = "") -> ParsedRecords:
-        """The records of a file that holds `data`."""
+        """Return the records of a file that holds `data`."""
 
 
 RECORD_READERS: dict[str, RecordReader] = {
@@ -69,4 +69,4 @@ TEXT_READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     **dict.fromkeys((".xml", ".rss", ".atom", ".dbk", ".docbook", ".dita", ".xsd", ".xsl", ".xslt"), read_xml),
     **dict.fromkeys((".js", ".mjs", ".cjs", ".css", ".map"), read_code),
 }
-"""Readers of text whose files are passed over where they hold none; `read_text` reads all other files."""
+"""Readers of text; a file without text is skipped. `read_text` reads all other files."""

@@ -1,4 +1,4 @@
-"""HTML and XHTML: the text that a reader of the page sees, without menus. Read `parse_html` first."""
+"""HTML and XHTML: the visible text without menus. Read `parse_html` first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INVISIBLE = frozenset(
         *("video", "canvas", "datalist", "annotation", "annotation-xml", "-comment", "-doctype"),
     }
 )
-_HEADER_FOOTER = frozenset({"header", "footer"})  # those of an article or a section are text
+_HEADER_FOOTER = frozenset({"header", "footer"})  # inside an article or a section, they are text
 _MENUS = frozenset({"nav", "aside", *_HEADER_FOOTER})
 _NOT_ALWAYS_SHOWN = _INVISIBLE | _MENUS
 _ARTICLES = frozenset({"article", "section", "main"})
@@ -27,7 +27,7 @@ _HIDDEN = '[hidden]:not([hidden="until-found"]), a.headerlink'
 
 
 class HtmlText(NamedTuple):
-    """The text of a page: blocks with a blank line between them, and the headings in it."""
+    """The text of a page, in blocks with a blank line between two; its title; its headings' marks."""
 
     text: str
     title: str
@@ -43,7 +43,7 @@ def read_html(data: bytes) -> ParsedRecords:
 
 
 def parse_html(markup: str) -> HtmlText:
-    """Return the text of a page, or of a part of one, without its menus; with them where there is nothing else.
+    """Return the text of a page or of a part of one, without its menus; with them if there is no other text.
 
     >>> parse_html("<title>T</title><nav>Home</nav><h1>A</h1><p>b<br>c</p><ul><li>d</ul>").text
     '# A\\n\\nb\\nc\\n\\n- d'
@@ -65,12 +65,12 @@ class _Visibility:
     def __init__(self, root: LexborNode, shows_menus: bool) -> None:
         hidden = _HIDDEN if shows_menus else f'{_HIDDEN}, [role="navigation"]'
         self._hidden = {node.mem_id for node in root.css(hidden)}
-        # What pandoc puts there is the title of the text, its author and its date.
+        # pandoc writes the text's title, author and date there.
         self._headers = {node.mem_id for node in root.css("header#title-block-header")}
         self._shows_menus = shows_menus
 
     def shows(self, node: LexborNode, tag: str, is_in_article: bool) -> bool:
-        """Return True if a reader of the page reads the element `node`, as far as its own tag decides."""
+        """Return True if the element `node` itself is visible text; its ancestors are not considered."""
         if tag not in _NOT_ALWAYS_SHOWN and not self._hidden:
             return True
         if tag in _INVISIBLE or node.mem_id in self._hidden:
@@ -81,10 +81,10 @@ class _Visibility:
 
 
 def _write(root: LexborNode, visibility: _Visibility) -> tuple[str, tuple[Mark, ...]]:
-    """Write what is below `root`, without recursion: the elements of a page may be nested deeply."""
+    """Write the content of `root`. Does not recurse, because elements may be nested deeply."""
     writer = PageWriter()
     ancestors: list[tuple[LexborNode, str]] = []
-    num_articles = 0  # of the ancestors
+    num_articles = 0  # among the ancestors
     node = root.first_child
     while node is not None:
         tag = node.tag or "-comment"

@@ -1,7 +1,7 @@
-"""The blocks of a page, written from its elements and texts in document order.
+"""Writes the blocks of a page from its elements and texts in document order.
 
-Headings are lines of Markdown with a mark, items begin with "- ", a row of a table is a line of cells, a code block
-has fences. A table whose cells hold whole sections only lays the page out, and is written as if it were not there.
+Headings are Markdown lines with a mark, list items begin with "- ", a table's row is a line of cells, a code block has
+fences. A table whose cells hold whole sections only arranges the page, so its cells are written as blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ragblend.corpus.readers.blocks import TextBlocks, table_row
+from ragblend.corpus.readers.encodings import unify_line_breaks
 from ragblend.corpus.readers.types import Mark
 
 _BLOCKS = frozenset(
@@ -23,11 +24,11 @@ _BLOCKS = frozenset(
     }
 )
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
-# No heading holds these: its end tag was forgotten.
+# A heading ends at these, because its end tag is missing.
 _END_HEADINGS = frozenset({"p", "ul", "ol", "dl", "table", "pre", "blockquote"})
 _LISTS = frozenset({"ul", "ol", "menu", "dir"})
 _STRUCTURED = frozenset({*_HEADINGS, *_LISTS, "li", "dt", "dd", "pre", "table", "tr", "td", "th"})
-_MAX_CELL_CHARS = 2000  # a longer cell lays out a page
+_MAX_CELL_CHARS = 2000  # a table with a longer cell only arranges the page
 _MAX_INDENTED = 8
 _BLANK_LINES = re.compile(r"\n{3,}")
 _FENCE = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
@@ -35,7 +36,7 @@ _FENCE = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 
 class _Block(NamedTuple):
     text: str
-    group: int = 0  # blocks of one group follow each other without a blank line; 0: none
+    group: int = 0  # no blank line between blocks of one group; 0: no group
     heading: int = 0
 
 
@@ -57,12 +58,12 @@ class _Cell:
 
 
 class PageWriter:
-    """Takes the elements and texts of a page in document order and makes the page's text of them."""
+    """Builds a page's text from its elements and texts, given in document order."""
 
     def __init__(self) -> None:
         self._output = TextBlocks()
-        self._lines: list[str] = []  # of the block that is open, those that a <br> has ended
-        self._pieces: list[str] = []  # of its last line
+        self._lines: list[str] = []  # lines of the open block that a <br> has ended
+        self._pieces: list[str] = []  # texts of its last line
         self._prefix = ""  # of the next block
         self._group = 0  # of the next block
         self._group_lines: list[str] = []
@@ -77,7 +78,7 @@ class PageWriter:
 
     def add_text(self, text: str) -> None:
         """Append text to the open block."""
-        if self._pieces or self._num_pre or not text.isspace():  # most texts are the blanks between two blocks
+        if self._pieces or self._num_pre or not text.isspace():  # skips white space between two blocks
             self._pieces.append(text)
 
     def open(self, tag: str) -> None:
@@ -92,11 +93,11 @@ class PageWriter:
                 self._begin(tag)
         elif tag == "br":
             self._break_line()
-        elif "-" in tag:  # a component, which mostly looks like a block
+        elif "-" in tag:  # a custom element, which usually is a block
             self._pieces.append(" ")
 
     def close(self, tag: str) -> None:
-        """End an element that was begun last."""
+        """End the element that was begun last."""
         if tag not in _BLOCKS:
             return
         if self._num_pre:
@@ -168,7 +169,7 @@ class PageWriter:
             self._pieces.clear()
 
     def _end_line(self) -> None:
-        """Begin a new line in code, if something is on the last one."""
+        """End the last line of code if it is not empty."""
         if self._pieces and not self._pieces[-1].endswith("\n"):
             self._pieces.append("\n")
 
@@ -195,7 +196,7 @@ class PageWriter:
         self._prefix, self._group = "", 0
 
     def _write_code(self) -> None:
-        text = "".join(self._pieces).replace("\r\n", "\n").replace("\r", "\n").strip("\n").rstrip()
+        text = unify_line_breaks("".join(self._pieces)).strip("\n").rstrip()
         self._pieces.clear()
         if not text:
             return
@@ -206,7 +207,7 @@ class PageWriter:
         self._prefix, self._group = "", 0
 
     def _write_row(self, cells: list[_Cell]) -> None:
-        """Write a row as a line, or its cells one below the other where the table lays out the page."""
+        """Write a row as a line, or its cells below each other if the table only arranges the page."""
         filled = [cell for cell in cells if cell.blocks]
         is_line = all(not cell.holds_section and cell.num_chars <= _MAX_CELL_CHARS for cell in filled)
         if is_line and len(cells) > 1 and filled:
@@ -247,5 +248,5 @@ class PageWriter:
 
 
 def _join_words(pieces: list[str]) -> str:
-    """One line of the pieces, without the hyphens that only show where a word may be divided."""
+    """Return the pieces as one line, without soft hyphens."""
     return " ".join("".join(pieces).replace("\u00ad", "").split())

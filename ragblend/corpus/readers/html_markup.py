@@ -1,7 +1,7 @@
-"""HTML before it is parsed: what a page's text does not depend on is taken out, and what makes parsing slow.
+"""Prepares HTML for parsing: removes what does not affect a page's text, and what makes parsing slow.
 
-Without scripts, comments and most attributes a page is a third as long. Works on strings; reads no trees but those
-that `_limit_depth` makes. Read `clean_markup` first.
+Without scripts, comments and most attributes a page is a third as long. Works on strings; only `_limit_depth` parses.
+Read `clean_markup` first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _VOID = frozenset(
         *("keygen", "link", "meta", "param", "source", "track", "wbr"),
     }
 )
-# The parser reopens these in every block after one that was not closed: 200 of them and 5,000 paragraphs of one
-# letter (42 KB) become a million elements.
+# The parser reopens unclosed ones in every later block: 200 of them and 5,000 paragraphs of one letter (42 KB) give
+# a million elements.
 _FORMATTING = "b|big|code|em|font|i|nobr|s|small|strike|strong|tt|u"
 _INLINE = f"{_FORMATTING}|a|abbr|acronym|bdi|bdo|cite|data|del|dfn|ins|kbd|label|mark|q|samp|span|sub|sup|time|var|wbr"
 _INLINE_NAMES = frozenset(_INLINE.split("|"))
@@ -54,9 +54,10 @@ _HTML, _XML = _compile(""), _compile("(?<!/)")
 
 
 def clean_markup(page: str) -> str:
-    """Return markup with the text and the blocks of `page`, in time that grows with the page whatever it holds.
+    """Return markup with the text and blocks of `page`, in time linear in the page for any content.
 
-    Self-closed tags of XHTML have an end. A page too deeply nested is flat: line breaks in place of its elements.
+    Self-closed tags of XHTML get an end tag. A page that is nested too deeply becomes flat: line breaks replace its
+    elements.
 
     >>> clean_markup('<p class="x">a <B>b</B><script>"<p>"</script><!-- c --><img src="d" alt="e">')
     '<p>a b<img alt="e">'
@@ -64,7 +65,7 @@ def clean_markup(page: str) -> str:
     is_xhtml = page.lstrip("\ufeff \t\r\n").startswith("<?xml") or _XHTML in page[:1000]
     if "headerlink" in page:
         page = _HEADER_LINK.sub("", page)
-    # Elements inside of a line do not matter to the text, but when some are hidden.
+    # Inline elements affect the text only if some are hidden.
     keeps_inline = _has_hidden_inline(page)
 
     def rewrite(token: re.Match[str]) -> str:
@@ -82,7 +83,7 @@ def clean_markup(page: str) -> str:
 
 
 def _has_hidden_inline(page: str) -> bool:
-    """True if an element inside of a line has an attribute that hides it, or a word like it."""
+    """Return True if an inline element has an attribute that hides it, or a word like one."""
     for found in _HIDDEN.finditer(page):
         start = page.rfind("<", max(0, found.start() - _MAX_ATTRIBUTES_CHARS), found.start())
         tag = _TAG_NAME.match(page[start : found.start() + 1]) if start >= 0 else None
@@ -108,7 +109,7 @@ def _rewrite_tag(name: str, attributes: str, is_xhtml: bool, keeps_inline: bool)
 
 
 def _is_wanted(attributes: str) -> bool:
-    """True for attributes that html.py may look at. Written out, because it is called at every tag."""
+    """Return True for attributes that html.py evaluates. Written out for speed, because it is called at every tag."""
     return (
         "hidden" in attributes
         or "navigation" in attributes
@@ -118,7 +119,7 @@ def _is_wanted(attributes: str) -> bool:
 
 
 def _rewrite_raw(name: str, inside: str) -> str:
-    """What becomes of an element whose content is no markup."""
+    """Return the replacement of an element whose content is not markup."""
     if name in {"title", "textarea"}:
         return f"<{name}>{inside.replace('<', '&lt;')}</{name}>"
     return f"<pre>{html.escape(inside)}</pre>" if name == "xmp" else ""
@@ -126,7 +127,7 @@ def _rewrite_raw(name: str, inside: str) -> str:
 
 # --- depth ---
 
-# The parser looks through all open elements at most tags: 50,000 nested <div> take it ten seconds.
+# At most tags the parser searches all open elements: 50,000 nested <div> take ten seconds.
 _MAX_DEPTH = 1000
 _TAGS_AT_A_TIME = 2000
 _TAG_BEGINNING = re.compile(r"</?[a-zA-Z][^\s/>]*")
@@ -134,7 +135,7 @@ _STRUCTURE = re.compile(r"</?(?!(?:p|h[1-6]|br|hr|img|title|textarea|html|head|b
 
 
 def _limit_depth(markup: str) -> str:
-    """`markup` if no more than `_MAX_DEPTH` of its elements are open at once, else without structure."""
+    """Return `markup`, without structure if more than `_MAX_DEPTH` of its elements are open at once."""
     if markup.count("<") <= _MAX_DEPTH:
         return markup
     tags = _TAG_BEGINNING.findall(markup)
@@ -148,7 +149,7 @@ def _limit_depth(markup: str) -> str:
 
 
 def _find_open_tags(tree: LexborHTMLParser) -> list[str]:
-    """The elements that are open at the end, where a comment is."""
+    """Return the elements that are open at the final comment."""
     open_tags: list[str] = []
     node = tree.body.last_child if tree.body else None
     while node is not None and not str(node.tag).startswith("-"):

@@ -1,6 +1,6 @@
 """Mails (.eml) and mailboxes (.mbox): subject, sender, receivers and date as lines, then the decoded text.
 
-The HTML part is read when there is no plain one. Attachments are named, not read; forwarded mails are read. Read
+The HTML part is read if there is no plain text. Attachments are only named; forwarded mails are read. Read
 `_parse_mail` first.
 """
 
@@ -28,7 +28,7 @@ MAX_HEADER_CHARS = 10_000  # Python's parsers of headers take quadratic time
 _SHOWN_HEADERS = ("Subject", "From", "To", "Cc", "Date")
 _MAIL_HEADERS = (*_SHOWN_HEADERS, "Received", "Message-ID", "MIME-Version", "Content-Type", "Return-Path", "Sender")
 _UTF8_MARK = b"\xef\xbb\xbf"
-# A mail in a mailbox begins behind an empty line with "From ", an address and a date (RFC 4155).
+# A mail in a mailbox begins after an empty line with "From ", an address and a date (RFC 4155).
 _MAILBOX_LINE = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\r\n\r\n))From [^\r\n]*\d\d?:\d\d[^\r\n]*\r?\n")
 _QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
 _CONTENT_HEADER = re.compile(rb"^content-\w+:[^\n]*(?:\n[ \t][^\n]*)*", re.IGNORECASE | re.MULTILINE)
@@ -36,12 +36,12 @@ _MULTIPART = re.compile(rb"^content-type:\s*(?:multipart|message)/", re.IGNORECA
 
 
 def read_eml(data: bytes) -> ParsedRecords:
-    """Read one mail as one document. Raises UnreadableDocumentError for what is no mail."""
+    """Read one mail as one document. Raises UnreadableDocumentError for other files."""
     yield _parse_mail(data, "")
 
 
 def read_mbox(data: bytes) -> ParsedRecords:
-    """Read each mail of a mailbox as a document. Raises UnreadableDocumentError for what is no mailbox."""
+    """Read each mail of a mailbox as a document. Raises UnreadableDocumentError for other files."""
     starts = list(_MAILBOX_LINE.finditer(data.removeprefix(_UTF8_MARK)))
     if not starts:
         raise UnreadableDocumentError('is no mailbox: no line begins with "From " and a date; call one mail .eml')
@@ -78,7 +78,7 @@ def _parse_mail(data: bytes, key: str) -> ParsedRecord:
 
 
 def _to_ascii_compatible(data: bytes) -> bytes:
-    """`data` without a mark or line before the header; UTF-16, as Outlook exports it, as UTF-8."""
+    """Return `data` as UTF-8 if it is UTF-16 (Outlook), without byte order mark and blank lines before the header."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data[:64]:
         data = decode_text(data).text.encode("utf-8", "replace")
     return data.removeprefix(_UTF8_MARK).lstrip()
@@ -97,7 +97,7 @@ class _PartReader:
         self._add_header(mail, 1)
         parts = [(mail, 1, 1)]
         while parts:
-            part, depth, level = parts.pop()  # level: of mails inside mails
+            part, depth, level = parts.pop()  # level: depth of mails inside mails
             if depth > MAX_DEPTH:
                 self.notes.append(f"parts deeper than {MAX_DEPTH} are left out")
                 continue
@@ -110,7 +110,7 @@ class _PartReader:
             self.blocks.add("Attachments: " + ", ".join(self._attachments))
 
     def _below(self, part: Message, level: int) -> list[Message]:
-        """The parts of a part that are read; of alternatives, one."""
+        """Return the parts below `part` to read; of alternatives only one."""
         payload = part.get_payload()
         if not isinstance(payload, list):
             return []
@@ -159,7 +159,7 @@ class _PartReader:
 
 
 def _choose_alternative(parts: list[Message]) -> list[Message]:
-    """The plain text if it is not empty, else the last part, which is the richest (RFC 2046, 5.1.4)."""
+    """Return the plain text if it is not empty, else the last text, the richest (RFC 2046, 5.1.4)."""
     for part in parts:
         if part.get_content_type() == "text/plain" and str(part.get_payload()).strip():
             return [part]
@@ -175,7 +175,7 @@ def _file_name(part: Message) -> str:
 
 
 def _header(mail: Message, name: str) -> str:
-    """The value of a header in readable letters; "" where the mail has none."""
+    """Return a header's decoded value; "" if the mail lacks it."""
     values = (value for key, value in mail.raw_items() if key.lower() == name.lower())
     raw = str(next(values, "")).encode("ascii", "surrogateescape")
     value = _decode_raw(raw[:MAX_HEADER_CHARS])
@@ -186,7 +186,7 @@ def _header(mail: Message, name: str) -> str:
 
 
 def _decode_raw(header: bytes) -> str:
-    """Letters that a program wrote into a header without encoding them: UTF-8 (RFC 6532), or of an old program."""
+    """Return a header that was written without encoding: UTF-8 (RFC 6532), else windows-1252."""
     try:
         return header.decode()
     except UnicodeDecodeError:
@@ -199,7 +199,7 @@ def _metadata(mail: Message) -> dict[str, Any]:
 
 
 def _date(mail: Message) -> str:
-    """The date in ISO 8601, as it is written where it cannot be parsed, "" where the mail has none."""
+    """Return the date in ISO 8601; unchanged if it cannot be parsed, "" if the mail has none."""
     value = _header(mail, "Date")
     try:
         return parsedate_to_datetime(value).isoformat() if value else ""

@@ -1,6 +1,6 @@
-"""Jupyter notebooks (.ipynb): Markdown cells as they are, code cells in fences, with the text that code printed.
+"""Jupyter notebooks (.ipynb): Markdown cells unchanged, code cells and the text that they printed in fences.
 
-Outputs are left out if they are pictures, widgets or what went to stderr (warnings, progress bars), and cut after
+Outputs are left out if they are pictures, widgets or text on stderr (warnings, progress bars), and cut after
 MAX_OUTPUT_CHARS: printed tables answer questions, logs of training runs would fill chunks.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ragblend.corpus.readers.blocks import TextBlocks
-from ragblend.corpus.readers.encodings import decode_text
+from ragblend.corpus.readers.encodings import decode_text, unify_line_breaks
 from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
@@ -21,11 +21,11 @@ _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[\w+/=%-]*")
 _ANSI_CODE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
 _HEADING = re.compile(r"(#{1,6})[ \t]+(\S.*)")
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})")
-_FIGURE = re.compile(r"<Figure size |<[\w.]+ at 0x")  # stands for a picture or an object, not for a result
+_FIGURE = re.compile(r"<Figure size |<[\w.]+ at 0x")  # text that replaces a picture or an object
 
 
 def read_notebook(data: bytes) -> ParsedRecords:
-    """Read one notebook as one document. Raises UnreadableDocumentError for what is no notebook."""
+    """Read one notebook as one document. Raises UnreadableDocumentError for other files."""
     notebook = _parse(data)
     metadata = notebook.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -50,7 +50,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _language(metadata: dict[str, Any]) -> str:
-    """The name of the notebook's programming language, for the fences; "" where it is not known."""
+    """Return the notebook's programming language, for the fences; "" if it is unknown."""
     for key, name in (("language_info", "name"), ("kernelspec", "language")):
         section = metadata.get(key)
         value = section.get(name) if isinstance(section, dict) else None
@@ -60,7 +60,7 @@ def _language(metadata: dict[str, Any]) -> str:
 
 
 def _cells(notebook: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The cells of a notebook; those of format 3 are in worksheets."""
+    """Yield the notebook's cells; format 3 has them in worksheets."""
     sheets = notebook["worksheets"] if "cells" not in notebook else [notebook]
     for sheet in sheets:
         cells = sheet.get("cells") if isinstance(sheet, dict) else None
@@ -68,19 +68,19 @@ def _cells(notebook: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _add_cell(blocks: TextBlocks, cell: dict[str, Any], language: str) -> bool:
-    """Add a cell to the blocks. True if its outputs were cut."""
+    """Add a cell to the blocks. Return True if its outputs were cut."""
     kind = cell.get("cell_type")
     source = _text(cell.get("source", cell.get("input")))
-    if kind == "heading":  # of format 3
+    if kind == "heading":  # a cell of format 3
         level = cell.get("level")
         blocks.add_heading(source, level if isinstance(level, int) else 1)
     elif kind != "code":
         _add_markdown(blocks, source)
     else:
-        blocks.add(_fenced(source, language))
+        blocks.add(_fence_code(source, language))
         texts = (_ANSI_CODE.sub("", _output_text(output)).strip("\n") for output in _list(cell.get("outputs")))
         outputs = "\n".join(text for text in texts if text)
-        blocks.add(_fenced(_cut(outputs), "text"))
+        blocks.add(_fence_code(_cut(outputs), "text"))
         return len(outputs) > MAX_OUTPUT_CHARS
     return False
 
@@ -101,17 +101,16 @@ def _add_markdown(blocks: TextBlocks, source: str) -> None:
     blocks.add_text(source, marks)
 
 
-def _fenced(code: str, language: str) -> str:
-    """Code between fences that do not occur in it; "" for no code."""
+def _fence_code(code: str, language: str) -> str:
+    """Return code between fences that do not occur in it; "" for blank code."""
     if not code.strip():
         return ""
-    longest = max((len(run) for run in re.findall("`{3,}", code)), default=2)
-    fence = "`" * (longest + 1)
+    fence = "`" * (max((len(run) for run in re.findall("`{3,}", code)), default=2) + 1)
     return f"{fence}{language}\n{code}\n{fence}"
 
 
 def _output_text(output: Any) -> str:
-    """The text of an output; "" for pictures, widgets and stderr."""
+    """Return an output's text; "" for pictures, widgets and stderr."""
     if not isinstance(output, dict) or output.get("name") == "stderr" or output.get("stream") == "stderr":
         return ""
     kind = output.get("output_type")
@@ -132,10 +131,9 @@ def _cut(text: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """The text of a field, which notebooks write as a string or as a list of lines."""
+    """Return the text of a field, which is a string or a list of lines."""
     lines = value if isinstance(value, list) else [value]
-    text = "".join(line for line in lines if isinstance(line, str))
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return unify_line_breaks("".join(line for line in lines if isinstance(line, str)))
 
 
 def _list(value: Any) -> list[Any]:

@@ -1,4 +1,5 @@
-"""XML parts of Office files: parsed without entities, walked without recursion, with the relationships between them."""
+"""XML parts of Office files: parses them without entities, walks them without recursion, resolves their
+relationships."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ from ragblend.errors import UnreadableDocumentError
 
 MAX_XML_BYTES = 64 << 20
 MAX_TAGS = 2_000_000  # an element takes 150 to 300 bytes in memory, also "<a/>"
-# Entities are what billion-laughs and external-entity attacks need; no program writes them into these parts.
+# Billion-laughs and external-entity attacks need entities; no program writes them into these parts.
 _ENTITY = re.compile(rb"<!ENTITY|<\0!\0E\0N\0T\0I\0T\0Y\0|\0<\0!\0E\0N\0T\0I\0T\0Y")
 
 
 def parse_part(container: ZipContainer, name: str) -> Element:
-    """The root element of a part. Raises UnreadableDocumentError for a missing or damaged one, or one with entities."""
+    """Return a part's root element. Raises UnreadableDocumentError if the part is missing, damaged or too large, or
+    declares entities."""
     data = container.read(name)
     if len(data) > MAX_XML_BYTES or data.count(b"<") > MAX_TAGS:
         raise UnreadableDocumentError(
@@ -38,7 +40,7 @@ def parse_part(container: ZipContainer, name: str) -> Element:
 
 
 def local_name(element: Element) -> str:
-    """The element's name without its namespace.
+    """Return the element's name without its namespace.
 
     >>> local_name(ElementTree.fromstring('<w:p xmlns:w="urn:w"/>'))
     'p'
@@ -47,7 +49,7 @@ def local_name(element: Element) -> str:
 
 
 def attribute(element: Element, name: str, default: str = "") -> str:
-    """The attribute with this local name, in any namespace: transitional and strict files use different ones."""
+    """Return the attribute with this local name, in any namespace: transitional and strict files differ."""
     if (value := element.get(name)) is not None:
         return value
     for key, value in element.items():
@@ -57,7 +59,7 @@ def attribute(element: Element, name: str, default: str = "") -> str:
 
 
 def child(element: Element | None, *path: str) -> Element | None:
-    """The first descendant along a path of local names; None where there is none."""
+    """Return the first descendant along a path of local names; None if there is none."""
     for name in path:
         if element is None:
             return None
@@ -71,17 +73,17 @@ def child(element: Element | None, *path: str) -> Element | None:
 
 
 def parse_number(text: str, default: int = 0) -> int:
-    """The number that an attribute holds, of at most seven digits; `default` for anything else."""
+    """Return the number in an attribute, of at most seven digits; `default` for any other text."""
     return int(text) if text.isdecimal() and len(text) <= 7 else default
 
 
 Step = tuple[bool, Element, str]
-"""One step of a walk: True where an element begins, False where it ends; the element; its local name."""
+"""A step of a walk: True at the beginning of an element, False at its end; the element; its local name."""
 
 
 def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[Step]:
-    """Steps through all elements in document order. Of those whose local name is in `left_out`, the end alone comes,
-    with the name "": the text after them (`tail`) belongs to the element around them."""
+    """Yield steps through all elements in document order. An element whose local name is in `left_out` gives only its
+    end, with the name "", because the text after it (`tail`) belongs to its parent."""
     names: dict[str, str] = {}
     name = local_name(root)
     yield True, root, name
@@ -104,7 +106,7 @@ def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[Step]:
 
 
 def outermost(root: Element, *names: str, left_out: Set[str] = frozenset()) -> Iterator[Element]:
-    """Elements below `root` with one of the names, but those inside another of them: each text is met once."""
+    """Yield the elements below `root` with one of the names, except inside another of them: no text is read twice."""
     num_open = 0
     for begins, element, name in walk(root, left_out):
         if name in names:
@@ -114,14 +116,14 @@ def outermost(root: Element, *names: str, left_out: Set[str] = frozenset()) -> I
 
 
 class Relationship(NamedTuple):
-    """What a part refers to: the last word of the type ("slide"), and the target's name in the container."""
+    """A reference from a part: the last word of its type ("slide"), and the target's name in the container."""
 
     kind: str
     target: str
 
 
 def read_relationships(container: ZipContainer, part: str) -> dict[str, Relationship]:
-    """Relationships of a part by their ids. A part without a file of them has none; links outside are left out."""
+    """Return a part's relationships by id, without those to targets outside of the file."""
     folder, name = posixpath.split(part)
     path = posixpath.join(folder, "_rels", f"{name}.rels")
     if path not in container:
@@ -136,7 +138,7 @@ def read_relationships(container: ZipContainer, part: str) -> dict[str, Relation
 
 
 def resolve_part(folder: str, reference: str) -> str:
-    """The part that a reference in `folder` names.
+    """Return the part that a reference in `folder` names.
 
     >>> resolve_part("ppt/slides", "../charts/chart1.xml"), resolve_part("ppt", "/ppt/slides/s%201.xml")
     ('ppt/charts/chart1.xml', 'ppt/slides/s 1.xml')
@@ -146,13 +148,13 @@ def resolve_part(folder: str, reference: str) -> str:
 
 
 def find_main_part(container: ZipContainer, default: str) -> str:
-    """The part that the package names as its document (ECMA-376 part 2); `default` where it names none."""
+    """Return the part that the package names as its document (ECMA-376 part 2); `default` if it names none."""
     targets = (r.target for r in read_relationships(container, "").values() if r.kind == "officeDocument")
     return next(targets, default)
 
 
 def read_properties(container: ZipContainer, part: str) -> dict[str, str]:
-    """`title` and `author` of a file, as far as its part of properties has them. A damaged part has none."""
+    """Return the file's `title` and `author`, as far as its properties have them; none if damaged."""
     if part not in container:
         return {}
     try:

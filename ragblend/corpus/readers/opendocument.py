@@ -1,14 +1,14 @@
 """OpenDocument files (.odt, .odp, .ods): text in reading order with headings, lists, tables and footnotes.
 
-Slides are pages. Sheets are headings with a line per row, and cells are read as they are shown, but dates as ISO 8601.
-
-Left out: deleted text of tracked changes, comments, headers and footers, embedded objects, picture data.
+Slides are pages. Sheets are headings with a line per row. Cells have their displayed text, except dates, which are ISO
+8601. Left out: deleted text of tracked changes, comments, headers and footers, embedded objects, picture data.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import TextBlocks, check_table_depth, table_blocks, table_row
@@ -24,27 +24,13 @@ _LEFT_OUT_NAMES = (
 _LEFT_OUT = frozenset(_LEFT_OUT_NAMES.split())
 _CHARACTERS = {"tab": "\t", "line-break": "\n"}
 _TABLE_PARTS = frozenset({"table", "table-row", "table-cell", "covered-table-cell"})
-_WHITE_SPACE = re.compile(r"\s+")  # of the XML; spaces of the text beyond one are elements
+_WHITE_SPACE = re.compile(r"\s+")  # in the XML; elements write repeated spaces of the text
 _MAX_SPACES = 16
-_MAX_REPEATED_CELLS = 64  # a sheet's empty end is written as one cell, repeated thousands of times
+_MAX_REPEATED_CELLS = 64  # limit, because one cell that repeats thousands of times ends a sheet
 
 
-def read_odt(data: bytes) -> ParsedRecords:
-    """Read one text document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
-    return _read(data, "OpenDocument text")
-
-
-def read_odp(data: bytes) -> ParsedRecords:
-    """Read one presentation as one document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
-    return _read(data, "OpenDocument presentation")
-
-
-def read_ods(data: bytes) -> ParsedRecords:
-    """Read one spreadsheet as one document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
-    return _read(data, "OpenDocument spreadsheet")
-
-
-def _read(data: bytes, kind: str) -> ParsedRecords:
+def _read(kind: str, data: bytes) -> ParsedRecords:
+    """Read one file as one document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
     container = ZipContainer(data, kind)
     if "META-INF/manifest.xml" in container and b"encryption-data" in container.read("META-INF/manifest.xml"):
         raise UnreadableDocumentError(f"is an {kind} with a password; save it without one")
@@ -59,9 +45,14 @@ def _read(data: bytes, kind: str) -> ParsedRecords:
     yield ParsedRecord("", text, metadata, marks)
 
 
+read_odt = partial(_read, "OpenDocument text")
+read_odp = partial(_read, "OpenDocument presentation")
+read_ods = partial(_read, "OpenDocument spreadsheet")
+
+
 @dataclass(slots=True)
 class _Paragraph:
-    """A paragraph that is open: its text so far, and the footnotes that it refers to."""
+    """An open paragraph: its text so far, and its footnotes."""
 
     prefix: str
     texts: list[str] = field(default_factory=list)
@@ -69,22 +60,22 @@ class _Paragraph:
 
 
 class _ContentReader:
-    """Reads the steps of a walk through a file's content into blocks."""
+    """Builds blocks from the steps of a walk through a file's content."""
 
     def __init__(self) -> None:
         self.blocks = TextBlocks()
         self.num_pages = 0
-        self.num_texts = 0  # a spreadsheet without any has but the names of its sheets
+        self.num_texts = 0  # 0 for a spreadsheet that has only the names of its sheets
         self._is_spreadsheet = False
-        self._paragraphs: list[_Paragraph] = []  # one inside another: a text box is part of a paragraph
-        self._tables: list[list[list[list[str]]]] = []  # rows of cells of paragraphs; one table inside another
+        self._paragraphs: list[_Paragraph] = []  # nested, because a text box is part of a paragraph
+        self._tables: list[list[list[list[str]]]] = []  # open tables, nested: rows of cells of paragraphs
         self._footnotes: list[list[str]] = []  # paragraphs of the footnotes that are open
         self._num_footnotes = 0
-        self._frames: list[str] = []  # what the open frames of a slide hold: "title", "outline", "notes"
+        self._frames: list[str] = []  # classes of a slide's open frames: "title", "outline", "notes"
         self._prefix = ""  # of the next paragraph
 
     def take(self, step: Step) -> None:
-        """Take the next step. Text after an element is that of the element around it."""
+        """Process the next step. Text after an element belongs to its parent."""
         begins, element, name = step
         if begins:
             self._begin(element, name)

@@ -1,6 +1,6 @@
-"""PDF: the text of its pages, form fields and notes, with marks for pages and bookmarks.
+"""PDF: the text of pages, form fields and notes, with marks for pages and bookmarks.
 
-`pdfium` reads the file, `pdf_text` cleans its text; this module puts both together.
+`pdfium` reads the file, `pdf_text` cleans the text, and this module joins the pages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ragblend.corpus.readers.blocks import one_line
 from ragblend.corpus.readers.pdf_text import (
     compose_accents,
     is_garbage,
@@ -27,14 +28,14 @@ _PICTURE = "a picture and no text"
 _GARBAGE = "garbled text"
 _DAMAGE = "contents that cannot be read"
 _FIXES = {
-    # Without an option ocrmypdf rejects a file that has text on some page.
+    # Without an option, ocrmypdf rejects a file that has text on some page.
     _PICTURE: "run OCR on the file, for example: ocrmypdf --skip-text FILE NEW",
     _GARBAGE: "run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW",
     _DAMAGE: "repair the file, for example: qpdf FILE NEW",
 }
 _NO_TEXT = "; if a viewer shows some, run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW"
 _XFA = "its form is of Adobe's type XFA, whose fields are not read; print it into a new PDF with Adobe Reader"
-_MAX_RANGES = 20  # of pages named in a note
+_MAX_RANGES = 20  # ranges of pages that a note names
 _MAX_LEVEL = 6
 _MAX_TITLE = 300
 _MAX_HEADING_LINES = 3
@@ -52,8 +53,8 @@ _NUMBER = re.compile(r"(?:(?i:chapter|kapitel|chapitre|part|section)\s)?[\dA-Z]{
 def read_pdf(data: bytes) -> ParsedRecords:
     """Read all pages as one document, with a mark for each page and each bookmark.
 
-    Pages without readable text are left out and named in the record's notes. Raises UnreadableDocumentError for a
-    password, damage, and a file without any text.
+    Pages without readable text are left out and named in the record's notes. Raises UnreadableDocumentError for files
+    with a password, damaged files and files without any text.
     """
     from ragblend.corpus.readers.pdfium import read_contents
 
@@ -79,7 +80,7 @@ def read_pdf(data: bytes) -> ParsedRecords:
 
 
 def _page_text(page: PdfPageContents) -> tuple[str, str]:
-    """Return (the page's text with its fields and notes, what is wrong with the page or "")."""
+    """Return the page's text with its fields and notes, and the page's problem or ""."""
     if page.is_damaged:
         return "", _DAMAGE
     raw = normalize_characters(page.text)
@@ -87,7 +88,7 @@ def _page_text(page: PdfPageContents) -> tuple[str, str]:
     is_unreadable = is_garbage(raw) or bool(raw.strip() and not text)
     problem = _GARBAGE if is_unreadable else _PICTURE if page.has_picture else ""
     text = "" if problem else text
-    fields = [(_one_line(name), _clean(value)) for name, value in page.fields]
+    fields = [(one_line(_clean(name)), _clean(value)) for name, value in page.fields]
     lines = [f"{name}: {value}" if name else value for name, value in fields]
     notes = [note for note in map(_clean, page.notes) if note not in text]  # a highlight may quote the page
     blocks = [text, *("\n".join(dict.fromkeys(block)) for block in (lines, notes))]
@@ -98,12 +99,8 @@ def _clean(text: str) -> str:
     return remove_controls(normalize_characters(text.replace("\r", "\n")))
 
 
-def _one_line(text: str) -> str:
-    return " ".join(_clean(text).split())
-
-
 def _name_pages(pages: Sequence[int]) -> str:
-    """Return the beginning of a sentence about `pages`, which ascend.
+    """Return the beginning of a sentence about `pages`, which must ascend.
 
     >>> _name_pages([3]), _name_pages([1, 2, 3, 7])
     ('page 3 has', 'pages 1-3, 7 have')
@@ -122,12 +119,12 @@ def _name_pages(pages: Sequence[int]) -> str:
 
 
 def _clean_title(title: str) -> str:
-    """Return a document's title; "" for a name that a program gave it.
+    """Return a document's title; "" for a title that a program generated.
 
     >>> _clean_title("Microsoft Word - lease.doc"), _clean_title("Untitled-1"), _clean_title("Lease of the house")
     ('', '', 'Lease of the house')
     """
-    words = _PROGRAM.sub("", _one_line(title))[:_MAX_TITLE].strip()
+    words = _PROGRAM.sub("", one_line(_clean(title)))[:_MAX_TITLE].strip()
     return "" if _NO_TITLE.fullmatch(words) else words
 
 
@@ -138,7 +135,7 @@ def _join_pages(
     by_page: dict[int, list[PdfHeading]] = {}
     for heading in headings:
         by_page.setdefault(heading.page, []).append(heading)
-    waiting: list[PdfHeading] = []  # of pages without text: their first words are on the next page
+    waiting: list[PdfHeading] = []  # headings of pages without text: they mark the next page with text
     marks, offset, parts = list[Mark](), 0, list[str]()
     for at, text in enumerate(texts):
         waiting += by_page.get(at, [])
@@ -153,13 +150,13 @@ def _join_pages(
 
 
 def _mark_headings(text: str, headings: Sequence[PdfHeading]) -> list[Mark]:
-    """Return marks of the headings of a page, at the line with the heading's words or else behind the one before."""
+    """Return the marks of a page's headings, at the line with the heading's words or else at the heading before."""
     if not headings:
         return []
     lines = _find_lines(text)
     marks, offset = list[Mark](), 0
     for heading in headings:
-        value = _one_line(heading.title)[:_MAX_TITLE]
+        value = one_line(_clean(heading.title))[:_MAX_TITLE]
         if value:
             offset = max(offset, lines.get(_line_key(value), offset))
             marks.append(Mark(offset, "heading", value, min(heading.level, _MAX_LEVEL)))
@@ -167,7 +164,7 @@ def _mark_headings(text: str, headings: Sequence[PdfHeading]) -> list[Mark]:
 
 
 def _find_lines(text: str) -> dict[str, int]:
-    """Return the offsets of a page's lines, and of two and three lines as one, by `_line_key`."""
+    """Return the offsets of a page's lines, and of two and three consecutive lines, by `_line_key`."""
     offsets, offset, keys = dict[str, int](), 0, list[tuple[int, str]]()  # (offset, key) of one to three lines
     for line in text.split("\n"):
         letters = _fold(line[:_MAX_HEADING])
@@ -180,11 +177,11 @@ def _find_lines(text: str) -> dict[str, int]:
 
 
 def _line_key(line: str) -> str:
-    """Return what is equal for a heading in the text and in a bookmark: its letters and digits without its number."""
+    """Return the key by which a bookmark's heading is found in the text: its letters and digits without its number."""
     number = _NUMBER.match(line)
     return _fold(line[number.end() :] if number else line)
 
 
 def _fold(text: str) -> str:
-    """Return letters and digits of `text`, in lower case and without accents, which bookmarks may lack."""
+    """Return the letters and digits of `text` in lower case and without accents, which bookmarks may lack."""
     return _NO_LETTERS.sub("", unicodedata.normalize("NFKD", text)).casefold()

@@ -1,4 +1,4 @@
-"""Text of PDF pages as PDFium extracts it -> text as it is written: ligatures, accents, hyphens at line ends.
+"""Cleans the text of PDF pages as PDFium extracts it: ligatures, accents, hyphens at line ends.
 
 Works on strings, in time linear in their lengths. Does not depend on a PDF library.
 """
@@ -22,7 +22,7 @@ _MANY_LINE_BREAKS = re.compile(r"\n{3,}")
 
 # PDFium removes the line break after a hyphen: U+FFFE in a page's text, U+0002 in the text of a rectangle.
 _HYPHEN_MARK = re.compile("(?<=\\w)\x02(?=\\w)")
-# A look-behind, not a group, for the word before: a group would be tried from each of its letters.
+# A look-behind for the word before: a group would be tried from each of its letters.
 _HYPHEN = re.compile(r"(?<=[^\W\d_])[-\u2010\xad]\n(?=[^\W\d_])")
 _WORD = re.compile(r"[^\W\d_]++")
 _COMPOUND = re.compile(r"[^\W\d_]-[^\W\d_]")
@@ -30,7 +30,7 @@ _PUNCTUATION = ".,;:!?()[]{}\"'“”‘’„«»"
 _MAX_WORD = 40
 _CONJUNCTIONS = frozenset({"and", "or", "und", "oder", "bzw"})  # "Ein- und Ausgabe" keeps its hyphen
 
-# Code points of Adobe's glyph list from before Unicode had these glyphs. The small capitals stand for small letters.
+# Code points of Adobe's glyph list from before Unicode had these glyphs. Small capitals become small letters.
 _ADOBE = {
     **{0xF700 + code: chr(code) for code in (*b"!$&?", *b"0123456789", *range(0x61, 0x7B), *range(0xE0, 0xF7), 0xF8)},
     **{0xF700 + code: chr(code) for code in range(0xF9, 0x100)},
@@ -42,7 +42,7 @@ _ADOBE = {
     0xF6BE: "ȷ",
 }
 _CHARACTERS = {
-    # Typesetting, not spelling: no question about an office contains a ligature, and tokenizers cut words at them.
+    # Questions are written without ligatures, and tokenizers cut words at them.
     **{ligature: unicodedata.normalize("NFKC", ligature) for ligature in "ﬀﬁﬂﬃﬄﬅﬆ"},
     **{chr(code): char for code, char in _ADOBE.items()},
     **dict.fromkeys("\uf06c\uf06e\uf076\uf0a7\uf0a8\uf0b7\uf0d8\uf0fc", "•"),  # of the fonts Symbol and Wingdings
@@ -65,9 +65,9 @@ def normalize_characters(text: str) -> str:
 
 
 def is_garbage(text: str) -> bool:
-    """True if `text` is no words: more than 5 % control, private or unassigned characters, or names of glyphs.
+    """Return True if `text` is not words: more than 5 % control, private or unassigned characters, or names of glyphs.
 
-    Such a character between spaces does not count: it is a bracket of a formula or a note of music.
+    Such a character between spaces does not count, because it is a bracket of a formula or a note of music.
 
     >>> is_garbage("The pump leaks."), is_garbage("\\x01\\x02\\x03 pump"), is_garbage("/g145/g144/g3 (cid:12)")
     (False, True, True)
@@ -83,7 +83,7 @@ def is_garbage(text: str) -> bool:
 
 
 def remove_controls(text: str) -> str:
-    """Return `text` without control characters, spaces at the ends of lines, and repeated blank lines."""
+    """Return `text` without control characters, spaces at line ends and repeated blank lines."""
     text = text.replace("\f", "\n")
     for char in _CONTROLS & set(text):
         text = text.replace(char, "")
@@ -92,9 +92,9 @@ def remove_controls(text: str) -> str:
 
 
 def join_hyphens(pages: Sequence[str]) -> list[str]:
-    """Return `pages` with words joined that a hyphen at a line's end divides.
+    """Return `pages`, joining words that a hyphen at a line's end divides.
 
-    A compound keeps its hyphen if the document has it within a line and has no such word without a hyphen.
+    A compound keeps its hyphen if the document has the compound within a line and not the word without the hyphen.
 
     >>> join_hyphens(["hyphen-\\nated, post-\\noffice\\nthe post-office", "Anglo-\\nSaxon"])
     ['hyphenated, post-office\\nthe post-office', 'Anglo-\\nSaxon']
@@ -132,9 +132,9 @@ def _start_of_last_word(text: str) -> int:
 
 
 def compose_accents(pages: Sequence[str]) -> list[str]:
-    """Return `pages` with accents put on the letters after them, as TeX's older fonts print them ("Tank¨onyv").
+    """Return `pages` with accents composed with the letters after them; TeX's older fonts separate them ("Tank¨onyv").
 
-    An accent stays as it is if the document has more letters with that accent: then its fonts have such letters, and
+    An accent is kept if the document has more letters with that accent, because then its fonts have such letters, and
     the character is a quotation mark or an apostrophe.
     """
     letters = set[str]().union(*pages)

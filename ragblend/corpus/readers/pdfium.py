@@ -1,6 +1,6 @@
-"""PDFium -> what a PDF holds: text of pages, form fields, notes, bookmarks, labels and title, as it stores them.
+"""Reads a PDF's contents with PDFium: text of pages, form fields, notes, bookmarks, labels and title, unprocessed.
 
-`read_contents` is the one entry. PDFium is not thread-safe: one lock serves the process.
+`read_contents` is the entry point. PDFium is not thread-safe, so one lock serves the process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pypdfium2 import PdfBookmark, PdfDocument, PdfiumError, PdfPage, PdfTextPag
 from ragblend.errors import UnreadableDocumentError
 
 _LOCK = Lock()
-_HEADER_BYTES = 1024  # PDFium looks for "%PDF-" in the first of them, and for "%%EOF" in the last
+_HEADER_BYTES = 1024  # PDFium searches the first ones for "%PDF-", the last ones for "%%EOF"
 _PASSWORD, _SECURITY = 4, 5  # PDFium's error codes
-_MIN_PAGE_BYTES = 8  # of a file, per page; 100,000 empty pages that are compressed take more
-_MAX_ANNOTATIONS = 5000  # of a page; each is looked for in the page's text
-_MAX_BOOKMARKS = 20_000  # PDFium looks for each one's page among all pages
-_MAX_OBJECTS = 1000  # of a page without text, among which a picture is looked for
-_MANY_PATHS = 50  # letters as outlines; a page that is empty on purpose has a line or a frame
+_MIN_PAGE_BYTES = 8  # file size per page; compressed empty pages take more
+_MAX_ANNOTATIONS = 5000  # per page; each is searched for in the page's text
+_MAX_BOOKMARKS = 20_000  # PDFium searches all pages for each one's page
+_MAX_OBJECTS = 1000  # objects of a page without text that are searched for a picture
+_MANY_PATHS = 50  # letters drawn as outlines; an empty page may have a line or a frame
 _HIDDEN = 2  # a flag of annotations
 _STREAM = re.compile(rb"\bstream\r?\n")
 _DICTIONARY_BYTES = 400  # before a stream
@@ -50,9 +50,9 @@ _NOTE_TYPES = {
 
 
 class PdfPageContents(NamedTuple):
-    """A page: its text, values of form fields with their names, texts of notes, and whether it shows a picture.
+    """A page: its text, form fields as (name, value), texts of notes, and True if it shows a picture.
 
-    `has_picture` is False where there is text. `is_damaged`: PDFium cannot read the page.
+    `has_picture` is False for a page with text. `is_damaged`: PDFium cannot read the page.
     """
 
     text: str = ""
@@ -63,7 +63,7 @@ class PdfPageContents(NamedTuple):
 
 
 class PdfHeading(NamedTuple):
-    """A bookmark: its title, the page it leads to (counted from 0), and its level from 1."""
+    """A bookmark: its title, the number of its page from 0, and its level from 1."""
 
     title: str
     page: int
@@ -71,9 +71,9 @@ class PdfHeading(NamedTuple):
 
 
 class PdfContents(NamedTuple):
-    """A document. `labels` are those of the pages, such as "iv", or "" for a page without one.
+    """A document. `labels`: the pages' labels, such as "iv", or "" for a page without one.
 
-    `is_xfa`: its fields are in Adobe's form language alone, which PDFium does not read.
+    `is_xfa`: its fields are only in Adobe's form language, which PDFium does not read.
     """
 
     pages: list[PdfPageContents]
@@ -84,7 +84,7 @@ class PdfContents(NamedTuple):
 
 
 def read_contents(data: bytes) -> PdfContents:
-    """Return what the PDF `data` holds. Raises UnreadableDocumentError for a password, damage and what is no PDF."""
+    """Return the contents of the PDF `data`. Raises UnreadableDocumentError if it cannot be read."""
     _check_inflated_size(data)
     with _LOCK, _opened(data) as document, _opened_form(document) as form:
         num_pages = len(document)
@@ -98,12 +98,12 @@ def read_contents(data: bytes) -> PdfContents:
 
 
 def _check_inflated_size(data: bytes) -> None:
-    """Raise UnreadableDocumentError where a page may be a bomb: PDFium takes 18 times its operators in memory."""
+    """Raise UnreadableDocumentError if a page may be a memory bomb: PDFium needs 18 times the size of its operators."""
     limit = _MIN_INFLATED + _MAX_RATIO * len(data)
     size = 0
     for stream in _STREAM.finditer(data):
         head = data[max(0, stream.start() - _DICTIONARY_BYTES) : stream.start()]
-        if b"/Image" not in head.rpartition(b"obj")[2]:  # large, and not decoded for its text
+        if b"/Image" not in head.rpartition(b"obj")[2]:  # large, and PDFium does not decode it for the text
             size += _inflated_size(memoryview(data)[stream.end() :], limit - size)
         if size > limit:
             raise UnreadableDocumentError(
@@ -113,13 +113,13 @@ def _check_inflated_size(data: bytes) -> None:
 
 
 def _inflated_size(data: memoryview | bytes, limit: int) -> int:
-    """Return how many bytes a stream of zlib holds, 0 for another one, and no more than `limit` and a bit."""
+    """Return the number of bytes in a zlib stream, 0 for other data; counting stops soon after `limit`."""
     size = 0
     for _ in range(_MAX_FILTERS):  # one stream may be compressed many times
         if len(data) < 2 or data[0] & 15 != zlib.DEFLATED or int.from_bytes(data[:2]) % 31:
             break
         inflater, parts, start = zlib.decompressobj(), list[bytes](), 0
-        with suppress(zlib.error):  # PDFium reads a damaged stream up to the damage, too
+        with suppress(zlib.error):  # PDFium also reads a damaged stream up to the damage
             while start < len(data) and not inflater.eof and size <= limit:
                 parts.append(inflater.decompress(data[start : start + _PIECE], limit - size + 1))
                 start += _PIECE
@@ -136,7 +136,7 @@ def _opened(data: bytes) -> Iterator[PdfDocument]:
         raise UnreadableDocumentError(
             f"is no PDF: it begins with {data[:20]!r}, not with %PDF-; download it again, or rename it after its format"
         )
-    # A file without pages leaves the error code of the file before it; this sets the code of a file that is no PDF.
+    # A file without pages keeps the previous file's error code; this call sets the code for a file that is not a PDF.
     raw.FPDF_LoadMemDocument64(b"", 0, None)
     try:
         document = PdfDocument(data)
@@ -153,7 +153,7 @@ def _opened(data: bytes) -> Iterator[PdfDocument]:
 
 @contextmanager
 def _opened_form(document: PdfDocument) -> Iterator[Any]:
-    """A handle for the form's fields, None without a form. pypdfium2's own logs a warning for a form of type XFA."""
+    """Give a handle for the form's fields, None without a form. pypdfium2's own would log a warning for an XFA form."""
     config = raw.FPDF_FORMFILLINFO(version=2)
     has_form = document.get_formtype() != raw.FORMTYPE_NONE
     form = raw.FPDFDOC_InitFormFillEnvironment(document, config) if has_form else None
@@ -185,7 +185,7 @@ def _read_page(document: PdfDocument, at: int, form: Any) -> PdfPageContents:
             with closing(page.get_textpage()) as textpage:
                 text = _visible_text(textpage)
             if form:
-                raw.FORM_OnAfterLoadPage(page, form)  # a box's state is not known before
+                raw.FORM_OnAfterLoadPage(page, form)  # loads the state of check boxes
             fields, notes = _read_annotations(page, form)
             if form:
                 raw.FORM_OnBeforeClosePage(page, form)
@@ -195,10 +195,10 @@ def _read_page(document: PdfDocument, at: int, form: Any) -> PdfPageContents:
 
 
 def _visible_text(textpage: PdfTextPage) -> str:
-    """Return the text within the page's edges. Printers put marks outside, and cropped pictures have text there."""
+    """Return the text within the page's edges. Printers' marks and cropped pictures have text outside of them."""
     text: str = textpage.get_text_range()
     bounded: str = textpage.get_text_bounded()
-    # The text of a rectangle lacks some line breaks between columns; the other one lacks characters beyond U+FFFF.
+    # `bounded` lacks some line breaks between columns; `text` lacks characters beyond U+FFFF.
     is_whole = len("".join(text.split())) == len("".join(bounded.split())) or (
         len(_INVISIBLE.sub("", text)) == len(_INVISIBLE.sub("", bounded))
     )
@@ -215,7 +215,7 @@ def _has_picture(page: PdfPage) -> bool:
 
 
 def _read_annotations(page: PdfPage, form: Any) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Return (form fields with a value, texts of notes), without hidden ones."""
+    """Return the form fields with a value and the texts of notes, without hidden ones."""
     fields, notes = list[tuple[str, str]](), list[str]()
     for at in range(min(raw.FPDFPage_GetAnnotCount(page), _MAX_ANNOTATIONS)):
         annotation = raw.FPDFPage_GetAnnot(page, at)
@@ -231,7 +231,7 @@ def _read_annotations(page: PdfPage, form: Any) -> tuple[tuple[tuple[str, str], 
 
 
 def _read_field(form: Any, annotation: Any) -> list[tuple[str, str]]:
-    """Return [(name, value)] of a form field, [] for an empty one. A button that is switched on has its name alone."""
+    """Return [(name, value)] of a form field, [] for an empty one. A button that is on has the value "yes"."""
     kind = raw.FPDFAnnot_GetFormFieldType(form, annotation)
     if raw.FPDFAnnot_GetFlags(annotation) & _HIDDEN or kind not in _FIELD_TYPES | _BUTTON_TYPES:
         return []
@@ -254,7 +254,7 @@ def _read_wide(function: Callable[..., int], *arguments: Any) -> str:
 
 
 def _read_headings(document: PdfDocument) -> Iterator[PdfHeading]:
-    """Yield the bookmarks in the order of the tree. It is walked with a stack: a hostile one is deep, or a circle."""
+    """Yield the bookmarks in the order of the tree. Uses a stack, because a hostile tree is deep or a circle."""
     stack, seen = [(raw.FPDFBookmark_GetFirstChild(document, None), 1)], set[int]()
     while stack and len(seen) < _MAX_BOOKMARKS:
         pointer, level = stack.pop()

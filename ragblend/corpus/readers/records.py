@@ -1,4 +1,4 @@
-"""JSON, JSON lines and Parquet: files of records. `fields` says which field of a record holds its text."""
+"""JSON, JSON lines and Parquet: files of records. `fields` finds the field of a record that holds its text."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def _not_json(error: Exception) -> UnreadableDocumentError:
 
 
 def _has_value_per_line(text: str, error: json.JSONDecodeError) -> bool:
-    """True where a value ends with its line and another one follows, as exports of databases have it."""
+    """Return True if a value ends with its line and another one follows, as in exports of databases."""
     first = text[: error.pos].strip()
     return error.msg == "Extra data" and "\n" not in first and text[: error.pos].endswith("\n")
 
 
 def _parse_json(text: str) -> Any:
-    """A JSON value; a whole number may have more digits than Python's own integers are read with (4,300)."""
+    """Return a JSON value; a whole number of more digits than Python converts to int (4,300) becomes a Decimal."""
 
     def number(digits: str) -> int | Decimal:
         try:
@@ -77,7 +77,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _as_number(digits: str) -> tuple[int, str]:
-    """What decimal digits of any script, however many, are sorted by.
+    """Return a sort key for decimal digits of any script and number.
 
     >>> sorted(["10", "9", "009", "1" * 5000], key=_as_number)[:3]
     ['9', '009', '10']
@@ -89,13 +89,13 @@ def _as_number(digits: str) -> tuple[int, str]:
 def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read a JSON value from each line."""
     decoded = decode_text(data)
-    # splitlines() would cut inside strings
+    # splitlines() would also cut at line separators inside strings.
     return note_on_first(_parse_jsonl(decoded.text.split("\n"), text_field), decoded.notes)
 
 
 def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRecords:
-    """`read_jsonl` of a file, a line at a time. All of it is known to be text before the first."""
-    if not _is_utf8(file, digest):  # another encoding is found from all of it
+    """Yield the records of `read_jsonl`, a line at a time, after checking that the whole file is text."""
+    if not _is_utf8(file, digest):  # detecting another encoding needs the whole file
         file.seek(0)
         yield from read_jsonl(file.read(), text_field)
         return
@@ -105,9 +105,9 @@ def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRec
 
 
 def _is_utf8(file: BinaryIO, digest: str) -> bool:
-    """True if a file is text in UTF-8. Raises UnreadableDocumentError if its digest has changed, and for no text."""
+    """Return True if a file is UTF-8. Raises UnreadableDocumentError if its digest has changed or it is not text."""
     read, sample, is_utf8 = new_digest(), "", True
-    for line in file:  # ends at "\n" alone, which in UTF-8 is a part of no other character
+    for line in file:  # lines end at "\n", which in UTF-8 is not a part of another character
         read.update(line)
         try:
             text = line.decode() if is_utf8 else ""
@@ -124,7 +124,7 @@ def _is_utf8(file: BinaryIO, digest: str) -> bool:
 
 
 def _parse_jsonl(lines: Iterable[str], text_field: str) -> ParsedRecords:
-    number = 0  # of the record; lines are counted as editors do, from 1 and with the blank ones
+    number = 0  # number of the record; lines are counted from 1, with blank ones, as in editors
     for line_number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -139,7 +139,7 @@ def _parse_jsonl(lines: Iterable[str], text_field: str) -> ParsedRecords:
 
 
 def _parse_item(value: Any, number: int, place: str, text_field: str) -> ParsedRecords:
-    """Documents of one of several JSON values."""
+    """Yield the documents of one of several JSON values."""
     try:
         yield from _parse_record(value, f"#{number}", ".", text_field)
     except UnreadableDocumentError as error:
@@ -151,14 +151,15 @@ def _has_known_shape(value: dict[str, Any]) -> bool:
 
 
 def _passages(value: dict[str, Any]) -> list[str]:
-    """Names of numbered passages, in the order of their numbers."""
+    """Return the names of numbered passages, in the order of their numbers."""
     return sorted((name for name in value if name.isdecimal() and isinstance(value[name], str)), key=_as_number)
 
 
 def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator[ParsedRecord]:
-    """Documents of one JSON value: a string, list or object, {ctxs: [...]} (MuSiQue) or {"0": ..., ...} (CacheBlend).
+    """Yield the documents of one JSON value: a string, list or object, {ctxs: [...]} (MuSiQue) or {"0": ..., ...}
+    (CacheBlend).
 
-    `text_field` names the field of an object that holds the text; "" leaves that to `read_object`.
+    `text_field`: the field of an object that holds the text; "" leaves the choice to `read_object`.
     """
     if isinstance(value, str):
         yield ParsedRecord(key, value, {})
@@ -170,7 +171,7 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
     elif text_field:
         yield _parse_field(value, key, text_field)
     elif isinstance(value.get("ctxs"), list):
-        # Question and answers stay out of the metadata: they belong to the record, not to the passage.
+        # The question and the answers are not metadata, because they belong to the record.
         for number, passage in enumerate(value["ctxs"]):
             try:
                 yield from _parse_record(passage, f"{key}{joint}{number}", ".", "")
@@ -194,7 +195,7 @@ def _parse_field(value: dict[str, Any], key: str, text_field: str) -> ParsedReco
 
 
 def _list_names(names: Iterable[str]) -> str:
-    """The first names for a message."""
+    """Return the first names for a message."""
     shown = [name[:40] for name in islice(names, 13)]
     return ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "") or "none"
 
@@ -203,7 +204,7 @@ _ROWS_AT_A_TIME = 256
 
 
 def stream_parquet(file: io.BufferedReader, digest: str, text_field: str = "") -> ParsedRecords:
-    """`read_parquet` of a file, some rows at a time."""
+    """Yield the records of `read_parquet`, some rows at a time."""
     if hashlib.file_digest(file, new_digest).hexdigest() != digest:
         raise UnreadableDocumentError(CHANGED_REASON)
     file.seek(0)
@@ -216,8 +217,7 @@ def read_parquet(data: bytes, text_field: str = "") -> ParsedRecords:
 
 
 def _parse_parquet(file: BinaryIO, text_field: str) -> ParsedRecords:
-    """Read each row as a line of JSON with its columns. Columns of bytes and of lists of numbers (embeddings, pictures)
-    are left out."""
+    """Yield each row as a JSON object of its columns, without bytes and lists of numbers (embeddings, pictures)."""
     try:
         from pyarrow import ArrowException, types
         from pyarrow.parquet import ParquetFile
@@ -248,7 +248,7 @@ def _parse_parquet(file: BinaryIO, text_field: str) -> ParsedRecords:
 
 
 def _as_json(value: Any) -> Any:
-    """A value of a column as JSON would hold it; dates, decimals and others as their text."""
+    """Return a column's value as JSON; dates, decimals and others become text."""
     if isinstance(value, dict):
         return {str(name): _as_json(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Formats that are not read: what they are, by name or by first bytes, and the command that converts them."""
+"""Formats that are not read: recognised by name or first bytes, with the command that converts them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _MAGIC = (
 
 
 def find_reason_to_pass_over(name: str, head: bytes, has_reader: bool) -> str:
-    """Why a file is no document, by its name and first bytes; "" for text, and for files whose name has a reader.
+    """Return why a file is not a document, by its name and first bytes; "" for text, and for a name with a reader.
 
     >>> find_reason_to_pass_over("a.gif", b"", False), find_reason_to_pass_over("a", b"GIF89a\\0", False)[:12]
     ('is a picture; if it shows text, run OCR on it: tesseract FILE FILE', 'is a picture')
@@ -103,7 +103,7 @@ def find_reason_to_pass_over(name: str, head: bytes, has_reader: bool) -> str:
 
 
 def describe_ole(data: bytes, kind: str) -> str:
-    """What is wrong with an OLE file where a `kind` ("Word file") is expected: encrypted, or of an old format."""
+    """Return why an OLE file cannot be read as a `kind` ("Word file"): it is encrypted, or of an old format."""
 
     def has_stream(name: str) -> bool:
         return name.encode("utf-16-le") in data
@@ -122,12 +122,12 @@ def describe_ole(data: bytes, kind: str) -> str:
 
 
 def reject(reason: str, data: bytes) -> ParsedRecords:
-    """Raise UnreadableDocumentError(reason). With its reason bound, the reader of a format that is not read."""
+    """Raise UnreadableDocumentError(reason). `partial(reject, reason)` is the reader of a format that is not read."""
     raise UnreadableDocumentError(reason)
 
 
 def read_keynote(data: bytes) -> ParsedRecords:
-    """Reject a Keynote document, and pass over what else is called `.key`: private keys are no documents."""
+    """Reject a Keynote document. Raises NotADocumentError for other files called `.key`, such as private keys."""
     if data.startswith(ZIP_MAGIC):
         raise UnreadableDocumentError(
             "is a Keynote presentation, which is not read; export it from Keynote as PowerPoint or PDF"

@@ -56,31 +56,31 @@ def read_rtf(data: bytes) -> ParsedRecords:
 
 @dataclass(slots=True)
 class _Group:
-    """What a group inherits from the one around it, and restores where it ends."""
+    """Properties that a group inherits from the group around it; they end with it."""
 
     destination: str = "body"  # "body", "note", "title", "fonts"; "" for text that is left out
     font: str = ""
     is_hidden: bool = False
-    num_fallback_chars: int = 1  # after a \\u, for programs without Unicode
+    num_fallback_chars: int = 1  # characters after a \\u to skip: they are for programs without Unicode
 
 
 @dataclass(slots=True)
 class _Text:
-    """Text of the paragraph or footnote that is open."""
+    """Text of the open paragraph or footnote."""
 
     parts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 class _RtfReader:
-    """Reads control words and text into blocks."""
+    """Builds blocks from control words and text."""
 
     def __init__(self) -> None:
         self.blocks = TextBlocks()
         self.title: list[str] = []
         self._groups = [_Group()]
-        self._texts = [_Text()]  # of the body; of a footnote while it is open
-        self._bytes = bytearray()  # of text that is not decoded yet
+        self._texts = [_Text()]  # text of the body, then of an open footnote
+        self._bytes = bytearray()  # text that is not decoded yet
         self._num_to_skip = 0
         self._codec = "cp1252"
         self._font_codecs: dict[str, str] = {}
@@ -91,7 +91,7 @@ class _RtfReader:
         self._rows: list[list[list[str]]] = []
 
     def read(self, source: str) -> None:
-        """Collect the blocks of a file, given with a character per byte."""
+        """Collect the blocks of a file, given as one character per byte."""
         offset = 0
         while token := _TOKEN.match(source, offset):
             offset = token.end()
@@ -141,7 +141,7 @@ class _RtfReader:
         self._groups.append(replace(self._groups[-1]))
 
     def _close_group(self) -> bool:
-        """Restore what holds outside of the group. False where the document's outer group ends."""
+        """Restore the properties of the outer group. Return False at the end of the document."""
         group = self._groups.pop()
         outer = self._groups[-1] if self._groups else _Group()
         if group.destination == "note" and outer.destination != "note":
@@ -150,7 +150,7 @@ class _RtfReader:
         return len(self._groups) > 1
 
     def _symbol(self, symbol: str) -> None:
-        if symbol == "*":  # a destination that not every program reads
+        if symbol == "*":  # an optional destination
             self._groups[-1].destination = ""
         elif symbol in _PARAGRAPH_ENDS:
             self._end_paragraph()
@@ -170,7 +170,7 @@ class _RtfReader:
             group.is_hidden = number != 0
         elif word in ("f", "fcharset", "cpg", "ansicpg", "mac", "pc", "pca"):
             self._encoding(group, word, number)
-        elif word == "shpinst" and len(self._groups) > 1:  # a text box, which comes behind \\*
+        elif word == "shpinst" and len(self._groups) > 1:  # a text box, which follows \\*
             group.destination = self._groups[-2].destination
         elif word in ("fonttbl", "info", "title", "footnote") or word in _SKIPPED:
             self._destination(group, word)
@@ -254,7 +254,7 @@ class _RtfReader:
 
 
 def _find_codec(number: int | None, default: str) -> str:
-    """Python's name of a Windows code page."""
+    """Return Python's codec of a Windows code page."""
     try:
         return codecs.lookup(f"cp{number}").name
     except LookupError:
@@ -262,5 +262,5 @@ def _find_codec(number: int | None, default: str) -> str:
 
 
 def _join(parts: list[str]) -> str:
-    """The text of parts. Characters beyond U+FFFF are written as two surrogates, in two parts."""
+    """Return the joined parts. RTF writes characters beyond U+FFFF as two surrogates, in two parts."""
     return "".join(parts).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,4 +1,4 @@
-"""PowerPoint files (.pptx): the slides in the order in which they are shown, with tables, charts, SmartArt and notes.
+"""PowerPoint files (.pptx): the slides in the order of the presentation, with tables, charts, SmartArt and notes.
 
 Each slide is a page, its title a heading. Left out: slide numbers, dates and footers, comments, picture data.
 """
@@ -27,7 +27,7 @@ from ragblend.errors import UnreadableDocumentError
 
 _TITLES = frozenset({"title", "ctrTitle"})
 _FURNITURE = frozenset({"sldNum", "dt", "ftr", "hdr", "sldImg"})  # the same on every slide
-_LEFT_OUT = frozenset({"Fallback", "extLst"})  # Fallback repeats what Choice holds, for older programs
+_LEFT_OUT = frozenset({"Fallback", "extLst"})  # Fallback repeats Choice for older programs
 
 
 def read_pptx(data: bytes) -> ParsedRecords:
@@ -43,7 +43,7 @@ def read_pptx(data: bytes) -> ParsedRecords:
         except UnreadableDocumentError as error:
             notes.append(f"slide {number} is left out: the file {error}")
             continue
-        if not _add_slide(blocks, container, part, slide) and next(_pictures(slide), None) is not None:
+        if not _add_slide(blocks, container, part, slide) and any(local_name(each) == "pic" for each in slide.iter()):
             notes.append(f"slide {number} has a picture and no text; run OCR on it")
     if slides and len([note for note in notes if "left out" in note]) == len(slides):
         raise UnreadableDocumentError(f"has no readable slide; {notes[0]}")
@@ -55,7 +55,7 @@ def read_pptx(data: bytes) -> ParsedRecords:
 
 
 def _slide_parts(container: ZipContainer) -> Iterator[str]:
-    """Names of the slides' parts, in the presentation's order. The order of the files is another."""
+    """Yield the slides' parts in the presentation's order, which may differ from that of the file names."""
     main = find_main_part(container, "ppt/presentation.xml")
     relationships = read_relationships(container, main)
     slides = child(parse_part(container, main), "sldIdLst")
@@ -67,7 +67,7 @@ def _slide_parts(container: ZipContainer) -> Iterator[str]:
 
 
 def _add_slide(blocks: TextBlocks, container: ZipContainer, part: str, slide: Element) -> bool:
-    """Add a slide's title, shapes and notes. False if it has no text."""
+    """Add a slide's title, shapes and notes. Return False if it has no text."""
     relationships = read_relationships(container, part)
     shapes = list(_shapes(slide))
     titles = [shape for shape in shapes if _placeholder(shape) in _TITLES]
@@ -83,17 +83,13 @@ def _add_slide(blocks: TextBlocks, container: ZipContainer, part: str, slide: El
 
 
 def _shapes(slide: Element) -> Iterator[Element]:
-    """Shapes with text, tables, charts and SmartArt, in the order in which they are drawn, those in groups too."""
+    """Return shapes with text, tables, charts and SmartArt in drawing order, also those in groups."""
     shapes = outermost(slide, "sp", "graphicFrame", "cxnSp", left_out=_LEFT_OUT)
     return (shape for shape in shapes if _placeholder(shape) not in _FURNITURE)
 
 
-def _pictures(slide: Element) -> Iterator[Element]:
-    return (element for element in slide.iter() if local_name(element) == "pic")
-
-
 def _placeholder(shape: Element) -> str:
-    """The kind of placeholder that a shape fills ("title", "body", "sldNum"); "" for other shapes."""
+    """Return the kind of placeholder that a shape fills ("title", "body", "sldNum"); "" for other shapes."""
     for properties in ("nvSpPr", "nvGraphicFramePr"):
         if (found := child(shape, properties, "nvPr", "ph")) is not None:
             return attribute(found, "type", "body")
@@ -121,7 +117,7 @@ def _paragraphs(shape: Element) -> Iterator[Element]:
 
 
 def _notes(container: ZipContainer, part: str, relationships: dict[str, Relationship]) -> str:
-    """The speaker's notes of a slide; "" where it has none or their part is damaged."""
+    """Return a slide's speaker notes; "" if it has none or their part is damaged."""
     notes = next((one.target for one in relationships.values() if one.kind == "notesSlide"), "")
     if not notes:
         return ""

@@ -1,7 +1,7 @@
-"""Excel workbooks (.xlsx, .xls): each sheet a heading, each row a line of cells.
+"""Excel workbooks (.xlsx, .xls): each sheet is a heading, each row a line of cells.
 
-calamine (Rust) does the parsing in a child process: it ends the process that it runs in when a sheet does not fit in
-memory, and two cells at opposite ends of a sheet of 2 KB are enough for that.
+calamine (Rust) parses in a child process, because it aborts the process if a sheet does not fit in memory; two cells at
+opposite ends of a sheet of 2 KB are enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LARGE = "delete empty rows and columns that have a format, or save its sheets a
 
 
 def read_spreadsheet(data: bytes) -> ParsedRecords:
-    """Read one workbook as one document, hidden sheets too. Formulas are read as their results.
+    """Read one workbook as one document, with hidden sheets. Formulas give their results.
 
     Raises UnreadableDocumentError for other, damaged, encrypted and too large files, and without python-calamine.
     """
@@ -43,7 +43,7 @@ def read_spreadsheet(data: bytes) -> ParsedRecords:
 
 
 def _read_other(data: bytes) -> ParsedRecords:
-    """Many programs write HTML or CSV and call it .xls, which Excel opens."""
+    """Read HTML or CSV in a file called .xls, as many programs write it."""
     head = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if b"urn:schemas-microsoft-com:office:spreadsheet" in data[:4096]:
         raise UnreadableDocumentError(
@@ -58,7 +58,7 @@ def _read_other(data: bytes) -> ParsedRecords:
 
 
 def _run_calamine(data: bytes) -> list[tuple[str, list[str]]]:
-    """The names of a workbook's sheets with the lines of their rows, from the child process."""
+    """Return the names of a workbook's sheets with the lines of their rows. Runs the child process."""
     try:
         child = subprocess.run(
             [sys.executable, "-P", str(_PROGRAM)],

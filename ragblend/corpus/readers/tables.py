@@ -1,4 +1,4 @@
-"""CSV and TSV, with any of the delimiters that spreadsheets and databases write. Read `parse_table` first."""
+"""CSV and TSV, with any of the delimiters of spreadsheets and databases. Read `parse_table` first."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import NamedTuple
 
-from ragblend.corpus.readers.encodings import decode_text
+from ragblend.corpus.readers.encodings import decode_text, unify_line_breaks
 from ragblend.corpus.readers.fields import TEXT_FIELDS, note_on_first
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
 Row = list[str]
 
-_SAMPLE_CHARS = 1 << 17  # what delimiter and header are found in
+_SAMPLE_CHARS = 1 << 17  # beginning of the text, searched for delimiter and header
 _ROWS_AT_A_TIME = 512
 _MAX_LINES_ABOVE_HEADER = 10
 _DELIMITERS = ",;\t|"
 _NO_DELIMITER = "\x1f"  # the csv module requires one
-_DELIMITER_LINE = re.compile(r'"?sep=(\t|[^\w\s"\'])"?[;,]*\n', re.IGNORECASE)  # what Excel reads and writes
+_DELIMITER_LINE = re.compile(r'"?sep=(\t|[^\w\s"\'])"?[;,]*\n', re.IGNORECASE)  # written by Excel
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _NUMBER = re.compile(r"[-+(]?[$€£]? ?\d[\d.,' ]*[%)]?")
-_OTHER_DELIMITERS = {  # a comma inside of a number or before a space belongs to the value
+_OTHER_DELIMITERS = {  # except commas inside of a number or before a space
     mark: re.compile(
         "[" + _DELIMITERS.replace(mark, "").replace(",", "") + "]" + ("" if mark == "," else r"|,(?![\d ])")
     )
@@ -36,10 +36,10 @@ _LIMIT_LOCK = threading.Lock()
 
 
 class Table(NamedTuple):
-    """A table: the lines above its header, the names of its columns, and its rows from top to bottom.
+    """A table: the lines above its header, its column names, and its rows from top to bottom.
 
     `delimiter` is "" for a file of one column. Blank rows are left out. A row may have more or fewer values than there
-    are names; no two names are equal, but for "".
+    are names; names are unique, except "".
     """
 
     delimiter: str
@@ -49,9 +49,9 @@ class Table(NamedTuple):
 
 
 def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
-    """One document per row where `text_field`, or else text, content or page_content, names a column.
+    """Read one document per row if `text_field`, or else text, content or page_content, names a column.
 
-    Otherwise the file is one document with a paragraph per row, `name: value; name: value`. Every chunk then has the
+    Otherwise the file is one document with a paragraph per row, `name: value; name: value`, so that every chunk has the
     names of its values.
     """
     decoded = decode_text(data)
@@ -61,7 +61,7 @@ def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
 
 
 def _read_rows(table: Table) -> ParsedRecords:
-    """One document of all rows."""
+    """Yield one document of all rows."""
     has_wide, paragraphs = False, ["\n".join(table.preamble)] if table.preamble else []
     for row in table.rows:
         has_wide = has_wide or len(row) > len(table.names) > 0
@@ -79,12 +79,12 @@ def _find_text_column(names: Row, text_field: str) -> int | None:
                 "(`text_field`)"
             )
         return column
-    # Only as programs write it: "Text" is a column of bank statements, whose amounts belong to the text.
+    # Only in lower case: "Text" is a column of bank statements, whose amounts belong to the text.
     return next((at for at, name in enumerate(names) if name in TEXT_FIELDS), None)
 
 
 def _read_texts(table: Table, column: int) -> ParsedRecords:
-    """The documents of a table with a column of texts; the other columns are metadata."""
+    """Yield the documents of a table with a column of texts; the other columns are metadata."""
     above = {"preamble": "\n".join(table.preamble)} if table.preamble else {}
     for number, row in enumerate(table.rows):
         notes: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ def _read_texts(table: Table, column: int) -> ParsedRecords:
 
 
 def _describe_values(names: Row, row: Row) -> Iterator[str]:
-    """`name: value` of what is filled in; values without a name stay alone."""
+    """Yield `name: value` of each value that is not empty; values without a name alone."""
     for name, value in zip(chain(names, [""] * (len(row) - len(names))), row, strict=False):
         if value := _without_blank_lines(value.strip()):
             yield f"{name}: {value}" if name else value
@@ -111,21 +111,21 @@ def _without_blank_lines(value: str) -> str:
 
 
 def _without_blank_end(row: Row, width: int) -> Row:
-    """`row` without the empty values behind the last column, which trailing delimiters make."""
+    """Return `row` without empty values after the last column, which trailing delimiters make."""
     while len(row) > width and not row[-1].strip():
         row.pop()
     return row
 
 
 def parse_table(text: str, text_field: str = "") -> Table:
-    """Find the delimiter and the header of a table, in time that grows with the text alone.
+    """Return the table in `text`; finds its delimiter and its header in time linear in the text.
 
-    A first line `sep=;` names the delimiter. Otherwise that one counts with which most rows of the beginning have
-    equally many values, above all the header's. Lines above the header, such as an account's name and period, are the
-    preamble. A first row with numbers where the rows below have numbers is data: then no column has a name.
+    A first line `sep=;` names the delimiter. Otherwise it is the one with which most rows at the beginning, above all
+    the header, have equally many values. Lines above the header, such as an account's name and period, are the
+    preamble. If the first row has numbers where the rows below have numbers, it is data, and no column has a name.
     """
     text_names = {*TEXT_FIELDS, text_field} - {""}
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    text = unify_line_breaks(text.removeprefix("\ufeff"))
     if found := _DELIMITER_LINE.match(text):
         text, delimiter = text[found.end() :], found[1]
     else:
@@ -141,7 +141,7 @@ def parse_table(text: str, text_field: str = "") -> Table:
 
 
 def _parse_rows(text: str, delimiter: str) -> Iterator[Row]:
-    """Rows of values. A quoted value may have line breaks; quotes that do not begin a value belong to it."""
+    """Yield rows of values. A quoted value may have line breaks; quotes inside of a value belong to it."""
     lines = (match[0] for match in _LINE.finditer(text))
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=delimiter != "\t")
     while rows := _next_rows(reader):
@@ -149,8 +149,8 @@ def _parse_rows(text: str, delimiter: str) -> Iterator[Row]:
 
 
 def _next_rows(reader: Iterator[Row]) -> list[Row]:
-    # The longest value that the csv module reads is a setting of the process, 128 KiB: less than a document may have.
-    # It is raised for a moment only, and by one thread, so that it ends as it was.
+    # The csv module's limit of a value's length, 128 KiB, is a setting of the process. It is raised under a lock and
+    # restored at once.
     with _LIMIT_LOCK:
         limit = csv.field_size_limit(sys.maxsize >> 32)
         try:
@@ -160,14 +160,14 @@ def _next_rows(reader: Iterator[Row]) -> list[Row]:
 
 
 def _parse_sample(text: str, delimiter: str) -> list[Row]:
-    """The rows at a text's beginning that are not blank, without one that the sample's end cuts."""
+    """Return the rows at a text's beginning that are not blank, without the last one if the sample's end may cut it."""
     sample = text[:_SAMPLE_CHARS]
     rows = [row for row in _parse_rows(sample, delimiter) if any(map(str.strip, row))]
     return rows[:-1] if len(sample) < len(text) and len(rows) > 2 else rows
 
 
 def _find_delimiter(text: str, single_names: Iterable[str]) -> str:
-    """The delimiter of a table's text, `_NO_DELIMITER` for one column."""
+    """Return the delimiter of a table's text; `_NO_DELIMITER` for one column."""
     first = text.lstrip().partition("\n")[0].strip().strip('"')
     if first in single_names:
         return _NO_DELIMITER
@@ -177,7 +177,7 @@ def _find_delimiter(text: str, single_names: Iterable[str]) -> str:
 
 
 def _score_delimiter(text: str, delimiter: str) -> float:
-    """Return how well a delimiter divides a text: 0 not at all, 1 into many columns, as many in every row."""
+    """Return how well a delimiter divides a text: 0 not at all, up to 1 for many columns, equally many in every row."""
     rows = _parse_sample(text, delimiter)
     width, share = _find_width(rows)
     if width < 2:
@@ -197,7 +197,7 @@ def _score_delimiter(text: str, delimiter: str) -> float:
 def _find_width(rows: list[Row]) -> tuple[int, float]:
     """Return the number of values that most rows have, and the share of these rows.
 
-    Where rows end early, each at another column, it is the number of names in the header, with half the share.
+    If rows end early, each at another column, it is the number of names in the header, with half the share.
     """
     if not rows:
         return 0, 0.0
@@ -215,13 +215,13 @@ def _num_filled(row: Row) -> int:
 
 
 def _first_full_row(rows: list[Row], width: int) -> int:
-    """Index of the first row that has all columns, one of them perhaps without a name."""
+    """Return the index of the first row with all columns, of which one may lack a name."""
     least = min(width, max(2, width - 1))
     return next((at for at, row in enumerate(rows) if len(row) >= width and _num_filled(row) >= least), 0)
 
 
 def _count_rows_above_header(text: str, sample: list[Row]) -> int:
-    """The number of rows above the header, at most 10; 0 where there is no header in sight."""
+    """Return the number of rows above the header, at most 10; 0 if no header is found."""
     width, _ = _find_width(sample)
     if width < 2:
         return 0
@@ -234,7 +234,7 @@ def _count_rows_above_header(text: str, sample: list[Row]) -> int:
 
 
 def _count_rows_above_gap(text: str) -> int:
-    """The number of lines above the last blank one among the first; 0 without a blank line."""
+    """Return the number of lines above the last blank line among the first ones; 0 without a blank line."""
     first = text[: 400 * _MAX_LINES_ABOVE_HEADER].split("\n")[:_MAX_LINES_ABOVE_HEADER]
     is_filled = [bool(line.strip(f" {_DELIMITERS}")) for line in first]
     gaps = [at for at in range(1, len(is_filled)) if not is_filled[at] and any(is_filled[at + 1 :])]
@@ -242,7 +242,7 @@ def _count_rows_above_gap(text: str) -> int:
 
 
 def _is_header(rows: list[Row], text_names: Iterable[str]) -> bool:
-    """True if the first row names columns."""
+    """Return True if the first row has the names of columns."""
     first, below = rows[0], rows[1:]
     if len(first) < 2 or not below:
         return any(value.strip() in text_names for value in first)
@@ -264,7 +264,7 @@ def _are_years(values: Iterable[str]) -> bool:
 
 
 def _are_counted(values: Row) -> bool:
-    """True for 1, 2, 3 or other whole numbers in a row, such as days of a month.
+    """Return True for consecutive whole numbers, such as days of a month.
 
     >>> _are_counted(["1", "2", "3"]), _are_counted(["1"]), _are_counted(["1", "5"])
     (True, False, False)
@@ -275,7 +275,7 @@ def _are_counted(values: Row) -> bool:
 
 
 def _make_names(header: Row) -> Row:
-    """Names of columns; of equal ones all but the first get a number.
+    """Return the columns' names; of equal ones all but the first get a number.
 
     >>> _make_names(["Key", "Comment", "Comment", ""])
     ['Key', 'Comment', 'Comment 2', '']

@@ -1,8 +1,8 @@
-"""Plain text, Markdown and source code: all of the file is one document, as it is."""
+"""Plain text, Markdown and source code: a file is one document, with its text unchanged."""
 
 from __future__ import annotations
 
-from ragblend.corpus.readers.encodings import DecodedText, decode_text
+from ragblend.corpus.readers.encodings import DecodedText, decode_text, unify_line_breaks
 from ragblend.corpus.readers.text_headings import (
     find_front_matter_title,
     find_markdown_headings,
@@ -11,17 +11,17 @@ from ragblend.corpus.readers.text_headings import (
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
-_MAX_LINE_CHARS = 20_000  # of source code that someone wrote; that of a bundler is one line
+_MAX_LINE_CHARS = 20_000  # longest line of source code that was not generated
 
 
 def read_text(data: bytes) -> ParsedRecords:
-    """Read a text. Raises NotADocumentError for bytes that are no text."""
+    """Read a text. Raises NotADocumentError for bytes that are not text."""
     decoded = _decode(data)
     yield ParsedRecord("", decoded.text, {}, notes=decoded.notes)
 
 
 def read_markdown(data: bytes) -> ParsedRecords:
-    """Read Markdown with the marks of its headings; a title in its front matter is metadata."""
+    """Read Markdown with the marks of its headings. A title in its front matter becomes metadata."""
     decoded = _decode(data)
     title = find_front_matter_title(decoded.text)
     marks = find_markdown_headings(decoded.text)
@@ -35,7 +35,7 @@ def read_underlined(data: bytes) -> ParsedRecords:
 
 
 def read_code(data: bytes) -> ParsedRecords:
-    """Read source code. Raises NotADocumentError for what a program made of it: minified files, source maps."""
+    """Read source code. Raises NotADocumentError for generated code: minified files, source maps."""
     decoded = _decode(data)
     longest = max(map(len, decoded.text.split("\n")))
     if longest > _MAX_LINE_CHARS:
@@ -50,4 +50,4 @@ def _decode(data: bytes) -> DecodedText:
         text, notes = decode_text(data)
     except UnreadableDocumentError as error:
         raise NotADocumentError(str(error)) from error
-    return DecodedText(text.replace("\r\n", "\n").replace("\r", "\n"), notes)
+    return DecodedText(unify_line_breaks(text), notes)

@@ -1,6 +1,6 @@
-"""Headings in plain text: those of Markdown, and titles with a line of marks below them (reStructuredText, READMEs).
+"""Headings in plain text: those of Markdown, and titles that a line of marks underlines (reStructuredText, READMEs).
 
-Each function is linear in the text, whose line breaks are "\\n".
+Each function takes time linear in the text, whose line breaks must be "\\n".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FRONT_MATTER_END = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
 _FRONT_MATTER_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 _FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})")
 _ATX = re.compile(r" {0,3}(#{1,6})(?:[ \t]|$)")
-_NO_PARAGRAPH = re.compile(r"[ \t]*(?:$|[-*+>|#]|\d{1,9}[.)] |<!--)| {4}|\t")  # a line below is not its underline
+_NO_PARAGRAPH = re.compile(r"[ \t]*(?:$|[-*+>|#]|\d{1,9}[.)] |<!--)| {4}|\t")  # a line that cannot be underlined
 _LINK = re.compile(r"!?\[([^\[\]]{1,500})\](?:\([^()]{0,2000}\)|\[[^\[\]]{0,500}\])?")
 _HEADING_ID = re.compile(r"\{[^{}]{0,200}\}$")
 _ADORNMENT_LINE = re.compile(r"^([=\-~^\"'`#*+.:_<>])\1{2,}[ \t]*$", re.MULTILINE)
@@ -24,7 +24,7 @@ _MAX_HEADING_CHARS = 300
 
 
 def find_markdown_headings(text: str) -> tuple[Mark, ...]:
-    """Return the headings of Markdown that are outside of code fences and of front matter.
+    """Return the marks of Markdown's headings outside of code fences and front matter.
 
     >>> [(mark.value, mark.level) for mark in find_markdown_headings("# A `b`\\n```\\n# c\\n```\\nD\\n---\\n")]
     [('A b', 1), ('D', 2)]
@@ -33,8 +33,8 @@ def find_markdown_headings(text: str) -> tuple[Mark, ...]:
 
 
 def _find_markdown_headings(text: str) -> Iterator[Mark]:
-    fence = ""  # the one that is open
-    above = ""  # the line above, where it begins a paragraph: a heading if this one underlines it
+    fence = ""  # the open fence
+    above = ""  # the line above if it begins a paragraph; underlined, it is a heading
     begins = True  # this line would begin a paragraph
     offset = _end_of_front_matter(text)
     for line in text[offset:].split("\n"):
@@ -60,13 +60,13 @@ def _find_markdown_headings(text: str) -> Iterator[Mark]:
 
 
 def _strip_closing_marks(words: str) -> str:
-    """`words` without the marks that may close a heading, as in "# A #"; those of "# C#" belong to it."""
+    """Return `words` without the marks that may close a heading, as in "# A #"; the mark of "# C#" is kept."""
     stripped = words.rstrip("#")
     return stripped.rstrip() if not stripped or stripped[-1].isspace() else words
 
 
 def find_front_matter_title(text: str) -> str:
-    """Return the title in a file's front matter (YAML between lines of ---), "" without one."""
+    """Return the title in a file's front matter (YAML between lines of ---); "" if it has none."""
     end = _end_of_front_matter(text)
     title = _FRONT_MATTER_TITLE.search(text, 0, end)
     return title[1].strip().strip("\"'").strip() if title else ""
@@ -79,9 +79,9 @@ def _end_of_front_matter(text: str) -> int:
 
 
 def find_underlined_headings(text: str) -> tuple[Mark, ...]:
-    """Return the titles with a line of equal marks below them that is at least as long, in order.
+    """Return the marks of titles above a line of equal characters that is at least as long, in order.
 
-    Levels are numbered as their styles appear (reStructuredText).
+    Levels are numbered in the order in which their styles appear (reStructuredText).
 
     >>> [(mark.value, mark.level) for mark in find_underlined_headings("A\\n====\\n\\nB\\n---\\ntext\\n\\nC\\n===\\n")]
     [('A', 1), ('B', 2), ('C', 1)]
@@ -102,7 +102,7 @@ def _find_underlined_headings(text: str) -> Iterator[Mark]:
 
 
 def _is_title(line: str, marks: str, before: str) -> bool:
-    """True for a line with `marks` below it and a blank line, or the same marks, above it."""
+    """Return True for a line that `marks` underline, below a blank line or below the same marks."""
     words = line.strip()
     if not words or len(words) > len(marks) or not (before == marks or (not before and not line[0].isspace())):
         return False
@@ -112,7 +112,7 @@ def _is_title(line: str, marks: str, before: str) -> bool:
 
 
 def _clean_value(words: str) -> str:
-    """The words of a heading without links, emphasis, code marks and an id in braces."""
+    """Return a heading's words without links, emphasis, code marks and an id in braces."""
     words = _HEADING_ID.sub("", words[:_MAX_HEADING_CHARS].strip())
     words = _LINK.sub(r"\1", words)
     return " ".join(words.replace("`", "").replace("**", "").replace("__", "").split()).strip("* ")

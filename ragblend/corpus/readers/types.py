@@ -1,4 +1,4 @@
-"""What a reader returns: texts, the marks in them, and what could not be read."""
+"""The values that a reader returns: texts, their marks, and the places that could not be read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 
 class Mark(NamedTuple):
-    """A place in a text that a citation may name: the page or the heading that begins there.
+    """A place in a text that a citation may name: the beginning of a page, or a heading.
 
     `offset`: characters from the text's beginning. `value`: the page's number or label, or the heading's words.
     `level`: 1 to 6 for a heading, 0 for a page.
@@ -20,10 +20,10 @@ class Mark(NamedTuple):
 
 
 class ParsedRecord(NamedTuple):
-    """A text in a file, with line breaks of "\\n" alone.
+    """A text in a file. Its line breaks are "\\n".
 
-    `key` is put behind the file's path to make its source. `marks` are in the order of their offsets. `notes` are
-    sentences about what was left out or guessed, such as "page 3 has a picture and no text: run OCR on it".
+    `key` is appended to the file's path to make the text's source. `marks` are in the order of their offsets. `notes`
+    are sentences about what was left out or guessed, such as "page 3 has a picture and no text: run OCR on it".
     """
 
     key: str
@@ -34,7 +34,7 @@ class ParsedRecord(NamedTuple):
 
 
 class UnreadableRecord(NamedTuple):
-    """A place in a file where a text should be and cannot be read."""
+    """A place in a file that should hold a text which cannot be read."""
 
     key: str
     reason: str

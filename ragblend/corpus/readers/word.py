@@ -30,10 +30,10 @@ from ragblend.corpus.readers.word_styles import ListLabels, Style, Styles, outli
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
-# Fallback repeats what Choice holds, for older programs. rt is the reading above East Asian characters.
+# Fallback repeats Choice for older programs. rt is the reading above East Asian characters.
 _LEFT_OUT = frozenset({"del", "moveFrom", "Fallback", "rt", "pPr", "rPr", "tblPr", "trPr", "tcPr", "sdtPr", "sectPr"})
 _CHARACTERS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
-_FIRST_SURROGATE = 0xD800  # codes from here on, of symbols: those of picture fonts (0xF000)
+_FIRST_SURROGATE = 0xD800  # a symbol's code from here on is of a picture font (0xF000)
 
 
 def read_docx(data: bytes) -> ParsedRecords:
@@ -47,7 +47,7 @@ def read_docx(data: bytes) -> ParsedRecords:
 
 
 def read_doc(data: bytes) -> ParsedRecords:
-    """Read what is called .doc and is not of the format before 2007: RTF, HTML, .docx or plain text."""
+    """Read a .doc file that is not of the format before 2007: RTF, HTML, .docx or plain text."""
     head = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if data.startswith(OLE_MAGIC):
         raise UnreadableDocumentError(describe_ole(data, "Word file"))
@@ -60,16 +60,16 @@ def read_doc(data: bytes) -> ParsedRecords:
 
 @dataclass(slots=True)
 class _Paragraph:
-    """A paragraph that is open: its text so far, and the footnotes that it refers to."""
+    """An open paragraph: its text so far, and its footnotes."""
 
     properties: Element | None
     texts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    is_hidden: bool = False  # the run that is open
+    is_hidden: bool = False  # True if the open run is hidden
 
 
 class _BodyReader:
-    """Reads the body of a document into blocks."""
+    """Builds blocks from the body of a document."""
 
     def __init__(self, container: ZipContainer, main: str) -> None:
         self.blocks = TextBlocks()
@@ -84,8 +84,8 @@ class _BodyReader:
             for reference, kind in (("footnoteReference", "footnotes"), ("endnoteReference", "endnotes"))
         }
         self._num_notes = 0
-        self._paragraphs: list[_Paragraph] = []  # one inside another: a text box is part of a paragraph
-        self._tables: list[list[list[list[str]]]] = []  # rows of cells of paragraphs; one table inside another
+        self._paragraphs: list[_Paragraph] = []  # nested, because a text box is part of a paragraph
+        self._tables: list[list[list[list[str]]]] = []  # open tables, nested: rows of cells of paragraphs
         self._pending: list[str] = []  # footnotes of a table's cells
 
     def read(self, root: Element) -> None:
@@ -152,7 +152,7 @@ class _BodyReader:
             self.blocks.add(block)
 
     def _inline(self, paragraph: _Paragraph, element: Element, name: str) -> None:
-        """Add what a run of a paragraph holds to the paragraph's text."""
+        """Add the content of a paragraph's run to the paragraph's text."""
         if name == "r":
             paragraph.is_hidden = _is_on(child(element, "rPr", "vanish"))
         elif paragraph.is_hidden:
@@ -164,7 +164,7 @@ class _BodyReader:
         elif name == "sym":
             paragraph.texts.append(_symbol(attribute(element, "char")))
         elif name in self._notes:
-            # Taken out, so that a note is never repeated.
+            # Removed, so that no note is repeated.
             self._reference(paragraph, self._notes[name].pop(attribute(element, "id"), ""))
         elif name in DRAWING_REFERENCES:
             paragraph.texts.append("\n" + read_drawing(self._container, self._relationships, element) + "\n")
@@ -176,7 +176,7 @@ class _BodyReader:
             paragraph.notes.append(f"[{self._num_notes}] {note}")
 
     def _read_notes(self, part: str) -> dict[str, str]:
-        """Texts of footnotes or endnotes by their ids."""
+        """Return the texts of footnotes or endnotes by id."""
         if part not in self._container:
             return {}
         return {attribute(note, "id"): _note_text(note) for note in parse_part(self._container, part)}
@@ -193,7 +193,7 @@ def _note_text(note: Element) -> str:
 
 
 def _symbol(code: str) -> str:
-    """The character of a symbol; "" for one of a picture font, which has no meaning outside of the font."""
+    """Return the character of a symbol; "" for one of a picture font, which has no meaning without the font."""
     try:
         number = int(code, 16)
     except ValueError:

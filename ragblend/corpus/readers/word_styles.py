@@ -1,4 +1,4 @@
-"""What a Word file's styles and lists say about a paragraph: its heading level, and the label before its text."""
+"""Heading levels and list labels of a Word file's paragraphs, from its styles and lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragblend.corpus.readers.office_xml import attribute, child, local_name, par
 from ragblend.corpus.readers.zip_container import ZipContainer
 
 _HEADING = re.compile(r"heading ([1-9])$", re.IGNORECASE)
-_MAX_BASED_ON = 12  # styles may be based on each other in a circle
+_MAX_BASED_ON = 12  # limit, because styles may be based on each other in a circle
 _MAX_LEVELS = 9
 _MAX_LABEL_CHARS = 40
 _ROMAN = ((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"))
@@ -20,7 +20,7 @@ _MAX_ROMAN = 5000
 
 
 class Style(NamedTuple):
-    """A paragraph style, with what it has from the styles that it is based on."""
+    """A paragraph style, with the properties of the styles that it is based on."""
 
     heading_level: int = 0  # 0: body text
     list_id: str = ""
@@ -28,7 +28,7 @@ class Style(NamedTuple):
 
 
 class Level(NamedTuple):
-    """A level of a list: the format of its numbers, and the label's text with %1 to %9 for the numbers."""
+    """A level of a list: the format of its numbers, and the label's text, with %1 to %9 for the numbers."""
 
     number_format: str
     label: str
@@ -36,7 +36,7 @@ class Level(NamedTuple):
 
 
 class Styles:
-    """Paragraph styles of a Word file; none where the file has no such part."""
+    """The paragraph styles of a Word file; none if the file has no such part."""
 
     def __init__(self, container: ZipContainer, part: str) -> None:
         root = parse_part(container, part) if part in container else ()
@@ -44,7 +44,7 @@ class Styles:
         self._resolved: dict[str, Style] = {}
 
     def find(self, style_id: str) -> Style:
-        """The style with an id; that of body text where there is none."""
+        """Return the style with this id; that of body text if there is none."""
         if style_id not in self._resolved:
             self._resolved[style_id] = self._resolve(style_id)
         return self._resolved[style_id]
@@ -73,22 +73,22 @@ def _heading_level(style: Element) -> int:
 
 
 def outline_level(properties: Element | None) -> int:
-    """The outline level of a paragraph's or style's properties, from 1; 0 for body text."""
+    """Return the outline level of a paragraph's or style's properties, from 1; 0 for body text."""
     value = value_of(child(properties, "outlineLvl"))
     return int(value) + 1 if value.isdecimal() and int(value) < _MAX_LEVELS else 0
 
 
 def value_of(element: Element | None) -> str:
-    """The value of a property such as <w:numId w:val="3"/>; "" where the property is missing."""
+    """Return the value of a property such as <w:numId w:val="3"/>; "" if the property is missing."""
     return "" if element is None else attribute(element, "val")
 
 
 class ListLabels:
-    """Labels of list paragraphs ("4.2", "b)", "-"), counted as paragraphs come."""
+    """The labels of list paragraphs ("4.2", "b)", "-"), counted in the order of the paragraphs."""
 
     def __init__(self, container: ZipContainer, part: str) -> None:
         self._levels: dict[str, dict[int, Level]] = {}  # by list id
-        self._counters_of: dict[str, dict[int, int]] = {}  # lists of one abstract list go on counting
+        self._counters_of: dict[str, dict[int, int]] = {}  # lists of one abstract list share counters
         if part in container:
             self._read(parse_part(container, part))
 
@@ -104,7 +104,7 @@ class ListLabels:
             self._counters_of[list_id] = {} if restarts else counters.setdefault(abstract_id, {})
 
     def next_label(self, list_id: str, level: int) -> str:
-        """The label of the next paragraph of a list; "" where the list has none."""
+        """Return the label of the next paragraph of a list; "" if the list has none."""
         levels = self._levels.get(list_id)
         if levels is None or level not in levels:
             return ""
@@ -137,7 +137,7 @@ def _number(levels: dict[int, Level], counters: dict[int, int], level: int) -> s
 
 
 def _letters(number: int) -> str:
-    """Word repeats letters after z: 27 is aa, 28 is bb.
+    """Return a number as letters. Word repeats letters after z: 27 is aa, 28 is bb.
 
     >>> _letters(2), _letters(28)
     ('b', 'bb')
@@ -146,7 +146,7 @@ def _letters(number: int) -> str:
 
 
 def _roman(number: int) -> str:
-    """Roman numeral in small letters.
+    """Return the Roman numeral in small letters.
 
     >>> _roman(14)
     'xiv'

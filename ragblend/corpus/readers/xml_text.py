@@ -1,6 +1,6 @@
-"""XML that is no document format known here: its text, markup aside.
+"""XML of unknown formats: its text without markup.
 
-Tags are taken out one by one, so that damaged files are read too. No entity is resolved but characters, and no other
+Tags are removed one by one, so that damaged files can be read. Only character references are resolved, and no other
 file is opened.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import re
 
-from ragblend.corpus.readers.encodings import decode_text
+from ragblend.corpus.readers.encodings import decode_text, unify_line_breaks
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 
 _DECLARED = re.compile(rb"""<\?xml[^>]*?encoding\s*=\s*["']([\w:.-]+)""")
@@ -23,15 +23,15 @@ _REFERENCE = re.compile(r"&(?:#\d{1,7}|#x[0-9a-fA-F]{1,6}|[A-Za-z]\w{0,31});")
 
 
 def read_xml(data: bytes) -> ParsedRecords:
-    """Read an XML file as one document. One whose elements hold no text is read as it is, with its attributes."""
+    """Read an XML file as one document. If its elements hold no text, the markup itself is the text."""
     declared = _DECLARED.match(data[:200].lstrip())
     decoded = decode_text(data, declared[1].decode() if declared else "")
-    text = strip_markup(decoded.text.replace("\r\n", "\n").replace("\r", "\n"))
+    text = strip_markup(unify_line_breaks(decoded.text))
     yield ParsedRecord("", text or decoded.text, {}, notes=decoded.notes)
 
 
 def strip_markup(markup: str) -> str:
-    """Return the text of `markup`: elements on lines of their own, those inside of a sentence in it.
+    """Return the text of `markup`: block elements on lines of their own, elements inside of a sentence within it.
 
     >>> strip_markup("<a><b>one <i>two</i> three</b><b>four &amp; &x;</b></a>")
     'one two three\\nfour & &x;'
@@ -54,7 +54,7 @@ def strip_markup(markup: str) -> str:
 
 
 def _separator(num_tags: int, has_space: bool, has_break: bool) -> str:
-    """What is between two texts. One tag between them is inside of a sentence, two end and begin an element."""
+    """Return the white space between two texts. One tag is inside of a sentence; two end and begin an element."""
     if num_tags <= 1 and not has_break:
         return " " if has_space else ""
     return "\n" if num_tags <= 2 else "\n\n"

@@ -1,6 +1,6 @@
-"""Zip files of documents (Word, PowerPoint, OpenDocument, EPUB): parts read by name, within limits.
+"""Zip files of documents (Word, PowerPoint, OpenDocument, EPUB): read parts by name, within limits.
 
-The sizes in a zip's directory are claims of whoever made the file, so bytes are counted as they are unpacked.
+The sizes in a zip's directory may be wrong on purpose, so bytes are counted while they are unpacked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, Va
 
 
 class ZipContainer:
-    """The parts of one zip file. `kind` names the format in errors ("Word file")."""
+    """The parts of one zip file. `kind`: the format's name in errors ("Word file")."""
 
     def __init__(self, data: bytes, kind: str) -> None:
         self.kind = kind
@@ -35,11 +35,11 @@ class ZipContainer:
         return _part_key(name) in self._entries
 
     def declared_bytes(self) -> int:
-        """Sum of the unpacked sizes that the directory claims."""
+        """Return the sum of the unpacked sizes in the directory."""
         return sum(entry.file_size for entry in self._entries.values())
 
     def read(self, name: str) -> bytes:
-        """The bytes of a part. Raises UnreadableDocumentError for a missing, damaged, encrypted or huge one."""
+        """Return the bytes of a part. Raises UnreadableDocumentError if it cannot be read or is too large."""
         entry = self._entries.get(_part_key(name))
         if entry is None:
             raise UnreadableDocumentError(
@@ -86,7 +86,6 @@ def _size_message(kind: str) -> str:
 
 
 def check_unpacked_size(container: ZipContainer) -> None:
-    """Raise UnreadableDocumentError if the directory claims more bytes than are unpacked. Needed where another
-    library does the unpacking."""
+    """Raise UnreadableDocumentError if the directory declares too many bytes. For files that others unpack."""
     if container.declared_bytes() > MAX_UNPACKED_BYTES:
         raise UnreadableDocumentError(_size_message(container.kind))

@@ -6,14 +6,14 @@ storage.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from ragblend.engine.fusion.host_positions import on_host
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
 # attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not. On a
@@ -23,6 +23,20 @@ BLOCK_ROWS = defaultdict(lambda: 512, cpu=64)
 # Float32 scores per block, 16 MiB: a question of 100 tokens over 100 000 would take gigabytes at once. On a CPU 2 MiB,
 # which stay in its cache from the product to the sum: a third of the time.
 BLOCK_SCORES = defaultdict(lambda: 1 << 22, cpu=1 << 19)
+
+
+# A layer's forward pass is queued, not waited for: the host should be done with the last layer while a GPU still
+# computes the first. Whoever looks into a tensor on the device (`int`, `tolist`, a mask as an index) waits until all
+# that is queued has run. So the positions of rows are looked at once, and known from then on for that tensor.
+_KNOWN_POSITIONS = WeakTensorKeyDictionary()
+
+
+def on_host(rows: Tensor) -> tuple[int, ...]:
+    """The positions `rows` [R] int64, which nobody may write to any more. Waits for the device the first time."""
+    known: tuple[int, ...] | None = _KNOWN_POSITIONS.get(rows)  # type: ignore[no-untyped-call]
+    if known is None:
+        known = _KNOWN_POSITIONS[rows] = tuple(rows.tolist())
+    return known
 
 
 class AttentionParams(NamedTuple):
@@ -45,15 +59,8 @@ class ProbeQueries(NamedTuple):
     sight: AttentionParams = PLAIN
     places: Sequence[int] = ()  # the same rows as the host knows them; (): the device is asked
 
-    def last(self, count: int) -> ProbeQueries:
-        """Those of the last `count` rows."""
-        return self._of(slice(len(self.rows) - count, len(self.rows)))
-
-    def first(self, count: int) -> ProbeQueries:
-        """Those of the first `count` rows."""
-        return self._of(slice(0, count))
-
-    def _of(self, part: slice) -> ProbeQueries:
+    def part(self, part: slice) -> ProbeQueries:
+        """Those of a part of the rows."""
         places = (self.places or on_host(self.rows))[part]
         return self._replace(states=self.states[:, part], rows=self.rows[part], places=places)
 
@@ -101,27 +108,23 @@ def _mask(like: Tensor, rows: Tensor, keys: range, first: int, window: int | Non
     return mask
 
 
-def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attention [1, Hq, R, D] under a mask [R, T], the heads that share a KV head as rows of one.
+def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Attention [1, Hq, R, D] under a mask [R, T], if any, the heads that share a KV head as rows of one.
 
     So keys are read once for all of them, and a GPU has a kernel: with a mask and fewer KV heads than heads, it would
     write the scores out.
     """
     num_heads, groups = query.shape[1], query.shape[1] // keys.shape[1]
     grouped = query.reshape(1, keys.shape[1], groups * query.shape[2], query.shape[3])
-    output = nn.functional.scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask.repeat(groups, 1), scale=scale
-    )
+    mask = mask if mask is None else mask.repeat(groups, 1)
+    output = nn.functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return output.reshape(1, num_heads, query.shape[2], values.shape[3])
 
 
 def attend_last(
     query: Tensor, keys: Tensor, values: Tensor, scale: float | None, sight: AttentionParams = PLAIN
 ) -> Tensor:
-    """Attention of the one row that is behind all of `keys`, `values` [1, H, T, D], itself their last: [1, Hq, 1, D].
-
-    The heads that share a KV head are rows of one call, none masked: its keys and values are read once for all of them.
-    """
+    """Attention of the one row that is the last of `keys`, `values` [1, H, T, D]: [1, Hq, 1, D]."""
     if sight.window is not None:
         keys, values = keys[:, :, -sight.window :], values[:, :, -sight.window :]
     if sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
@@ -129,9 +132,7 @@ def attend_last(
         last = keys.shape[2] - 1
         rows = torch.full((1,), last, device=keys.device)
         return _attend_eager(ProbeQueries(query[0], rows, factor, sight, (last,)), keys[0], values[0])[None]
-    grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
-    output = nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
-    return output.reshape(1, query.shape[1], 1, values.shape[-1])
+    return _attend_masked(query, keys, values, None, scale)
 
 
 def _attend_eager(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor:
@@ -162,69 +163,53 @@ def attend_with_weights(
 
     keys, values: [H, T, D]. The probabilities of those that ask are made once, for both.
     """
-    asking = queries.last(num_question_rows)
+    asking = queries.part(slice(-num_question_rows, None))
     num_heads, num_queries, _ = asking.states.shape
     early = len(queries.rows) - num_queries
-    if keys.dtype != torch.float32:  # whose scores are only kept in float32 by an attention that makes no weights
-        return _attend(queries, keys, values), attention_mass(asking, keys)
+    makes_weights = keys.dtype == torch.float32  # other scores are only kept in float32 by an attention that makes none
+    plain = queries.part(slice(0, early)) if makes_weights else queries
     output = values.new_empty(num_heads, early + num_queries, values.shape[2])
-    if early:
-        output[:, :early] = _attend(queries.first(early), keys, values)
+    if len(plain.rows):
+        states, rows, scale, sight, places = plain
+        attended = attend_rows(states[None], keys[None], values[None], rows, scale, sight, places)
+        output[:, : len(rows)] = attended[0]
+    if not makes_weights:
+        return output, attention_mass(asking, keys)
     mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
     groups = num_heads // keys.shape[0]
-    for heads, rows, weights in _weight_blocks(asking, keys):
+    for heads, block, weights in _weight_blocks(asking, keys):
         mass += weights.sum(dim=(0, 1))
-        found = output[heads.start * groups : heads.stop * groups, early + rows.start : early + rows.stop]
+        found = output[heads.start * groups : heads.stop * groups, early + block.start : early + block.stop]
         found.copy_((weights @ values[heads]).reshape(found.shape))
     return output, mass / (num_heads * num_queries)
 
 
-def _attend(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor:
-    states, rows, scale, sight, places = queries
-    return attend_rows(states[None], keys[None], values[None], rows, scale, sight, places)[0]
+def _weight_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Attention probabilities [h, B, T] float32 of some KV heads and some rows, those two and they.
 
-
-def _score_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[Tensor]:
-    """Masked scores [H, B, T] of some rows' queries, heads that share a KV head side by side.
-
-    Where there are sinks, theirs is the last of T + 1 scores.
+    Heads that share a KV head are side by side in B. Where there are sinks, theirs is the last of T + 1 scores.
     """
     window, softcap, sinks = queries.sight
     places = queries.places or on_host(queries.rows)
-    num_heads, num_queries, dim = queries.states.shape
-    groups, length = num_heads // keys.shape[0], keys.shape[1]
-    block = max(1, BLOCK_SCORES[keys.device.type] // (num_heads * length))
+    num_rows, dim = queries.states.shape[1:]
+    groups, length = queries.states.shape[0] // keys.shape[0], keys.shape[1]
+    few_heads = max(1, BLOCK_SCORES[keys.device.type] // (groups * num_rows * length))
+    few_rows = max(1, BLOCK_SCORES[keys.device.type] // (few_heads * groups * length))
     first = places[0] + 1  # all see the keys before
-    positions = torch.arange(first, length, device=keys.device)
-    for start in range(0, num_queries, block):
-        part = queries.states[:, start : start + block]
-        part = part.reshape(keys.shape[0], groups * part.shape[1], dim)
-        rows = queries.rows[start : start + block, None]
-        later = positions > rows
-        scores = (part @ keys.transpose(1, 2)).float().mul_(queries.scale)
+    positions = torch.arange(length, device=keys.device)
+    for head, row in itertools.product(range(0, keys.shape[0], few_heads), range(0, num_rows, few_rows)):
+        heads = slice(head, min(head + few_heads, keys.shape[0]))
+        rows = slice(row, min(row + few_rows, num_rows))
+        part = queries.states[heads.start * groups : heads.stop * groups, rows].reshape(heads.stop - head, -1, dim)
+        own = queries.rows[rows, None]
+        scores = (part @ keys[heads].transpose(1, 2)).float().mul_(queries.scale)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
-        scores[..., first:].masked_fill_(later.repeat(groups, 1), -torch.inf)
+        scores[..., first:].masked_fill_((positions[first:] > own).repeat(groups, 1), -torch.inf)
         if window is not None:
-            gone = torch.arange(length, device=keys.device) <= rows - window
-            scores.masked_fill_(gone.repeat(groups, 1), -torch.inf)
+            scores.masked_fill_((positions <= own - window).repeat(groups, 1), -torch.inf)
         if sinks is not None:
-            each = sinks.float().view(keys.shape[0], groups, 1).expand(-1, -1, len(rows))
-            scores = torch.cat((scores, each.reshape(*part.shape[:2], 1)), dim=-1)
-        yield scores
-
-
-def _weight_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Attention probabilities [h, B, T] float32 of some KV heads and some rows, those two and they."""
-    groups, length = queries.states.shape[0] // keys.shape[0], keys.shape[1]
-    few = max(1, BLOCK_SCORES[keys.device.type] // (groups * queries.states.shape[1] * length))
-    for start in range(0, keys.shape[0], few):
-        heads = slice(start, min(start + few, keys.shape[0]))
-        theirs, row = slice(heads.start * groups, heads.stop * groups), 0
-        mine = queries._replace(states=queries.states[theirs])
-        if queries.sight.sinks is not None:
-            mine = mine._replace(sight=queries.sight._replace(sinks=queries.sight.sinks[theirs]))
-        for scores in _score_blocks(mine, keys[heads]):
-            rows = slice(row, row + scores.shape[1] // groups)
-            row = rows.stop
-            yield heads, rows, scores.softmax(-1)[..., :length]
+            each = sinks[heads.start * groups : heads.stop * groups].float().view(heads.stop - head, groups, 1)
+            each = each.expand(-1, -1, rows.stop - row).reshape(*part.shape[:2], 1)
+            scores = torch.cat((scores, each), dim=-1)
+        yield heads, rows, scores.softmax(-1)[..., :length]

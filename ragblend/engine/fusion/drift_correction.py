@@ -42,8 +42,14 @@ class DriftCorrection(NamedTuple):
 
     def drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
         """Of the tellers' KV [H, N, D]: M changes, keys before rotation and values [H, M, D] float32."""
-        changes = (_limit_norms(new.float() - old.float()) for new, old in zip(fresh, stored, strict=True))
-        return LayerKV(*(self.weights @ change for change in changes))
+        moved = []
+        for new, old in zip(fresh, stored, strict=True):
+            change = new.float() - old.float()
+            length = torch.linalg.vector_norm(change, dim=2, keepdim=True)
+            most = MAX_DRIFT_RATIO * length.median(1, keepdim=True).values  # of each head
+            limited = change * (most / length.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(1.0)
+            moved.append(self.weights @ limited)
+        return LayerKV(*moved)
 
 
 def similarity_layer(num_layers: int, deepest: int) -> int:
@@ -88,11 +94,3 @@ def fit_drift_correction(
     drift_weights = kernel.new_zeros(len(shares), len(landmarks))
     drift_weights[rows] = kernel * shares[rows, None]
     return DriftCorrection(rows[recomputed], weights.float(), drift_weights)
-
-
-def _limit_norms(change: Tensor) -> Tensor:
-    """[H, N, D], none of its vectors longer than LIMIT times the head's median one."""
-    length = torch.linalg.vector_norm(change, dim=2, keepdim=True)
-    most = MAX_DRIFT_RATIO * length.median(1, keepdim=True).values
-    limited: Tensor = change * (most / length.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(1.0)
-    return limited

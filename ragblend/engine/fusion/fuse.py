@@ -7,11 +7,11 @@ Read `fuse` first; everything else is one of its steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Event
 from time import perf_counter
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,9 +42,9 @@ class LayerCall(NamedTuple):
     hook: FreshKVHook | None = None
 
 
-Steps = Generator[int | LayerCall | Event, Tensor | None, _T]
-"""Work in steps: yields the rows that it ran through a layer itself, a Run, whose output it must be sent next, or an
-Event: gone on with before that is set, it blocks until then."""
+Steps = Generator[int | LayerCall | Event, Any, _T]
+"""Work in steps: yields the rows that it ran through a layer itself, a LayerCall, whose output it must be sent next, or
+an Event: gone on with before that is set, it blocks until then."""
 
 
 def fuse(
@@ -75,7 +75,10 @@ def fuse_steps(
 ) -> Steps[FuseResult]:
     """`fuse`, a layer at a time, for callers with other work in between, or with layers of other prompts to run."""
     state = _candidates(plan)
-    probe = (yield from _probe(model, plan, fused, layers, state)) if _should_probe(model, plan, state) else None
+    chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
+    # Layer 0's stored KV is exact, for it depends on the token alone: a model of one layer has nothing to choose.
+    asks_first = bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(state.mask.any())
+    probe = (yield from _probe(model, plan, fused, layers, state)) if asks_first else None
     active = _active_rows(plan, state)
     num_stale = int(state.mask[active].sum())  # the device is looked into where the rows change, not at every layer
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
@@ -87,7 +90,7 @@ def fuse_steps(
         if layers.ready is not None:
             yield layers.ready[layer]
         layers.wait(layer)  # stored KV of this layer is now in `fused`
-        probe_rows, measured = 0 if probe is None else probe.extra_rows(layer), 0.0
+        probe_rows, measured = 0 if probe is None else probe.extra_rows[layer], 0.0
         if layer in checks and num_stale:
             kept, num_measured = _select_at_check_layer(model, plan, fused, layer, checks[layer], hidden, active, state)
             hidden, active = hidden[kept], active[kept]
@@ -104,7 +107,7 @@ def fuse_steps(
         if layer == 0 and probe is not None:
             hidden = yield from _run_first_layer(fused, hidden, active, state, probe)
         elif len(active) and layer < last_layer:
-            hidden = _sent((yield LayerCall(layer, hidden, active, fused, hook)))
+            hidden = yield LayerCall(layer, hidden, active, fused, hook)
         elif len(active):
             # The last layer's output is needed for the last token alone; of the others only K and V.
             fresh = model.project_kv(layer, hidden)
@@ -112,7 +115,7 @@ def fuse_steps(
                 hook.callback(LayerKV(fresh.keys[:, hook.row_indices], fresh.values[:, hook.row_indices]))
             fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
             if plan.wants_logits:
-                hidden = _sent((yield LayerCall(layer, hidden[-1:], active[-1:], fused)))
+                hidden = yield LayerCall(layer, hidden[-1:], active[-1:], fused)
             measured += len(active)
         if ends_s is not None:
             ends_s.append(perf_counter())
@@ -135,10 +138,10 @@ class _CandidateState:
     """What is known about every token of the prompt before the first check. All tensors [T]."""
 
     mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
+    is_fresh: Tensor  # bool, tokens without stored KV, which run through every layer; the last token is always one
     is_edge: Tensor  # bool, the first and the last row of each placement
     chunks: Tensor  # int64, the placed chunk that it is in
     drift_gain: Tensor  # float32, of how far others say that it moves: the share that it does where it is kept
-    seed: int
     attention: Tensor | None = None  # float32, once the question was run ahead
     deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
     select_s: float = 0.0  # seconds at the checks
@@ -146,64 +149,52 @@ class _CandidateState:
         None  # the rows that ran last, who tells, and what of it
     )
 
-    def evidence(self, rows: Tensor) -> RuleInputs:
-        """About the tokens at `rows` [N]."""
+    def choose(
+        self,
+        plan: FusePlan,
+        ratio: float,
+        rows: Tensor,
+        key_deviation: Tensor | None = None,
+        value_deviation: Tensor | None = None,
+    ) -> Tensor:
+        """Which of the candidates `rows` [N] are recomputed at `ratio`: indices, ascending, for causal order.
+
+        Deviations [N] as in RuleInputs; None where the rule measures none.
+        """
         attention = None if self.attention is None else self.attention[rows]
-        return RuleInputs(rows, attention=attention, is_edge=self.is_edge[rows], seed=self.seed)
+        evidence = RuleInputs(rows, key_deviation, value_deviation, attention, self.is_edge[rows], plan.seed)
+        scores = plan.rule.score(evidence)
+        return scores.topk(num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))).indices.sort().values
 
 
 def _candidates(plan: FusePlan) -> _CandidateState:
     """Which rows may be replaced, and which chunk they are in."""
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
-    is_edge = torch.zeros_like(is_candidate)
+    is_edge, is_fresh = torch.zeros_like(is_candidate), torch.ones_like(is_candidate)
+    is_fresh[: plan.num_resident] = False
     chunks = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
     drift_gain = torch.zeros(len(plan.token_ids), device=device)
     recomputes_all = plan.checks[-1].ratio >= 1
     for number, placement in enumerate(plan.placements):
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
         is_candidate[placement.start : placement.end] = not stays
+        is_fresh[placement.start : placement.end] = False
         is_edge[[placement.start, placement.end - 1]] = True
         share = plan.rule.drift_gain_in_context if placement.has_context else plan.rule.drift_gain
         drift_gain[placement.start : placement.end] = share
         chunks[placement.start : placement.end] = number
     if plan.wants_logits:
-        is_candidate[-1] = False  # the last token is always computed: its logits are the answer
-    return _CandidateState(is_candidate, is_edge, chunks, drift_gain, plan.seed)
-
-
-def _fresh_rows(plan: FusePlan) -> Tensor:
-    """[T] bool: tokens without stored KV, which run through every layer; the last token is always one."""
-    fresh = torch.ones(len(plan.token_ids), dtype=torch.bool, device=plan.token_ids.device)
-    fresh[: plan.num_resident] = False
-    for placement in plan.placements:
-        fresh[placement.start : placement.end] = False
-    if plan.wants_logits:
-        fresh[-1] = True
-    return fresh
+        is_candidate[-1], is_fresh[-1] = False, True  # always computed: its logits are the answer
+    return _CandidateState(is_candidate, is_fresh, is_edge, chunks, drift_gain)
 
 
 class _ProbeResult(NamedTuple):
     """The question and all other fresh tokens, run over stale KV as far as the rule wanted to see."""
 
-    num_rows: int
-    num_fused: int  # of them, those that are fused later
-    hidden: Tensor  # [num_fused, hidden size] after layer 0
-    last_layer: int
+    hidden: Tensor  # [rows that are fused later, hidden size] after layer 0
+    extra_rows: list[int]  # token-layers that the probe adds at each layer
     seconds: float
-
-    def extra_rows(self, layer: int) -> int:
-        """Token-layers that the probe adds at `layer`: at layer 0, whose output is kept, those only asked."""
-        if layer == 0:
-            return self.num_rows - self.num_fused
-        return self.num_rows if layer <= self.last_layer else 0
-
-
-def _should_probe(model: LayerwiseModel, plan: FusePlan, state: _CandidateState) -> bool:
-    """Whether the rule asks the question, and there is something to choose. In a model of one layer there is not:
-    layer 0's keys and values depend on the token alone, so stored ones are exact."""
-    chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
-    return bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(state.mask.any())
 
 
 def _probe(
@@ -214,14 +205,14 @@ def _probe(
     Positions are the prompt's own and the softmax is over all of it. Leaves the fresh rows' KV in `fused`, where the
     main pass replaces it.
     """
-    rows = _fresh_rows(plan).nonzero().flatten()
+    rows = state.is_fresh.nonzero().flatten()
     hidden = first = model.embed(plan.token_ids[rows])
     masses: list[Tensor] = []
     seconds = 0.0
 
     def watch(queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None:
         if values is None:
-            masses.append(attention_mass(queries.last(plan.num_queries), keys))
+            masses.append(attention_mass(queries.part(slice(-plan.num_queries, None)), keys))
             return None
         output, mass = attend_with_weights(queries, keys, values, plan.num_queries)
         masses.append(mass)
@@ -238,7 +229,10 @@ def _probe(
         seconds += perf_counter() - start_s
         yield len(rows)
     state.attention = _mean_over_ranks(plan, torch.stack(masses).mean(0))
-    return _ProbeResult(len(rows), len(first), first, plan.probe_layers[-1], seconds)
+    # Layer 0's output is kept, so those rows alone are more that are only asked.
+    extra_rows = [len(rows) - len(first), *[len(rows)] * plan.probe_layers[-1]]
+    extra_rows += [0] * (model.num_layers - len(extra_rows))
+    return _ProbeResult(first, extra_rows, seconds)
 
 
 def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
@@ -256,20 +250,20 @@ def _run_first_layer(
     stale = state.mask[active]
     output = probe.hidden.new_empty(len(active), *probe.hidden.shape[1:])
     if bool(stale.any()):
-        output[stale] = _sent((yield LayerCall(0, hidden[stale], active[stale], fused)))
+        output[stale] = yield LayerCall(0, hidden[stale], active[stale], fused)
     output[~stale] = probe.hidden
     return output
 
 
 def _active_rows(plan: FusePlan, state: _CandidateState) -> Tensor:
     """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
-    active = _fresh_rows(plan)
+    active = state.is_fresh.clone()
     active[plan.end :] = False
     ratio = plan.checks[0].ratio
     rows = state.mask.nonzero().flatten()
     count = num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))
     if count and ratio < 1 and not plan.rule.needs_deviation:
-        active[rows[_top(plan.rule.score(state.evidence(rows)), count)]] = True
+        active[rows[state.choose(plan, ratio, rows)]] = True
     elif count:
         active |= state.mask
     return active.nonzero().flatten()
@@ -298,8 +292,7 @@ def _select_at_check_layer(
     if state.deviation is None:
         state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
         state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
-    evidence = replace(state.evidence(rows), key_deviation=deviations[0], value_deviation=deviations[1])
-    chosen = _top(plan.rule.score(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
+    chosen = state.choose(plan, ratio, rows, *deviations)
     goes_on = ~state.mask[active]
     goes_on[candidate[chosen]] = True
     state.select_s += perf_counter() - start_s
@@ -376,11 +369,6 @@ def relative_deviation(
     return (shares[0].sqrt() + shares[1].sqrt()) / 2
 
 
-def _top(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, ascending: causal order."""
-    return scores.topk(count).indices.sort().values
-
-
 @torch.inference_mode()
 def run_to_completion(model: LayerwiseModel, steps: Steps[_T]) -> _T:
     """Run steps to their end, for what they return."""
@@ -392,8 +380,3 @@ def run_to_completion(model: LayerwiseModel, steps: Steps[_T]) -> _T:
             result: _T = end.value
             return result
         output = model.run_layer(*step) if isinstance(step, LayerCall) else None
-
-
-def _sent(output: Tensor | None) -> Tensor:
-    assert output is not None  # the answer to a Run
-    return output

@@ -2,26 +2,30 @@
 
 One background reader reads, dequantises and places layer i+1 while layer i is fused; KV that is in memory already, as
 it was computed, is placed without a thread where the model computes on the CPU. Layer 0, which would have nothing to
-hide behind, can be computed instead of read. Knows ChunkKV and tensors; not where they come from.
+hide behind, can be computed instead of read. On a GPU the bytes go through pinned memory and on a stream of their own,
+so that they travel while the GPU computes. Knows ChunkKV and tensors; not where they come from.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.transfer import HostToDeviceCopier
-from ragblend.engine.store.kv import ChunkKV, LayerKV, dequantized, is_in_memory
+from ragblend.engine.fusion.plan import Placement
+from ragblend.engine.store.kv import LayerKV, StoredLayer, dequantized, is_in_memory
 
 # Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
 # ones; a reader that may be a few layers ahead loads during that time what later layers would wait for.
 DEPTH = 6
+_ALIGNMENT = 256  # bytes, of each tensor in a block
 
 
 class _Destination(Protocol):
@@ -38,26 +42,76 @@ class _MovableKeys(Protocol):
     def add_key_drift(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None: ...
 
 
-class _Placed(Protocol):
-    @property
-    def kv(self) -> ChunkKV: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
+class HostToDeviceCopier:
+    """Brings layers to `device` for the thread that made this one, whichever thread brings them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._computing: Any = None
+        self._copying: Any = None
+        self.overlaps_compute = device.type == "cuda"
+        """Whether a copy can run while the device computes, so that even KV in host memory is worth a thread."""
+        if self.overlaps_compute:
+            self._computing = torch.cuda.current_stream(device)
+            self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def in_compute_order(self) -> AbstractContextManager[Any]:
+        """What is run inside goes to the stream of the thread that made this one, behind what that has queued.
+
+        A thread starts on the device's default stream, which vLLM for one does not compute on: what it wrote there
+        could be read before it is written.
+        """
+        return torch.cuda.stream(self._computing) if self.overlaps_compute else nullcontext()
+
+    def copy_to_device(self, layers: Sequence[StoredLayer]) -> list[StoredLayer]:
+        """The layers on the device, ready to be used there; the same tensors where they are there already.
+
+        They travel as one block: a GPU is far slower with many copies of a megabyte than with one of many, and each
+        costs the host a wait.
+        """
+        tensors = [tensor for layer in layers for tensor in layer]
+        if not self.overlaps_compute or all(tensor.is_cuda for tensor in tensors):
+            there = [tensor.to(self._device) for tensor in tensors]
+        else:
+            there = self._copy_as_block(tensors)
+        arrived = iter(there)
+        return [type(layer)(*(next(arrived) for _ in layer)) for layer in layers]
+
+    def _copy_as_block(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        # torch keeps pinned blocks for the next layer, and hands none out before the copy from it is through.
+        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+        for tensor, span in zip(tensors, spans, strict=True):
+            _view_as(staged[span], tensor).copy_(tensor)
+        with torch.cuda.stream(self._copying):
+            block = staged.to(self._device, non_blocking=True)
+        self._copying.synchronize()  # of the two streams only the copies': the other one computes on
+        block.record_stream(self._computing)  # or its memory would be the next copy's while it is still read
+        return [_view_as(block[span], tensor) for tensor, span in zip(tensors, spans, strict=True)]
+
+
+def _view_as(raw: Tensor, like: Tensor) -> Tensor:
+    """The first bytes of `raw` [N] uint8 as a tensor of the dtype and shape of `like`."""
+    return raw[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 class _Group:
     """Chunks that are placed in one call, in prompt order."""
 
-    def __init__(self, placements: Sequence[_Placed], device: torch.device) -> None:
+    def __init__(self, placements: Sequence[Placement], device: torch.device) -> None:
         self.kvs = [placement.kv for placement in placements]
         self.read_s = [0.0] * len(placements)
         self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
         self.spans: list[tuple[slice, slice]] = []  # where chunks side by side stand: in the prompt, and in `rows`
-        for start, end in _merge_adjacent((placement.start, placement.end) for placement in placements):
-            taken = self.spans[-1][1].stop if self.spans else 0
-            self.spans.append((slice(start, end), slice(taken, taken + end - start)))
+        taken = 0
+        for placement in placements:
+            start, first = placement.start, taken
+            taken += placement.end - start
+            if self.spans and self.spans[-1][0].stop == start:
+                before, its_rows = self.spans.pop()
+                start, first = before.start, its_rows.start
+            self.spans.append((slice(start, placement.end), slice(first, taken)))
 
     def read(self, layer: int, transfer: HostToDeviceCopier, computed: Iterator[LayerKV] | None = None) -> LayerKV:
         """One layer of all chunks, side by side: [H, T of all, D]. Raises DamagedEntryError.
@@ -83,20 +137,6 @@ class _Group:
             start_s = perf_counter()
             kv.stored_layer(layer)
             self.read_s[index] += perf_counter() - start_s
-
-
-def _merge_adjacent(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending spans, with those that touch made one.
-
-    >>> _merge_adjacent([(2, 5), (5, 9), (12, 15)])
-    [(2, 9), (12, 15)]
-    """
-    runs: list[tuple[int, int]] = []
-    for start, end in spans:
-        if runs and runs[-1][1] == start:
-            start = runs.pop()[0]
-        runs.append((start, end))
-    return runs
 
 
 class LayerEvent(NamedTuple):
@@ -135,7 +175,7 @@ class LayerLoader:
 
     def __init__(
         self,
-        placements: Sequence[_Placed],
+        placements: Sequence[Placement],
         num_layers: int,
         place: Callable[[int, Tensor, Tensor], Tensor],
         destination: _Destination,
@@ -166,6 +206,9 @@ class LayerLoader:
         )
         self._far = [kv for group in self._groups for kv in group.kvs if not is_in_memory(kv)]
         self._first_layer = first_layer if self._far else None
+        self._computed_layer = 0 if self._first_layer is not None else None
+        self.num_computed = 0 if self._first_layer is None else sum(kv.header.num_tokens for kv in self._far)
+        """Tokens whose layer-0 keys and values are computed instead of read."""
         self._thread: threading.Thread | None = None
         self._num_waited = 0
         self._released_s = [0.0] * num_layers  # when the fusor got a layer it waited for, the last time it did
@@ -188,11 +231,6 @@ class LayerLoader:
     def read_s(self) -> list[float]:
         """Of that, seconds spent reading each placement's stored KV; placing is done for several at once."""
         return [seconds for group in self._groups for seconds in group.read_s]
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens whose layer-0 keys and values were computed instead of read."""
-        return sum(kv.header.num_tokens for kv in self._far) if self._first_layer is not None else 0
 
     def __enter__(self) -> LayerLoader:
         if self._threaded:
@@ -227,7 +265,7 @@ class LayerLoader:
         start_s = self._released_s[layer] = perf_counter()
         if layer < self._num_waited:
             return
-        if self._thread is None or self._is_computed(layer):
+        if self._thread is None or layer == self._computed_layer:
             self._load(layer)
         else:
             self._ready[layer].wait()
@@ -264,17 +302,16 @@ class LayerLoader:
         spans = zip(self._released_s, ends_s, strict=True)
         return Timeline(tuple(sorted(self.events)), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
 
-    def _is_computed(self, layer: int) -> bool:
-        return layer == 0 and self._first_layer is not None
-
     def _read_all(self) -> None:
         try:
             with torch.inference_mode(), self._transfer.in_compute_order():
-                for layer in sorted(range(self._num_layers), key=self._is_computed):  # what is computed comes last
+                for layer in sorted(
+                    range(self._num_layers), key=lambda layer: layer == self._computed_layer
+                ):  # what is computed comes last
                     self._ahead.acquire()
                     if self._stopped.is_set():
                         return
-                    if self._is_computed(layer):
+                    if layer == self._computed_layer:
                         self._read_through(layer)
                     else:
                         self._load(layer)
@@ -289,7 +326,7 @@ class LayerLoader:
 
     def _load(self, layer: int) -> None:
         start_s = perf_counter()
-        computed = self._compute_first_layer() if self._is_computed(layer) else None
+        computed = self._compute_first_layer() if layer == self._computed_layer else None
         for group in self._groups:
             keys, values = group.read(layer, self._transfer, computed)
             keys = self._place(layer, keys, group.rows)

@@ -71,9 +71,8 @@ class LookupContext(NamedTuple):
     name: str = ""  # what the key calls it: `chunk_key`'s `context`
 
 
-def context_key_name(policy: ContextPolicy) -> str:
-    """`chunk_key`'s `context` for versions of this policy."""
-    return SIMILAR if policy == "similar" else ""
+KEY_CONTEXTS: dict[ContextPolicy, str] = {"none": "", "similar": SIMILAR}
+"""`chunk_key`'s `context` for versions of each policy."""
 
 
 def lookup_contexts(
@@ -100,7 +99,7 @@ def lookup_contexts(
             begins = tuple(token_ids[: len(prefix)]) == prefix
             match: PrefixMatch = "exact" if begins else "approximate"
             exact = begins and kind == "none" and len(prefix) == start and is_beginning
-            candidates.append(LookupContext(prefix, match, exact, kind, context_key_name(kind)))
+            candidates.append(LookupContext(prefix, match, exact, kind, KEY_CONTEXTS[kind]))
     return [context for context in candidates if context.exact] + [
         context for context in candidates if not context.exact
     ]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.host_positions import on_host
+from ragblend.engine.fusion.attention import on_host
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, RULES, CheckLayer, SelectionRule, num_to_recompute
 from ragblend.engine.store.kv import ChunkKV, LayerKV
 
@@ -35,15 +35,15 @@ class Placement(NamedTuple):
         return self.start + self.kv.header.num_tokens
 
 
+@dataclass(eq=False)
 class FusedKV:
     """The KV of one prompt: per layer, keys (rotated) and values [H, capacity, D], of which `length` rows are valid.
 
     Grows when written beyond its capacity, so decoding appends to it. Owned by one request.
     """
 
-    def __init__(self, layers: list[LayerKV], length: int) -> None:
-        self._layers = layers
-        self.length = length
+    _layers: list[LayerKV]
+    length: int
 
     @classmethod
     def allocate(cls, shapes: Sequence[tuple[int, int, int]], capacity: int, like: Tensor) -> FusedKV:
@@ -109,38 +109,29 @@ class FusePlan:
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up evidence where each rank has some of the heads
     probe_layers: tuple[int, ...] = ()  # where the rule reads the question's attention, ascending; () reads none
     question_start: int | None = None  # first token of the question; None: what follows the last placed chunk
+    # What follows from these.
+    end: int = field(init=False)  # position after the last token that is fused
+    wants_logits: bool = field(init=False)  # whether the last token is computed for its logits, or is like any other
+    num_chunk_tokens: int = field(init=False)  # of all placed chunks
+    num_queries: int = field(init=False)  # tokens of the question, the last token at least
+    corrects_drift: bool = field(init=False)  # whether tokens that are kept move with those that are recomputed
 
-    @property
-    def end(self) -> int:
-        """Position after the last token that is fused."""
-        return len(self.token_ids) if self.num_fused is None else self.num_fused
-
-    @property
-    def wants_logits(self) -> bool:
-        """Whether the last token is computed for its logits; otherwise only KV is wanted, and it is like any other."""
-        return self.num_fused is None
-
-    @property
-    def corrects_drift(self) -> bool:
-        """Whether tokens that are kept move with those that are recomputed: then stored KV is looked at twice."""
-        least = num_to_recompute(self.checks[-1].ratio, self.num_chunk_tokens, self.num_chunk_tokens)
-        return self.rule.drift_gain > 0 and least > 0 and self.checks[-1].ratio < 1
-
-    @property
-    def num_queries(self) -> int:
-        """Tokens of the question, the last token at least.
-
-        Where the question stands before its chunks, what follows the last of them asks in its place, and does so no
-        worse than the question would, run once more behind them (data/results/asking-musique.json)."""
+    def __post_init__(self) -> None:
+        count, last = sum(placement.kv.header.num_tokens for placement in self.placements), self.checks[-1]
         start = self.question_start
         if start is None:
+            # Where the question stands before its chunks, what follows the last of them asks in its place, and does so
+            # no worse than the question would, run once more behind them (data/results/asking-musique.json).
             start = max((placement.end for placement in self.placements), default=self.num_resident)
-        return max(1, len(self.token_ids) - start)
-
-    @property
-    def num_chunk_tokens(self) -> int:
-        """Tokens of all placed chunks."""
-        return sum(placement.kv.header.num_tokens for placement in self.placements)
+        recomputes_some = last.ratio < 1 and num_to_recompute(last.ratio, count, count) > 0
+        for name, value in (
+            ("end", len(self.token_ids) if self.num_fused is None else self.num_fused),
+            ("wants_logits", self.num_fused is None),
+            ("num_chunk_tokens", count),
+            ("num_queries", max(1, len(self.token_ids) - start)),
+            ("corrects_drift", self.rule.drift_gain > 0 and recomputes_some),
+        ):
+            object.__setattr__(self, name, value)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,7 @@
-"""What fusion asks of a model and of stored KV, as Protocols. Implemented by `hf.layers`, `vllm.layers`, `loader`."""
+"""What fusion asks of a model and of stored KV, as Protocols.
+
+Implemented by `transformers.layers`, `vllm.layers` and `loader`.
+"""
 
 from __future__ import annotations
 

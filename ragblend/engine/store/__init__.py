@@ -1,1 +1,1 @@
-"""Chunk KV under its key: tiers, files, signatures. Knows torch and bytes, no framework."""
+"""Chunk KV by key: tiers, chunk files, signatures. Depends on torch, not on models or frameworks."""

@@ -1,20 +1,20 @@
-"""One stored chunk as one file: a safetensors file, readable layer by layer, every byte under a checksum.
+"""The chunk file: one stored chunk as a safetensors file that is read layer by layer, with every byte under a checksum.
 
-A file's metadata is one JSON string (safetensors writes several keys in random order, one is deterministic). Its
-first field is the xxh3_128 of length prefix and header, taken with that field's own digits zeroed, so it sits at a
-fixed offset and is checked before anything is parsed; every later format version keeps this rule. Each layer's
-tensors lie side by side under one checksum: keys and values as computed (format version 1), or scales, first tokens
-and codes of KV in eight bits (version 2, `QuantizedLayer`). Token ids are plain JSON numbers: about as many bytes as
-base64 for five-digit ids, and `jq` shows them. `context`, in entries that have one: lengths of the similar chunks which
-the last of `prefix_ids` are; the key names the others alone (`keys.key_of`).
+The file's metadata is one JSON string, because safetensors writes several keys in random order and one key
+deterministically. Its first field is the xxh3_128 of the length prefix and the header, computed with that field's own
+digits zeroed. The field is at a fixed offset and is checked before anything is parsed; every later format version keeps
+this rule. The tensors of a layer are adjacent under one checksum: keys and values as computed (format version 1), or
+scales, first tokens and codes of KV in eight bits (version 2, `QuantizedLayer`). Token ids are plain JSON numbers:
+about as many bytes as base64 for five-digit ids, and `jq` can show them. The field `context` lists the lengths of the
+similar chunks at the end of `prefix_ids`; the key is computed from the other prefix ids alone (`keys.key_of`).
 
-xxh3 finds damage; who wants to can make another layer with the same checksum. Where a store has a key, entries are of
-version 3: the checksums of layers are BLAKE3 digests, and the header's second field is its signature, taken with the
-digits of both fields zeroed. So the signature speaks for the header, and through the digests for every layer, which is
-still read and checked alone. See `signing`.
+xxh3 detects damage but not tampering, because another layer with the same checksum can be constructed. A store with a
+key therefore writes version 3: the layer checksums are BLAKE3 digests, and the header's second field is its signature,
+computed with the digits of both fields zeroed. The signature authenticates the header and, through the digests, every
+layer; layers are still read and checked one at a time. See `signing`.
 
-What a reader demands of an entry besides is one value, `ReadRequirements`. Works on headers, tensors and one file, or
-the bytes of one, at a time. Knows nothing about directories, eviction or prompts.
+Further requirements of a reader are one value, `ReadRequirements`. Works on headers, tensors and one file, or its
+bytes, at a time. Does not depend on directories, eviction or prompts.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.files.reading import dense_size, open_file
 
 FORMAT_VERSION = 1
-"""Version of how an entry is written; LAYOUT_VERSION says what its tensors mean."""
+"""Version of the file format of entries as computed. LAYOUT_VERSION is the version of the tensors' meaning."""
 QUANTIZED_FORMAT_VERSION = 2
-"""The same of an entry in eight bits. One as computed is written as ever, for readers that know no other."""
+"""Version of entries in eight bits. Other entries keep version 1, which every release can read."""
 SIGNED_FORMAT_VERSION = 3
-"""The same of an entry that is signed, in whatever dtype."""
+"""Version of signed entries, in any dtype."""
 
 _SAFETENSORS_DTYPES = {
     torch.float32: "F32",
@@ -75,11 +75,11 @@ _MAX_DIM = 1 << 31
 
 
 class UnreadableError(Exception):
-    """These bytes are not an entry, or not the one asked for. A store turns it into a miss; no user meets it."""
+    """Bytes that are not a valid entry, or not the requested one. Stores turn it into a miss; users do not see it."""
 
 
 class MismatchError(UnreadableError):
-    """An intact entry that is not for this reader: of another version, or of other tokens."""
+    """An intact entry that this reader cannot use: another format version, or other token ids."""
 
 
 class UnsignedError(UnreadableError):
@@ -88,10 +88,10 @@ class UnsignedError(UnreadableError):
 
 @dataclass(frozen=True, slots=True)
 class ReadRequirements:
-    """What a reader asks of entries besides intact bytes.
+    """Requirements of a reader in addition to intact bytes.
 
-    `store_key`: they must be signed with it; None takes any. `specs`: what the KV of a model looks like, by
-    fingerprint, for models that are known; it may grow.
+    `store_key`: entries must be signed with it; None accepts any entry. `specs`: dtype and shapes of the KV of known
+    models, by fingerprint; entries may be added while the store is open.
     """
 
     store_key: StoreKey | None = None
@@ -102,7 +102,7 @@ _NOTHING = ReadRequirements()
 
 
 class _Digest(NamedTuple):
-    """How the layers of an entry are digested."""
+    """A digest algorithm for layers: its header field, its number of hex digits, and a constructor."""
 
     field: str
     num_digits: int
@@ -110,7 +110,7 @@ class _Digest(NamedTuple):
 
 
 def _blake3() -> Any:
-    from blake3 import blake3  # here: a store without a key does without
+    from blake3 import blake3  # imported here, because a store without a key does not need it
 
     return blake3()
 
@@ -122,7 +122,7 @@ _CHECKSUM, _SECURE = _Digest("layers_xxh3_128", 32, xxh3_128), _Digest("layers_b
 
 
 def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
-    """Bytes of length prefix and header, which is where the tensors of a chunk's file start."""
+    """Return the bytes of length prefix and header: the tensors' offset. Raises UsageError above the limit."""
     digest = _digest_for(store_key)
     nbytes = len(_encode_header(kv.header, kv.layers, ["0" * digest.num_digits] * len(kv.layers), store_key))
     if nbytes > _MAX_HEADER_BYTES:
@@ -135,9 +135,7 @@ def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
 
 
 def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: StoreKey | None = None) -> None:
-    """Write a chunk's file to an empty, seekable stream, signed where there is a key; `data_offset` is its
-    `header_nbytes`.
-    """
+    """Write a chunk file to an empty, seekable stream, signed with `store_key`. `data_offset`: its `header_nbytes`."""
     # Checksums belong in the header but come from the data: write that first, so each layer is copied once.
     stream.seek(data_offset)
     checksums = []
@@ -152,7 +150,7 @@ def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: Sto
 
 
 def encode_chunk(kv: MemoryKV, store_key: StoreKey | None = None) -> bytes:
-    """The bytes of a chunk's file, for stores that keep values instead of files."""
+    """Return the bytes of a chunk's file, for stores that keep values instead of files."""
     stream = io.BytesIO()
     write_chunk(stream, kv, header_nbytes(kv, store_key), store_key)
     return stream.getvalue()
@@ -165,7 +163,7 @@ def _digest_for(store_key: StoreKey | None) -> _Digest:
 def _encode_header(
     header: KVHeader, layers: Sequence[StoredLayer], checksums: Sequence[str], store_key: StoreKey | None
 ) -> bytes:
-    """Length prefix and header. Its length depends on shapes and facts, not on the checksums' digits."""
+    """Return length prefix and header. Their length depends on the shapes and facts, not on the checksums."""
     version = FORMAT_VERSION if header.is_lossless else QUANTIZED_FORMAT_VERSION
     facts = {
         "header_xxh3_128": "0" * 32,  # first, so that its digits sit at _DIGITS
@@ -204,12 +202,12 @@ def _encode_header(
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's elements in row-major order; no copy when it is contiguous on the CPU."""
+    """Return the tensor's elements in row-major order; no copy when it is contiguous on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _checksum(digest: _Digest, *parts: memoryview) -> str:
-    """The digest of the parts, one after the other."""
+    """Return the hex digest of the concatenated parts."""
     made = digest.of()
     for part in parts:
         made.update(part)
@@ -220,7 +218,7 @@ def _checksum(digest: _Digest, *parts: memoryview) -> str:
 
 
 class _LayerExtent(NamedTuple):
-    """Where one layer lies in the file."""
+    """Offset, size, tensors and checksum of one layer in the file."""
 
     offset: int
     nbytes: int
@@ -229,7 +227,7 @@ class _LayerExtent(NamedTuple):
 
 
 class _ParsedEntry(NamedTuple):
-    """An entry whose header was found good."""
+    """The validated header of an entry and the extents of its layers."""
 
     header: KVHeader
     spans: tuple[_LayerExtent, ...]
@@ -238,10 +236,11 @@ class _ParsedEntry(NamedTuple):
 
 
 def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: ReadRequirements) -> _ParsedEntry:
-    """Facts and layer positions of a file that starts with `raw`, has `file_nbytes` bytes and is to be `key`'s.
+    """Parse and validate the header `raw` of a file of `file_nbytes` bytes that should hold the entry `key`.
 
-    Every field is checked: against `key`, which model, prefix, tokens, namespace and context make; against the model's
-    shape where that is known; and, in all, against the file's size. Nothing of that size is allocated before.
+    Every field is checked: against `key`, which is computed from model, prefix, tokens, namespace and context; against
+    the model's spec if it is known; and the sum of all layers against the file's size. Nothing of the announced size is
+    allocated before that. Raises UnreadableError.
     """
     if raw[8 : _DIGITS.start] != _OPENING:
         raise UnreadableError("not written by ragblend")
@@ -292,7 +291,7 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: ReadRequirem
 
 
 def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKey | None) -> bool:
-    """Whether the header `raw` carries the key's signature. `zeroed`: the same with its checksum's digits zeroed."""
+    """Return True if the header `raw` has the key's signature. `zeroed`: the header with its checksum digits zeroed."""
     if store_key is None or raw[_DIGITS.stop : _SIGNATURE.start] != _SIGNATURE_OPENING:
         return False
     zeroed[_SIGNATURE] = b"0" * DIGITS
@@ -302,7 +301,7 @@ def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKe
 def _layer_spans(
     header: KVHeader, table: Mapping[str, Any], checksums: Sequence[str], start: int
 ) -> tuple[_LayerExtent, ...]:
-    """Position of every layer; ValueError unless the tensors follow each other without a gap, of the right shapes."""
+    """Return the extent of every layer. Raises ValueError for gaps and for wrong shapes."""
     spans, end, num_tensors = [], 0, 0
     for index, checksum in enumerate(checksums):
         layer_start, layer = end, f"layer.{index:03d}"
@@ -325,12 +324,12 @@ def _layer_spans(
 
 
 def _short(text: str) -> str:
-    """What a header says may be as long as the header."""
+    """Return `text` cut to 200 characters; a field of a header may be as long as the header."""
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
 def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
-    """H, D of keys and D of values of a layer's tensors; (H, D, 0) where keys and values have not the same heads."""
+    """Return (H, D of keys, D of values) of a layer; (H, D, 0) if keys and values differ in H."""
     keys, values = tensors[-2].shape, tensors[-1].shape
     return keys[0], keys[2], values[2] if values[0] == keys[0] else 0
 
@@ -339,7 +338,7 @@ def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
 
 
 class SharedFile:
-    """A read-only descriptor that closes when the last reader lets go of it, so no read meets a reused number."""
+    """A read-only descriptor, closed after its last reader releases it, so no read uses a reused number."""
 
     __slots__ = ("fd",)
 
@@ -353,12 +352,12 @@ class SharedFile:
 
     @property
     def can_stay_open(self) -> bool:
-        """Whether half of the process's descriptors are still free (the kernel hands out the lowest number)."""
+        """True if half of the process's descriptors are still free (the kernel hands out the lowest number)."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return limit == resource.RLIM_INFINITY or self.fd < limit // 2
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset` on; UnreadableError when the file ends first."""
+        """Fill `buffer` from `offset`. Raises UnreadableError if the file ends first."""
         while buffer.nbytes:
             count = os.preadv(self.fd, [buffer], offset)
             if count == 0:
@@ -367,7 +366,7 @@ class SharedFile:
 
     @property
     def nbytes(self) -> int:
-        """The file's size. UnreadableError where most of it is a hole."""
+        """The file's size in bytes. Raises UnreadableError for a file that is mostly a hole."""
         try:
             return dense_size(self.fd)
         except OSError as error:
@@ -375,7 +374,7 @@ class SharedFile:
 
 
 class _InMemoryFile:
-    """A chunk's file that came as one value."""
+    """A chunk file that arrived as one bytes value."""
 
     __slots__ = ("_data", "nbytes")
 
@@ -383,7 +382,7 @@ class _InMemoryFile:
         self._data, self.nbytes = memoryview(data), len(data)
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset` on; UnreadableError when the bytes end first."""
+        """Fill `buffer` from `offset`. Raises UnreadableError if the bytes end first."""
         part = self._data[offset : offset + buffer.nbytes]
         if part.nbytes < buffer.nbytes:
             raise UnreadableError(f"it ends at byte {self.nbytes}, {buffer.nbytes - part.nbytes} bytes early")
@@ -397,7 +396,7 @@ class _Source(Protocol):
 
 
 def _header_bytes(source: _Source) -> tuple[bytes, int]:
-    """Length prefix with header, unverified, and the size of the whole in bytes."""
+    """Return length prefix with header, unverified, and the size of the file in bytes."""
     size = source.nbytes
     prefix = bytearray(8)
     source.read(memoryview(prefix), 0)
@@ -410,7 +409,7 @@ def _header_bytes(source: _Source) -> tuple[bytes, int]:
 
 
 def _read_layer(source: _Source, entry: _ParsedEntry, index: int) -> StoredLayer:
-    """One layer as it is stored, verified, in memory of its own."""
+    """Read and verify one layer as it is stored. The tensors share one newly allocated buffer."""
     span = entry.spans[index]
     # Normal tensors even under inference_mode: only those count in-place writes, which MemoryStore checks.
     with torch.inference_mode(False):
@@ -423,14 +422,14 @@ def _read_layer(source: _Source, entry: _ParsedEntry, index: int) -> StoredLayer
         if _checksum(entry.digest, data) != span.checksum:
             raise UnreadableError(f"layer {index} does not match its checksum")
         layer = _layer_in(buffer, span.tensors, entry.header)
-    # Who signs does not store what is not finite (`TieredStore.put`); anybody else may.
+    # `TieredStore.put` stores no infinity or NaN, so a signed entry is finite. An unsigned one may be forged.
     if not entry.is_trusted and not layer_is_finite(layer):
         raise UnreadableError(f"layer {index} holds infinity or NaN")
     return layer
 
 
 def _layer_in(buffer: Tensor, specs: Sequence[TensorSpec], header: KVHeader) -> StoredLayer:
-    """The layer whose tensors lie side by side in `buffer`."""
+    """Return the layer whose tensors lie side by side in `buffer`."""
     tensors, end = [], 0
     for _, dtype, shape in specs:  # the widest dtypes come first, so that each starts aligned
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -439,10 +438,10 @@ def _layer_in(buffer: Tensor, specs: Sequence[TensorSpec], header: KVHeader) -> 
 
 
 def decode_chunk(data: bytes, key: str, demands: ReadRequirements = _NOTHING) -> MemoryKV:
-    """The chunk in the bytes of its file, every byte of them verified.
+    """Return the chunk in the bytes of a chunk file, with every byte verified.
 
-    Raises UnreadableError for damage, for another key's chunk and for what does not meet `demands`, MismatchError for
-    another version's.
+    Raises UnreadableError for damage, for the chunk of another key and for an entry that does not meet `demands`,
+    MismatchError for another format version.
     """
     source = _InMemoryFile(data)
     entry = _decode_header(*_header_bytes(source), key, demands)
@@ -450,11 +449,12 @@ def decode_chunk(data: bytes, key: str, demands: ReadRequirements = _NOTHING) ->
 
 
 class DiskKV:
-    """ChunkKV in a file. Each `layer` call reads and verifies that layer alone, into memory of its own.
+    """ChunkKV in a file. Each `layer` call reads and verifies that layer alone, into newly allocated memory.
 
-    The file stays open, so deleting or replacing the entry does not disturb a reader. `close`, leaving a `with`
-    block or garbage collection lets it go; after that, and when the process is short of descriptors, `layer` opens
-    the file again and accepts it if its header, and so every checksum, is the same. Safe to share between threads.
+    The file stays open, so deleting or replacing the entry does not disturb a reader. `close`, leaving a `with` block
+    or garbage collection releases the descriptor. After that, and when the process is short of descriptors, `layer`
+    opens the file again and accepts it if the header, and so every checksum, is the same. Safe to share between
+    threads.
     """
 
     def __init__(
@@ -481,9 +481,9 @@ class DiskKV:
         return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """One layer as it is stored, on the CPU. Read-only by contract: its tensors share one buffer.
+        """Return one layer as it is stored, on the CPU. Callers must not write to its tensors, which share one buffer.
 
-        Raises DamagedEntryError when its bytes fail their checksum, or the file is gone and was not kept open.
+        Raises DamagedEntryError if its bytes do not match their checksum, or if the file was deleted and not kept open.
         """
         file = None
         try:
@@ -497,12 +497,12 @@ class DiskKV:
             raise DamagedEntryError(self.header.key, f"layer {index} cannot be read: {error}") from error
 
     def verify(self, file: SharedFile) -> None:
-        """Read every layer from `file`, the one this was made of; UnreadableError at the first that is damaged."""
+        """Read every layer from `file`, from which this object was made. Raises UnreadableError for a damaged one."""
         for index in range(self.header.num_layers):
             self._read(file, index)
 
     def close(self) -> None:
-        """Let the file go; a read under way in another thread still finishes."""
+        """Release the file. A read in progress in another thread still finishes."""
         self._file = None
 
     def __enter__(self) -> DiskKV:

@@ -9,10 +9,9 @@
     ROOT/context.json               what chunks are computed behind (see `lookup`)
     ROOT/store.json                 model and system text of the latest ingestion
 
-An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
-its room.
-Works on names, files and directories; `chunk_file` knows what is inside an entry. Knows nothing about models,
-prompts or other tiers.
+An entry appears in one step, is moved aside when it turns out damaged, and is deleted by a byte budget or by `gc`.
+Works on names, files and directories; `chunk_file` has the format of an entry. Does not depend on models, prompts or
+other tiers.
 """
 
 from __future__ import annotations
@@ -72,9 +71,9 @@ CONTEXT_FILE = "context.json"
 DEFAULTS_FILE = "store.json"
 CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # stores of earlier versions remember them
 METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
-"""Folders whose JSON files are signed where the store has a key. A pin only keeps room, and is not."""
+"""Folders whose JSON files are signed if the store has a key. Pins are not signed: they only affect eviction."""
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
-TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
+TOUCHES_KEPT = 1 << 16  # entries whose next check of the time on disk is cached, a few MB
 
 
 class StoreDefaults(NamedTuple):
@@ -85,7 +84,7 @@ class StoreDefaults(NamedTuple):
 
 
 class StoreEntry(NamedTuple):
-    """One stored chunk. `nbytes` is the file's size, `last_used_s` seconds since the epoch, to the minute."""
+    """One stored chunk. `nbytes`: the file's size; `last_used_s`: seconds since the epoch, accurate to a minute."""
 
     key: str
     nbytes: int
@@ -94,7 +93,7 @@ class StoreEntry(NamedTuple):
 
 
 class GcResult(NamedTuple):
-    """What `gc` removed, or would remove: evicted keys, quarantined and leftover temp files, and the bytes."""
+    """The result of `gc`, or of its dry run: evicted keys, numbers of quarantined and temporary files, and bytes."""
 
     evicted: tuple[str, ...]
     num_quarantined: int
@@ -106,19 +105,19 @@ class GcResult(NamedTuple):
 class DiskStore(KVStore):
     """KVStore in a directory, safe to share between threads and processes.
 
-    `capacity_bytes`: what its entries may hold together, None for no limit, "auto" for as much as they leave free on
-    the disk. A `put` makes room first: the least recently used leave, pinned ones stay. It looks at no other entry (see
-    `room`), so of several processes that write at the same time each may exceed the budget by a sixteenth of it before
-    it sees what the others wrote.
+    `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for as much as they leave free on the
+    disk. A `put` first evicts the least recently used entries that are not pinned. It does not list the directory each
+    time (see `eviction`), so each of several concurrent writers may exceed the budget by a sixteenth before it sees the
+    others' entries.
 
-    `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
-    own, if it has one.
+    `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
+    is the process's own key, if there is one.
 
     `kv_dir`: where the entries are instead of in `root`'s own `kv`, on a faster disk for example. They can be computed
     again, and what stands in `root` cannot. A relative path is resolved once, when the store is opened.
 
-    `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries (which the
-    checksums notice). `create=False` raises NotFoundError when `root` does not exist.
+    `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries, which the
+    checksums detect. `create=False` raises NotFoundError if `root` does not exist.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class DiskStore(KVStore):
         self.store_key = resolve_key(store_key)
         self._demands = ReadRequirements(self.store_key)
         self.on_put: Callable[[KVHeader], object] | None = None  # called before an entry is written
-        self._has_warned = False  # of an entry that is not signed
+        self._has_warned = False  # about an unsigned entry
         self._counters = StoreCounters()
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
         self._lock = threading.Lock()
@@ -164,10 +163,10 @@ class DiskStore(KVStore):
         self._demands.specs[fingerprint] = shape
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
-        """The entry, its header verified and no layer read; None for a miss. Never raises.
+        """Return the entry with its header verified and no layer read; None for a miss. Never raises.
 
-        A damaged, foreign or unsigned file is moved aside. One of another version, or with token ids other than
-        `token_ids`, stays where it is: somebody else may be able to use it.
+        A damaged or unsigned file is moved aside. A file of another format version, or with token ids other than
+        `token_ids`, stays where it is, because another process may be able to use it.
         """
         path, file = self.kv_dir / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
@@ -196,10 +195,10 @@ class DiskStore(KVStore):
         return None
 
     def put(self, kv: ChunkKV) -> None:
-        """Store a chunk; when it returns, the entry survives a crash. Needs memory for one more layer at most.
+        """Store a chunk; when `put` returns, the entry survives a crash. Needs memory for one more layer at most.
 
-        An entry of the same key is replaced, and its damaged copy dropped. Raises StoreFullError when the disk, the
-        budget is full, StoreNotWritableError for any other refusal; no trace of the entry is left then.
+        Replaces an entry with the same key and deletes its damaged copy. Raises StoreFullError when the disk or the
+        budget is full, StoreNotWritableError for any other failure; no part of the entry is left then.
         """
         path = self._path(kv.header.key)
         held = load_into_memory(kv)
@@ -213,11 +212,11 @@ class DiskStore(KVStore):
         self._count(num_puts=1)
 
     def contains(self, key: str) -> bool:
-        """Whether `get` would answer, judged by the header (so that ingestion recomputes what is damaged)."""
+        """Return True if `get` would return the entry, as far as its header shows."""
         return self.header(key) is not None
 
     def peek(self, key: str) -> DiskKV | None:
-        """As `get`, for who asks what is there and may not use it: counts, touches and moves nothing."""
+        """Return the entry as `get` does, but count nothing, record no use and move no file."""
         try:
             path = self._path(key)
             return DiskKV(key, path, SharedFile(path), self._quarantine, self._demands)
@@ -225,7 +224,7 @@ class DiskStore(KVStore):
             return None
 
     def header(self, key: str) -> KVHeader | None:
-        """The verified header of an entry; None when there is none that this version reads. Counts nothing."""
+        """Return the verified header of an entry; None if there is no entry that this version reads. Counts nothing."""
         kv = self.peek(key)
         return None if kv is None else kv.header
 
@@ -237,9 +236,9 @@ class DiskStore(KVStore):
                     yield header
 
     def delete(self, key: str) -> bool:
-        """Remove an entry, and its damaged copy; whether there was one. Readers that hold it are not disturbed.
+        """Delete an entry and its damaged copy; return True if there was one. Open readers are not disturbed.
 
-        Raises StoreNotWritableError when it is there and cannot be removed.
+        Raises StoreNotWritableError if the entry exists and cannot be deleted.
         """
         try:
             path = self._path(key)
@@ -250,21 +249,21 @@ class DiskStore(KVStore):
         return any(removed)
 
     def keys(self) -> Iterator[str]:
-        """Keys of all entries, without temp and damaged files; unverified."""
+        """Return the keys of all entries, unverified, without temporary and damaged files."""
         return (path.stem for path in self._files(ENTRY_SUFFIX))
 
     def nbytes(self) -> int:
-        """Bytes of all entries' files, damaged ones included, on disk."""
+        """Return the bytes of all entries' files on disk, damaged ones included."""
         return self._room.held_bytes()
 
     def recent_nbytes(self) -> int:
-        """`nbytes`, without what other processes wrote in the last second."""
+        """Return `nbytes` without what other processes wrote in the last second."""
         return self._room.held_bytes(RESCAN_INTERVAL_S)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
-        """What its entries may hold together as the disk is now; None for no limit. What is held already is within.
+        """Return the current byte budget of the entries; None for no limit. It is never below the bytes already stored.
 
-        held_bytes: `nbytes`, where the caller knows it.
+        held_bytes: `nbytes`, if the caller knows it.
         """
         if self.capacity_bytes != "auto":
             return self.capacity_bytes
@@ -273,32 +272,32 @@ class DiskStore(KVStore):
         return int(limit) if limit < math.inf else None
 
     def entries(self) -> Iterator[StoreEntry]:
-        """Every readable entry with its header, size and last use."""
+        """Yield every readable entry with its header, size and last use."""
         for path, stat in self._stats(ENTRY_SUFFIX):
             header = self.header(path.stem)
             if header is not None:
                 yield StoreEntry(path.stem, stat.st_size, stat.st_mtime, header)
 
     def touch(self, key: str) -> None:
-        """Note that an entry was used (a faster tier answered for it), so that `gc` keeps it."""
+        """Record a use of an entry that a faster tier returned, so that `gc` keeps it."""
         self._room.record_use(key)
-        # A memory tier reports every chunk of every request, so the file is looked at no more often than it must be.
+        # A memory tier reports every chunk of every request, so the file's time is read as rarely as possible.
         if self._may_be_stale(key):
             with suppress(UsageError):
                 self._touch(key, self._path(key))
 
     def _may_be_stale(self, key: str) -> bool:
-        """Whether an entry's time on disk can be off by TOUCH_INTERVAL_S, as far as this process knows."""
+        """Return True if an entry's time on disk may be off by TOUCH_INTERVAL_S, as far as this process knows."""
         now_s = time.time()
-        # Due later than an interval from now: our clock was set back, and the time on disk may lie ahead.
+        # A due time beyond an interval from now means that the clock was set back and the time on disk may be ahead.
         return not now_s < self._touch_due_s.get(key, 0.0) <= now_s + TOUCH_INTERVAL_S
 
     def _touch(self, key: str, target: int | Path) -> None:
-        """Set the modification time to now if it is off by TOUCH_INTERVAL_S; a read-only store keeps its times."""
+        """Set the modification time to now if it is off by TOUCH_INTERVAL_S. A read-only store keeps its times."""
         with suppress(OSError):
             now_s = time.time()
             used_s = (os.fstat(target) if isinstance(target, int) else target.stat()).st_mtime
-            stale = abs(now_s - used_s) > TOUCH_INTERVAL_S  # ahead of us: a clock was set back
+            stale = abs(now_s - used_s) > TOUCH_INTERVAL_S  # also in the future: a clock was set back
             if len(self._touch_due_s) >= TOUCHES_KEPT:
                 self._touch_due_s.clear()
             self._touch_due_s[key] = (now_s if stale else used_s) + TOUCH_INTERVAL_S
@@ -306,18 +305,19 @@ class DiskStore(KVStore):
                 os.utime(target)
 
     def verify(self) -> Iterator[VerifyResult]:
-        """Read every byte of every entry; what fails is moved aside, and what was and is good after all comes back.
+        """Read every byte of every entry. Damaged files are moved aside; files moved aside that are intact are
+        restored.
 
-        Shapes are held against what the store notes of its models, where no engine has said.
+        Shapes are checked against the store's metadata of its models, unless an engine has set them.
         """
         for fingerprint, facts in self.models().items():
             if fingerprint not in self._demands.specs and (shape := KVSpec.from_facts(facts)) is not None:
                 self.set_expected_spec(fingerprint, shape)
         for path in self._files(DAMAGED_SUFFIX):
-            if (reason := self._damage_reason(path)) == "" and _is_free(path.with_suffix(ENTRY_SUFFIX)):
-                with suppress(OSError):  # the right key was missing, or the disk had a bad moment
+            if (reason := self._damage_reason(path)) == "" and not os.path.lexists(path.with_suffix(ENTRY_SUFFIX)):
+                with suppress(OSError):  # the store key was missing then, or the read error was temporary
                     path.replace(path.with_suffix(ENTRY_SUFFIX))
-                    log.warning("stored KV %s is good after all, and in its place again", path.stem)
+                    log.warning("stored KV %s is intact, so it was moved back to its place", path.stem)
             elif reason is not None:
                 yield VerifyResult(path.stem, False, f"quarantined: {reason or 'an intact entry has taken its place'}")
         for path in self._files(ENTRY_SUFFIX):
@@ -325,19 +325,20 @@ class DiskStore(KVStore):
                 yield VerifyResult(path.stem, not reason, reason)
 
     def paths(self) -> Iterator[Path]:
-        """Files of all entries, then of those that were moved aside; unverified."""
+        """Yield the files of all entries, then those that were moved aside; unverified."""
         yield from self._files(ENTRY_SUFFIX)
         yield from self._files(DAMAGED_SUFFIX)
 
     def read_at(self, path: Path) -> MemoryKV:
-        """The entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves nothing aside."""
+        """Return the entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves no file."""
         try:
             return load_into_memory(DiskKV(path.stem, path, SharedFile(path), lambda *_: None, self._demands))
         except UnreadableError as error:
             raise DamagedEntryError(path.stem, str(error)) from error
 
     def sign_metadata_files(self, source: DiskStore) -> int:
-        """Sign the notes that `source`, the same directory with another key or none, believes; how many."""
+        """Sign the metadata files that `source`, the same directory opened with another key or none, accepts. Return
+        their number."""
         count = 0
         for folder in METADATA_DIRS:
             signed = {path for path, _ in self._read_metadata(folder)}
@@ -351,7 +352,7 @@ class DiskStore(KVStore):
         return count
 
     def has_file(self, key: str) -> bool:
-        """Whether there is a file for the key, whatever is in it; and not only one that was set aside."""
+        """Return True if there is a file for the key, intact or not, that was not moved aside."""
         return self._path(key).exists()
 
     @property
@@ -360,7 +361,7 @@ class DiskStore(KVStore):
         return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_damaged(self, key: str) -> None:
-        """Remove what was set aside of a key, and the entry itself if it is none that this version reads."""
+        """Delete the quarantined copy of a key, and the entry itself if this version cannot read it."""
         if self.contains(key):
             remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))
         else:
@@ -373,11 +374,11 @@ class DiskStore(KVStore):
     def gc(
         self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
     ) -> GcResult:
-        """Remove leftovers, damaged files, entries that `keep` turns down, then the least recently used ones.
+        """Delete temporary and damaged files, entries for which `keep` is False, then the least recently used entries.
 
-        max_bytes: what the remaining files may hold together; None leaves the rest alone, and pinned entries stay
-        whatever it is. `dry_run` only reports. Raises CorruptError, with nothing evicted, when a pin cannot be read,
-        and StoreNotWritableError when not everything could be removed.
+        max_bytes: the byte budget of the remaining files; None evicts nothing. Pinned entries stay in any case.
+        `dry_run` only reports. Raises CorruptError, with nothing evicted, if a pin cannot be read, and
+        StoreNotWritableError if some files could not be deleted.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
@@ -404,7 +405,7 @@ class DiskStore(KVStore):
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
 
     def delete_many(self, keys: Iterable[str]) -> int:
-        """Remove entries, in this order, all that can be; the bytes freed. Raises what `gc` raises."""
+        """Delete entries in this order, as many as possible; return the bytes freed. Raises what `gc` raises."""
         found = []
         for path in map(self._path, keys):
             with suppress(FileNotFoundError):
@@ -413,11 +414,11 @@ class DiskStore(KVStore):
         return sum(stat.st_size for _, stat in found)
 
     def _remove(self, files: Sequence[tuple[Path, os.stat_result]]) -> None:
-        """Remove files, all that can be. Raises StoreNotWritableError, with how far it came, when some cannot."""
+        """Delete files, as many as possible. Raises StoreNotWritableError if some remain."""
         failure, num_kept, kept_bytes = "", 0, 0
         for path, stat in files:
             try:
-                remove_file(path)  # one that is gone already is what was wanted
+                remove_file(path)  # no error if it was already deleted
             except StoreNotWritableError as error:
                 failure, num_kept, kept_bytes = str(error), num_kept + 1, kept_bytes + stat.st_size
         self._room.invalidate()
@@ -429,25 +430,25 @@ class DiskStore(KVStore):
             )
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Keep a document's entries, stored now or later, until it is unpinned: after restarts and for every process.
+        """Exempt a document's entries, stored now or later, from eviction until `unpin`, across restarts and processes.
 
-        Replaces an earlier pin of the document. Raises StoreNotWritableError where nothing can be written.
+        Replaces an earlier pin of the document. Raises StoreNotWritableError if it cannot be written.
         """
         self._write_metadata(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
 
     def unpin(self, document: str) -> bool:
-        """Let a document's entries be evicted again; whether it was pinned. Raises what `pin` raises."""
+        """End the pin of a document; return True if it was pinned. Raises what `pin` raises."""
         return remove_file(self._pin_path(document))
 
     def pins(self) -> dict[str, tuple[str, ...]]:
-        """Keys of pinned documents; an unreadable note is skipped with a warning."""
+        """Return the keys of each pinned document. Unreadable pins are skipped with a warning."""
         return {
             str(note["document"]): tuple(map(str, note["keys"]))
             for _, note in self._read_metadata(PINS_DIR, log.warning)
         }
 
     def pinned_keys(self) -> frozenset[str]:
-        """Keys of all pinned documents. Raises CorruptError when a pin cannot be read: nobody knows what it keeps."""
+        """Return the keys of all pinned documents. Raises CorruptError for an unreadable pin."""
         damaged: list[str] = []
         notes = [
             note for _, note in self._read_metadata(PINS_DIR, lambda *warning: damaged.append(warning[0] % warning[1:]))
@@ -460,35 +461,35 @@ class DiskStore(KVStore):
         return frozenset(str(key) for note in notes for key in note["keys"])
 
     def pin_location(self, document: str) -> str:
-        """Where the pin of a document is noted, as `verify_metadata` names it."""
+        """Return the path of a document's pin in the store, as `verify_metadata` reports it."""
         return _place(self._pin_path(document))
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
-        """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
+        """Store facts about a model (name, dtype, number of layers, ...) as JSON. Raises what `put` raises."""
         self._write_metadata(self._model_path(fingerprint), facts)
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """What `put_model` noted, by fingerprint; an unreadable note is skipped with a warning."""
+        """Return the facts that `put_model` stored, by fingerprint. Unreadable files are skipped with a warning."""
         return {path.stem: note for path, note in self._read_metadata(MODELS_DIR, log.warning)}
 
     def has_model(self, fingerprint: str) -> bool:
-        """Whether it was noted, readably or not, that this store holds KV of that model."""
+        """Return True if `put_model` stored facts about the model, readable or not."""
         return self._model_path(fingerprint).exists()
 
     def put_calibration(self, filename: str, facts: Mapping[str, Any]) -> Path:
-        """Keep a calibration, in place of the one of that name. Raises what `put` raises."""
+        """Store a calibration under `filename`; return its path. Raises what `put` raises."""
         path = self.root / CALIBRATIONS_DIR / filename
         self._write_metadata(path, facts)
         return path
 
     def put_prefix(self, token_ids: Sequence[int]) -> None:
-        """Keep a prefix's ids for `read_prefix(prefix_name(token_ids))`. Raises what `put` raises."""
+        """Store a prefix's ids for `read_prefix(prefix_name(token_ids))`. Raises what `put` raises."""
         self._write_metadata(self._prefix_path(prefix_name(token_ids)), {"token_ids": list(token_ids)})
 
     def read_prefix(self, name: str) -> tuple[int, ...]:
-        """Return the ids that `put_prefix` kept under `name`.
+        """Return the ids that `put_prefix` stored under `name`.
 
-        Raises NotFoundError without them, and CorruptError for ids that are not those which the name was made of.
+        Raises NotFoundError if there are none, CorruptError for ids that do not match the name.
         """
         path = self._prefix_path(name)
         fix = f"start the server once with `ragblend serve MODEL --store {self.root}`, which writes it"
@@ -522,11 +523,11 @@ class DiskStore(KVStore):
             ) from error
 
     def put_context(self, policy: ContextPolicy) -> None:
-        """Remember what chunks are computed behind. Raises what `put` raises."""
+        """Store the context policy with which chunks are precomputed. Raises what `put` raises."""
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
 
     def read_context(self) -> ContextPolicy | None:
-        """What `put_context` remembered; None where nothing was, or a context that left. Raises CorruptError."""
+        """Return the policy that `put_context` stored; None for none or for a removed policy. Raises CorruptError."""
         path = self.root / CONTEXT_FILE
         try:
             policy = _policy_in(path)
@@ -546,10 +547,11 @@ class DiskStore(KVStore):
     def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[VerifyResult]:
-        """What is wrong with the store's notes (models, calibrations, machines, pins, prefixes, context); `key`: where.
+        """Yield the problems of the store's metadata: models, calibrations, machines, pins, prefixes, context. `key`:
+        the file.
 
-        Answers depend on them: a calibration says how much is recomputed. `problem_of`: what is wrong with a note
-        whose bytes are as they were written, "" for nothing.
+        Answers depend on the metadata: a calibration sets the recompute ratio. `problem_of` returns what is wrong with
+        the content of an intact file, "" for nothing.
         """
         found = list[VerifyResult]()
 
@@ -574,18 +576,18 @@ class DiskStore(KVStore):
         yield from found
 
     def delete_metadata(self, place: str) -> None:
-        """Remove a note that `verify_metadata` named. Raises StoreNotWritableError."""
+        """Delete a metadata file that `verify_metadata` reported. Raises StoreNotWritableError."""
         remove_file(self.root / place)
 
     def _read_metadata(
         self, folder: str, complain: Callable[[str, Path, Exception], object] = lambda *_: None
     ) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """The notes of one kind; of those that cannot be read `complain` is told."""
+        """Yield the metadata files of a folder with their facts. `complain` is called for each unreadable one."""
         for path in sorted((self.root / folder).glob("[!.]*.json")):
             try:
                 yield path, decode_signed_json(read_file(path), _note_kind(path), self._note_key(path))
             except FileNotFoundError:
-                continue  # gone meanwhile
+                continue  # deleted since the listing
             except (OSError, ValueError) as error:
                 complain("%s is damaged (%s)", path, error)
 
@@ -602,7 +604,7 @@ class DiskStore(KVStore):
         return self.store_key if path.parent.name in METADATA_DIRS or path.name == DEFAULTS_FILE else None
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
-        """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
+        """Return every entry, the least recently used first. Times in the future (a clock was set back) become now."""
         now_s = time.time()
         found = []
         for path, stat in self._stats(ENTRY_SUFFIX):
@@ -632,11 +634,11 @@ class DiskStore(KVStore):
 
     def _stats(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self._files(suffix):
-            with suppress(OSError):  # deleted or quarantined meanwhile, or a loop of links
+            with suppress(OSError):  # deleted or quarantined since the listing, or a loop of links
                 yield path, path.stat()
 
     def _damage_reason(self, path: Path) -> str | None:
-        """Why this file is not an intact entry of its name; "" when it is, None when it is gone."""
+        """Return why this file is not an intact entry of its name; "" if it is, None if it was deleted."""
         file = None
         try:
             file = SharedFile(path)
@@ -653,7 +655,7 @@ class DiskStore(KVStore):
         return ""
 
     def _quarantine(self, key: str, path: Path, file: SharedFile, reason: str, *, is_unsigned: bool = False) -> None:
-        """Move a damaged file out of the way, unless another writer has already replaced it."""
+        """Move a damaged file aside, unless another writer has already replaced it."""
         self._count(num_damaged=1, num_unsigned=int(is_unsigned))
         self._room.invalidate()
         aside = path.with_suffix(DAMAGED_SUFFIX)
@@ -668,7 +670,8 @@ class DiskStore(KVStore):
         if not is_unsigned:
             log.warning("stored KV %s is damaged (%s), %s; repair: ragblend verify --repair", key, reason, outcome)
             return
-        is_first, self._has_warned = not self._has_warned, True  # a store from before there was a key has nothing else
+        # Only the first is a warning, because every entry of a store from before the key is unsigned.
+        is_first, self._has_warned = not self._has_warned, True
         log.log(
             logging.WARNING if is_first else logging.INFO,
             "stored KV %s is not used: %s, %s. Who wrote it? If you trust all that this store holds: ragblend sign "
@@ -694,8 +697,8 @@ def _note_kind(path: Path) -> str:
 
 
 def _policy_in(path: Path) -> str:
-    """The policy in a file, one that left included. Raises FileNotFoundError, OSError, and ValueError for what nobody
-    wrote there."""
+    """Return the context policy in a file, removed policies included. Raises FileNotFoundError, OSError, and ValueError
+    for any other content."""
     policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")
     if not CONTEXT.accepts(policy) and policy not in CONTEXTS_THAT_LEFT:
         raise ValueError(f"its context is {policy!r}")
@@ -704,7 +707,7 @@ def _policy_in(path: Path) -> str:
 
 @cache
 def _warn_of_removed_context(root: Path, policy: str) -> None:
-    """Once per store and process: requests look at the note again and again."""
+    """Warn once per store and process, because every request reads the file."""
     log.warning(
         "the store %s remembers the context %r, which ragblend no longer has: it is ignored, and entries stored in it "
         "are not used. Store the chunks again: ragblend precompute --context none|similar --store %s; entries that are "
@@ -715,10 +718,6 @@ def _warn_of_removed_context(root: Path, policy: str) -> None:
 
 def _place(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
-
-
-def _is_free(path: Path) -> bool:
-    return not os.path.lexists(path)
 
 
 def _checked_name(name: str) -> str:

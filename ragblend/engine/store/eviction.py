@@ -1,13 +1,13 @@
-"""Room in a directory of entries: a budget kept without looking, at every `put`, at what else is there.
+"""Eviction in a directory of entries: a byte budget that does not list the directory at every `put`.
 
-A table in memory says what the directory holds. It follows what this process writes and reads, and is brought up to
-date when others may have written much of the budget, or before something is evicted; only folders that changed are
-listed then. What was used least recently leaves first.
+A table in memory holds the entries of the directory. It follows the reads and writes of this process. Folders that
+changed are listed again when other processes may have written much of the budget, and before an eviction. The least
+recently used entry is evicted first.
 
-A budget of "auto" follows the disk: the store grows until it holds as much as it leaves free. Others that fill the disk
-end its growth and take nothing of what it holds: at its limit each new entry takes the place of the oldest ones.
+A budget of "auto" follows the disk: the store grows until it holds as much as it leaves free. Other programs that fill
+the disk end its growth, but do not evict its entries: at its limit each new entry replaces the oldest ones.
 
-Knows names, sizes and times of files. Knows nothing about what is in an entry.
+Works on names, sizes and times of files. Does not depend on what an entry contains.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from ragblend.errors import StoreFullError
 from ragblend.files.directory import unlink
 
 ENTRY_SUFFIX, DAMAGED_SUFFIX = ".safetensors", ".damaged"
-EVICTED_MARK = "evicted"  # an empty file, once an entry had to leave for a budget: from then on not every one is missed
+EVICTED_MARK = (
+    "evicted"  # an empty file: present once an entry was evicted, after which a missing entry is not an error
+)
 NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
 
 Capacity = int | Literal["auto"] | None
-"""Bytes of a directory's entries; "auto": AUTO_SHARE of what is free and theirs already; None: no limit."""
-# Half leaves as much to everybody else (models, logs, a second store) as the store takes, and two stores on one disk do
-# not starve each other: each sees what the other holds as taken.
+"""Bytes of a directory's entries; "auto": AUTO_SHARE of their bytes and the free space; None: no limit."""
+# Half leaves as much to other programs (models, logs, a second store) as the store takes. Two stores on one disk do not
+# starve each other, because each counts the other's bytes as used.
 AUTO_SHARE = 0.5
 
-RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, look at what others wrote
-RESCAN_INTERVAL_S = 1.0  # and before an eviction, if the last look is older
-CLOCK_SLACK_S = 60.0  # an entry used later than that from now: a clock was set back
+RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, the directory is listed again
+RESCAN_INTERVAL_S = 1.0  # before an eviction, the directory is listed again if the last listing is older
+CLOCK_SLACK_S = 60.0  # an entry whose last use is later than that from now: a clock was set back
 _SETTLED_S = 2.0  # a folder that changed a moment ago may change again without showing it: file times are coarse
 
 
@@ -51,9 +53,9 @@ class _TrackedEntry(NamedTuple):
 
 
 class DiskEvictor:
-    """Keeps the entries of the directory `root` within `capacity`; None is no limit, and nothing is noted then.
+    """Keeps the entries of the directory `root` within `capacity`. With None there is no limit, and no use is recorded.
 
-    `pinned` says which entries stay. `evicted` is told of each that left. Safe to share between threads.
+    `pinned` returns the keys that must stay. `evicted` is called with each evicted key. Safe to share between threads.
     """
 
     def __init__(
@@ -68,18 +70,18 @@ class DiskEvictor:
         self._pinned, self._evicted = pinned, evicted
         self._held: OrderedDict[str, _TrackedEntry] = OrderedDict()  # least recently used first
         self._used_bytes = 0
-        self._kept_bytes = 0  # held at most, less what was deleted on purpose: "auto" takes none of it away
-        self._listed_ns: dict[str, int] = {}  # by folder, when it had changed last as it was listed
+        self._kept_bytes = 0  # the largest bytes held, less deleted ones: "auto" does not evict below it
+        self._listed_ns: dict[str, int] = {}  # by folder, its modification time when it was listed
         self._damaged_bytes: dict[str, int] = {}  # by folder
-        self._unseen_bytes = 0  # written here since the last look
-        self._looked_s: float | None = None  # None: to be looked at
+        self._unseen_bytes = 0  # written here since the last listing
+        self._looked_s: float | None = None  # time of the last listing; None: outdated
         self._latest_s = 0.0
         self._lock = threading.Lock()  # of the table
-        self._put_lock = threading.Lock()  # one entry at a time, so that two do not take the same room
+        self._put_lock = threading.Lock()  # one entry at a time, so that two writers do not use the same free bytes
 
     @contextmanager
     def reserve(self, key: str, nbytes: int) -> Iterator[None]:
-        """Make room for one entry, then let the caller write it. Raises StoreFullError when there cannot be any."""
+        """Evict entries until the new one fits, then let the caller write it. Raises StoreFullError."""
         if self._capacity is None:
             yield
             return
@@ -91,7 +93,7 @@ class DiskEvictor:
                 self._unseen_bytes += nbytes
 
     def record_use(self, key: str, nbytes: Callable[[], int] | None = None) -> None:
-        """Note a use of an entry. One that is new here is held if `nbytes` can be asked for its size."""
+        """Record a use of an entry. An unknown entry is added to the table if `nbytes` can return its size."""
         if self._capacity is not None:
             with self._lock:
                 if key in self._held:
@@ -100,15 +102,15 @@ class DiskEvictor:
                     self._track(key, nbytes(), self._now_s())
 
     def record_delete(self, key: str) -> None:
-        """Note that an entry was deleted."""
+        """Record that an entry was deleted."""
         with self._lock:
             self._kept_bytes -= self._untrack(key)
 
     def held_bytes(self, max_age_s: float = 0.0) -> int:
-        """Return the bytes of all entries, damaged ones included. Only folders that changed since are listed; where the
-        directory cannot be listed at all, the bytes are those of the last time.
+        """Return the bytes of all entries, damaged ones included. Only folders that changed are listed; if the
+        directory cannot be listed, the last known bytes are returned.
 
-        max_age_s: what others wrote in that many seconds may be missing, if a budget has this process follow its own.
+        max_age_s: bytes that others wrote in the last `max_age_s` seconds may be missing if there is a budget.
         """
         with self._put_lock:
             age_s = time.monotonic() - self._looked_s if self._looked_s is not None else math.inf
@@ -119,7 +121,7 @@ class DiskEvictor:
                 return self._used_bytes + sum(self._damaged_bytes.values())
 
     def invalidate(self) -> None:
-        """Note that entries were set aside, or removed by the dozen: the next `put` looks."""
+        """Mark the table as outdated after bulk changes of the directory. The next `put` lists the directory."""
         self._looked_s = None
 
     # -- the table; callers hold its lock
@@ -130,24 +132,24 @@ class DiskEvictor:
         self._used_bytes += nbytes
 
     def _untrack(self, key: str) -> int:
-        """Hold an entry no longer; the bytes that it held."""
+        """Remove an entry from the table; return its bytes, 0 if it was not in it."""
         held = self._held.pop(key, None)
         nbytes = held.nbytes if held is not None else 0
         self._used_bytes -= nbytes
         return nbytes
 
     def _now_s(self) -> float:
-        """Now, and never before an earlier answer: uses in this process are in the order of their turns."""
+        """Return the time, never earlier than a previous result, so that uses in this process stay in order."""
         self._latest_s = max(time.time(), self._latest_s)
         return self._latest_s
 
-    # -- making room
+    # -- evicting
 
     def _evict_for(self, key: str, nbytes: int) -> None:
         is_fresh = self._looked_s is None or self._unseen_bytes >= self._limit() * RESCAN_SHARE
         if is_fresh:
             self._rescan()
-        limit = self._limit()  # it holds for this entry: what leaves to make room does not lower it
+        limit = self._limit()  # fixed for this entry: evictions for it do not lower the limit
         if nbytes > limit:
             raise StoreFullError(
                 f"chunk {key} needs {format_bytes(nbytes)}, the disk budget of {self._root} is "
@@ -168,7 +170,7 @@ class DiskEvictor:
                 )
 
     def _limit(self) -> float:
-        """Bytes that the entries may hold together now."""
+        """Return the current byte budget of all entries."""
         assert self._capacity is not None
         if self._capacity != "auto":
             return self._capacity
@@ -181,13 +183,13 @@ class DiskEvictor:
         return ' ("auto", as much as it leaves free on its disk)' if self._capacity == "auto" else ""
 
     def _excess(self, key: str, nbytes: int, limit: float) -> float:
-        """By how many bytes `key` would exceed the limit."""
+        """Return the bytes by which an entry of `nbytes` under `key` would exceed the limit."""
         with self._lock:
             own_bytes = self._held[key].nbytes if key in self._held else 0
             return self._used_bytes - own_bytes + sum(self._damaged_bytes.values()) + nbytes - limit
 
     def _choose_victims(self, key: str, excess_bytes: float) -> list[str] | None:
-        """Entries to remove, first to leave first; None when pinned ones leave no room."""
+        """Return the entries to evict, in order; None if pinned entries leave too little space."""
         spared = {*self._pinned(), key}
         with self._lock:
             leaving = []
@@ -200,7 +202,7 @@ class DiskEvictor:
             return leaving if excess_bytes <= 0 else None
 
     def _remove(self, leaving: Iterable[str]) -> None:
-        """Remove entries, up to one that another process has used or removed meanwhile: then it is chosen again."""
+        """Delete entries, up to one that another process has used or deleted since; the caller then chooses again."""
         for key in leaving:
             path = self._root / key[:2] / f"{key}{ENTRY_SUFFIX}"
             try:
@@ -221,23 +223,23 @@ class DiskEvictor:
                 self._untrack(key)
 
     def _mark(self) -> None:
-        """Say, before an entry leaves, that some do."""
+        """Create the mark that this store evicts entries, before the first eviction."""
         mark = self._root / EVICTED_MARK
         with suppress(OSError):
             if not mark.exists():
                 mark.touch()
 
-    # -- looking at the directory
+    # -- listing the directory
 
     def _rescan(self, *, removes_damaged: bool = True) -> None:
-        """Bring the table up to what the directory holds. Damaged files are removed, or counted."""
+        """Update the table from the directory. Damaged files are deleted, or counted."""
         now_s, found, kept, damaged_bytes = time.time(), dict[str, os.stat_result](), set[str](), dict[str, int]()
         for folder in _folders(self._root):
             try:
-                changed_ns = folder.stat().st_mtime_ns  # before it is listed: a change meanwhile shows next time
+                changed_ns = folder.stat().st_mtime_ns  # before the listing, so that a later change is seen next time
                 is_known = self._listed_ns.get(folder.name) == changed_ns
                 files = None if is_known else self._list(folder, removes_damaged, damaged_bytes)
-            except OSError:  # what cannot be listed stays as it was known
+            except OSError:  # a folder that cannot be listed keeps its known entries
                 files = None
             if files is None:
                 kept.add(folder.name)
@@ -263,15 +265,17 @@ class DiskEvictor:
     def _list(
         self, folder: os.DirEntry[str], removes_damaged: bool, damaged_of: dict[str, int]
     ) -> dict[str, os.stat_result]:
-        """Return the entries of one folder. Times that lie ahead (a clock went back) become now. Damaged files are
-        removed, before any entry is, where `removes_damaged`; the bytes of others are put into `damaged_of`."""
+        """Return the entries of one folder. Times in the future (a clock was set back) become now.
+
+        Damaged files are deleted first if `removes_damaged`; the bytes of the others are put into `damaged_of`.
+        """
         found, damaged_bytes, now_s = {}, 0, time.time()
         with os.scandir(folder.path) as files:
             for file in files:
                 key, suffix = os.path.splitext(file.name)  # noqa: PTH122 (a million names)
                 if suffix not in (ENTRY_SUFFIX, DAMAGED_SUFFIX) or key[:2] != folder.name or not NAME.fullmatch(key):
                     continue
-                with suppress(FileNotFoundError):  # deleted or quarantined meanwhile
+                with suppress(FileNotFoundError):  # deleted or quarantined since the listing
                     stat = file.stat()
                     if suffix == DAMAGED_SUFFIX:
                         is_removed = removes_damaged and unlink(Path(file.path))
@@ -286,9 +290,11 @@ class DiskEvictor:
 
 
 def auto_limit(root: Path, held_bytes: int) -> float:
-    """How far entries in `root` that hold `held_bytes` may grow by themselves: AUTO_SHARE of what is free and theirs.
+    """Return the byte limit of "auto" for entries in `root` that hold `held_bytes`: AUTO_SHARE of their bytes and the
+    free space.
 
-    Infinite where the file system does not say how large it is."""
+    Infinite if the file system does not report its size.
+    """
     try:
         disk = shutil.disk_usage(root if root.is_dir() else root.parent)  # the first entry makes the folder
     except OSError:
@@ -297,7 +303,7 @@ def auto_limit(root: Path, held_bytes: int) -> float:
 
 
 def _folders(root: Path) -> list[os.DirEntry[str]]:
-    """The folders that entries are in; none where somebody has removed the root, which a write makes again."""
+    """Return the folders of entries; none if the root was deleted, which the next write creates again."""
     try:
         with os.scandir(root) as found:
             return [each for each in found if len(each.name) == 2 and each.is_dir()]

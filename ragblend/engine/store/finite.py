@@ -1,7 +1,8 @@
-"""Whether stored numbers are numbers: infinity and NaN spread over every token that attends to them.
+"""Checks that stored numbers are finite, because infinity and NaN spread to every token that attends to them.
 
-Asked of every layer that is read without a signature, so it costs two passes over integers (0.03 s per GB on one core,
-as much as the checksum) instead of a comparison per element (0.6 to 2.4 s). Works on tensors as they are stored.
+Every layer without a signature is checked when it is read. The check takes two passes over integers (0.03 s per GB on
+one core, as much as the checksum) instead of a comparison per element (0.6 to 2.4 s). Works on tensors as they are
+stored.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from torch import Tensor
 from ragblend.engine.store.kv import LayerKV, MemoryKV, StoredLayer
 from ragblend.engine.store.quantize import LARGEST_CODE
 
-# As unsigned integers, negative infinity and negative NaNs are the largest patterns; as signed ones, positive ones are.
+# As unsigned integers, the bits of negative infinity and negative NaNs are the largest; as signed ones, those of
+# positive infinity and NaNs. The third item is the bits of positive infinity.
 _PATTERNS = {
     torch.float32: (np.uint32, np.int32, 0x7F800000),
     torch.bfloat16: (np.uint16, np.int16, 0x7F80),
     torch.float16: (np.uint16, np.int16, 0x7C00),
-}  # and infinity's
+}
 
 
 def layer_is_finite(layer: StoredLayer) -> bool:
-    """Whether every number of a layer, read in its model's dtype, is finite. The layer is on the CPU, contiguous."""
+    """Return True if all numbers of a contiguous CPU layer, read in its model's dtype, are finite."""
     if isinstance(layer, LayerKV):
         return all(map(is_finite, layer))
     dtype = layer.first_keys.dtype
@@ -33,7 +35,7 @@ def layer_is_finite(layer: StoredLayer) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is infinite or NaN. float32, bfloat16 or float16."""
+    """Return True if no element is infinite or NaN. `tensor` is float32, bfloat16 or float16."""
     unsigned, signed, infinity = _PATTERNS[tensor.dtype]
     bits = tensor.reshape(-1).view(torch.uint8).numpy()
     if not bits.size:
@@ -43,7 +45,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _codes_are_finite(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
-    """Whether codes times scales are finite in `dtype`. Nothing is stored as int8's -128 or one of fp8's NaNs."""
+    """Return True if codes times scales are finite in `dtype`. int8's -128 and fp8's NaN are never stored."""
     bits = codes.reshape(-1).view(torch.uint8).numpy()
     if bits.size:
         bad = int(bits.view(np.int8).min()) == -128 if codes.dtype == torch.int8 else int((bits & 0x7F).max()) == 0x7F
@@ -53,7 +55,7 @@ def _codes_are_finite(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool
 
 
 def kv_is_finite(kv: MemoryKV) -> bool:
-    """Whether a chunk is finite as it was computed, on any device; in eight bits nothing else is made (`quantize`)."""
+    """Return True if a chunk is finite as it was computed, on any device. `quantize` already rejects other values."""
     tensors = [tensor for layer in kv.layers if isinstance(layer, LayerKV) for tensor in layer if tensor.numel()]
     return all(
         is_finite(tensor)

@@ -1,6 +1,6 @@
-"""Keys: when two stored KV caches are the same, and which model made them.
+"""Keys of entries and fingerprints of models: equal exactly when KV, or a model, is the same.
 
-Works on token ids, bytes and files. Knows nothing about tensors' meaning, stores or prompts.
+Works on token ids, bytes and files. Does not depend on tensors, stores or prompts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 SIMILAR = "similar"
-"""Names, in keys, a context that the prompt's ids do not tell: whichever chunks were the most similar ones."""
+"""The context, in keys, of KV that was computed after the most similar chunks, whose ids are not in the prompt."""
 
 
 def chunk_key(
@@ -37,10 +37,11 @@ def chunk_key(
     namespace: str = "",
     context: str = "",
 ) -> str:
-    """32 hex digits; equal exactly when layout version, model, prefix, token ids, namespace and context are equal.
+    """Return 32 hex digits; equal exactly when layout version, model, prefix, token ids, namespace and context are
+    equal.
 
-    Ids may be any integers below 2**32, NumPy's included. `context` names what it was computed behind besides
-    `prefix_ids` where that is not to be found in a prompt: SIMILAR, or "".
+    Ids may be any integers below 2**32, NumPy's included. `context` names a context that is not in the prompt's ids:
+    SIMILAR, or "" for none.
 
     >>> chunk_key("model", [1], [5, 6]) == chunk_key("model", [1, 5], [6])
     False
@@ -61,7 +62,7 @@ def chunk_key(
 
 
 def key_of(header: KVHeader) -> str:
-    """The key that a header's facts make. Raises ValueError where its context is not the end of its prefix.
+    """Return the key that a header's facts make. Raises ValueError where its context is not the end of its prefix.
 
     >>> key_of(KVHeader("", "model", (1, 5, 6), (7,), 1, "float32", context=(2,))) == chunk_key(
     ...     "model", [1], [7], context=SIMILAR
@@ -78,7 +79,7 @@ def key_of(header: KVHeader) -> str:
 
 
 def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
-    packed = array("I", tuple(map(index, token_ids)))  # index refuses fractions, array what exceeds 32 bits
+    packed = array("I", tuple(map(index, token_ids)))  # index rejects fractions, array rejects more than 32 bits
     assert packed.itemsize == 4
     if sys.byteorder == "big":
         packed.byteswap()
@@ -86,13 +87,13 @@ def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
 
 
 def fingerprint(weights_digest: str, config: Mapping[str, Any], dtype: str) -> str:
-    """32 hex digits; equal exactly when weight bytes, architecture config (RoPE included) and dtype are equal."""
+    """Return 32 hex digits; equal if and only if weight bytes, architecture config (with RoPE) and dtype are."""
     text = json.dumps([weights_digest, dict(config), dtype], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def digest_files(paths: Iterable[Path], cache: Path | None = None) -> str:
-    """Digest of file names and contents, in any order; remembered in `cache` by path, size and modification time."""
+    """Return a digest of file names and contents in any order. `cache` holds digests by path, size and time."""
     known = _read_cache(cache)
     named_digests = []
     changed = False
@@ -112,7 +113,7 @@ def digest_files(paths: Iterable[Path], cache: Path | None = None) -> str:
 
 
 def default_digest_cache() -> Path:
-    """Where file digests are remembered: `$XDG_CACHE_HOME/ragblend/weights.json`."""
+    """Return the path of the cache of file digests: `$XDG_CACHE_HOME/ragblend/weights.json`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "ragblend" / "weights.json"
 
@@ -140,4 +141,4 @@ def _write_cache(cache: Path, known: Mapping[str, str]) -> None:
     try:
         Directory(cache.parent, fsync=False).write(cache, json.dumps(dict(known)).encode())
     except RagblendError as error:
-        log.debug("weight digests not remembered: %s", error)
+        log.debug("weight digests were not cached: %s", error)

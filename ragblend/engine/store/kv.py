@@ -1,7 +1,7 @@
-"""The value that is stored: one chunk's KV, layer by layer, and what it was computed from.
+"""The stored value: one chunk's KV, layer by layer, and the facts that it was computed from.
 
-The shape alphabet of the whole package: `L` layers, `H` KV heads, `T` tokens, `D` head dimension.
-Works on tensors and plain facts. Knows nothing about files, models or prompts.
+The shape alphabet of the whole package: `L` layers, `H` KV heads, `T` tokens, `D` head dimension. Works on tensors and
+plain facts. Does not depend on files, models or prompts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ StoredLayer = LayerKV | QuantizedLayer
 
 @dataclass(frozen=True, slots=True)
 class KVHeader:
-    """What a chunk's KV was computed from, and how it is stored. Headers with the same `key` describe the same KV."""
+    """The facts that a chunk's KV was computed from, and how it is stored. Equal keys mean equal KV."""
 
     key: str  # keys.key_of(header): what the other facts make
     fingerprint: str  # of the model: weights, config, dtype, RoPE
@@ -67,7 +67,7 @@ class KVHeader:
 
     @property
     def context_ids(self) -> list[tuple[int, ...]]:
-        """The ids of the similar chunks, each with what stood between it and the next one, in their order."""
+        """The ids of the similar chunks, in order, each with the separator that follows it."""
         parts, end = list[tuple[int, ...]](), len(self.prefix_ids)
         for length in reversed(self.context):
             parts.append(self.prefix_ids[end - length : end])
@@ -76,29 +76,29 @@ class KVHeader:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether what is read is bit for bit what was computed."""
+        """True if the stored numbers are bit for bit the computed ones."""
         return self.kv_dtype is None
 
     @property
     def stored_dtype(self) -> str:
-        """How it is stored: "int8", "fp8", or the dtype it was computed in."""
+        """The stored dtype: "int8", "fp8", or the dtype of the computation."""
         return self.kv_dtype or self.dtype
 
 
 class KVSpec(NamedTuple):
-    """What all KV of one model looks like, whatever the chunk: entries of another shape are not its own."""
+    """Dtype and per-layer shapes of one model's KV. Entries of other shapes do not belong to the model."""
 
     dtype: str  # a name in DTYPES
     layers: tuple[tuple[int, int, int], ...]  # H, D of keys, D of values, per layer
 
     @classmethod
     def from_kv_shapes(cls, dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Self:
-        """From a model's `kv_shapes`."""
+        """Return the spec for a model's `kv_shapes`."""
         return cls(dtype, tuple((int(heads), int(keys), int(values)) for heads, keys, values in shapes))
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self | None:
-        """From what `as_facts` gave; None where that is not among `facts`."""
+        """Return the spec in facts that `as_facts` returned; None if they lack it."""
         try:
             shapes = tuple((int(heads), int(keys), int(values)) for heads, keys, values in facts["kv_shapes"])
             count, dtype = int(facts["num_layers"]), str(facts["dtype"])
@@ -107,12 +107,12 @@ class KVSpec(NamedTuple):
         return cls(dtype, shapes * count if len(shapes) == 1 else shapes) if dtype in DTYPES else None
 
     def as_facts(self) -> dict[str, Any]:
-        """Plain JSON values, for a store's note of the model."""
+        """Return the spec as plain JSON values, for a store's metadata of the model."""
         shapes = self.layers[:1] if len(set(self.layers)) == 1 else self.layers
         return {"dtype": self.dtype, "num_layers": len(self.layers), "kv_shapes": [list(each) for each in shapes]}
 
     def mismatch_reason(self, header: KVHeader, shapes: Sequence[tuple[int, int, int]]) -> str:
-        """Why KV of such a header, with layers `found`, is not this model's; "" where it is."""
+        """Return why an entry with this header and these layer shapes is not this model's; "" if it is."""
         if header.dtype != self.dtype:
             return f"its dtype is {header.dtype}, the model's {self.dtype}"
         if len(shapes) != len(self.layers):
@@ -132,17 +132,17 @@ class ChunkKV(Protocol):
 
     @property
     def header(self) -> KVHeader:
-        """What the KV was computed from."""
+        """The facts that the KV was computed from."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers' tensors."""
 
     def layer(self, index: int) -> LayerKV:
-        """Keys and values of one layer, in the dtype they were computed in."""
+        """Return keys and values of one layer, in the dtype of the computation."""
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """One layer as it is stored; `dequantized` makes keys and values of it."""
+        """Return one layer as it is stored; `dequantized` converts it to keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +168,15 @@ class MemoryKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers' tensors, as they are held."""
+        """Bytes of all layers' tensors in memory."""
         return sum(layer.nbytes for layer in self.layers)
 
     def layer(self, index: int) -> LayerKV:
-        """Keys and values of one layer, [H, T, D] each; made anew where they are held in eight bits."""
+        """Return keys and values of one layer, [H, T, D] each; computed at every call if it is held in eight bits."""
         return dequantized(self.layers[index])
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """One layer as it is held."""
+        """Return one layer as it is held."""
         return self.layers[index]
 
 
@@ -189,7 +189,7 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -> tuple[TensorSpec, ...]:
-    """The tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
+    """Return the tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
 
     keys, values: shapes of the last two of them, [H, T, D] as computed, [H, T - S, D] as codes.
     """
@@ -213,15 +213,15 @@ def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -
 
 
 def dequantized(layer: StoredLayer) -> LayerKV:
-    """Keys and values of a layer in the dtype they were computed in; the layer itself where it was stored so."""
+    """Return keys and values of a layer in the dtype of the computation; the layer itself if it is stored so."""
     return layer if isinstance(layer, LayerKV) else LayerKV(*dequantize(layer))
 
 
 def convert_kv_dtype(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
-    """The chunk as a store of `kv_dtype` holds it: "auto" as computed, "int8" or "fp8" in eight bits.
+    """Return the chunk as a store of `kv_dtype` holds it: "auto" as computed, "int8" or "fp8" in eight bits.
 
-    The chunk itself where it is in eight bits already (rounding twice would add up), where that saves nothing (a few
-    tokens), or where a value is infinite or NaN.
+    Returns the chunk itself if it is already in eight bits (a second rounding would add to the error), if conversion
+    saves nothing (a few tokens), or if a value is infinite or NaN.
     """
     if kv_dtype == "auto" or not kv.header.is_lossless:
         return kv
@@ -237,14 +237,14 @@ def convert_kv_dtype(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
 
 
 def load_into_memory(kv: ChunkKV) -> MemoryKV:
-    """Every layer read (and verified) into memory, as it is stored; a MemoryKV is returned as it is."""
+    """Read and verify every layer into memory, as it is stored. A MemoryKV is returned unchanged."""
     if isinstance(kv, MemoryKV):
         return kv
     return MemoryKV(kv.header, tuple(kv.stored_layer(index) for index in range(kv.header.num_layers)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The header's name of a dtype that KV is computed in.
+    """Return the name, in headers, of a dtype that KV is computed in. Raises ValueError for others.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -256,42 +256,59 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def rows_of(kv: ChunkKV, start: int, end: int) -> ChunkKV:
-    """Return the rows of tokens [start, end) of a chunk; the chunk itself where that is all of it."""
+    """Return the rows of tokens [start, end) of a chunk; the chunk itself if that is all of it."""
     return kv if (start, end) == (0, kv.header.num_tokens) else RowSlice(kv, start, end)
 
 
 def is_in_memory(kv: ChunkKV) -> bool:
-    """Whether the layers of a chunk, or of rows of one, are tensors in memory."""
+    """Return True if the layers of a chunk, or of rows of one, are tensors in memory."""
     return isinstance(kv.source if isinstance(kv, RowSlice) else kv, MemoryKV)
 
 
-class RowSlice:
-    """Some tokens of a stored chunk. Its checksums cover all of them, so all are read."""
+class KVView:
+    """Base of ChunkKV classes that read another chunk, `source`. A subclass defines `stored_layer`."""
+
+    def __init__(self, source: ChunkKV) -> None:
+        self.source = source
+
+    @property
+    def header(self) -> KVHeader:
+        """The facts that the KV was computed from."""
+        return self.source.header
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' tensors of the source."""
+        return self.source.nbytes
+
+    def layer(self, index: int) -> LayerKV:
+        """Return keys and values of one layer, in the dtype of the computation."""
+        return dequantized(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """Return one layer as it is stored."""
+        raise NotImplementedError
+
+
+class RowSlice(KVView):
+    """The rows of tokens [start, end) of a stored chunk. Checksums cover whole layers, so all rows are read."""
 
     def __init__(self, source: ChunkKV, start: int, end: int) -> None:
-        self.source, self._rows = source, (start, end)
+        super().__init__(source)
+        self._rows = (start, end)
         self._header = replace(source.header, token_ids=source.header.token_ids[start:end])
 
     @property
     def header(self) -> KVHeader:
-        """What the KV was computed from; its token ids are those of the rows alone."""
+        """The facts that the KV was computed from, with the token ids of the rows alone."""
         return self._header
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole chunk."""
-        return self.source.nbytes
-
-    def layer(self, index: int) -> LayerKV:
-        """[H, end - start, D] each."""
-        return dequantized(self.stored_layer(index))
-
     def stored_layer(self, index: int) -> StoredLayer:
-        """One layer as it is stored."""
+        """Return the rows of one layer as they are stored."""
         layer, (start, end) = self.source.stored_layer(index), self._rows
         if isinstance(layer, LayerKV):
             return LayerKV(layer.keys[:, start:end], layer.values[:, start:end])
-        num_first = layer.first_keys.shape[1]  # tokens at the front that are not in eight bits
+        num_first = layer.first_keys.shape[1]  # the first tokens are not in eight bits
         first = slice(start, min(end, num_first))
         codes = slice(max(start - num_first, 0), max(end - num_first, 0))
         return QuantizedLayer(
@@ -304,27 +321,14 @@ class RowSlice:
         )
 
 
-class HeadSlice:
-    """Some heads of a stored chunk. Its checksums cover all of them, so all are read."""
+class HeadSlice(KVView):
+    """Some KV heads of a stored chunk. Checksums cover whole layers, so all heads are read."""
 
     def __init__(self, source: ChunkKV, heads: slice) -> None:
-        self._source, self._heads = source, heads
-
-    @property
-    def header(self) -> KVHeader:
-        """What the KV was computed from."""
-        return self._source.header
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all heads."""
-        return self._source.nbytes
-
-    def layer(self, index: int) -> LayerKV:
-        """[h, T, D] each."""
-        return dequantized(self.stored_layer(index))
+        super().__init__(source)
+        self._heads = heads
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """One layer as it is stored, contiguous; heads come first in each of its tensors."""
-        stored = self._source.stored_layer(index)
+        """Return the heads of one layer as they are stored, contiguous. Every tensor of a layer has heads first."""
+        stored = self.source.stored_layer(index)
         return type(stored)(*(tensor[self._heads].contiguous() for tensor in stored))

@@ -1,7 +1,5 @@
-"""The fastest tier: chunk KV in memory under a byte budget.
-
-Works on ChunkKV values. Knows nothing about files, other tiers, models or prompts.
-"""
+"""The fastest tier: chunk KV in memory under a byte budget. Works on ChunkKV values; does not depend on files or other
+tiers."""
 
 from __future__ import annotations
 
@@ -23,20 +21,21 @@ log = logging.getLogger(__name__)
 
 
 class _MemoryEntry(NamedTuple):
-    """An entry in memory and the write counters its tensors had when it came in."""
+    """An entry in memory, and the write counters of its tensors when it was put."""
 
     kv: MemoryKV
     versions: tuple[int, ...]
 
 
 class MemoryStore(KVStore):
-    """KVStore in memory: at most `capacity_bytes` of tensors are held, the least recently used go first. Thread-safe.
+    """KVStore in memory. At most `capacity_bytes` of tensors are held; the least recently used are evicted first.
+    Thread-safe.
 
     A smaller `capacity_bytes`, set later, takes effect at the next `put`. Pinned entries stay.
 
-    KV in eight bits is held in eight bits, so that the budget goes further; who reads a layer gets it made anew.
-    Tensors are shared with whoever put or got them and are read-only for everybody. An in-place torch operation on
-    one is noticed at the next `get`: the entry is dropped with a warning, as a miss, never an answer.
+    KV in eight bits is held in eight bits; each read of a layer converts it. Tensors are shared with callers of `put`
+    and `get` and are read-only. An in-place torch operation on one is detected at the next `get`: the entry is dropped
+    with a warning and counts as a miss.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -53,11 +52,11 @@ class MemoryStore(KVStore):
 
     @property
     def counters(self) -> StoreCounters:
-        """Hits, misses, puts, damage and evictions since the store was made."""
+        """Hits, misses, puts, damage and evictions since the store was created."""
         return self._counters
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
-        """The entry, which becomes the most recently used; None for a miss. Its tensors are read-only."""
+        """Return the entry, which becomes the most recently used; None for a miss. Its tensors are read-only."""
         with self._lock:
             held = self._entries.get(key)
             if held is None:
@@ -78,10 +77,10 @@ class MemoryStore(KVStore):
         return None
 
     def put(self, kv: ChunkKV) -> None:
-        """Hold a chunk, evicting the least recently used; the caller no longer writes to its tensors.
+        """Hold a chunk and evict the least recently used ones. The caller must not write to its tensors any more.
 
-        Tensors that are slices of larger ones, or live elsewhere than on the CPU, are copied. Raises StoreFullError
-        when the chunk alone exceeds the capacity, or pinned entries leave no room.
+        Tensors that are slices of larger ones, or not on the CPU, are copied. Raises StoreFullError if the chunk alone
+        exceeds the capacity, or if pinned entries leave too little space.
         """
         if not self.fits(kv):
             raise StoreFullError(
@@ -99,47 +98,47 @@ class MemoryStore(KVStore):
             assert self._used_bytes <= self.capacity_bytes
 
     def fits(self, kv: ChunkKV) -> bool:
-        """Whether the chunk alone is within the capacity."""
+        """Return True if the chunk alone is within the capacity."""
         return kv.nbytes <= self.capacity_bytes
 
     def contains(self, key: str) -> bool:
-        """Whether the entry is held; does not count as a use."""
+        """Return True if the entry is held; does not count as a use."""
         with self._lock:
             return key in self._entries
 
     def delete(self, key: str) -> bool:
-        """Drop an entry; whether there was one."""
+        """Delete an entry; return True if there was one."""
         with self._lock:
             return self._drop(key)
 
     def clear(self) -> None:
-        """Drop everything; pins stay."""
+        """Delete all entries. Pins stay."""
         with self._lock:
             self._entries.clear()
             self._used_bytes = 0
 
     def keys(self) -> Iterator[str]:
-        """Keys held at this moment, least recently used first."""
+        """Return the keys held now, least recently used first."""
         with self._lock:
             return iter(tuple(self._entries))
 
     def headers(self) -> Iterator[KVHeader]:
-        """Headers of the entries held at this moment. Counts nothing, and is no use of them."""
+        """Return the headers of the entries held now. Counts nothing and records no use."""
         with self._lock:
             return iter([held.kv.header for held in self._entries.values()])
 
     def nbytes(self) -> int:
-        """Bytes of all tensors held, never more than `capacity_bytes`."""
+        """Return the bytes of all tensors held, never more than `capacity_bytes`."""
         with self._lock:
             return self._used_bytes
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Keep the entries of a document, held now or later, until it is unpinned; replaces an earlier pin of it."""
+        """Exempt a document's entries, held now or later, from eviction until `unpin`. Replaces its pin."""
         with self._lock:
             self._pins[document] = frozenset(keys)
 
     def unpin(self, document: str) -> bool:
-        """Let a document's entries be evicted again; whether it was pinned."""
+        """End the pin of a document; return True if it was pinned."""
         with self._lock:
             return self._pins.pop(document, None) is not None
 
@@ -169,7 +168,7 @@ class MemoryStore(KVStore):
 
 
 def _own(layer: StoredLayer) -> StoredLayer:
-    """The layer in CPU memory that holds nothing else: a slice would keep the whole it was cut from alive."""
+    """Return the layer in CPU memory of its own: a slice would keep the whole tensor alive from which it was cut."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in layer}
     if sum(storages.values()) == layer.nbytes and not any(map(_needs_copy, layer)):
         return layer
@@ -182,5 +181,5 @@ def _needs_copy(tensor: Tensor) -> bool:
 
 
 def write_counters(layers: Sequence[StoredLayer]) -> tuple[int, ...]:
-    """How often torch wrote into each tensor, views of it included; 0 for inference tensors, which do not count."""
+    """Return how often torch wrote into each tensor, with views; 0 for inference tensors, which do not count."""
     return tuple(0 if tensor.is_inference() else tensor._version for layer in layers for tensor in layer)

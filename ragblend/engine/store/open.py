@@ -1,4 +1,4 @@
-"""`open_store`: the tiers that are asked for, one over the other. Nothing heavy is imported before it is called."""
+"""`open_store` opens the configured tiers as one store. Nothing heavy is imported before it is called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_store(
     store_key: KeyChoice = "auto",
     **tiers: Unpack[TierKeywords],
 ) -> TieredStore:
-    """Memory over the directory `path` over a shared place: the tiers that are asked for, fastest first.
+    """Open a store of up to three tiers, fastest first: memory, the directory `path`, and a remote backend.
 
     `tiers` are TierOptions. `memory_gib`: budget of the memory tier, 0 leaves it out. `path` None leaves the disk tier
     out, `kv_dir` puts its entries elsewhere, `disk_gib` limits it ("auto": as much as it leaves free, see `room`; 0: no
@@ -58,5 +58,5 @@ def open_store(
 
 
 def parse_capacity(disk_gib: DiskBudget) -> Capacity:
-    """`disk_gib` as a DiskStore takes it."""
+    """Return `disk_gib` as the `capacity_bytes` of a DiskStore."""
     return "auto" if disk_gib == "auto" else int(disk_gib * GIB) or None

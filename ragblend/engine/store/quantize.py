@@ -1,10 +1,10 @@
 """KV in eight bits: int8 or fp8 codes times a scale, per channel for keys before RoPE, per token for values.
 
-Before RoPE some channels of the keys are large in every token, so that a scale per channel fits each; values have no
-such channels (KIVI, Liu et al. 2024). The first tokens of a text draw attention whatever they say, with keys and values
-unlike any other (StreamingLLM, Xiao et al. 2024): they stay as they are, and out of the scales of the rest.
+Before RoPE some channels of the keys are large in every token, so one scale per channel fits each; values have no such
+channels (KIVI, Liu et al. 2024). The first tokens of a text receive much attention whatever they are, with keys and
+values unlike the others' (StreamingLLM, Xiao et al. 2024). They are stored as computed, and do not affect the scales.
 
-Works on tensors [H, T, D]. Knows nothing about chunks, files or models.
+Works on tensors [H, T, D]. Does not depend on chunks, files or models.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ CODE_DTYPES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float
 """Dtypes of the codes by the name written in headers."""
 
 NUM_FIRST = 4
-"""Tokens at a chunk's start that stay as they are: as many as StreamingLLM found to act as sinks."""
+"""Tokens at a chunk's start that are stored as computed: as many as StreamingLLM found to act as sinks."""
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest magnitude of a code, by dtype."""
-_CODE_UNIT = {torch.int8: 1.0, torch.float8_e4m3fn: 256.0}  # what `_numbers` of a code is to be multiplied by
+_CODE_UNIT = {torch.int8: 1.0, torch.float8_e4m3fn: 256.0}  # factor that corrects the result of `_numbers`
 _LARGEST_VALUE = 2.0**126  # so that no code times its scale leaves float32
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # half of it is less than any error that float32 can show
 
 
 class QuantizedLayer(NamedTuple):
-    """One layer's KV of one chunk of T tokens, S of them as they are. What is stored, in the order it is stored in."""
+    """One layer's KV of T tokens, of which the first S are stored as computed. Fields are in stored order."""
 
     key_scales: Tensor  # [H, 1, D] float32
     value_scales: Tensor  # [H, T - S, 1] float32
@@ -45,11 +45,11 @@ class QuantizedLayer(NamedTuple):
 
 
 def quantize(keys: Tensor, values: Tensor, kv_dtype: str) -> QuantizedLayer | None:
-    """Codes and scales of pre-RoPE `keys` and `values` [H, T, D]; None for what has no eight bits.
+    """Return codes and scales of pre-RoPE `keys` and `values` [H, T, D]; None if they cannot be stored in eight bits.
 
-    Read again, an int8 element differs by half its scale at most, an fp8 one by 1/16 of itself or 1/1024 of its scale,
-    whichever is more; on top of that comes the rounding to the tensor's own dtype. The scale is the largest magnitude
-    over the channel (K) or token (V), divided by 127 or 448. None: T <= NUM_FIRST, infinities or NaNs.
+    A dequantized int8 element differs by at most half its scale, an fp8 element by at most 1/16 of itself or 1/1024 of
+    its scale, whichever is more; rounding to the tensor's dtype comes on top. The scale is the largest magnitude over
+    the channel (K) or token (V), divided by 127 or 448. None is returned for T <= NUM_FIRST, infinities or NaNs.
     """
     if keys.shape[1] <= NUM_FIRST:
         return None
@@ -69,7 +69,7 @@ def quantize(keys: Tensor, values: Tensor, kv_dtype: str) -> QuantizedLayer | No
 
 
 def dequantize(layer: QuantizedLayer) -> tuple[Tensor, Tensor]:
-    """Keys and values [H, T, D] in the model's dtype, on the layer's device, in memory of their own."""
+    """Return keys and values [H, T, D] in the model's dtype, on the layer's device, in newly allocated memory."""
     return (
         _restored(layer.first_keys, layer.key_codes, layer.key_scales),
         _restored(layer.first_values, layer.value_codes, layer.value_scales),
@@ -77,7 +77,7 @@ def dequantize(layer: QuantizedLayer) -> tuple[Tensor, Tensor]:
 
 
 def stored_bytes_per_token(head_dims: int, heads: int, itemsize: int, kv_dtype: str) -> int:
-    """Bytes of one token of one layer in a long chunk. head_dims: elements of K and V over all heads.
+    """Return the bytes of one token in one layer of a long chunk. head_dims: elements of K and V over all heads.
 
     >>> stored_bytes_per_token(2 * 4 * 64, 4, 2, "auto"), stored_bytes_per_token(2 * 4 * 64, 4, 2, "int8")
     (1024, 528)
@@ -86,7 +86,7 @@ def stored_bytes_per_token(head_dims: int, heads: int, itemsize: int, kv_dtype: 
 
 
 def _scales(tensor: Tensor, dim: int, dtype: torch.dtype) -> Tensor | None:
-    """Scales of [H, T, D] over `dim`, which keeps its place; None where a value is infinite, NaN or nearly so."""
+    """Return the scales of [H, T, D] over `dim`, which stays in the shape; None for values near infinity or NaN."""
     largest = tensor.abs().amax(dim, keepdim=True).float()
     if not bool((largest < _LARGEST_VALUE).all()):
         return None
@@ -107,9 +107,9 @@ def _restored(first: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _numbers(codes: Tensor) -> Tensor:
-    """float32 numbers of codes; those of fp8 are 256 times too small.
+    """Return the float32 numbers of codes; those of fp8 are 256 times too small.
 
-    With its exponent's and fraction's bits where float16 has them, an fp8 number is exactly itself / 256. On a CPU
+    An fp8 number whose exponent and fraction bits are moved to their place in float16 is exactly itself / 256. On a CPU
     that is seven times as fast as torch's own cast.
     """
     if codes.dtype == torch.int8:

@@ -1,8 +1,5 @@
-"""Small JSON files with a checksum, and a signature where there is a key.
-
-The checksum tells bytes that changed from what was written; the signature tells who wrote it (see `signing`). Knows
-dictionaries, bytes and keys.
-"""
+"""Small JSON files with a checksum, and a signature if there is a key. The checksum detects changed bytes; the
+signature authenticates the writer (see `signing`)."""
 
 from __future__ import annotations
 
@@ -19,7 +16,8 @@ CHECKSUM, SIGNATURE = "xxh3_128", "signature"
 
 
 def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None = None) -> bytes:
-    """`facts` as a JSON file. `kind` is sealed too: a file that belongs elsewhere is no good here.
+    """Return `facts` as the bytes of a JSON file. Checksum and signature include `kind`, so a file of another kind is
+    rejected.
 
     >>> decode_signed_json(encode_signed_json({"document": "a.txt"}, "pin"), "pin")
     {'document': 'a.txt'}
@@ -28,8 +26,7 @@ def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None
 
 
 def decode_signed_json(data: bytes, kind: str, key: StoreKey | None = None) -> dict[str, Any]:
-    """The facts in a file. Raises ValueError, with the reason, when these are not the bytes that were written, or when
-    there is a key and it did not sign them."""
+    """Return the facts in a file. Raises ValueError if they have changed, or lack the key's signature."""
     try:
         found: dict[str, Any] = dict(json.loads(data))
         signature = found.pop(SIGNATURE, None)
@@ -57,6 +54,6 @@ def _checksum(facts: Mapping[str, Any], kind: str) -> str:
 
 
 def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """As they are read back."""
+    """Return the facts as JSON returns them."""
     found: dict[str, Any] = json.loads(json.dumps(dict(facts)))
     return found

@@ -1,10 +1,9 @@
-"""The store's key: entries and notes that carry its signature were written by somebody who has it.
+"""The store key: a secret that signs entries and metadata, so that only its holders can write what a store accepts.
 
-A signature is keyed BLAKE2b (RFC 7693) over a whole header, which holds a BLAKE3 digest of every layer. The entries of
-each namespace are signed with a key of their own, derived from the store's, and each kind of note (calibrations,
-models, machines) with another, so that nothing signed as one thing passes for another. The key comes from the
-environment or a file of the user's own, never from a folder that is being worked in, and is never shown. Knows bytes,
-JSON values and where keys are kept; nothing of what is signed.
+A signature is keyed BLAKE2b (RFC 7693) over a whole header, which contains a BLAKE3 digest of every layer. Each
+namespace has a key for its entries, derived from the store key, and each kind of metadata (calibrations, models,
+machines) another, so a signature is valid for one purpose only. The key comes from the environment or from a file of
+the user, never from a working folder, and is never printed. Works on bytes, JSON values and the places of keys.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from ragblend.files.reading import open_file
 
 KEY_VARIABLE = "RAGBLEND_STORE_KEY"
 KEY_FILE = "store.key"
-"""In the user's configuration folder, where no other file is named."""
+"""Name of the default key file in the user's configuration folder."""
 
 DIGITS = 64  # of a signature
 _KEY_BYTES = 32
-_LEAST_TEXT = 16  # letters of a key that is no number: what can be guessed signs nothing
+_LEAST_TEXT = 16  # letters of a key that is not 64 hex digits: a shorter one can be guessed
 _SALT = b"ragblend store key"
 
 
 class StoreKey:
-    """A key that signs and checks. Its `id` tells keys apart and may be shown; the key itself never is."""
+    """A key that signs and verifies. Its `id` distinguishes keys and may be shown; the key itself is never shown."""
 
     __slots__ = ("_secret",)
 
@@ -47,8 +46,8 @@ class StoreKey:
 
     @classmethod
     def parse(cls, text: str, origin: str = "the store key") -> StoreKey:
-        """The key that is written as 64 hex digits, or follows from any other text of 16 letters or more (slowly, so
-        that guessing is slow). Raises UsageError, which does not show the text."""
+        """Return the key in a text: 64 hex digits, or any other text of at least 16 letters, from which the key is
+        derived slowly to make guessing slow. Raises UsageError, which does not show the text."""
         text = text.strip()
         try:
             secret = bytes.fromhex(text) if len(text) == 2 * _KEY_BYTES else b""
@@ -65,19 +64,19 @@ class StoreKey:
 
     @property
     def id(self) -> str:
-        """8 hex digits, other ones for every key."""
+        """8 hex digits that differ from key to key."""
         return self._derived("id").hex()[:8]
 
     def sign(self, namespace: str, message: bytes | bytearray | memoryview) -> str:
-        """The signature of an entry's header in that namespace, 64 hex digits."""
+        """Return the signature, 64 hex digits, of an entry's header in a namespace."""
         return _mac(self._derived("entry", namespace), message)
 
     def signs(self, namespace: str, message: bytes | bytearray | memoryview, signature: str) -> bool:
-        """Whether `signature` is that of an entry's header, made with this key."""
+        """Return True if `signature` is this key's signature of an entry's header."""
         return hmac.compare_digest(self.sign(namespace, message).encode(), signature.encode())
 
     def sign_metadata(self, kind: str, note: Mapping[str, Any]) -> str:
-        """The signature of a JSON object of that kind, 64 hex digits."""
+        """Return the signature, 64 hex digits, of a JSON object of a kind."""
         return _mac(self._derived("note", kind), json.dumps(dict(note), sort_keys=True).encode())
 
     def _derived(self, purpose: str, name: str = "") -> bytes:
@@ -98,20 +97,21 @@ class StoreKey:
 
 
 KeyChoice = StoreKey | None | Literal["auto"]
-"""Which key a store is opened with: "auto" is what `find_key` finds, None none."""
+"""The key of a store: "auto" is the result of `find_key`, None is no key."""
 
 
 def resolve_key(choice: KeyChoice) -> StoreKey | None:
-    """The key that `choice` stands for."""
+    """Return the key that `choice` means."""
     return find_key() if isinstance(choice, str) else choice
 
 
 def find_key() -> StoreKey | None:
-    """The key of this process; None where there is none.
+    """Return the key of this process; None if there is none.
 
-    It is `RAGBLEND_STORE_KEY`, else what the file holds that `store_key_file` names (RAGBLEND_STORE_KEY_FILE, or the
-    user's own configuration), else what `ragblend init-key` left in the user's configuration folder. Raises UsageError
-    or NotFoundError for a key that is named and cannot be used: without it, anything would be believed.
+    It is `RAGBLEND_STORE_KEY`, else the content of the file that `store_key_file` names (RAGBLEND_STORE_KEY_FILE, or
+    the user's own configuration), else the file that `ragblend init-key` wrote into the user's configuration folder.
+    Raises UsageError or NotFoundError for a configured key that cannot be used, because unsigned entries would be
+    accepted without it.
     """
     if (text := os.environ.get(KEY_VARIABLE)) is not None:
         return StoreKey.parse(text, KEY_VARIABLE)
@@ -122,19 +122,20 @@ def find_key() -> StoreKey | None:
 
 
 def key_path() -> Path:
-    """Where `ragblend init-key` puts a key: `$XDG_CONFIG_HOME/ragblend/store.key`."""
+    """Return the default path of the key: `$XDG_CONFIG_HOME/ragblend/store.key`."""
     return user_folder() / KEY_FILE
 
 
 def key_origin() -> str:
-    """Where `find_key` has its key from, for people."""
+    """Return the variable or the file that `find_key` reads, for a message."""
     if KEY_VARIABLE in os.environ:
         return KEY_VARIABLE
     return str(trusted_setting("store_key_file") or key_path())
 
 
 def read_key(path: Path) -> StoreKey:
-    """The key in a file that nobody else may write or, but for its group, read."""
+    """Return a file's key; only its owner may write it, only owner and group read it. Raises NotFoundError,
+    UsageError."""
     try:
         with os.fdopen(open_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())
@@ -152,7 +153,7 @@ def read_key(path: Path) -> StoreKey:
 
 
 def write_key(path: Path) -> StoreKey:
-    """Make a key and keep it in a file of mode 0600. Raises UsageError where there is a file already."""
+    """Create a key and write it to a file of mode 0600. Raises UsageError if the file exists or cannot be written."""
     secret = secrets.token_bytes(_KEY_BYTES)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""Byte counts as people write and read them."""
+"""Byte counts as text: parsing and formatting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: str | int) -> int:
-    """A number of bytes from text: `KiB` and `K` are 1024, `KB` is 1000, no unit is bytes. Raises UsageError.
+    """Return the number of bytes in a text: `KiB` and `K` are 1024, `KB` is 1000, no unit is bytes. Raises UsageError.
 
     >>> parse_bytes("8GiB"), parse_bytes("1.5 kB"), parse_bytes(512)
     (8589934592, 1500, 512)
@@ -26,7 +26,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes for people, in binary units.
+    """Return a number of bytes as text in binary units.
 
     >>> format_bytes(512), format_bytes(8 * 1024**3)
     ('512 B', '8.0 GiB')
@@ -36,6 +36,6 @@ def format_bytes(nbytes: int) -> str:
     amount = float(nbytes)
     for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         amount /= 1024
-        if abs(amount) < 1023.95 or unit == "PiB":  # what rounds to 1024.0 goes to the next unit
+        if abs(amount) < 1023.95 or unit == "PiB":  # a number that rounds to 1024.0 gets the next unit
             break
     return f"{amount:.1f} {unit}"

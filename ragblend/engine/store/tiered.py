@@ -1,6 +1,6 @@
-"""Several stores behind one face: `TieredStore(MemoryStore(8 * GIB), DiskStore("kv"), open_remote("redis://..."))`.
+"""Several stores as one: `TieredStore(MemoryStore(8 * GIB), DiskStore("kv"), open_remote("redis://..."))`.
 
-Works on any KVStore. Knows nothing about files, servers, models or prompts.
+Works on any KVStore. Does not depend on files, servers, models or prompts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from ragblend.engine.store.kv import (
     ChunkKV,
     KVHeader,
     KVSpec,
-    LayerKV,
+    KVView,
     MemoryKV,
     StoredLayer,
     convert_kv_dtype,
-    dequantized,
     load_into_memory,
 )
 from ragblend.engine.store.memory import MemoryStore, write_counters
@@ -38,29 +37,30 @@ __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
 
 log = logging.getLogger(__name__)
 
-PROMOTION_BYTES = 1 << 30  # on their way to a tier that takes its time; what does not fit is not promoted
+PROMOTION_BYTES = 1 << 30  # of queued promotions to disk and remote tiers; an entry that exceeds it is not promoted
 NUM_PREFETCHES = 4
 
 
 class TieredStore(KVStore):
     """Stores in order of speed, fastest first, as one KVStore. Safe to share between threads.
 
-    `get` asks from the top. An entry found further down moves up once all its layers have been read and verified: at
-    once into memory, in the background into any other tier. Readers of one entry share what one of them has read.
-    `put` writes through to every tier. `close` drains background work within a time limit; the store stays usable.
+    `get` tries the tiers from the fastest. An entry of a slower tier is promoted once all its layers have been read and
+    verified: at once into memory, in the background into other tiers. Concurrent readers of one entry share the layers
+    that one of them has read. `put` writes to every tier. `close` waits for background work within a time limit; the
+    store stays usable.
 
-    `kv_dtype`: how what is put is stored, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). It says
-    nothing about reading: a store may hold all of them, and each entry says what it is.
+    `kv_dtype`: how `put` stores KV, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). Reading does
+    not depend on it: each entry names its own dtype.
     """
 
     def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto") -> None:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         self._tiers = tiers
-        self._remote_tiers = tuple(tier for tier in tiers if tier.is_remote)  # every request looks
+        self._remote_tiers = tuple(tier for tier in tiers if tier.is_remote)  # cached, because every request reads it
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
-        # Promotions into tiers that take their time, by position.
+        # Queues of promotions into tiers other than memory, by position.
         self._promotions = {
             position: WriteQueue(tier.put, PROMOTION_BYTES, f"ragblend-promote-{position}")
             for position, tier in enumerate(tiers[:-1])
@@ -85,7 +85,7 @@ class TieredStore(KVStore):
 
     @property
     def counters(self) -> StoreCounters:
-        """A snapshot: one hit or miss per `get`, one put per `put`; everything else summed over the tiers."""
+        """A snapshot: one hit or miss per `get`, one put per `put`; the other counts are sums over the tiers."""
         tiers = [tier.counters for tier in self._tiers]
         return StoreCounters(
             num_hits=self._num_hits,
@@ -100,18 +100,18 @@ class TieredStore(KVStore):
         )
 
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
-        """From now on, entries of that model have this shape, or are damaged."""
+        """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
         for tier in self._tiers:
             tier.set_expected_spec(fingerprint, shape)
 
     # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the entry from the fastest tier that has it, intact; None when none has. Its tensors are read-only."""
+        """Return the intact entry from the fastest tier that has it, else None. Its tensors are read-only."""
         return self._counted(self._find(key, token_ids, self._tiers))
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """`get` for a request that has `fetched` its entries (`fetch_many`): waits for no other machine."""
+        """Return the entry for a request that `fetched` its keys (`fetch_many`). Does not contact other machines."""
         kv = fetched.get(key)
         if kv is None or (token_ids is not None and kv.header.token_ids != tuple(token_ids)):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])
@@ -124,10 +124,10 @@ class TieredStore(KVStore):
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
-        """Fetch, side by side, what only remote tiers can have, and move it up.
+        """Fetch from remote tiers, in parallel, the entries that no local tier has, and promote them.
 
-        Returns what has come when everything has arrived or missed, at `until_s` (monotonic seconds) at the latest. By
-        default that is the time limit of the remote tiers, one for all of them.
+        Returns when every entry has arrived or missed, at the latest at `until_s` (monotonic seconds). The default
+        deadline is the largest time limit of the remote tiers, from now, for all of them together.
         """
         until_s = self._remote_deadline_s() if until_s is None else until_s
         fetched: dict[str, ChunkKV] = {}
@@ -141,19 +141,19 @@ class TieredStore(KVStore):
         return fetched
 
     def _remote_deadline_s(self) -> float:
-        """When a request that begins now stops waiting for remote tiers, on the monotonic clock."""
+        """Return the deadline, on the monotonic clock, of a request that starts to wait for remote tiers now."""
         return monotonic() + max((tier.timeout_s for tier in self._remote_tiers), default=0.0)
 
     def _is_local(self, key: str) -> bool:
-        """Return True if a tier of this machine has the entry, or is about to have it."""
+        """Return True if a tier of this machine has the entry, or has it queued for writing."""
         return any(queue.peek(key) is not None for queue in self._promotions.values()) or any(
             tier.contains(key) for tier in self._tiers if not tier.is_remote
         )
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        """Bring entries into the fastest tier in the background, for a later request. Returns at once.
+        """Load entries into the fastest tier in the background, for a later request. Returns at once.
 
-        Ask for no more than that tier holds: the last to arrive would push out the first.
+        Prefetch no more than that tier holds: later entries would evict earlier ones.
         """
         with self._lock:
             missing = [key for key in dict.fromkeys(keys) if key not in self._pulling]
@@ -166,8 +166,8 @@ class TieredStore(KVStore):
     def _prefetch_one(self, key: str) -> None:
         try:
             if not self._tiers[0].contains(key) and (kv := self._find(key, None, self._tiers)) is not None:
-                load_into_memory(kv)  # reading every layer is what moves it up
-        except RagblendError as error:  # whoever asks for it will meet this too, and can act on it
+                load_into_memory(kv)  # reading every layer promotes the entry
+        except RagblendError as error:  # the request for the entry raises it again, where the caller can react
             log.warning("KV %s was not prefetched: %s", key, error)
         finally:
             with self._lock:
@@ -180,16 +180,17 @@ class TieredStore(KVStore):
                 continue
             if position and (shared := self._shared(key, token_ids)) is not None:
                 return shared
-            kv = self._pending_write(position, key, token_ids) or tier.get(key, token_ids)
+            waits = self._pending_write(position, key, token_ids) if position in self._promotions else None
+            kv = waits or tier.get(key, token_ids)
             if kv is None:
                 continue
             for slower in self._tiers[position + 1 :]:
                 slower.touch(key)
-            return self._moving_up(kv, position, num_deletes)
+            return self._moving_up(kv, position, num_deletes) if position else kv
         return None
 
     def _shared(self, key: str, token_ids: Sequence[int] | None) -> _PromotingKV | None:
-        """The entry as somebody else is reading it at this moment."""
+        """Return the entry that another reader is reading now; None if there is none."""
         shared = self._being_read.get(key)
         if (
             shared is None
@@ -200,17 +201,17 @@ class TieredStore(KVStore):
         return shared
 
     def _pending_write(self, position: int, key: str, token_ids: Sequence[int] | None) -> MemoryKV | None:
-        """The entry, if it waits to be written to the tier at `position`."""
-        kv = self._promotions[position].peek(key) if position in self._promotions else None
+        """Return the entry that is queued for the tier at `position`; None if there is none."""
+        kv = self._promotions[position].peek(key)
         return kv if kv is None or token_ids is None or kv.header.token_ids == tuple(token_ids) else None
 
     def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
-        """What the caller gets; reading it to the end hands it to the faster tiers."""
+        """Return the entry for the caller, who promotes it to the faster tiers by reading it to the end."""
         faster = [upper for upper in range(position) if self._tiers[upper].fits(kv)]
         if not faster:
             return kv
-        if isinstance(kv, MemoryKV):  # it came whole
-            if self._num_deletes == num_deletes:  # otherwise it may be what was deleted while it was on its way
+        if isinstance(kv, MemoryKV):  # a remote entry arrives whole
+            if self._num_deletes == num_deletes:  # otherwise it may have been deleted since the fetch
                 self._promote(kv, faster)
             return kv
         promoting = _PromotingKV(kv, self._tiers[position], lambda whole: self._promote(whole, faster))
@@ -226,16 +227,16 @@ class TieredStore(KVStore):
                 self._tiers[position].put(kv)
             except StoreFullError as error:  # pinned entries fill it
                 log.debug("%s", error)
-            except RagblendError as error:  # a faster tier that refuses costs speed, not the answer
+            except RagblendError as error:  # a failed promotion costs speed, not the answer
                 log.warning("KV %s stays in its slower tier: %s", kv.header.key, error)
 
     # -- writing
 
     def put(self, kv: ChunkKV) -> None:
-        """Write to every tier, in the store's dtype; one too large for a memory tier is left out there, or pinned out.
+        """Write to every tier, in the store's dtype. A memory tier that cannot hold the entry is skipped.
 
-        A remote tier takes it in the background. Raises the first tier's StoreFullError (or other refusal) after all
-        tiers were tried. KV with infinity or NaN in it is not stored, with a warning: no reader would take it.
+        A remote tier writes in the background. Raises the first tier's error after all tiers were tried. KV with
+        infinity or NaN is not stored, with a warning, because no reader would accept it.
         """
         held = convert_kv_dtype(load_into_memory(kv), self.kv_dtype)
         if not kv_is_finite(held):
@@ -259,23 +260,25 @@ class TieredStore(KVStore):
             self._num_puts += 1
 
     def replace(self, kv: ChunkKV) -> None:
-        """`put` over an entry whose KV is the same and stored in another dtype: a remote tier keeps what it has else.
+        """Put an entry with the same KV in another stored dtype. The remote entry is deleted first, or it would be
+        kept.
 
-        Raises BackendUnreachableError when a remote tier cannot be told, and nothing is changed then.
+        Raises BackendUnreachableError if a remote tier does not answer; nothing is changed then.
         """
         for tier in self._remote_tiers:
             tier.delete(kv.header.key)
         self.put(kv)
 
     def delete(self, key: str) -> bool:
-        """Remove the entry from every tier, the slowest first so that none is promoted again; whether any had it.
+        """Delete the entry from every tier, the slowest first so that it is not promoted again; return True if any had
+        it.
 
-        Raises BackendUnreachableError, after the local tiers forgot it, when a remote one cannot be told.
+        Raises BackendUnreachableError, after the local tiers deleted it, if a remote tier does not answer.
         """
         return self._delete(key, self._tiers)
 
     def delete_local(self, key: str) -> bool:
-        """Remove the entry from the tiers of this machine; whether any had it."""
+        """Delete the entry from the tiers of this machine; return True if any had it."""
         return self._delete(key, [tier for tier in self._tiers if not tier.is_remote])
 
     def _delete(self, key: str, tiers: Sequence[KVStore]) -> bool:
@@ -298,38 +301,38 @@ class TieredStore(KVStore):
         return removed
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Keep a document's entries in every tier that evicts, until `unpin`; replaces an earlier pin of it."""
+        """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""
         for tier in self._tiers:
             tier.pin(document, keys)
 
     def unpin(self, document: str) -> bool:
-        """Let a document's entries be evicted again; whether it was pinned in any tier."""
+        """End the pin of a document; return True if any tier had it pinned."""
         was_pinned = [tier.unpin(document) for tier in self._tiers]
         return any(was_pinned)
 
     def put_context(self, policy: ContextPolicy) -> None:
-        """Have every tier that keeps notes remember what chunks are computed behind."""
+        """Store the context policy in every tier that stores metadata."""
         for tier in self._tiers:
             tier.put_context(policy)
 
     def read_context(self) -> ContextPolicy | None:
-        """Return what `put_context` remembered; None where nothing was. Raises CorruptError for damage."""
+        """Return the policy that `put_context` stored; None if there is none. Raises CorruptError for damage."""
         found = (tier.read_context() for tier in self._tiers)
         return next((policy for policy in found if policy is not None), None)
 
     # -- state
 
     def contains(self, key: str) -> bool:
-        """Whether any tier has the entry."""
+        """Return True if any tier has the entry."""
         return any(tier.contains(key) for tier in self._tiers)
 
     def contains_within_timeout(self, keys: Sequence[str]) -> list[bool]:
-        """Whether any tier has the entries; the far ones are asked within one time limit for all of them."""
+        """Return for each key True if any tier has it. Remote tiers share one time limit for all keys."""
         return self.contains_many(keys, self._remote_deadline_s())
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
-        """Whether any tier has the entries. Far ones are asked for what no near one has, for many in a round trip, and
-        for none after `until_s` on the monotonic clock."""
+        """Return for each key True if any tier has it. Remote tiers are queried for the other keys, in batches, and not
+        after `until_s` on the monotonic clock."""
         there = {key for key in dict.fromkeys(keys) if self._is_local(key)}
         for tier in self._remote_tiers:
             left = [key for key in dict.fromkeys(keys) if key not in there]
@@ -337,7 +340,7 @@ class TieredStore(KVStore):
         return [key in there for key in keys]
 
     def keys(self) -> Iterator[str]:
-        """Every key that some tier has, once."""
+        """Yield every key that some tier has, once."""
         seen: set[str] = set()
         for tier in self._tiers:
             for key in tier.keys():  # noqa: SIM118 (a KVStore is not a dict)
@@ -346,19 +349,19 @@ class TieredStore(KVStore):
                     yield key
 
     def headers(self) -> Iterator[KVHeader]:
-        """Yield the headers of the entries on this machine; of an entry in two tiers, twice."""
+        """Return the headers of the entries on this machine; an entry in two tiers occurs twice."""
         return chain.from_iterable(tier.headers() for tier in self._tiers)
 
     def nbytes(self) -> int:
-        """Bytes held by all tiers together; an entry in two tiers counts twice."""
+        """Return the bytes of all tiers together; an entry in two tiers counts twice."""
         return sum(tier.nbytes() for tier in self._tiers)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for prefetches' promotions and remote writes; False when `timeout_s` seconds were not enough."""
+        """Wait for promotions and remote writes; return False if they did not finish within `timeout_s` seconds."""
         return self._each_within(timeout_s, "flush")
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Drain background work for at most `timeout_s` seconds, give up and count the rest. Whether all was done."""
+        """Wait up to `timeout_s` seconds for background work, then drop and count the rest. True if all was done."""
         with self._lock:
             executor, self._executor = self._executor, None
             self._pulling.clear()
@@ -377,41 +380,29 @@ class TieredStore(KVStore):
 
 
 def disk_tier(store: KVStore) -> DiskStore | None:
-    """The local disk tier of `store`, if it has one: where pins, calibrations and other notes are."""
+    """Return the local disk tier of `store`, which holds pins and other metadata; None if there is none."""
     return next((tier for tier in store.tiers if isinstance(tier, DiskStore)), None)
 
 
-class _PromotingKV:
-    """A slower tier's entry, read once for everybody, and handed up once every layer of it was read. Thread-safe."""
+class _PromotingKV(KVView):
+    """An entry of a slower tier, read once for all its readers, and promoted once every layer was read. Thread-safe."""
 
     def __init__(self, source: ChunkKV, tier: KVStore, promote: Callable[[MemoryKV], None]) -> None:
-        self._source, self._tier, self._promote = source, tier, promote
-        self._read: dict[int, tuple[StoredLayer, tuple[int, ...]]] = {}  # with the write counters it came with
+        super().__init__(source)
+        self._tier, self._promote = tier, promote
+        self._read: dict[int, tuple[StoredLayer, tuple[int, ...]]] = {}  # layers, with their write counters when read
         self._promoted = False
         self._lock = threading.Lock()
-        self.is_good = True  # false once a layer was damaged, or the entry deleted
-
-    @property
-    def header(self) -> KVHeader:
-        return self._source.header
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers' tensors."""
-        return self._source.nbytes
-
-    def layer(self, index: int) -> LayerKV:
-        """Keys and values of one layer, [H, T, D] each."""
-        return dequantized(self.stored_layer(index))
+        self.is_good = True  # False once a layer was damaged, or the entry deleted
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """One layer as it is stored, read and verified by the slower tier."""
-        with self._lock:  # a second reader of the layer waits for the first, and takes what it read
+        """Return one layer as it is stored, read and verified by the slower tier."""
+        with self._lock:  # a second reader of the layer waits for the first, and uses its result
             known = self._read.get(index)
             if known is not None and write_counters([known[0]]) == known[1]:
                 return known[0]
             try:
-                layer = self._source.stored_layer(index)
+                layer = self.source.stored_layer(index)
             except RagblendError:
                 self.is_good = False
                 raise
@@ -424,12 +415,12 @@ class _PromotingKV:
         return layer
 
     def cancel(self) -> None:
-        """The entry was deleted: it is not handed up any more."""
+        """Do not promote the entry any more, because it was deleted."""
         self._promoted, self.is_good = True, False
 
     def _promote_entry(self) -> None:
         layers = [self._read[index] for index in range(self.header.num_layers)]
         written_into = any(write_counters([layer]) != counters for layer, counters in layers)
-        # An entry that another process deleted while it was being read must not come back to life.
+        # An entry that another process deleted while it was being read must not be written again.
         if self.is_good and not written_into and self._tier.contains(self.header.key):
             self._promote(MemoryKV(self.header, tuple(layer for layer, _ in layers)))

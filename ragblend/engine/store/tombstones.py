@@ -1,12 +1,12 @@
-"""What was forgotten, told to every replica that shares a remote tier, also to one that is down at that moment.
+"""Tombstones: propagate deletions through the remote tier to every replica, also to replicas that are offline.
 
-    REMOTE notes/ID         a record: keys, or a namespace, and when
-    ROOT/forgotten/ID.json  the same, once this disk has heeded it
+    REMOTE notes/ID         a tombstone: keys, or a namespace, and the time
+    ROOT/forgotten/ID.json  the same, once this disk has applied it
 
-Who forgets leaves a record in the remote tier. Each replica looks for records that its own disk has not heeded, at its
-start and every few seconds, and heeds each once: what is stored again afterwards stays. A record that the remote tier
-has lost is put back by whoever has heeded it. After KEPT_S it goes, here and there.
-Knows stores, keys and namespaces. Knows nothing about servers, prompts or models.
+A replica that deletes entries writes a tombstone to the remote tier. Each replica polls for tombstones that its disk
+has not applied, at its start and every few seconds, and applies each once: an entry that is stored again later stays. A
+replica that has applied a tombstone writes it back if the remote tier has lost it. After TOMBSTONE_TTL_S it is deleted
+everywhere. Works on stores, keys and namespaces. Does not depend on servers, prompts or models.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
 POLL_INTERVAL_S = 5.0
-FIRST_POLL_TIMEOUT_S = 3.0  # a server waits for its first look; longer no more than for a remote that is down
-TOMBSTONE_TTL_S = 90 * 86_400.0  # a replica that was down for longer starts with an empty disk, or is cleared by hand
+FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first poll
+TOMBSTONE_TTL_S = 90 * 86_400.0  # a replica that was offline for longer must start with an empty disk
 _KIND = "forgotten"
-_NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and chance
-_FRESH_S = 60.0  # clocks of replicas may be off by so much
+_NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and a random number
+_FRESH_S = 60.0  # the largest difference between clocks of replicas
 _MAX_RECORD_BYTES = 1 << 20
 
 
 class Tombstone(NamedTuple):
-    """What is to be forgotten: `keys`, and everything of `namespace` where that is given."""
+    """A deletion record in the remote tier: `keys`, and all entries of `namespace` if it is not None."""
 
     name: str
     keys: tuple[str, ...] = ()
@@ -48,14 +48,16 @@ class Tombstone(NamedTuple):
 
     @property
     def time_s(self) -> float:
-        """When it was told, in seconds since the epoch, by the teller's clock."""
+        """Time of the deletion in seconds since the epoch, by the clock of the replica that published it."""
         return int(self.name[:13]) / 1e3
 
 
 class AppliedTombstones(NamedTuple):
-    """What one look found: keys that this disk has forgotten, and namespaces.
+    """The deletions of one poll: keys that were deleted from this disk, and namespaces.
 
-    `recent_keys`: those told while this process was running. It may have sent them to the remote tier afterwards."""
+    `recent_keys`: keys of tombstones published while this process was running, which may have sent the entries to the
+    remote tier after the deletion.
+    """
 
     keys: tuple[str, ...] = ()
     recent_keys: tuple[str, ...] = ()
@@ -63,7 +65,7 @@ class AppliedTombstones(NamedTuple):
 
 
 def publish_tombstone(remote: RemoteStore, *, keys: Sequence[str] = (), namespace: str | None = None) -> Tombstone:
-    """Leave a record in `remote`. Raises BackendUnreachableError: then nobody else was told."""
+    """Write a tombstone to `remote` and return it. Raises BackendUnreachableError: no replica learns of it."""
     record = Tombstone(f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}", tuple(keys), namespace)
     facts = {"keys": list(record.keys), "namespace": record.namespace, "name": record.name}
     remote.values.put_metadata(record.name, encode_signed_json(facts, _KIND, remote.store_key))
@@ -71,35 +73,40 @@ def publish_tombstone(remote: RemoteStore, *, keys: Sequence[str] = (), namespac
 
 
 class TombstoneWatcher:
-    """Heeds records of `remote` for `disk`. `belongs`: whether KV of one namespace is of another, salts and all.
+    """Polls the tombstones of `remote` and applies them to `disk`.
 
-    `start` looks in a thread of its own, `take_applied` is what was heeded since the last call."""
+    `belongs(namespace, deleted)` returns True if KV of the first namespace is deleted with the second, salted
+    namespaces included. `start` polls in a background thread; `take_applied` returns the deletions since its last call.
+    """
 
     def __init__(self, disk: DiskStore, remote: RemoteStore, belongs: Callable[[str, str], bool]) -> None:
         self._disk, self._remote, self._belongs = disk, remote, belongs
         self._folder = disk.root / FORGOTTEN_DIR
         self._directory = Directory(disk.root, fsync=True)
-        self._applied_names: set[str] | None = None  # heeded in this process, or on this disk before it began
+        self._applied_names: set[str] | None = None  # applied by this process, or to this disk before it started
         self._born_s = time.time()
         self._applied: list[AppliedTombstones] = []
-        self.num_applied = 0  # records, since this process began
+        self.num_applied = 0  # tombstones applied since this process started
         self._lock = threading.Lock()
         self._stopped, self._has_looked = threading.Event(), threading.Event()
 
     def start(self) -> None:
-        """Look now, and from then on in the background, where a remote that is silent keeps nobody."""
+        """Start the background thread. Waits up to FIRST_POLL_TIMEOUT_S for its first poll."""
         threading.Thread(target=self._work, name="ragblend-forgotten", daemon=True).start()
         if not self._has_looked.wait(FIRST_POLL_TIMEOUT_S):
             log.warning(
-                "the remote does not say what other replicas have forgotten; what this disk has is used meanwhile"
+                "%s did not answer within %g s, so deletions by other replicas are unknown; entries on this disk stay "
+                "in use. Check it: ragblend doctor --remote URL",
+                self._remote.url,
+                FIRST_POLL_TIMEOUT_S,
             )
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         self._stopped.set()
 
     def take_applied(self) -> AppliedTombstones:
-        """What was heeded since the last call."""
+        """Return the deletions since the last call."""
         with self._lock:
             applied, self._applied = self._applied, []
         return AppliedTombstones(
@@ -113,16 +120,15 @@ class TombstoneWatcher:
             self.poll()
 
     def poll(self) -> None:
-        """Heed what is new, put back what the remote tier has lost, drop what is old. A remote that is down costs
-        nothing but the news."""
+        """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones. Logs a warning if
+        the remote tier does not answer."""
         try:
             remote_names = {name for name in self._remote.values.list_metadata() if _NAME.fullmatch(name)}
             local_names = {path.stem for path in self._folder.glob("*.json") if _NAME.fullmatch(path.stem)}
             oldest = f"{int((time.time() - TOMBSTONE_TTL_S) * 1e3):013d}"
             self._applied_names = set(local_names) if self._applied_names is None else self._applied_names
-            for name in sorted(
-                remote_names - self._applied_names
-            ):  # also one that another process over this disk was first to heed
+            # Also a tombstone that another process over this disk has applied.
+            for name in sorted(remote_names - self._applied_names):
                 if name > oldest:
                     self._apply(name)
                     self._applied_names.add(name)
@@ -133,21 +139,21 @@ class TombstoneWatcher:
                 unlink(self._path(name))
                 self._remote.values.delete_metadata(name)
         except (RagblendError, OSError) as error:
-            log.warning("what other replicas have forgotten is not known at this moment: %s", error)
+            log.warning("deletions by other replicas are unknown at the moment: %s", error)
 
     def _apply(self, name: str) -> None:
         data = self._remote.values.get_metadata(name)
         try:
             record = _parse_tombstone(name, data, self._remote)
         except ValueError as error:
-            log.warning("a record of what was forgotten is not heeded: %s: %s", name, error)
+            log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.url, error)
             return
         assert data is not None
         keys = set(record.keys)
         if record.namespace is not None:
             named = (header for header in self._disk.headers() if self._belongs(header.namespace, record.namespace))
             keys.update(header.key for header in named)
-        with self._lock:  # before anything goes, so that a fetch under way notices
+        with self._lock:  # before the deletion, so that a fetch in progress detects it
             self.num_applied += 1
         for key in keys:
             self._disk.delete(key)
@@ -156,7 +162,8 @@ class TombstoneWatcher:
         with self._lock:
             self._applied.append(AppliedTombstones(tuple(keys), fresh, namespaces))
         try:
-            self._directory.write(self._path(name), data)  # last: killed before, it is heeded again
+            # Last, so that a process killed before applies the tombstone again.
+            self._directory.write(self._path(name), data)
         except StoreNotWritableError:
             self._stopped.set()
             raise
@@ -166,15 +173,12 @@ class TombstoneWatcher:
 
 
 def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> Tombstone:
-    """Raises ValueError for what nobody told."""
+    """Return the tombstone in `data`. Raises ValueError for data that `publish_tombstone` did not write."""
     if data is None or len(data) > _MAX_RECORD_BYTES:
         raise ValueError("it is gone or too large")
     facts = decode_signed_json(data, _KIND, remote.store_key)
     keys, namespace = facts.get("keys"), facts.get("namespace")
-    if facts.get("name") != name or not _are_texts(keys) or not isinstance(namespace, str | None):
+    are_texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+    if facts.get("name") != name or not are_texts or not isinstance(namespace, str | None):
         raise ValueError("it is no such record")
     return Tombstone(name, tuple(keys or ()), namespace)
-
-
-def _are_texts(keys: object) -> bool:
-    return isinstance(keys, list) and all(isinstance(key, str) for key in keys)

@@ -1,6 +1,6 @@
-"""Writes that nobody waits for: a queue bounded in bytes, one worker thread, and what is given up is counted.
+"""A queue of background writes: bounded in bytes, with one worker thread. Dropped writes are counted.
 
-Knows ChunkKV values and a function that writes one. Knows nothing about where they go.
+Works on ChunkKV values and a function that writes one. Does not depend on the target.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from ragblend.errors import BackendUnreachableError, RagblendError
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 5.0  # the thread ends after this long without work, so nobody has to remember to end it
-EXIT_S = 10.0  # what is still queued this long after the main thread has ended is given up
-RETRY_S = 1.0  # the writer's pause after a write that its target did not answer; doubled by each further one ...
+IDLE_S = 5.0  # the thread ends after this long without work, so the queue needs no explicit stop
+EXIT_S = 10.0  # chunks still queued this long after the end of the main thread are dropped
+RETRY_S = 1.0  # pause after a write that the target did not answer; doubled by each further one ...
 MAX_RETRY_S = 60.0  # ... up to this
 MAX_WAITING = 100_000  # chunks, most of them by key alone
 
 
 class WriteQueue:
-    """Chunks on their way to a slow place, oldest first; the latest of a key wins. Thread-safe.
+    """Chunks queued for a slow target, oldest first; the latest chunk of a key replaces an earlier one. Thread-safe.
 
-    `write(kv)` stores one chunk. While it raises BackendUnreachableError the chunk stays owed: it goes to the back and
-    is written again, after a pause. After any other error it is given up. `pause_s()` says how long to hold back, 0
-    for not at all. With `read_back(key)`, a chunk that finds no room is let go of and read again at its turn; it gives
-    None for one that is gone. What is given up, or finds no room at all, is counted in `num_dropped`, and the warning
-    ends with `remedy`: the caller never waits.
+    `write(kv)` stores one chunk. If it raises BackendUnreachableError the chunk moves to the back and is written again
+    after a pause; after any other error it is dropped. `pause_s()` returns the seconds to wait before the next write, 0
+    for none. With `read_back(key)`, a chunk that does not fit into the queue is kept by key alone and read again at its
+    turn; `read_back` returns None for a deleted chunk. Dropped chunks are counted in `num_dropped`, and the warning
+    ends with `fix`. The caller never waits.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class WriteQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunks held here, waiting or being written; never more than `capacity_bytes`."""
+        """Bytes of the queued chunks and the one being written; never more than `capacity_bytes`."""
         return self._queued_bytes
 
     @property
     def num_waiting(self) -> int:
-        """Chunks that are not written yet, those to be read back included."""
+        """Number of chunks not written yet, including those to be read back."""
         return len(self._waiting) + (self._current is not None)
 
     def put(self, kv: MemoryKV) -> bool:
-        """Queue a chunk; False, and counted, when there is no room."""
+        """Queue a chunk. Return False, and count it as dropped, if it does not fit."""
         key = kv.header.key
         with self._changed:
             known = self._waiting.get(key)
@@ -80,7 +80,7 @@ class WriteQueue:
                 # Not a daemon: one that is still inside torch when the interpreter goes away aborts the process.
                 thread = threading.Thread(target=self._work, name=self._name)
                 try:
-                    thread.start()  # it waits for the condition that is held here
+                    thread.start()  # it waits for the condition, which is held here
                 except RuntimeError as error:  # the interpreter is going away
                     self._drop(key, str(error))
                     return False
@@ -91,14 +91,14 @@ class WriteQueue:
             return True
 
     def peek(self, key: str) -> MemoryKV | None:
-        """The chunk of `key` if it is still on its way, and held here."""
+        """Return the chunk of `key` if it is queued and in memory; else None."""
         with self._changed:
             if key in self._waiting:
                 return self._waiting[key]
             return self._current[1] if self._current is not None and self._current[0] == key else None
 
     def discard(self, key: str) -> None:
-        """Forget the chunk of `key`; when it is being written at this moment, wait until it is."""
+        """Remove the chunk of `key` from the queue. If it is being written, wait for that write."""
         with self._changed:
             self._forget(key)
             while self._current is not None and self._current[0] == key:
@@ -106,15 +106,16 @@ class WriteQueue:
             self._forget(key)  # its write may have failed and put it back
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything queued is written or given up; False when `timeout_s` seconds were not enough.
+        """Wait until every queued chunk is written or dropped; return False after `timeout_s` seconds.
 
-        Without a limit it waits for as long as the target does not answer.
+        Without a time limit it waits as long as the target does not answer.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self.num_waiting, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Drain for at most `timeout_s` seconds, then give up the rest. A later `put` starts anew."""
+        """Wait up to `timeout_s` seconds, then drop the rest. Return True if all were written. A later `put` starts the
+        thread again."""
         drained = self.flush(timeout_s)
         with self._changed:
             self._give_up_all("the store was closed")
@@ -142,7 +143,7 @@ class WriteQueue:
         return kv
 
     def _next(self) -> tuple[str, MemoryKV | None] | None:
-        """The chunk to write now, once there is one and the target may be asked; None when the thread is to end."""
+        """Wait for the next chunk that may be written, and return it; None when the thread should end."""
         idle_until_s = monotonic() + IDLE_S
         with self._changed:
             while True:
@@ -158,7 +159,7 @@ class WriteQueue:
                 if self._waiting and wait_s <= 0:
                     self._current = self._waiting.popitem(last=False)
                     return self._current
-                self._changed.wait(min(wait_s, 0.2))  # short: nobody notifies when the main thread ends
+                self._changed.wait(min(wait_s, 0.2))  # short, because the end of the main thread notifies no condition
 
     def _backoff_s(self) -> float:
         return max(self._pause_s(), self._retry_at_s - monotonic())
@@ -172,7 +173,7 @@ class WriteQueue:
             else:
                 self._retry_s = RETRY_S
             if should_retry and key not in self._waiting:
-                self._waiting[key] = held  # at the back: one that always fails is not in the others' way
+                self._waiting[key] = held  # at the back, so that a chunk that always fails does not block the others
             else:
                 self._queued_bytes -= held.nbytes if held is not None else 0
                 if failure:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -28,11 +27,12 @@ from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
 from ragblend.engine.report import BlendReport, ChunkReport, chunk_reports, join_runs
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, rows_of
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
-from ragblend.prompt.match import ChunkRun, MatchedPrompt, common_prefix_length
+from ragblend.prompt.match import ChunkRun, common_prefix_length
 from ragblend.prompt.render import Renderer
 
 log = logging.getLogger(__name__)
@@ -46,22 +46,8 @@ StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
 """A store's `get`, as one request uses it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLookup:
-    """What of a prompt is at hand: exact rows at its front, and stored runs by position, with what they saw."""
-
-    num_resident: int
-    runs: dict[int, tuple[Placement, LookupContext]]
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """The stored runs, in prompt order."""
-        return tuple(placement for placement, _ in self.runs.values())
-
-    @property
-    def num_stored(self) -> int:
-        """Tokens of the stored runs."""
-        return sum(placement.kv.header.num_tokens for placement, _ in self.runs.values())
+StoredRuns = dict[int, tuple[Placement, LookupContext]]
+"""The runs of a prompt whose chunks are stored, by the position where each begins, with what its KV has seen."""
 
 
 class BlendDecision(NamedTuple):
@@ -106,7 +92,11 @@ class BlendingEngine(EngineBase):
 
         A request waits for remote tiers this once, on its caller's thread: meanwhile the loop computes for others.
         """
-        return partial(self._prefill, request, self._bind_store_get(request))
+        store_get: StoreGet = self.store.get
+        if self.store.remote_tiers and request.mode != "full":
+            keys = [key for run in request.prompt.runs for key, _ in self._keys(request, run)]
+            store_get = partial(self.store.get_local, fetched=self.store.fetch_many(keys))
+        return partial(self._prefill, request, store_get)
 
     @torch.inference_mode()
     def _prefill(self, request: EngineRequest, store_get: StoreGet) -> PrefillResult:
@@ -130,34 +120,31 @@ class BlendingEngine(EngineBase):
         start_s = perf_counter()
         room = request.prompt.num_tokens + min(request.options.max_tokens, 256)
         fused = FusedKV.allocate(self.layers.kv_shapes, room, self.layers.like)
-        lookup = self._lookup(request, self._copy_resident_rows(request, fused), damaged, store_get)
-        decided = self._decide(request, lookup)
+        num_resident = self._copy_resident_rows(request, fused)
+        stored = self._lookup(request, num_resident, damaged, store_get)
+        placements = tuple(placement for placement, _ in stored.values())
+        decided = self._decide(request, num_resident, placements)
         if decided.fallback_reason:
             return self._fall_back(request, decided.fallback_reason)
-        plan = self._build_plan(request, lookup, decided.choice)
+        plan = self._build_plan(request, num_resident, placements, decided.choice)
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
-        report = self._build_report(request, lookup, decided, plan, result)
+        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", decided.ratio)
+        if request.fit is not None and request.mode in ("blend", "reuse"):
+            report.predicted_agreement = request.fit.agreement_at(decided.ratio)
+        runs = request.prompt.runs
+        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
+        record_fusion(report, (run.start for run in runs), stored, plan, result)
+        join_runs(report, request.prompt)
         report.lookup_s = looked_up_s - start_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s
-        read_s = dict(zip((placement.start for placement in plan.placements), loader.read_s, strict=True))
-        misses = self._misses(request, lookup)
+        read_s = dict(zip((placement.start for placement in placements), loader.read_s, strict=True))
+        wanted = runs if request.mode != "prefix" else ()
+        misses = tuple(run for run in wanted if run.end > num_resident and run.start not in stored)
         return PrefillResult(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
 
     # -- look up
-
-    def _bind_store_get(self, request: EngineRequest) -> StoreGet:
-        """Return how the request looks up chunks, with what a remote tier has of them fetched."""
-        if request.mode == "full" or not self.store.remote_tiers:
-            return self.store.get
-        keys = [
-            self._key(context.token_ids, run.chunk_ids, context.name)
-            for run in request.prompt.runs
-            for context in self._contexts(request.prompt, run)
-            if request.mode != "prefix" or context.exact
-        ]
-        return partial(self.store.get_local, fetched=self.store.fetch_many(keys))
 
     def _copy_resident_rows(self, request: EngineRequest, fused: FusedKV) -> int:
         """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
@@ -174,60 +161,59 @@ class BlendingEngine(EngineBase):
         fused.copy_front(prefix, count)
         return count
 
-    def _lookup(
-        self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet
-    ) -> PromptLookup:
+    def _lookup(self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet) -> StoredRuns:
         """The prompt's stored runs, each from the best context that its chunk is stored behind."""
-        placed_runs: dict[int, tuple[Placement, LookupContext]] = {}
+        found: StoredRuns = {}
         for run in request.prompt.runs:
             if run.end <= num_resident:
                 continue
             left = run.within(num_resident, run.end)
-            for context in self._contexts(request.prompt, left):
-                if request.mode == "prefix" and not context.exact:
-                    continue
-                key = self._key(context.token_ids, left.chunk_ids, context.name)
+            for key, context in self._keys(request, left):
                 kv = store_get(key, left.chunk_ids) if key not in damaged else None
                 if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
                     rows = rows_of(kv, left.chunk_start, left.chunk_start + left.num_tokens)
-                    placed = Placement(rows, left.start, context.exact, context.policy != "none")
-                    placed_runs[run.start] = (placed, context)
+                    found[run.start] = (Placement(rows, left.start, context.exact, context.policy != "none"), context)
                     break
-        return PromptLookup(num_resident, placed_runs)
+        return found
 
-    def _contexts(self, prompt: MatchedPrompt, run: ChunkRun) -> list[LookupContext]:
-        """What to look for the chunk of a run behind, the best first."""
-        prefixes, is_beginning = (prompt.prefix_ids, self.default_prefix_ids), run.chunk_start == 0
-        return lookup_contexts(prompt.token_ids, run.start, prefixes, self.context, is_beginning=is_beginning)
+    def _keys(self, request: EngineRequest, run: ChunkRun) -> Iterator[tuple[str, LookupContext]]:
+        """The keys of what the request may use of a run's chunk, each with what that KV has seen, the best first."""
+        prompt, is_beginning = request.prompt, run.chunk_start == 0
+        prefixes = (prompt.prefix_ids, self.default_prefix_ids)
+        for context in lookup_contexts(prompt.token_ids, run.start, prefixes, self.context, is_beginning=is_beginning):
+            if request.mode != "prefix" or context.exact:
+                yield (
+                    chunk_key(self.fingerprint, context.token_ids, run.chunk_ids, self.namespace, context.name),
+                    context,
+                )
 
     # -- decide
 
-    def _decide(self, request: EngineRequest, lookup: PromptLookup) -> BlendDecision:
+    def _decide(self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]) -> BlendDecision:
         """Rule, ratio and layers: what was asked for or calibrated, then what this machine's loading hides.
 
         A default rule whose probe does not pay gives way to one without.
         """
-        num_layers, fit, ratio = self.layers.num_layers, request.calibrated, request.ratio
+        num_layers, fit, ratio = self.layers.num_layers, request.fit, request.ratio
+        keeps_all = SelectionPlan(find_rule(request.rule, num_layers), NO_RECOMPUTE, ())
         if request.mode != "blend":
-            return BlendDecision(SelectionPlan(find_rule(request.rule, num_layers), NO_RECOMPUTE, ()), 0.0)
-        num_tokens, num_stored = request.prompt.num_tokens, lookup.num_stored
-        if request.adapts_ratio and lookup.runs and self.machine is not None:
+            return BlendDecision(keeps_all, 0.0)
+        num_tokens, num_stored = request.prompt.num_tokens, sum(each.kv.header.num_tokens for each in placements)
+        if request.adapts_ratio and placements and self.machine is not None:
             # What is not in memory by now is read from the disk: a remote tier has sent its chunks before the lookup.
-            to_load = sum(each.kv.nbytes for each in lookup.placements if not is_in_memory(each.kv))
+            to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
             asks_first = find_rule(request.rule if fit is None else fit.rule, num_layers).probes_before_selection
-            num_available = lookup.num_resident + num_stored
+            num_available = num_resident + num_stored
             hidden = decide_reuse(self.machine, ratio, num_tokens, num_available, {"disk": to_load}, asks_first)
             ratio = hidden.ratio
             if hidden.fallback_reason:
-                return BlendDecision(
-                    SelectionPlan(find_rule(request.rule, num_layers), NO_RECOMPUTE, ()), 1.0, hidden.fallback_reason
-                )
+                return BlendDecision(keeps_all, 1.0, hidden.fallback_reason)
         choice = plan_selection(
             request.rule,
             ratio,
             num_layers,
-            num_fresh=num_tokens - lookup.num_resident - num_stored,
-            num_candidates=sum(each.kv.header.num_tokens for each in lookup.placements if not each.exact),
+            num_fresh=num_tokens - num_resident - num_stored,
+            num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
             num_chunk_tokens=num_stored,
             fitted=fit.rule_and_layer if fit is not None else None,
             global_layers=self.layers.global_layers,
@@ -245,15 +231,17 @@ class BlendingEngine(EngineBase):
 
     # -- place and fuse
 
-    def _build_plan(self, request: EngineRequest, lookup: PromptLookup, choice: SelectionPlan) -> FusePlan:
+    def _build_plan(
+        self, request: EngineRequest, num_resident: int, placements: tuple[Placement, ...], choice: SelectionPlan
+    ) -> FusePlan:
         """What is where in the prompt, and what is to be computed of it."""
         prompt = request.prompt
         return FusePlan(
             self._ids(prompt.token_ids),
-            lookup.placements,
+            placements,
             choice.rule,
             choice.checks,
-            lookup.num_resident,
+            num_resident,
             seed=request.options.seed or 0,
             probe_layers=choice.probe_layers,
             question_start=prompt.question_start,
@@ -274,7 +262,8 @@ class BlendingEngine(EngineBase):
             movable=layers,
         ) as loader:
             result = fuse(layers, plan, fused, loader, ends_s)
-        result.add_fixed_cost(loader.num_computed * layers.kv_share, plan)
+        if loader.num_computed:
+            result.add_fixed_cost(loader.num_computed * layers.kv_share, plan)
         if self.timelines is not None and ends_s is not None:
             self.timelines.append(loader.timeline(ends_s))
         if layers.device.type == "cuda":
@@ -289,28 +278,6 @@ class BlendingEngine(EngineBase):
         report.chunks = chunk_reports(request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
         return PrefillResult(FusedKV(layers, request.prompt.num_tokens), logits, report)
-
-    # -- report
-
-    def _build_report(
-        self, request: EngineRequest, lookup: PromptLookup, decided: BlendDecision, plan: FusePlan, result: FuseResult
-    ) -> BlendReport:
-        """What was reused and recomputed, per chunk and in all."""
-        rule = plan.rule.name if request.mode == "blend" else "none"
-        report = BlendReport(request.mode, rule, decided.ratio)
-        report.predicted_agreement = request.predicted_agreement(decided.ratio)
-        runs = request.prompt.runs
-        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
-        record_fusion(report, (run.start for run in runs), lookup.runs, plan, result)
-        join_runs(report, request.prompt)
-        return report
-
-    def _misses(self, request: EngineRequest, lookup: PromptLookup) -> tuple[ChunkRun, ...]:
-        """The runs whose chunks are to be stored for the next time: those that are not."""
-        if request.mode == "prefix":
-            return ()
-        runs = request.prompt.runs
-        return tuple(run for run in runs if run.end > lookup.num_resident and run.start not in lookup.runs)
 
     # -- KV of prefixes
 

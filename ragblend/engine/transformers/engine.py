@@ -26,7 +26,6 @@ from ragblend.engine.fusion.packing import (
 )
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import prefill_chunks
-from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import (
     CancelCheck,
@@ -84,7 +83,9 @@ class TransformersEngine(BlendingEngine):
         disk = disk_tier(store)
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
-        self._grammars = GrammarCompiler(renderer, layers.config.vocab_size, self.stop_ids())
+        self.stop_ids = renderer.stop_ids() | generation_stop_ids(layers.model)
+        """Ids that end an answer: the tokenizer's and the generation config's."""
+        self._grammars = GrammarCompiler(renderer, layers.config.vocab_size, self.stop_ids)
         if check:
             self_check(layers, layers.config.vocab_size, self.name, is_quantised=is_quantised(layers.config))
 
@@ -184,16 +185,19 @@ class TransformersEngine(BlendingEngine):
         self, streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None
     ) -> list[BaseException | None]:
         """Make the answers of all `streams`, beside whatever else is being answered, and return the error of each."""
-        # What is fetched for a prompt is held until its prefill: so no more than a few are fetched ahead.
-        num_at_a_time = 1 if self.store.remote_tiers else max(1, len(streams))
         try:
-            for first in range(0, len(streams), num_at_a_time):
-                self.loop.wait_for_place()
-                start_streams(streams[first : first + num_at_a_time], cancel_check)
+            if self.store.remote_tiers:
+                # What is fetched for a prompt is held until its prefill: so no more than a few are fetched ahead.
+                for stream in streams:
+                    self.loop.wait_for_place()
+                    start_streams([stream], cancel_check)
+            else:
+                start_streams(streams, cancel_check)
             return [stream.wait() for stream in streams]
-        finally:
-            for stream in streams:  # of those that still run, where an interrupt ended the wait
+        except BaseException:  # an interrupt, or a prompt that cannot be prepared, ended the wait
+            for stream in streams:
                 stream.close()
+            raise
 
     def _grouped(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """The order in which prompts are to be answered, by place."""
@@ -241,7 +245,6 @@ class TransformersEngine(BlendingEngine):
         """
         generation_options = GenerationOptions(**options)
         self._check_prompt(prompt, generation_options.stops)
-        find_rule(generation_options.rule, self.layers.num_layers)
         matched = self.match(prompt)
         choice = self.calibrations.resolve_request_tuning(
             matched.prefix_ids, generation_options.rule, generation_options.recompute_ratio
@@ -288,9 +291,8 @@ class TransformersEngine(BlendingEngine):
         super().close()
         self.store.close()
 
-    def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer: the tokenizer's and the generation config's."""
-        config = getattr(self.layers.model, "generation_config", None)
-        end: Any = getattr(config, "eos_token_id", None)
-        more = end if isinstance(end, list) else [end] if end is not None else []
-        return self.renderer.stop_ids() | frozenset(more)
+
+def generation_stop_ids(model: Any) -> frozenset[int]:
+    """Ids that end an answer, by the model's generation config."""
+    end: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return frozenset(end if isinstance(end, list) else [end] if end is not None else [])

@@ -23,8 +23,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionParams, ProbeQueries, attend_rows
-from ragblend.engine.fusion.host_positions import on_host
+from ragblend.engine.fusion.attention import (
+    BLOCK_SCORES,
+    PLAIN,
+    AttentionParams,
+    ProbeQueries,
+    attend_rows,
+    on_host,
+)
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.fusion.rope import add_rotated, inverse_tables, rotate
@@ -50,7 +56,7 @@ from ragblend.errors import RagblendError
 ATTENTION = "ragblend"
 
 # Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
-# request to the next, each is as large as the rows it covers of the tables in `_rope`.
+# request to the next, each is as large as the rows it covers of the model's own tables.
 MAX_CACHED_TABLES = 4
 
 
@@ -245,6 +251,12 @@ class TransformersLayers:
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)
         self._layers = list(self._decoder.layers)
+        self.num_layers = len(self._layers)
+        embedding = self._decoder.embed_tokens.weight
+        self.device: torch.device = embedding.device
+        self.dtype: torch.dtype = embedding.dtype  # what is computed in, and so the KV's
+        self.like = torch.empty(0, dtype=self.dtype, device=self.device)
+        """An empty tensor of the KV's dtype and device."""
         self._model_cache_argument = cache_argument(model)
         self._layer_cache_argument = cache_argument(self._layers[0])
         self._rotary = self._decoder.rotary_emb
@@ -265,28 +277,6 @@ class TransformersLayers:
         kv_modules = self._family.projections(self._layers[0].self_attn)
         self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
         """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(self._layers)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the embedding table is, and so the KV."""
-        device: torch.device = self._decoder.embed_tokens.weight.device
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Compute dtype, and so the KV's."""
-        dtype: torch.dtype = self._decoder.embed_tokens.weight.dtype
-        return dtype
-
-    @property
-    def like(self) -> Tensor:
-        """An empty tensor of the KV's dtype and device."""
-        return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[R, hidden size] for ids [R]."""
@@ -468,26 +458,25 @@ class TransformersLayers:
             if turns.rows is rows and turns.kind == kind:
                 return turns
         end = max(on_host(rows), default=0) + 1  # packed chunks count anew: the last row need not be the highest
-        cos, sin = self._rope(end, kind)
+        known = self._tables.get(kind)
+        cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind)
         turns = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
         self._turns = (turns, *remembered[: self._turns_kept - 1])
         return turns
 
-    def _rope(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
-        """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
-        known = self._tables.get(kind)
-        if known is None or known[0].shape[0] < length:
-            # Doubling keeps re-computation rare while decoding moves one position at a time.
-            size = min(max(2 * length, 512), max(self.context_length, length))
-            positions = torch.arange(size, device=self.device)[None]
-            dummy = torch.empty(0, dtype=torch.float32, device=self.device)
-            which = {"layer_type": kind} if kind else {}
-            turned = self._rotary(dummy, position_ids=positions, **which)
-            cos, sin = (part[0] for part in ((turned.real, turned.imag) if self._family.complex_tables else turned))
-            if self._family.half_tables:
-                cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-            known = self._tables[kind] = (cos, sin)
-        return known
+    def _make_tables(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
+        """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included; kept."""
+        # Doubling keeps re-computation rare while decoding moves one position at a time.
+        size = min(max(2 * length, 512), max(self.context_length, length))
+        positions = torch.arange(size, device=self.device)[None]
+        dummy = torch.empty(0, dtype=torch.float32, device=self.device)
+        which = {"layer_type": kind} if kind else {}
+        turned = self._rotary(dummy, position_ids=positions, **which)
+        cos, sin = (part[0] for part in ((turned.real, turned.imag) if self._family.complex_tables else turned))
+        if self._family.half_tables:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        self._tables[kind] = (cos, sin)
+        return cos, sin
 
 
 def cache_argument(module: nn.Module) -> str:

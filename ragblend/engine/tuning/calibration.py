@@ -264,7 +264,10 @@ class CalibrationCache:
             return None
         key = (prefix_ids, self.chunker)
         with self._lock:
-            stamp_ns = self._changed_ns()
+            try:
+                stamp_ns = (self._root / CALIBRATIONS_DIR).stat().st_mtime_ns
+            except OSError:
+                stamp_ns = 0
             if stamp_ns != self._stamp_ns or time.time() - stamp_ns / 1e9 < _SETTLED_S:
                 self._known.clear()
                 self._stamp_ns = stamp_ns
@@ -298,13 +301,6 @@ class CalibrationCache:
             )
         return choice
 
-    def _changed_ns(self) -> int:
-        assert self._root is not None
-        try:
-            return (self._root / CALIBRATIONS_DIR).stat().st_mtime_ns
-        except OSError:
-            return 0
-
 
 class RequestTuning(NamedTuple):
     """How to answer one request. `fit` is what was measured of that rule at that layer; None: nothing was.
@@ -328,24 +324,16 @@ def resolve_request_tuning(
     """Rule, ratio and check layer of a request that asks for `rule` and `ratio`.
 
     What is asked for counts. An "auto" rule is the calibration's best, or `rules`'s default; a ratio of None or "auto"
-    is what `resolve_ratio` says. Raises UsageError for a rule or a ratio that does not exist.
+    is what was fitted, or the rule's default. Raises UsageError for a rule or a ratio that does not exist.
     """
     known = find_rule(rule, num_layers)
     fit = calibration.fit_of(rule) if calibration is not None else None
-    return RequestTuning(
-        fit.rule if fit is not None else known.name,
-        resolve_ratio(fit, ratio, known.ratio),
-        fit.check_layer if fit is not None else CHECK_LAYER,
-        fit,
-        ratio in (None, "auto"),
+    name, least, check_layer = (
+        (known.name, known.ratio, CHECK_LAYER) if fit is None else (fit.rule, fit.ratio, fit.check_layer)
     )
-
-
-def resolve_ratio(fit: RuleFit | None, ratio: RatioChoice, default: float) -> float:
-    """The share to recompute: what is asked for, else what was fitted, else `default`, the rule's."""
-    if ratio is not None and RATIO.validate("recompute_ratio", ratio) != "auto":
-        return float(ratio)
-    return fit.ratio if fit is not None else default
+    if ratio is None or RATIO.validate("recompute_ratio", ratio) == "auto":
+        return RequestTuning(name, least, check_layer, fit, is_auto_ratio=True)
+    return RequestTuning(name, float(ratio), check_layer, fit, is_auto_ratio=False)
 
 
 def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:

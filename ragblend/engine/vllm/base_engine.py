@@ -19,7 +19,7 @@ from typing import Any, Unpack
 
 from ragblend.engine.agreement import ShadowReport
 from ragblend.engine.base import EngineBase
-from ragblend.engine.decoding import StopScanner
+from ragblend.engine.decoding import StopScanner, TextStream
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import (
@@ -38,7 +38,6 @@ from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.text_stream import TextStream
 from ragblend.prompt.types import Chunk, Part, Prompt
 
 log = logging.getLogger(__name__)

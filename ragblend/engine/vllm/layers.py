@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ragblend.engine.fusion.attention import AttentionParams, ProbeQueries, attend_rows
+from ragblend.engine.fusion.attention import AttentionParams, ProbeQueries, attend_rows, on_host
 from ragblend.engine.fusion.fuse import LayerCall
-from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.protocols import FreshKVHook, QueryProbeHook
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
 from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_per_run, kv_reads_shared

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from ragblend.engine.fusion.lookup import LookupContext, context_key_name, default_context_policy, lookup_contexts
+from ragblend.engine.fusion.lookup import KEY_CONTEXTS, LookupContext, default_context_policy, lookup_contexts
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -120,7 +120,7 @@ class ChunkLookup:
         """What an ingestion finds stored: the chunk itself, or else those of the chunks that it is to be behind."""
         *behind, own = params.spans
         prefix_ids = tuple(ids[: params.spans[0][0]])
-        own_key = self._key(ids, len(behind), params, prefix_ids, context_key_name(params.context))
+        own_key = self._key(ids, len(behind), params, prefix_ids, KEY_CONTEXTS[params.context])
         if self._disk.contains(own_key):
             chunk_ids = tuple(ids[slice(*own)])
             return (StoredSpan(*own, own_key, "exact", not behind, policy=params.context, chunk_ids=chunk_ids),)

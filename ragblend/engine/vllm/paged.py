@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.host_positions import on_host
+from ragblend.engine.fusion.attention import on_host
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.store.kv import LayerKV

@@ -1,9 +1,9 @@
-"""Does ingestion keep the model busy? Chunks per second into a store on disk, beside the model's own prefill of them.
+"""`bench ingest`: chunks per second of ingestion into a disk store, compared with the model's own prefill of them.
 
-Both take turns on the same chunks: stock prefill keeps nothing; ingestion finds out what is missing, packs, prefills,
-and writes files that survive a crash. With `contexts`, it also makes the versions that a store of each keeps. Then
-documents of thousands of chunks are ingested twice by a tiny model: the second run prefills nothing, and what it takes
-is what knowing costs. Read `run_ingest` first.
+Both take turns on the same chunks. Stock prefill keeps nothing; ingestion finds the missing chunks, packs, prefills,
+and writes files that survive a crash. With `contexts`, it also computes the variants of each context policy. Then
+documents of thousands of chunks are ingested twice with a tiny model: the second run prefills nothing, and its time is
+the cost of finding that out. Read `run_ingest` first.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, IngestConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import BenchResult, Column, format_table, run_benchmark
+from ragblend.lab.bench.common.output import (
+    BenchResult,
+    Column,
+    ProgressCallback,
+    format_table,
+    ignore_progress,
+    run_benchmark,
+)
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
-from ragblend.lab.bench.common.workloads import draw_prompts, engine_for, open_directory, torch_threads
+from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads
 from ragblend.options import ContextPolicy
 from ragblend.precompute import IngestReport, ingest, precompute_chunks
 from ragblend.prompt.types import Chunk
@@ -36,7 +43,7 @@ KNOWN_SHAPE, KNOWN_CHUNK_TOKENS, CHUNKS_PER_DOCUMENT = "tiny", 64, 100
 
 @dataclass(frozen=True, slots=True)
 class IngestRun:
-    """One way to get through the chunks, median round: "prefill" is the model alone, "ingest" all the way to disk."""
+    """One way to process the chunks, median round: "prefill" is the model alone, "ingest" includes the disk."""
 
     mode: str
     chunks: int
@@ -47,30 +54,29 @@ class IngestRun:
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
-    """A run of `ragblend ingest` over documents. The second one has everything already."""
+    """A run of `ragblend ingest` over documents. In the second run every chunk is stored."""
 
     run: str  # first, second
     chunks: int
     seconds: float
     num_new_kv: int
     num_known_kv: int
-    num_prefilled_tokens: int  # rows that the model's first layer ran for chunks
+    num_prefilled_tokens: int  # chunk tokens that ran through the model's first layer
 
 
 @dataclass(frozen=True, slots=True)
 class IngestResult(BenchResult):
-    """What `bench ingest` found."""
+    """The result of `bench ingest`."""
 
     stored_bytes_per_token: int
     runs: tuple[IngestRun, ...]
-    ingest_over_prefill: float  # tokens per second of ingestion over those of prefill alone, median of the rounds
-    context_over_none: dict[str, float]  # seconds of ingestion in a context over those in none, median of the rounds
+    ingest_over_prefill: float  # tokens per second of ingestion over prefill's, median of the rounds
+    context_over_none: dict[str, float]  # seconds of ingestion with a context policy over those without, median
     known: tuple[KnownRun, ...]
 
 
-def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = None) -> IngestResult:
-    """Measure `config`. `progress` is told what is being done."""
-    notify = progress or (lambda line: None)
+def run_ingest(config: IngestConfig, notify: ProgressCallback = ignore_progress) -> IngestResult:
+    """Measure `config`. `notify` is called with each step."""
     with torch_threads(config.threads), open_directory() as directory:
         notify(f"building {config.shape}")
         store = open_store(directory / "kv", memory_gib=0)
@@ -91,11 +97,11 @@ def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = No
 
 
 def time_prefill_and_ingest(
-    engine: TransformersEngine, config: IngestConfig, notify: Callable[[str], None]
+    engine: TransformersEngine, config: IngestConfig, notify: ProgressCallback
 ) -> list[dict[str, float]]:
-    """Seconds of prefill and of ingestion, in turns over the same chunks, after a few that do not count."""
+    """Return the seconds of prefill and of ingestion in each round, by mode. Rounds follow an untimed warm-up."""
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
-    drawn = draw_prompts(count + 3, 1, config.chunk_tokens, 1, 1, vocabulary).chunks
+    drawn = make_prompts(count + 3, config.chunk_tokens, 1, 1, vocabulary).chunks
     warm_up, chunks = drawn[count:], drawn[:count]
     policies = tuple(dict.fromkeys(("none", *config.contexts)))
     prefill_only(engine, warm_up[:1])
@@ -115,8 +121,8 @@ def time_prefill_and_ingest(
 
 
 def _versions(chunks: Sequence[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """What a store of this policy keeps of the chunks. Those before a chunk, around the corner, pass for similar ones:
-    an index would find them by vectors that it has."""
+    """Return the variants of the chunks that a store of this policy keeps. The chunks before a chunk (cyclic) stand in
+    for similar ones, which an index would find by vectors."""
     if policy == "none":
         return [replace(chunk, context=policy) for chunk in chunks]
     num_behind = min(NUM_SIMILAR, len(chunks) - 1)
@@ -131,7 +137,7 @@ def _mode(policy: ContextPolicy) -> str:
 
 @torch.inference_mode()
 def prefill_only(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
-    """The stock model's forward over each chunk behind the prefix; nothing is kept."""
+    """Run the stock model over each chunk after the prefix; keep nothing."""
     device = engine.layers.device
     for chunk in chunks:
         ids = engine.default_prefix_ids + engine.renderer.chunk_ids(chunk.text)
@@ -146,8 +152,8 @@ def _ingest_new(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
         raise RagblendError(f"{report.num_new_kv} of {len(chunks)} chunks were new: the store was not empty")
 
 
-def run_known(config: IngestConfig, directory: Path, notify: Callable[[str], None]) -> tuple[KnownRun, ...]:
-    """Ingest documents of at least `num_known` chunks twice, the second time with everything opened anew."""
+def run_known(config: IngestConfig, directory: Path, notify: ProgressCallback) -> tuple[KnownRun, ...]:
+    """Ingest documents of at least `num_known` chunks twice, with a newly opened store and engine each time."""
     notify(f"writing documents of {config.num_known} chunks")
     write_documents(directory / "docs", config.num_known, find_shape(KNOWN_SHAPE).vocab_size)
     runs = []
@@ -172,7 +178,7 @@ def run_known(config: IngestConfig, directory: Path, notify: Callable[[str], Non
 
 
 def _count_rows(engine: TransformersEngine) -> Callable[[], int]:
-    """Counts, from now on, the rows that run through the model's first layer, the prefix left out."""
+    """Return a function for the number of tokens that ran through the first layer since, without the prefix."""
     rows = 0
 
     def note(_module: Any, args: tuple[Any, ...], _output: Any) -> None:
@@ -184,7 +190,7 @@ def _count_rows(engine: TransformersEngine) -> Callable[[], int]:
 
 
 def write_documents(directory: Path, num_chunks: int, vocabulary: int) -> None:
-    """Text files of CHUNKS_PER_DOCUMENT paragraphs each, every paragraph one chunk of numbers."""
+    """Write text files of CHUNKS_PER_DOCUMENT paragraphs, each paragraph one chunk of numbers."""
     directory.mkdir(parents=True)
     draw = random.Random(0)
     for start in range(0, num_chunks, CHUNKS_PER_DOCUMENT):
@@ -202,7 +208,7 @@ COLUMNS = (
 
 
 def table_lines(result: IngestResult) -> list[str]:
-    """The runs for people."""
+    """Return the table and the ratios."""
     config = result.config
     lines = [
         f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens; "
@@ -220,7 +226,7 @@ def table_lines(result: IngestResult) -> list[str]:
 
 
 def bench_ingest(config: IngestConfig, *, plot: None = None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """`ragblend bench ingest`: card and table to `echo`; returns the JSON object. There is nothing to draw."""
+    """Run `ragblend bench ingest`: card and table to `echo`; return the JSON object. There is no picture."""
     return run_benchmark(config, run_ingest, table_lines, echo, plot)
 
 

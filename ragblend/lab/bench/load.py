@@ -1,9 +1,9 @@
-"""Does loading hide behind recompute? TTFT of blending from disk beside blending from memory (CacheBlend, section 5).
+"""`bench load`: TTFT of blending from disk, compared with blending from memory (CacheBlend, section 5).
 
-The store holds ten times what the memory tier may, the page cache is dropped before every read, and every prompt
-has chunks that the one before it pushed out of memory. A throttled reader makes the disk as slow as wanted: on both
-sides of the line where T_load = T_recompute by the loading controller's own figures. Without the pipeline a request
-reads everything before it computes anything. Read `run_load` first.
+The store holds ten times the memory budget, the page cache is dropped before every read, and every prompt's chunks were
+evicted from memory by the previous prompt's. A throttled reader simulates slower disks, on both sides of T_load =
+T_recompute by the loading controller's figures. Without the pipeline a request reads everything before it computes.
+Read `run_load` first.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport
-from ragblend.engine.store.base import KVStore, StoreCounters
+from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized, load_into_memory
+from ragblend.engine.store.kv import ChunkKV, KVView, StoredLayer, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -31,7 +31,15 @@ from ragblend.engine.tuning.machine import drop_page_cache
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
+from ragblend.lab.bench.common.output import (
+    BenchResult,
+    Column,
+    ProgressCallback,
+    format_table,
+    ignore_progress,
+    medians,
+    run_benchmark,
+)
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import (
     PromptSet,
@@ -49,17 +57,17 @@ if TYPE_CHECKING:
     from ragblend.engine.vllm.worker import BlendWorker
 
 TARGET = 1.15
-"""Blending from a disk that loads within T_recompute may take so many times what it takes from memory."""
+"""Largest TTFT of blending from a disk that loads within T_recompute, as a multiple of the TTFT from memory."""
 
 
 class LoadCase(NamedTuple):
-    """Where the KV comes from and how. `bytes_per_s`: of the throttled reader, None for the disk as it is."""
+    """The source of the KV and how it is read. `bytes_per_s`: throttled speed; None for the disk as it is."""
 
     source: str  # memory, disk, throttled
     pipeline: bool
     ratio: float
     load_over_recompute: float  # T_load / T_recompute at `LoadConfig.ratio`, by the controller's figures
-    expected_s: float  # by the controller: the pipeline's, or the sum of both
+    expected_s: float  # estimate of the controller: with the pipeline, or the sum of both
     bytes_per_s: float | None = None
 
 
@@ -72,7 +80,7 @@ class LoadSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """One case's result. Durations in seconds, medians unless they say otherwise."""
+    """The result of one case. Durations in seconds, medians unless stated otherwise."""
 
     mode: str
     rule: str
@@ -90,28 +98,27 @@ class LoadRun:
     stall_s: float
     fuse_s: float
     over_memory: float  # its TTFT over that of blending from memory
-    expected_s: float  # by the controller: the pipeline's, or the sum
-    within_target: bool | None  # None where loading takes longer than recompute, or without the pipeline
+    expected_s: float  # estimate of the controller: with the pipeline, or the sum of both
+    within_target: bool | None  # None if loading takes longer than recompute, or without the pipeline
     num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult(BenchResult):
-    """What `bench load` found."""
+    """The result of `bench load`."""
 
     store_bytes: int
     memory_bytes: int
     page_cache_dropped: bool
     load_bytes: int  # of one prompt
-    controller: dict[str, Any]  # what it measured; recompute_s is T_recompute
+    controller: dict[str, Any]  # its measurements; recompute_s is T_recompute
     target: float
     runs: tuple[LoadRun, ...]
     timelines: tuple[dict[str, Any], ...]
 
 
-def run_load(config: LoadConfig, progress: Callable[[str], None] | None = None) -> LoadResult:
-    """Measure every case of `config` on the same prompts, in turns. `progress` is told what is being done."""
-    notify = progress or (lambda line: None)
+def run_load(config: LoadConfig, notify: ProgressCallback = ignore_progress) -> LoadResult:
+    """Measure every case of `config` on the same prompts, in turns. `notify` is called with each step."""
     with torch_threads(config.threads), open_directory(config.store) as directory:
         notify(f"building {config.shape}")
         disk = DiskStore(directory)
@@ -119,9 +126,7 @@ def run_load(config: LoadConfig, progress: Callable[[str], None] | None = None) 
             return _run(config, subject, disk, notify)
 
 
-def _run(
-    config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, notify: Callable[[str], None]
-) -> LoadResult:
+def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, notify: ProgressCallback) -> LoadResult:
     engine = subject.engine
     profile = measure_machine(engine, _effort(config), directory=disk.root, notify=notify)
     work = _prompts(config, subject.vocab_size)
@@ -158,8 +163,8 @@ def _run(
 
 
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
-    """Memory, disk, and throttled readers, each with and without the pipeline; where loading takes longer than
-    recompute also at the ratio that the controller chooses then."""
+    """Return the cases: memory, disk, and throttled readers, each with and without the pipeline. A reader slower than
+    recompute also gets the ratio that the controller then chooses."""
     least_s = profile.recompute_s(config.ratio, num_tokens)
     asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 
@@ -170,7 +175,7 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
         expected_s = profile.blend_s(load_s, compute_s, asks_first) if pipeline else load_s + compute_s
         return LoadCase(source, pipeline, ratio, load_s / least_s, expected_s, speed)
 
-    # Memory right behind the disk, which leaves its chunks there.
+    # Memory directly after the disk, whose request leaves the chunks in memory.
     cases = [case("disk", True), case("memory", True), case("disk", False)]
     for slowdown in config.slowdowns:
         load_s = slowdown * least_s
@@ -185,8 +190,7 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
 
 
 class StoreSwitchableEngine(NamedTuple):
-    """An engine to measure. Between requests `read_from` exchanges the store that its KV comes from, and `times` may
-    be given another list of timelines."""
+    """An engine to measure. Between requests, `read_from` sets its store and `times.timelines` may be set."""
 
     engine: TransformersEngine | VllmEngine
     vocab_size: int
@@ -218,7 +222,7 @@ def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEng
 
 
 class _Bench:
-    """Times one request at a time, from the tiers that a case asks for."""
+    """Times one request at a time, from the tiers of a case."""
 
     def __init__(self, subject: StoreSwitchableEngine, disk: DiskStore, memory_bytes: int, rule: str) -> None:
         self._subject, self._disk, self._rule = subject, disk, rule
@@ -227,7 +231,7 @@ class _Bench:
         self.page_cache_dropped = True
 
     def sample(self, prompt: Prompt, case: LoadCase) -> LoadSample:
-        """One request of one token. Raises RagblendError where the KV did not come from where it should."""
+        """Time one request of one token. Raises RagblendError if the KV was not read from the tier of the case."""
         self._subject.read_from(self._store(case))
         if case.source != "memory":
             self.page_cache_dropped &= drop_page_cache(self._disk.kv_dir.rglob("*.safetensors"))
@@ -245,28 +249,29 @@ class _Bench:
 
     def _store(self, case: LoadCase) -> KVStore:
         if case.source in ("disk", "memory") and case.pipeline:
-            return self._tiers  # what the prompt before left in memory are other chunks
+            return self._tiers  # the chunks in memory are those of the previous prompt
         tier = ThrottledStore(self._disk, case.bytes_per_s or math.inf, case.pipeline)
         return TieredStore(MemoryStore(self.memory_bytes), tier)
 
 
-class ThrottledStore(KVStore):
-    """A tier that reads at most `bytes_per_s`, one layer after the other, as one slow device would.
+class ThrottledStore(TieredStore):
+    """A tier that reads at most `bytes_per_s`, one layer after another, as one slow device would.
 
-    pipelined: layers are read when they are used; otherwise `get` reads the whole entry before it returns.
+    pipelined: a layer is read when it is used; otherwise `get` reads the whole entry before it returns.
     """
 
     def __init__(self, tier: KVStore, bytes_per_s: float, pipelined: bool = True) -> None:
-        self._tier, self._bytes_per_s, self._pipelined = tier, bytes_per_s, pipelined
+        super().__init__(tier)
+        self._bytes_per_s, self._pipelined = bytes_per_s, pipelined
         self._busy_until_s = 0.0
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the entry, whose layers arrive at the tier's pace."""
-        kv = self._tier.get(key, token_ids)
+        """Return the entry, whose layers arrive at the throttled speed."""
+        kv = super().get(key, token_ids)
         if kv is None:
             return None
-        paced = _ThrottledKV(kv, self._throttle)
-        return paced if self._pipelined else load_into_memory(paced)
+        throttled = _ThrottledKV(kv, self._throttle)
+        return throttled if self._pipelined else load_into_memory(throttled)
 
     def _throttle(self, read: Callable[[], StoredLayer]) -> StoredLayer:
         start_s = max(perf_counter(), self._busy_until_s)
@@ -275,58 +280,23 @@ class ThrottledStore(KVStore):
         time.sleep(max(0.0, self._busy_until_s - perf_counter()))
         return layer
 
-    @property
-    def counters(self) -> StoreCounters:
-        """Return the counters of the tier."""
-        return self._tier.counters
 
-    def put(self, kv: ChunkKV) -> None:
-        """Store an entry in the tier."""
-        self._tier.put(kv)
-
-    def contains(self, key: str) -> bool:
-        """True if the tier has the entry."""
-        return self._tier.contains(key)
-
-    def delete(self, key: str) -> bool:
-        """Delete an entry of the tier; True if it had one."""
-        return self._tier.delete(key)
-
-    def keys(self) -> Iterator[str]:
-        """Yield the keys of the tier."""
-        return self._tier.keys()
-
-    def nbytes(self) -> int:
-        """Return the bytes of the tier."""
-        return self._tier.nbytes()
-
-
-class _ThrottledKV:
+class _ThrottledKV(KVView):
     """A chunk of a ThrottledStore."""
 
-    def __init__(self, kv: ChunkKV, at_pace: Callable[[Callable[[], StoredLayer]], StoredLayer]) -> None:
-        self._kv, self._at_pace = kv, at_pace
-
-    @property
-    def header(self) -> KVHeader:
-        return self._kv.header
-
-    @property
-    def nbytes(self) -> int:
-        return self._kv.nbytes
-
-    def layer(self, index: int) -> LayerKV:
-        return dequantized(self.stored_layer(index))
+    def __init__(self, source: ChunkKV, throttle: Callable[[Callable[[], StoredLayer]], StoredLayer]) -> None:
+        super().__init__(source)
+        self._throttle = throttle
 
     def stored_layer(self, index: int) -> StoredLayer:
-        return self._at_pace(lambda: self._kv.stored_layer(index))
+        return self._throttle(lambda: self.source.stored_layer(index))
 
 
 _MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s")
 
 
 def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun, ...]:
-    """Medians of every case, beside those of blending from memory and what the controller expects."""
+    """Return the medians of every case, with their ratio to blending from memory and the controller's estimate."""
     found = {case: medians([sample.report for sample in taken], *_MEDIANS) for case, taken in samples.items()}
     memory_s = next(each["ttft_s"] for case, each in found.items() if case.source == "memory")
     runs = []
@@ -350,7 +320,7 @@ def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun
 
 
 def timeline_facts(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
-    """The layers of the sample with the median TTFT: [start, end] of each, in seconds from the first of them."""
+    """Return the layers of the sample with the median TTFT: [start, end] of each, in seconds from the first event."""
     ordered = sorted(samples, key=lambda sample: sample.report.ttft_s)
     load, fuse = ordered[len(ordered) // 2].timeline
     zero_s = min(event.start_s for event in (*load, *fuse))
@@ -375,7 +345,7 @@ COLUMNS = (
 
 
 def table_lines(result: LoadResult) -> list[str]:
-    """The runs for people: one line each, under two that say what was run and what the controller measured."""
+    """Return the table: two lines that describe workload and machine, then one line per run."""
     config, disk = result.config, result.controller["bytes_per_s"]["disk"]
     cache = "page cache dropped" if result.page_cache_dropped else "PAGE CACHE NOT DROPPED"
     return [
@@ -388,22 +358,19 @@ def table_lines(result: LoadResult) -> list[str]:
 
 
 def bench_load(config: LoadConfig, *, plot: Path | None = None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """`ragblend bench load`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    """Run `ragblend bench load`: card and table to `echo`, a picture to `plot`; return the JSON object."""
     return run_benchmark(config, run_load, table_lines, echo, plot, plot_load)
 
 
 def _effort(config: LoadConfig) -> ProfileConfig:
-    """What the controller needs for these prompts: their own length, and ratios from none to well above `ratio`."""
+    """Return what to measure for the controller: these prompts' length, ratios from 0 to well above `ratio`."""
     ratios = (0.0, config.ratio, min(1.0, max(0.5, 2 * config.ratio)))
     return ProfileConfig(config.num_chunks, config.chunk_tokens, 2, tuple(dict.fromkeys(ratios)), config.rule)
 
 
 def _prompts(config: LoadConfig, vocab_size: int) -> PromptSet:
-    """Prompts without a chunk in common, as many as the store has room for."""
+    """Return prompts without a chunk in common, whose chunks fill the store."""
     num_prompts = max(config.store_factor, config.repeats + 1)
-    sets = [
-        make_prompts(config.num_chunks, config.chunk_tokens, config.question_tokens, 1, vocab_size, seed)
-        for seed in range(num_prompts)
-    ]
+    sets = [make_prompts(*config.lengths, 1, vocab_size, seed) for seed in range(num_prompts)]
     chunks = tuple(chunk for each in sets for chunk in each.chunks)
     return PromptSet(chunks, tuple(each.prompts[0] for each in sets))

@@ -1,9 +1,9 @@
-"""Requests per second at equal time to first token, under Poisson arrivals (CacheBlend, figure 14).
+"""`bench throughput`: requests per second at equal time to first token, under Poisson arrivals (CacheBlend, figure 14).
 
-Every mode gets the same prompts at the same moments: one sequence of arrivals with mean gap 1, drawn once and scaled to
-each rate. Nobody waits for answers before sending, so a mode that is too slow for a rate builds up a queue, and TTFT,
-counted from the moment of arrival, shows it. vLLM runs in this process; prompts are token ids before the clock starts.
-Read `run_throughput` first.
+Every mode gets the same prompts at the same times: one sequence of arrivals with mean gap 1, drawn once and scaled to
+each rate. Requests are sent without waiting for answers, so a mode that is too slow for a rate builds up a queue, and
+TTFT is measured from the arrival. vLLM runs in this process; prompts are tokenized before the clock starts. Read
+`run_throughput` first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import OutputDelta, VllmRequest
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
-from ragblend.lab.bench.common.output import BenchResult, Column, format_table, run_benchmark
-from ragblend.lab.bench.common.workloads import make_config_prompts, torch_threads
+from ragblend.lab.bench.common.output import (
+    BenchResult,
+    Column,
+    ProgressCallback,
+    format_table,
+    ignore_progress,
+    run_benchmark,
+)
+from ragblend.lab.bench.common.workloads import make_prompts, torch_threads
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
 from ragblend.lab.plots import plot_throughput
 from ragblend.options import Mode
@@ -41,23 +48,23 @@ if TYPE_CHECKING:
         def deltas(self, request: VllmRequest) -> Generator[OutputDelta]: ...  # noqa: D102
 
 
-BOUND_FACTOR = 2.0  # of full prefill's TTFT on an idle engine: the default bound
+BOUND_FACTOR = 2.0  # the default bound, as a multiple of full prefill's TTFT on an idle engine
 LOADS = (0.4, 0.7, 1.0, 1.4, 1.8, 2.2, 2.7, 3.3, 4.0)
-"""Default rates, in requests per full prefill: full prefill cannot follow beyond 1."""
+"""Default rates, in requests per duration of a full prefill. Full prefill cannot keep up beyond 1."""
 
-_STOP_FACTOR = 2.0  # a mode whose mean TTFT is beyond so many bounds is not driven any further
+_STOP_FACTOR = 2.0  # a mode whose mean TTFT exceeds the bound by this factor is not measured at higher rates
 _IDLE_SAMPLES = 3
-_HEAD_START_S = 0.05  # for the senders to be ready
+_HEAD_START_S = 0.05  # until the sending threads are ready
 
 
 class TimedAnswer(NamedTuple):
-    """One request: when it arrived, and the seconds from then to its first and to its last token."""
+    """One request: its arrival, and the seconds from there to its first and to its last token."""
 
     arrival_s: float
     ttft_s: float
     total_s: float
     report: BlendReport | None = None
-    num_cached_tokens: int = 0  # of the prompt; vLLM did not have to compute them
+    num_cached_tokens: int = 0  # prompt tokens from vLLM's prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,47 +74,46 @@ class ThroughputRun:
     mode: Mode
     rule: str
     ratio: float
-    rate: float  # requests per second that arrive
+    rate: float  # arriving requests per second
     num_requests: int
     ttft_mean_s: float
     ttft_s: float
     ttft_p95_s: float
     ttft_max_s: float
-    served_rate: float  # requests per second until the last one's end
+    served_rate: float  # finished requests per second, until the end of the last one
     num_cached_tokens: float  # mean per request
 
 
 @dataclass(frozen=True, slots=True)
 class ServingCapacity:
-    """What a mode can serve with a mean TTFT within the bound. Rates in requests per second.
+    """The rates that a mode serves with a mean TTFT within the bound, in requests per second.
 
-    A burst of requests is over before its queue has grown long, so arrivals within the bound may be more than a mode
-    can keep up with. Modes are compared by what they have served.
+    A burst of requests ends before its queue is long, so a mode may accept more arrivals within the bound than it can
+    sustain. Modes are therefore compared by the served rate.
     """
 
     mode: Mode
     rule: str
     idle_ttft_s: float  # median, one request at a time
-    max_rate: float | None  # the highest rate of arrivals within the bound, all lower ones within, too; None: none is
-    rate_at_bound: float | None  # served between there and the next, where the line through their means meets the bound
-    at_least: bool  # the bound was not reached: both are only what was measured
-    blend_gain: float | None  # the first blend's rate at the bound over this one's; at least that, if blend's is
+    max_rate: float | None  # the highest rate of arrivals with it and all lower rates within the bound; None for none
+    rate_at_bound: float | None  # the served rate at the bound, by linear interpolation to the next rate
+    at_least: bool  # True if the bound was not reached, so both rates are lower limits
+    blend_gain: float | None  # the first blend's rate at the bound over this one's
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputResult(BenchResult):
-    """What `bench throughput` found."""
+    """The result of `bench throughput`."""
 
     bound_s: float
     runs: tuple[ThroughputRun, ...]
     capacities: tuple[ServingCapacity, ...]
 
 
-def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | None = None) -> ThroughputResult:
-    """Measure every mode of `config` at every rate on the same prompts. `progress` is told what is being done."""
-    notify = progress or (lambda line: None)
+def run_throughput(config: ThroughputConfig, notify: ProgressCallback = ignore_progress) -> ThroughputResult:
+    """Measure every mode of `config` at every rate on the same prompts. `notify` is called with each step."""
     cases = expand_cases(config.modes, config.rules)
-    # All prompts of a rate and all chunks: what is in vLLM's prefix cache is not pushed out of it.
+    # Enough for all prompts of a rate and all chunks, so that vLLM's prefix cache evicts nothing.
     num_prompts = config.num_requests + -(-config.pool // config.num_chunks)
     longest = config.prompt_tokens + config.output_tokens
     with torch_threads(config.threads):
@@ -116,7 +122,7 @@ def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | N
             engine,
             vocab_size,
         ):
-            work = make_config_prompts(config, vocab_size, config.num_requests, config.pool)
+            work = make_prompts(*config.lengths, config.num_requests, vocab_size, pool=config.pool)
             notify(f"precomputing {config.pool} chunks of {config.chunk_tokens} tokens")
             for chunk in work.chunks:
                 engine.precompute(chunk)
@@ -134,7 +140,7 @@ def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | N
             notify("measuring one request at a time")
             idle_s = measure_idle_ttfts(cases, work.prompts, answer)
             bound_s = config.bound_s or BOUND_FACTOR * idle_s[_FULL]
-            rates = config.rates or tuple(_rounded(load / idle_s[_FULL]) for load in LOADS)
+            rates = config.rates or tuple(float(f"{load / idle_s[_FULL]:.3g}") for load in LOADS)
             gaps = arrival_times(1.0, config.num_requests)
 
             def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
@@ -145,13 +151,13 @@ def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | N
             return ThroughputResult(config, engine.name, vllm_card(), bound_s, runs, found)
 
 
-_FULL = ModeAndRule("full", "none")  # measured idle in any case: bound and rates come from it
+_FULL = ModeAndRule("full", "none")  # always measured idle, because the bound and the rates are derived from it
 
 
 def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
-    """Moments, in seconds, at which `count` requests of a Poisson process with `rate` per second arrive; ascending.
+    """Return the times, in seconds and ascending, of `count` arrivals of a Poisson process with `rate` per second.
 
-    Equal seeds give the same moments at every rate, but for the scale.
+    Equal seeds give the same times at every rate, except for the scale.
     """
     draw, now, moments = random.Random(seed), 0.0, []
     for _ in range(count):
@@ -163,7 +169,7 @@ def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
 def replay_requests(
     engine: StreamingEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
 ) -> list[TimedAnswer]:
-    """Send each request at its moment, whatever the others do, and time its tokens from that moment on."""
+    """Send each request at its time, independent of the others, and time its tokens from there."""
     start_s = time.perf_counter() + _HEAD_START_S
 
     def send(request: VllmRequest, arrival_s: float) -> TimedAnswer:
@@ -185,7 +191,7 @@ def replay_requests(
 
 
 def check_answers(case: ModeAndRule, answers: list[TimedAnswer]) -> list[TimedAnswer]:
-    """The answers, once it is sure that each was made the way `case` says."""
+    """Return the answers. Raises RagblendError if one was not computed in the mode of `case`."""
     for answer in answers:
         report = answer.report
         if report is None:
@@ -202,7 +208,7 @@ def measure_idle_ttfts(
     prompts: Sequence[Prompt],
     answer: Callable[[ModeAndRule, Sequence[Prompt], Sequence[float]], list[TimedAnswer]],
 ) -> dict[ModeAndRule, float]:
-    """Median TTFT of every case and of full prefill, one request at a time, in turns, the first turn for warming up."""
+    """Return the median TTFT of every case and full prefill, one request at a time, after a warm-up turn."""
     wanted = tuple(dict.fromkeys([*cases, _FULL]))
     samples: dict[ModeAndRule, list[float]] = {case: [] for case in wanted}
     for turn in range(_IDLE_SAMPLES + 1):
@@ -219,9 +225,9 @@ def sweep(
     bound_s: float,
     ratio: float,
     measure: Callable[[ModeAndRule, float], list[TimedAnswer]],
-    notify: Callable[[str], None] = lambda line: None,
+    notify: ProgressCallback = lambda line: None,
 ) -> tuple[ThroughputRun, ...]:
-    """Rates from low to high, the cases in turns at each; a case far beyond the bound takes no part any more."""
+    """Measure all cases at each rate, from low to high. A case far beyond the bound is not measured at higher rates."""
     runs: list[ThroughputRun] = []
     running = list(cases)
     for rate in sorted(set(rates)):
@@ -235,7 +241,7 @@ def sweep(
 
 
 def summarize_point(case: ModeAndRule, ratio: float, rate: float, answers: Sequence[TimedAnswer]) -> ThroughputRun:
-    """One mode's answers at one rate, in numbers."""
+    """Return the summary of one mode's answers at one rate."""
     times_s = [answer.ttft_s for answer in answers]
     return ThroughputRun(
         mode=case.mode,
@@ -255,7 +261,7 @@ def summarize_point(case: ModeAndRule, ratio: float, rate: float, answers: Seque
 def capacities(
     runs: Sequence[ThroughputRun], idle_s: Mapping[ModeAndRule, float], bound_s: float
 ) -> tuple[ServingCapacity, ...]:
-    """Every case's highest rate within the bound, and how many times as much the first blend serves."""
+    """Return the capacity of every case, with the ratio of the first blend's to it."""
     rates = {
         case: highest_rate(
             [
@@ -285,7 +291,7 @@ def capacities(
 
 
 class RatePoint(NamedTuple):
-    """A rate of arrivals, what was served of it, both per second, and the mean TTFT in seconds."""
+    """A rate of arrivals and the served rate, both per second, and the mean TTFT in seconds."""
 
     rate: float
     served: float
@@ -293,7 +299,7 @@ class RatePoint(NamedTuple):
 
 
 class HighestRate(NamedTuple):
-    """See Capacity."""
+    """See ServingCapacity: `max_rate`, `rate_at_bound` and `at_least`."""
 
     measured: float | None
     at_bound: float | None
@@ -301,9 +307,9 @@ class HighestRate(NamedTuple):
 
 
 def highest_rate(points: Sequence[RatePoint], bound_s: float) -> HighestRate:
-    """The highest rate whose mean TTFT is within the bound, and what is served at the bound.
+    """Return the highest rate whose mean TTFT is within the bound, and the served rate at the bound.
 
-    A rate counts only if all lower ones are within, too.
+    A rate counts only if all lower ones are within the bound, too.
 
     >>> highest_rate([RatePoint(1.0, 1.0, 0.2), RatePoint(2.0, 2.0, 0.4), RatePoint(3.0, 2.5, 1.2)], bound_s=0.8)
     HighestRate(measured=2.0, at_bound=2.25, at_least=False)
@@ -330,7 +336,7 @@ COLUMNS = (
 
 
 def table_lines(result: ThroughputResult) -> list[str]:
-    """The sweep for people: a line per rate and mode, then what each mode can serve."""
+    """Return the tables: a line per rate and mode, then the capacity of each mode."""
     config = result.config
     lines = [
         f"{result.name} {config.dtype}, {config.num_chunks} of {config.pool} chunks x {config.chunk_tokens} tokens + "
@@ -355,12 +361,8 @@ def table_lines(result: ThroughputResult) -> list[str]:
 def bench_throughput(
     config: ThroughputConfig, *, plot: Path | None = None, echo: Callable[[str], None]
 ) -> dict[str, Any]:
-    """`ragblend bench throughput`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    """Run `ragblend bench throughput`: card and table to `echo`, a picture to `plot`; return the JSON object."""
     return run_benchmark(config, run_throughput, table_lines, echo, plot, plot_throughput)
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.3g}")
 
 
 def _rate(rate: float | None, sign: str) -> str:

@@ -1,8 +1,8 @@
-"""Time to first token, the four modes side by side in one process: lookup + load + fuse + first token.
+"""`bench ttft`: time to first token of full prefill, prefix caching, full reuse and blend, on the same prompts.
 
-Chunks are precomputed, everything is warmed up, and the modes take turns (A B C, A B C, ...), so that a machine
-that gets slower or faster slows or speeds them alike. Quote ratios of the medians. Full prefill is the stock
-transformers model with its own SDPA attention, or stock vLLM (`ttft_vllm`). Read `run_ttft` first.
+The cases take turns in every round, so a machine that gets slower affects all of them. Quote the ratios of the medians.
+Full prefill is the stock transformers model with its own SDPA attention, or stock vLLM (`ttft_vllm`). Read `run_ttft`
+first.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
-from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
+from ragblend.lab.bench.common.output import (
+    BenchResult,
+    Column,
+    ProgressCallback,
+    format_table,
+    ignore_progress,
+    medians,
+    run_benchmark,
+)
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import (
     PromptSet,
     engine_for,
-    engine_for_model,
-    make_config_prompts,
+    make_engine,
+    make_prompts,
     open_directory,
     torch_threads,
 )
@@ -38,20 +46,20 @@ from ragblend.lab.plots import plot_ttft
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
 
-_NO_LIMIT_BYTES = 1 << 50  # the memory tier holds whatever the benchmark precomputes
+_NO_LIMIT_BYTES = 1 << 50  # the memory tier holds everything that the benchmark precomputes
 
 
 class TtftSample(NamedTuple):
     """One timed request."""
 
     report: BlendReport
-    cpu_s: float  # processor time of all threads: what the wall clock would show on a machine of one's own
+    cpu_s: float  # CPU seconds of all threads: the elapsed time on a machine without other work
     peak_rss_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TtftRun:
-    """One case's result. Durations in seconds, medians over all samples unless they say otherwise."""
+    """The result of one case. Durations in seconds, medians over all samples unless stated otherwise."""
 
     mode: Mode
     rule: str
@@ -62,15 +70,15 @@ class TtftRun:
     ttft_min_s: float
     ttft_max_s: float
     cpu_s: float
-    load_s: float  # reading and placing stored KV, overlapped with fusing where it comes from disk
-    stall_s: float  # the part of it that fusing had to wait for
+    load_s: float  # reading and placing stored KV; overlapped with fusing if it is read from disk
+    stall_s: float  # the part of load_s during which fusing waited
     fuse_s: float
-    probe_s: float  # the part of fuse_s until a rule that asks the question knows its attention
-    select_s: float  # the part of fuse_s in which candidates are measured, scored and chosen at the check
+    probe_s: float  # the part of fuse_s in which the query probe runs
+    select_s: float  # the part of fuse_s in which candidates are scored and selected
     select_share: float  # (probe_s + select_s) / ttft_s; in the table "asking"
-    speedup: float | None  # full prefill's median TTFT over this one's; None where full was not run
-    speedup_cpu: float | None  # the same of processor time
-    limit: float | None  # 1 / charged budget: the speedup if only chunk tokens took time, and each the same time
+    speedup: float | None  # full prefill's median TTFT over this one's; None if full was not run
+    speedup_cpu: float | None  # the same for CPU seconds
+    limit: float | None  # 1 / charged budget: the speedup if only chunk tokens took time, each the same
     num_recomputed_tokens: int
     peak_rss_bytes: int
     num_samples: int
@@ -78,20 +86,19 @@ class TtftRun:
 
 @dataclass(frozen=True, slots=True)
 class TtftResult(BenchResult):
-    """What `bench ttft` found."""
+    """The result of `bench ttft`."""
 
     stored_bytes_per_token: int
     runs: tuple[TtftRun, ...]
 
 
-def run_ttft(config: TtftConfig, progress: Callable[[str], None] | None = None) -> TtftResult:
-    """Measure every case of `config` on the same prompts. `progress` is told what is being done."""
-    notify = progress or (lambda line: None)
+def run_ttft(config: TtftConfig, notify: ProgressCallback = ignore_progress) -> TtftResult:
+    """Measure every case of `config` on the same prompts. `notify` is called with each step."""
     with torch_threads(config.threads):
         notify(f"building {config.shape or config.model}")
         with _subject(config) as subject:
             engine = subject.engine
-            work = make_config_prompts(config, subject.vocab_size, config.num_prompts)
+            work = make_prompts(*config.lengths, config.num_prompts, subject.vocab_size)
             notify(f"precomputing {config.num_chunks} chunks of {config.chunk_tokens} tokens")
             for chunk in work.chunks:
                 engine.precompute(chunk)
@@ -100,7 +107,7 @@ def run_ttft(config: TtftConfig, progress: Callable[[str], None] | None = None) 
 
 
 class EngineUnderTest(NamedTuple):
-    """An engine to measure. `prepare` is called before every request, and its time does not count."""
+    """An engine to measure. `prepare` is called before every request; its time does not count."""
 
     engine: Engine
     vocab_size: int
@@ -110,7 +117,7 @@ class EngineUnderTest(NamedTuple):
 
 @contextmanager
 def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
-    """The engine, over the tier to measure alone: a memory tier in front of the disk would answer for it."""
+    """Yield the engine over the measured tier alone, because a memory tier in front of a disk would hide it."""
     if config.backend == "vllm":
         from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
 
@@ -130,9 +137,9 @@ def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
 
 
 def _measure(
-    subject: EngineUnderTest, config: TtftConfig, work: PromptSet, notify: Callable[[str], None]
+    subject: EngineUnderTest, config: TtftConfig, work: PromptSet, notify: ProgressCallback
 ) -> dict[ModeAndRule, list[TtftSample]]:
-    """Warm every case up once, then take turns."""
+    """Run every case once as a warm-up, then all cases in turns. Return the samples by case."""
     notify("warming up")
     for case in config.cases:
         _sample(subject, work.prompts[0], case, config.ratio)
@@ -146,7 +153,7 @@ def _measure(
 
 
 def _sample(subject: EngineUnderTest, prompt: Prompt, case: ModeAndRule, ratio: float) -> TtftSample:
-    """One request of one token, so that nothing is decoded. The engine synchronises the device."""
+    """Time one request for one token, so that nothing is decoded. The engine synchronizes the device."""
     rule = "auto" if case.rule == "none" else case.rule
     subject.prepare(prompt, case.mode)
     reset_peak_rss()
@@ -159,7 +166,7 @@ _MEDIANS = ("charged_budget", "charged_budget_32", "ttft_s", "load_s", "stall_s"
 
 
 def summarize(samples: dict[ModeAndRule, list[TtftSample]]) -> tuple[TtftRun, ...]:
-    """Medians of every case, and their ratios to those of full prefill."""
+    """Return the medians of every case, and their ratios to full prefill's."""
     full = next((taken for case, taken in samples.items() if case.mode == "full"), None)
     full_s = median(sample.report.ttft_s for sample in full) if full else None
     full_cpu_s = median(sample.cpu_s for sample in full) if full else None
@@ -172,7 +179,7 @@ def summarize(samples: dict[ModeAndRule, list[TtftSample]]) -> tuple[TtftRun, ..
         runs.append(
             TtftRun(
                 mode=case.mode,
-                rule=reports[0].rule,  # what "auto" stood for
+                rule=reports[0].rule,  # the rule that "auto" selected
                 ratio=reports[0].recompute_ratio,
                 **found,
                 ttft_min_s=min(times_s),
@@ -202,7 +209,7 @@ COLUMNS = (
 
 
 def table_lines(result: TtftResult) -> list[str]:
-    """The runs for people: one line each, under a line that says what was run."""
+    """Return the table: a line that describes the workload, then one line per run."""
     config = result.config
     return [
         f"{result.name} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens + "
@@ -213,12 +220,13 @@ def table_lines(result: TtftResult) -> list[str]:
 
 
 def bench_ttft(config: TtftConfig, *, plot: Path | None = None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """`ragblend bench ttft`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    """Run `ragblend bench ttft`: card and table to `echo`, a picture to `plot`; return the JSON object."""
     return run_benchmark(config, run_ttft, table_lines, echo, plot, plot_ttft)
 
 
 def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:
     if config.model is not None:
-        return engine_for_model(load_model(config.model, ModelOptions(config.dtype, config.device)), store)
+        loaded = load_model(config.model, ModelOptions(config.dtype, config.device))
+        return make_engine(loaded.model, store, loaded.name, loaded.fingerprint)
     assert config.shape is not None
     return engine_for(config.shape, store, find_dtype(config.dtype), device=config.device)

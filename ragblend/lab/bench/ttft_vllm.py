@@ -1,6 +1,6 @@
-"""Stock vLLM with the ragblend connector, in this process, as a subject of measurements: `--backend vllm`.
+"""Stock vLLM with the ragblend connector, in this process, as the engine of a benchmark: `--backend vllm`.
 
-The weights are a checkpoint on disk, as vLLM wants them; the paged KV is just large enough. "full" and "prefix" are
+The weights are a checkpoint on disk, as vLLM requires; the paged KV is just large enough. "full" and "prefix" are
 vLLM's own prefill, without and with its prefix cache. Read `open_vllm` and `warm_prefix_cache`.
 """
 
@@ -10,24 +10,23 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.vllm.launch import find_checkpoint, is_cuda, require_vllm, transfer_config
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
-from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.bench.common.hardware import hardware_card, package_version
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import save_checkpoint, synthetic_renderer
 from ragblend.options import ModelOptions
-from ragblend.prompt.types import Chunk, Prompt
+from ragblend.prompt.types import Prompt
 
 if TYPE_CHECKING:
     from ragblend.engine.vllm.engine import VllmEngine
 
-_SLACK_TOKENS = 64  # of context beyond the prompt
-_BLOCK_TOKENS = 128  # vLLM's default block on a CPU, the largest there is: a prompt wastes one at most
+_SLACK_TOKENS = 64  # context length beyond the prompt
+_BLOCK_TOKENS = 128  # vLLM's default block on a CPU, the largest possible one; a prompt wastes at most one
 _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 
 
@@ -40,13 +39,13 @@ def open_vllm(
     memory_gib: float = 0.0,
     store: Path | None = None,
 ) -> Iterator[tuple[VllmEngine, int]]:
-    """The engine for `config`'s prompts, and its vocabulary's size. vLLM ends with the context.
+    """Open vLLM for the prompts of `config`; yield the engine and its vocabulary size. vLLM ends with the context.
 
-    `num_prompts` of `prompt_tokens`, answers included, fit into the paged KV at once; a memory tier of `memory_gib`
-    stands in front of the store, none where it is 0.
+    The paged KV holds `num_prompts` of `prompt_tokens`, answers included, at once. `memory_gib`: memory tier in front
+    of the store, 0 for none.
     """
     require_vllm()
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the process has its threads already
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the process has already created its threads
     from transformers import AutoConfig
 
     from ragblend.engine.vllm.engine import VllmEngine
@@ -77,36 +76,24 @@ def open_vllm(
             transfer,
             place,
             vllm_options={**options, **config.vllm_options},
-            on_miss="inline",  # nothing is computed in the background while something is timed
+            on_miss="inline",  # no background work disturbs the timing
         ) as engine:
             yield engine, vocab_size
 
 
 def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
-    """Leave vLLM's prefix cache as if other prompts had begun with each of `prompts`' first chunks, and nothing else.
+    """Leave vLLM's prefix cache with the first chunk of each of `prompts`, and nothing else.
 
-    This is what prefix caching can hope for when chunks come in ever new orders; a prompt that was sent before, which
-    would be found whole, is forgotten.
+    This is the most that prefix caching can reuse when chunks come in random orders. A prompt that was sent before
+    would be cached as a whole, so the cache is reset first. Raises RagblendError while a request is running.
     """
     if not engine.reset_prefix_cache():
         raise RagblendError("vLLM did not reset its prefix cache: a request is still running")
-    for chunk in dict.fromkeys(_first_chunk(prompt) for prompt in prompts):
+    for chunk in dict.fromkeys(prompt.chunks[0] for prompt in prompts):
         engine.generate(Prompt([chunk], "0"), mode="prefix", max_tokens=1)
 
 
 def vllm_card() -> dict[str, Any]:
-    """The hardware card, with vLLM's version."""
-    return {**hardware_card("cuda" if is_cuda() else "cpu"), "vllm": _version()}
-
-
-def _first_chunk(prompt: Prompt) -> Chunk:
-    return prompt.chunks[0]
-
-
-def _version() -> str | None:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{version(name)} ({name})"
-        except PackageNotFoundError:
-            continue
-    return None
+    """Return the hardware card with vLLM's version."""
+    versions = (f"{version} ({name})" for name in ("vllm", "vllm-cpu") if (version := package_version(name)))
+    return {**hardware_card("cuda" if is_cuda() else "cpu"), "vllm": next(versions, None)}

@@ -1,1 +1,1 @@
-"""How close an answer is to full prefill's, and how good it is: `ragblend bench quality`. Read `study` first."""
+"""Closeness of answers to full prefill's, and their quality: `ragblend bench quality`. Read `study` first."""

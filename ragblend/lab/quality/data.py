@@ -1,13 +1,13 @@
-"""Questions, their gold answers and the passages they are asked over: from a file, the checkout, or the sample corpus.
+"""Questions with gold answers and passages: from a file, the checkout, or the sample corpus.
 
 A file is a JSON array or JSON lines of objects with
 
 - `question`, `answers` (or `answer`) and `passages` or `ctxs`, texts or objects with `text`; or a single `text`, the
-  passage that answers it, among which distractors are drawn from the other records (NQ-open);
-- LongBench's `input`, `context` and `answers` (2WikiMQA, SAMSum, MultiNews): "Passage 1:" and the like open passages;
-  without an `input` a summary is asked for, of the passages in their order.
+  passage with the answer, to which distractors from the other records are added (NQ-open);
+- LongBench's `input`, `context` and `answers` (2WikiMQA, SAMSum, MultiNews): "Passage 1:" and the like begin passages;
+  without an `input` the question asks for a summary of the passages in their order.
 
-Which questions may choose and which are reported is fixed by a hash of the question. Read `load_cases` first.
+A hash of the question assigns it to the selection part or to the reported part. Read `load_cases` first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import ragblend
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
-from ragblend.corpus.embedders import Embedder
+from ragblend.corpus.embedders import Embedder, embed_question
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
@@ -35,21 +35,22 @@ from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
 
 SYSTEM = "You will read several passages and then answer a question about them. Answer with a few words only."
-SELECTION_TENTHS = 3  # of the questions may choose
+SELECTION_TENTHS = 3  # tenths of the questions that are for selection
 SUMMARIZE = "Write a summary of all the passages."
 NAMED_DATASETS = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
-"""Data sets of the checkout's data/questions, which the wheel does not have."""
+"""Data sets in the checkout's data/questions, which are not part of the wheel."""
 
 NUM_DISTRACTORS = 9
-_MAX_BYTES = 1 << 30  # of a file of questions and passages
+_MAX_BYTES = 1 << 30  # of a file of questions
 _PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
 
 
 class QaCase(NamedTuple):
-    """A question, and the passages that it is asked over.
+    """A question and the passages that it is asked over.
 
-    `order`: its chunks in a prompt are those nearest to the question, the nearest first ("score"), or the first ones
-    ("document"), or the passages just as they are ("given")."""
+    `order`: a prompt has the chunks nearest to the question, the nearest first ("score"), or the first chunks
+    ("document"), or the passages as they are ("given").
+    """
 
     question: str
     answers: tuple[str, ...]
@@ -66,7 +67,7 @@ def get_dataset_split(question: str) -> str:
 
 
 def load_cases(config: QualityConfig) -> list[QaCase]:
-    """The first `num_questions` cases of the part. Raises NotFoundError without data, CorruptError for what is none."""
+    """Return the first `num_questions` cases of the part. Raises NotFoundError or CorruptError."""
     if config.data == "demo":
         return demo_cases(config)
     every = read_cases(find_data(config.data))
@@ -74,7 +75,7 @@ def load_cases(config: QualityConfig) -> list[QaCase]:
 
 
 def find_data(name: str) -> Path:
-    """The file: a named data set's in this folder or beside the package, or the one given."""
+    """Return the questions' path: a data set in the working folder or beside the package, or a given file."""
     if name not in NAMED_DATASETS:
         return user_path(name, "--data")
     place = Path("data/questions") / NAMED_DATASETS[name]
@@ -88,7 +89,7 @@ def find_data(name: str) -> Path:
 
 
 def read_cases(path: Path) -> list[QaCase]:
-    """The cases of a file, in its order."""
+    """Return the cases of a file, in its order. Raises CorruptError and UsageError."""
     text = read_text(path, "--data", f"give a JSON or JSONL file, or {', '.join(NAMED_DATASETS)}, demo", _MAX_BYTES)
     try:
         lines = [line for line in text.splitlines() if line.strip()]
@@ -115,7 +116,7 @@ def _case_of(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> 
     question = record["question"] if "question" in record else record["input"]
     answers = record["answers"] if "answers" in record else record["answer"]
     answers = (answers,) if isinstance(answers, str) else tuple(answers)
-    next(answer for answer in answers if answer.strip())  # without one there is nothing to compare
+    next(answer for answer in answers if answer.strip())  # raises StopIteration if no answer has text
     if "context" in record:
         passages = tuple(text for piece in _PASSAGE.split(record["context"]) if (text := piece.strip()))
     elif "text" in record:
@@ -132,7 +133,7 @@ def _case_of(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> 
 def _with_distractors(
     record: Mapping[str, Any], answers: Sequence[str], others: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
-    """The record's passage among those of other records that hold none of the answers: the same at every call."""
+    """Return the record's passage among passages of other records without the answers, the same at every call."""
     draw = random.Random(record["question"])
     texts = [each["text"] for each in draw.sample(others, len(others)) if each is not record]
     lacking = (text for text in texts if not any(answer.lower() in text.lower() for answer in answers))
@@ -142,9 +143,10 @@ def _with_distractors(
 
 
 def demo_cases(config: QualityConfig) -> list[QaCase]:
-    """The sample corpus' questions over the paragraphs that answer them and others, kinds in turn: an illustration.
+    """Return the sample corpus' questions over the paragraphs that answer them and others, kinds in turn: an
+    illustration.
 
-    Paragraphs come in pairs, the second of which goes on about the first, and stay together.
+    Paragraphs are in pairs, of which the second continues the first; pairs stay together.
     """
     corpus = sample_corpus()
     chunks = [chunk for record in corpus.records for chunk in record.chunks]
@@ -168,7 +170,7 @@ def _is_in_split(question: str, part: str) -> bool:
 
 
 def stored_chunks(prompt: Prompt, context: str, near: SimilarPassages | None) -> list[Part]:
-    """What a store in `context` holds of the prompt's chunks."""
+    """Return the chunk variants that a store with this context policy holds of the prompt's chunks."""
     texts = [as_chunk(chunk).text for chunk in prompt.chunks]
     if context == "none":
         return [Chunk(text, context="none") for text in texts]
@@ -179,7 +181,7 @@ def stored_chunks(prompt: Prompt, context: str, near: SimilarPassages | None) ->
 
 
 class SimilarPassages:
-    """The chunks of all cases, and for each the ones most similar to it, as an index of them would find."""
+    """The chunks of all cases, and for each the most similar others, as an index would find them."""
 
     def __init__(
         self, cases: Sequence[QaCase], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
@@ -189,7 +191,7 @@ class SimilarPassages:
         self._place_of = {text: place for place, text in enumerate(self._texts)}
 
     def context_texts(self, text: str) -> tuple[str, ...]:
-        """The texts that its similar version is computed behind, the nearest last."""
+        """Return the texts after which the similar variant of `text` is computed, the most similar last."""
         order = (-(self._vectors @ self._vectors[self._place_of[text]])).argsort()
         return tuple(reversed([found for place in order if (found := self._texts[place]) != text][:NUM_SIMILAR]))
 
@@ -203,11 +205,9 @@ def _chunks_of(case: QaCase, engine: TransformersEngine, config: QualityConfig) 
 
 
 def build_prompt(case: QaCase, engine: TransformersEngine, embedder: Embedder, config: QualityConfig) -> Prompt:
-    """The case as `ragblend ask` would ask it."""
+    """Return the prompt of the case, as `ragblend ask` would build it."""
     chunks = _chunks_of(case, engine, config)
     if case.order == "score":
-        embed_query = getattr(embedder, "embed_query", None)
-        asked = embed_query(case.question) if embed_query else embedder.embed([case.question])[0]
-        nearness = embedder.embed(chunks) @ asked
+        nearness = embedder.embed(chunks) @ embed_question(embedder, case.question)
         chunks = [chunks[place] for place in (-nearness).argsort()]
     return Prompt(list(chunks[: config.num_chunks]), case.question, case.system)

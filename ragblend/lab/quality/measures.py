@@ -1,8 +1,7 @@
-"""One prompt answered in one way, and how far that is from full prefill: in nats, in tokens and in words.
+"""One prompt answered in one configuration, and its distance from full prefill: in nats, in tokens and in words.
 
-An answer is read over any two KVs of the same prompt, so that modes can be compared token by token, whatever they would
-have answered themselves. Knows engines and tensors; nothing of data sets and tables. Read `generate_answer` and
-`score_tokens` first.
+An answer can be scored over any two KVs of the same prompt, so modes are compared token by token on the same answer.
+Depends on engines and tensors, not on data sets or tables. Read `generate_answer` and `score_tokens` first.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from ragblend.prompt.match import MatchedPrompt
 
 
 class Configuration(NamedTuple):
-    """How to answer: in a mode of the engine. `rule` is "none" except for blend. `context`: what the chunks are stored
-    in."""
+    """A mode of the engine with its options. `rule` is "none" except for blend; `context`: the chunks' policy."""
 
     mode: Mode
     rule: str
@@ -42,9 +40,11 @@ REUSE = Configuration("reuse", "none", 0.0)
 
 
 class Answer(NamedTuple):
-    """A greedy answer. `log_probs` [vocabulary] float64, natural logarithm, of its first token; `ended`: by itself.
+    """A greedy answer. `log_probs` [vocabulary] float64, natural logarithm, of its first token; `ended`: by an end
+    token.
 
-    `token_ids` include the one that ended it. `fused` is the KV it was decoded from."""
+    `token_ids` include the end token. `fused` is the KV it was decoded from.
+    """
 
     text: str
     ended: bool
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 def prefill(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration
 ) -> tuple[PrefillResult, float]:
-    """The prompt's KV in this configuration, and the seconds it took. Chunks to be found must be stored."""
+    """Return the prompt's KV in this configuration, and the seconds it took. Precompute the chunks first."""
     rule = "auto" if configuration.rule == "none" else configuration.rule
     start_s = perf_counter()
     prefilled = engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=configuration.ratio))
@@ -66,17 +66,17 @@ def prefill(
 
 
 def generate_answer(engine: TransformersEngine, request: EngineRequest, configuration: Configuration) -> Answer:
-    """One prefill and the few greedy steps of the answer."""
+    """Return the greedy answer of one prefill in this configuration."""
     return decode_answer(engine, request, *prefill(engine, request, configuration))
 
 
 def answer_and_score(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration, full: Answer
 ) -> tuple[Answer, Tensor]:
-    """What the configuration answers, and `full`'s answer read over its KV (see `score_tokens`)."""
+    """Return the configuration's answer, and `full`'s answer scored over its KV (see `score_tokens`)."""
     prefilled, ttft_s = prefill(engine, request, configuration)
     seen = score_tokens(engine, request.prompt, prefilled.fused, full.token_ids)
-    # Where every token of that answer is the most likely one, greedy decoding would give just it.
+    # If every token of that answer is the most likely one, greedy decoding returns the same answer.
     if seen.argmax(-1).tolist() != [*full.token_ids]:
         return decode_answer(engine, request, prefilled, ttft_s), seen
     log_probs = prefilled.logits.double().log_softmax(-1)
@@ -86,8 +86,8 @@ def answer_and_score(
 def decode_answer(
     engine: TransformersEngine, request: EngineRequest, prefilled: PrefillResult, ttft_s: float
 ) -> Answer:
-    """The greedy answer from there on."""
-    ends, logits, token_ids = engine.stop_ids(), prefilled.logits, list[int]()
+    """Return the greedy answer that continues a prefill."""
+    ends, logits, token_ids = engine.stop_ids, prefilled.logits, list[int]()
     while True:
         token_ids.append(int(logits.argmax()))
         ended = token_ids[-1] in ends
@@ -103,11 +103,11 @@ def decode_answer(
 def score_tokens(
     engine: TransformersEngine, prompt: MatchedPrompt, fused: FusedKV, answer_ids: Sequence[int]
 ) -> Tensor:
-    """Log-probabilities [A, vocabulary] float64 of what stands where `answer_ids` has its A tokens, each read after
-    those before it.
+    """Return the log-probabilities [A, vocabulary] float64 at the positions of the A tokens `answer_ids`, each after
+    the previous ones.
 
-    Runs the tokens after the last chunk, and `answer_ids` but the last, over `fused`, which keeps their rows. Over the
-    KV that a blend left, the question's rows come out as they did there: they always run through all layers.
+    Runs the tokens after the last chunk, and all `answer_ids` except the last, over `fused`, which keeps their rows.
+    Over the KV of a blend, the question's rows are the same as there, because they always run through all layers.
     """
     layers, start = engine.layers, prompt.runs[-1].end if prompt.runs else 0
     ids = [*prompt.token_ids[start:], *answer_ids[:-1]]
@@ -119,20 +119,20 @@ def score_tokens(
 
 
 class FidelityScore(NamedTuple):
-    """How far a reading is from full prefill's. `kl` is KL(full || this) in nats, mean over the answer's tokens."""
+    """Distance of a scored answer from full prefill's. `kl`: KL(full || this), nats, mean over its tokens."""
 
     kl: float
     agreement: float  # share of the answer's tokens whose most likely token is the same
 
 
 def score_fidelity(found: Tensor, full: Tensor) -> FidelityScore:
-    """Of two readings [A, vocabulary] of the same answer."""
+    """Return the distance between two scores [A, vocabulary] of the same answer."""
     divergences = (full.exp() * (full - found)).sum(-1).clamp_min(0)
     return FidelityScore(float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean()))
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> float:
-    """KL(p || q) in nats of log probabilities [V]; never below 0 by rounding.
+    """Return KL(p || q) in nats of log-probabilities [V]; never negative by rounding.
 
     >>> halves, quarters = Tensor([0.5, 0.5]).log(), Tensor([0.25, 0.75]).log()
     >>> round(kl(halves, quarters), 4), kl(halves, halves)
@@ -142,7 +142,7 @@ def kl(log_p: Tensor, log_q: Tensor) -> float:
 
 
 def loss(log_probs: Tensor, token_ids: Sequence[int]) -> float:
-    """Nats per token of `token_ids` [A] under a reading [A, vocabulary] of them."""
+    """Return the nats per token of `token_ids` [A] under log-probabilities [A, vocabulary]."""
     return -float(log_probs[torch.arange(len(token_ids)), torch.tensor(token_ids)].mean())
 
 
@@ -150,7 +150,7 @@ def loss(log_probs: Tensor, token_ids: Sequence[int]) -> float:
 
 
 def normalize_answer(text: str) -> str:
-    """As SQuAD compares answers: lower case, no punctuation, no articles, single blanks.
+    """Return a text as SQuAD compares answers: lower case, no punctuation, no articles, single spaces.
 
     >>> normalize_answer("The  Beatles' (first) album.")
     'beatles first album'
@@ -160,23 +160,30 @@ def normalize_answer(text: str) -> str:
 
 
 def best_score(measure: Any, found: str, golds: Iterable[str]) -> float | None:
-    """The highest `measure` of the answer against any of the gold ones; None where there is none of it."""
+    """Return the highest `measure` of the answer against the gold answers; None if it is None for all."""
     scores = [score for gold in golds if (score := measure(found, gold)) is not None]
     return max(scores, default=None)
 
 
-def exact_match(found: str, gold: str) -> float:
-    """1.0 where both are the same once normalised, else 0.0."""
-    return float(normalize_answer(found) == normalize_answer(gold))
+def contains_answer(found: str, gold: str) -> float:
+    """Return 1.0 if the normalized text contains the normalized gold answer, else 0.0.
+
+    It is the measure of "Lost in the Middle" (Liu et al., 2023) for NQ-open, because a model that answers in a sentence
+    never matches exactly.
+
+    >>> contains_answer("It was the Eiffel Tower, in Paris.", "Eiffel tower"), contains_answer("Eiffel", "Eiffel tower")
+    (1.0, 0.0)
+    """
+    return float(f" {normalize_answer(gold)} " in f" {normalize_answer(found)} ")
 
 
 def answer_f1(found: str, gold: str) -> float:
-    """`token_f1` of the normalised texts: SQuAD's F1."""
+    """Return `token_f1` of the normalized texts: SQuAD's F1."""
     return token_f1(normalize_answer(found), normalize_answer(gold))
 
 
 def token_f1(found: str, gold: str) -> float:
-    """Harmonic mean of precision and recall of the words: case ignored, repeats counted.
+    """Return the harmonic mean of precision and recall of the words; case is ignored, repetitions count.
 
     >>> token_f1("the red house", "red house"), token_f1("", "red house"), token_f1("Red", "red")
     (0.8, 0.0, 1.0)
@@ -187,7 +194,7 @@ def token_f1(found: str, gold: str) -> float:
 
 
 def rouge_l(found: str, gold: str) -> float | None:
-    """ROUGE-L F-measure; None where `rouge-score` is not installed."""
+    """Return the ROUGE-L F-measure; None if `rouge-score` is not installed."""
     scorer = _rouge_scorer()
     return None if scorer is None else float(scorer.score(gold, found)["rougeL"].fmeasure)
 

@@ -1,10 +1,10 @@
-"""How close an answer from fused KV is to full prefill's, and how good: any transformers model, real questions.
+"""Closeness of answers from fused KV to full prefill's, and their quality, on a transformers model and real questions.
 
 Each question becomes the prompt that `ragblend ask` would send. It is prefilled in full and fused in every
-configuration, its chunks stored for it alone, in memory. Measured are KL(full || this) of the first token and of full
-prefill's greedy answer, read token after token; the loss of the gold answer; F1, exact match and ROUGE-L of the greedy
-answer; and the time to first token. Nothing is sampled: but for times, a run repeats to the bit on one machine. Read
-`run_quality` and `measure` first.
+configuration, with its own chunks in a memory store. Measures: KL(full || this) of the first token and of full
+prefill's greedy answer, token by token; the loss of the gold answer; F1, exact match and ROUGE-L of the greedy answer;
+and the time to first token. Nothing is sampled, so all results but times are bit for bit reproducible on one machine.
+Read `run_quality` and `measure` first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import BenchResult, run_benchmark
+from ragblend.lab.bench.common.output import BenchResult, ProgressCallback, ignore_progress, run_benchmark
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.plots import plot_quality
 from ragblend.lab.quality.data import QaCase, SimilarPassages, build_prompt, load_cases, stored_chunks
@@ -45,7 +45,7 @@ from ragblend.lab.quality.measures import (
     answer_and_score,
     answer_f1,
     best_score,
-    exact_match,
+    contains_answer,
     generate_answer,
     kl,
     loss,
@@ -58,53 +58,53 @@ from ragblend.prompt.match import MatchedPrompt
 from ragblend.prompt.types import Part, Prompt
 
 BASE = Configuration("blend", "cacheblend", 0.15)
-"""What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio, over
-chunks that are stored as the paper stores them, or in the first context that is run."""
+"""The configuration that the others are compared with, question by question: the paper's rule at the paper's ratio,
+over chunks stored without context, or with the first context policy that is run."""
 
 PAPER_RULES = ("cacheblend", "cacheblend_k")
-"""What a run is compared with at its own ratio in its own context, too: CacheBlend's rule and LMCache's."""
+"""Rules that a run is also compared with at its own ratio and context policy: CacheBlend's and LMCache's."""
 
-MIN_SHOWN = 5  # questions of a kind that a table has a block for: means of fewer say little
+MIN_SHOWN = 5  # questions of a kind from which the table has a block for it
 _STORE_BYTES = 1 << 33  # one prompt's chunks
 
 
 class QualityRecord(NamedTuple):
-    """One question in one configuration; NaN where a measure says nothing. KL and loss in nats."""
+    """One question in one configuration; NaN for a measure that is not defined. KL and loss in nats."""
 
     first_token_kl: float  # KL(full || this)
     answer_kl: float  # the same, mean over the tokens of full prefill's answer
-    agreement: float  # share of those tokens that are the most likely ones here, too
+    agreement: float  # share of those tokens that are also the most likely ones here
     gold_loss: float  # per token of the first gold answer
-    token_f1: float  # of the greedy answer, with the best of the gold ones; as SQuAD normalises
-    exact_match: float
+    token_f1: float  # of the greedy answer with the best gold answer, normalized as SQuAD does
+    contains_answer: float  # 1.0 if the greedy answer contains a gold one, else 0.0
     rouge_l: float
     charged_budget: float
     charged_budget_32: float
     ttft_s: float
 
 
-MEASURES = ("first_token_kl", "answer_kl", "gold_loss", "token_f1")
-"""With intervals, and compared question by question."""
+MEASURES = ("first_token_kl", "answer_kl", "gold_loss", "token_f1", "contains_answer")
+"""Measures with intervals and with comparisons question by question."""
 
 RECOVERED = {"gold_loss": 1.0, "token_f1": -1.0}
-"""Where full reuse may lose what blending wins back, and the sign of a loss."""
+"""Measures whose loss by full reuse blending may recover, with the sign that makes them a loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualityResult(BenchResult):
-    """What `bench quality` found."""
+    """The result of `bench quality`."""
 
     fingerprint: str
     num_layers: int
     embedder: str
     num_questions: int
     prompt_tokens: float  # mean
-    base: dict[str, Any]  # what the runs are compared with
-    runs: list[dict[str, Any]]  # of `summarize`
+    base: dict[str, Any]  # the configuration that the runs are compared with
+    runs: list[dict[str, Any]]  # results of `summarize`
 
 
 def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
-    """What each question is asked in: full prefill always, as all else is compared with it."""
+    """Return the configurations of each question. Full prefill is always included, for comparison."""
     names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
     chosen = [each for each in (PREFIX, REUSE) if each.mode in config.modes]
     if "blend" in config.modes:
@@ -117,10 +117,9 @@ Also = Callable[[TransformersEngine, Prompt, QaCase], Mapping[Configuration, Qua
 
 
 def run_quality(
-    config: QualityConfig, progress: Callable[[str], None] | None = None, also: Also | None = None
+    config: QualityConfig, notify: ProgressCallback = ignore_progress, also: Also | None = None
 ) -> QualityResult:
-    """Measure `config`. `progress` is told how far it is. `also`: what is measured of each prompt besides."""
-    notify = progress or (lambda line: None)
+    """Measure `config`. `notify` is called with each step. `also` returns further records of each prompt."""
     notify(f"loading {config.model}")
     dtype = dtype_name(find_dtype(config.dtype))
     with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
@@ -139,7 +138,7 @@ def run_quality(
             lengths.append(num_tokens)
             for each, record in {**found, **(also(base, prompt, case) if also else {})}.items():
                 records.setdefault(each, []).append(record)
-            gc.collect()  # the question's engines are cycles; nobody else counts the gigabytes that they hold
+            gc.collect()  # the question's engines are reference cycles, which hold gigabytes of KV
         return QualityResult(
             config,
             base.name,
@@ -162,9 +161,9 @@ def measure(
     answer_tokens: int,
     stored: Mapping[ContextPolicy, Sequence[Part]],
 ) -> tuple[dict[Configuration, QualityRecord], int]:
-    """One prompt in every configuration beside its full prefill, and its tokens.
+    """Return the records of one prompt in every configuration, and its number of tokens.
 
-    stored: by context, the versions of its chunks that are in the store.
+    stored: the chunk variants in the store, by context policy.
     """
     engine = engine_for(base, case, "none")
     expected = expect(engine, prompt, case, answer_tokens)
@@ -182,7 +181,7 @@ def measure(
 
 
 class Expected(NamedTuple):
-    """What full prefill makes of a prompt: everything else is compared with it."""
+    """Full prefill's answer to a prompt, which the other configurations are compared with."""
 
     case: QaCase
     request: EngineRequest
@@ -191,11 +190,11 @@ class Expected(NamedTuple):
     gold_ids: Sequence[int]
 
     def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: MatchedPrompt) -> QualityRecord:
-        """An answer's measures. `seen`: full prefill's answer read over its KV, which is that of the prompt `asked`."""
+        """Return the measures of an answer. `seen`: full prefill's answer scored over its KV, for prompt `asked`."""
         far = score_fidelity(seen, self.reading)
-        f1, match, overlap = (
+        f1, contains, overlap = (
             math.nan if (score := best_score(measure, found.text, self.case.answers)) is None else score
-            for measure in (answer_f1, exact_match, rouge_l)
+            for measure in (answer_f1, contains_answer, rouge_l)
         )
         return QualityRecord(
             kl(self.full.log_probs, found.log_probs),
@@ -203,7 +202,7 @@ class Expected(NamedTuple):
             far.agreement,
             _gold_loss(engine, found, asked, self.gold_ids),
             f1,
-            match,
+            contains,
             overlap,
             found.report.charged_budget,
             found.report.charged_budget_32,
@@ -212,13 +211,13 @@ class Expected(NamedTuple):
 
 
 def expect(engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_tokens: int) -> Expected:
-    """Prefill `prompt` in full, answer, and read the answer again."""
-    # Rule `random` draws anew for every prompt.
+    """Prefill `prompt` in full, answer it, and score the answer."""
+    # A seed for each prompt, for rules that draw tokens at random.
     seed = zlib.crc32(repr(prompt.messages).encode())
     request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
     full = generate_answer(engine, request, FULL)
     reading = score_tokens(engine, request.prompt, full.fused, full.token_ids)
-    # A gold answer may begin with a blank, or not: as full prefill expects it.
+    # A gold answer is tokenized with or without a leading space, whichever full prefill finds more likely.
     spellings = [engine.renderer.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
     gold_ids = min(spellings, key=lambda gold_ids: _gold_loss(engine, full, request.prompt, gold_ids))
     return Expected(case, request, full, reading, gold_ids)
@@ -229,7 +228,7 @@ def _gold_loss(engine: TransformersEngine, found: Answer, asked: MatchedPrompt, 
 
 
 def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -> TransformersEngine:
-    """`base` for one case, over an empty store in memory."""
+    """Return an engine with `base`'s model for one case, with an empty memory store."""
     return TransformersEngine(
         base.layers,
         base.renderer,
@@ -247,7 +246,7 @@ def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -
 
 
 def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """A run per kind of question and configuration, "all" first: means, 95 % intervals, and paired differences."""
+    """Return a run per kind of question and configuration, "all" first: means, intervals, paired differences."""
     groups = {"all": list(range(len(kinds)))}
     if len(set(kinds)) > 1:
         groups |= {kind: [place for place, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
@@ -286,7 +285,7 @@ def _run(configuration: Configuration, kind: str, tables: dict[Configuration, ND
 
 
 def _difference(table: NDArray[np.float64], other: NDArray[np.float64], column: int) -> list[float]:
-    """The mean of what each question has over what it has in `other`, and its 95 % interval."""
+    """Return the mean of the paired differences between two tables in `column`, and its 95 % interval."""
     less = _drop_nan(table[:, column] - other[:, column])
     return [float(less.mean()), *mean_interval(less)]
 
@@ -294,15 +293,16 @@ def _difference(table: NDArray[np.float64], other: NDArray[np.float64], column: 
 def _in_first_context(
     tables: Mapping[Configuration, NDArray[np.float64]], configuration: Configuration
 ) -> NDArray[np.float64] | None:
-    """Of `configuration` in the first context that was run; None where it was not."""
+    """Return the table of `configuration` with the first context policy that was run; None if it was not run."""
     return next((table for each, table in tables.items() if each._replace(context="none") == configuration), None)
 
 
 def compute_gap_recovered(
     full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]
 ) -> float | None:
-    """The share of the gap between full reuse's losses and full prefill's that is closed (PGR); None where full prefill
-    is not certainly better, because the 95 % interval of the paired difference is not above 0.
+    """Return the share of the gap between the losses of full reuse and full prefill that is recovered (PGR).
+
+    None if full prefill is not certainly better, because the 95 % interval of the paired difference is not above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
     >>> compute_gap_recovered(full, reuse, np.full(9, 1.5)), compute_gap_recovered(full, full, full)
@@ -322,7 +322,7 @@ def _drop_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def table_lines(result: QualityResult) -> list[str]:
-    """A line per configuration and kind of question."""
+    """Return the table: a line per configuration and kind of question."""
     config = result.config
     lines = [
         f"{Path(result.name).name} {config.dtype}, {Path(config.data).name}, {config.part} part, "
@@ -334,11 +334,11 @@ def table_lines(result: QualityResult) -> list[str]:
         lines += [
             "",
             f"{kind:<32}{'charged':>8}{'first-token KL':>22}{'answer KL':>22}{'agree':>7}{'gold loss':>10}{'F1':>7}"
-            f"{'exact':>7}{'ROUGE':>7}{'recovered':>10}{'TTFT s':>8}",
+            f"{'answer':>7}{'ROUGE':>7}{'recovered':>10}{'TTFT s':>8}",
         ]
         for run in (run for run in runs if run["kind"] == kind):
             cells = [f"{run[m]:.3f} [{run[f'{m}_low']:.3f}, {run[f'{m}_high']:.3f}]" for m in MEASURES[:2]]
-            words = "".join(f"{_number(run[name]):>7}" for name in ("token_f1", "exact_match", "rouge_l"))
+            words = "".join(f"{_number(run[name]):>7}" for name in ("token_f1", "contains_answer", "rouge_l"))
             share = "-" if run["recovered_gold_loss"] is None else f"{run['recovered_gold_loss']:.0%}"
             lines.append(
                 f"{label_of(run):<32}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
@@ -348,7 +348,7 @@ def table_lines(result: QualityResult) -> list[str]:
 
 
 def label_of(run: dict[str, Any]) -> str:
-    """A configuration in a few words."""
+    """Return the label of a run's configuration."""
     behind = f", {run['context']}" if run["context"] != "none" else ""
     if run["mode"] != "blend":
         return f"{run['mode']}{behind}"
@@ -360,5 +360,5 @@ def _number(value: float | None) -> str:
 
 
 def bench_quality(config: QualityConfig, *, plot: Path | None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """`ragblend bench quality`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    """Run `ragblend bench quality`: card and table to `echo`, a picture to `plot`; return the JSON object."""
     return run_benchmark(config, run_quality, table_lines, echo, plot, plot_quality)

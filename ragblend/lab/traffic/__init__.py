@@ -1,1 +1,2 @@
-"""What blending would do for a team's traffic, from its logs: `ragblend analyze`. Read `analysis` first."""
+"""The gain of blending for a team's traffic, computed from its request logs: `ragblend analyze`. Read `analysis`
+first."""

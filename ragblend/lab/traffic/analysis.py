@@ -23,16 +23,16 @@ from ragblend.lab.traffic.logs import Piece, RequestLog
 from ragblend.lab.traffic.passages import Passages, PrefixCache
 from ragblend.lab.traffic.tokens import Ids, Tokens
 
-TOP = 10  # chunks that are listed
-NUM_STORES = 8  # of the curve: for all repeated tokens, half of them, a quarter, ...
-SHOWN_TOKENS = 60  # of a chunk's text, with --show-texts
-CACHED_TEXTS = 1 << 16  # texts whose token ids are kept, as conversations send theirs again with every turn
+TOP = 10  # number of listed chunks
+NUM_STORES = 8  # points of the curve: capacity for all repeated tokens, half of them, a quarter, ...
+SHOWN_TOKENS = 60  # tokens of a chunk that --show-texts prints
+CACHED_TEXTS = 1 << 16  # texts whose token ids are cached, because conversations repeat theirs in every request
 
 Progress = Callable[[str, int, int | None], None]
 
 
 class AnalysisConfig(NamedTuple):
-    """How blending is done, the profile of a machine, and the bytes of its model's KV."""
+    """How blending is done, the profile of a machine, and the KV bytes per token of its model."""
 
     blend: BlendSettings = BlendSettings()
     profile: MachineProfile | None = None
@@ -41,7 +41,7 @@ class AnalysisConfig(NamedTuple):
 
 
 BY_THE_PAPER = AnalysisConfig()
-"""Counts in tokens, with CacheBlend's own ratio."""
+"""The default analysis: in tokens, with CacheBlend's own ratio."""
 
 
 def analyze(
@@ -54,7 +54,12 @@ def analyze(
 
     Raises EmptyCorpusError for logs without a request, and the errors of `RequestLog`.
     """
-    log, ids_of = RequestLog(paths), lru_cache(CACHED_TEXTS)(_tokenizer(tokens))
+    log = RequestLog(paths)
+
+    @lru_cache(CACHED_TEXTS)
+    def ids_of(piece: Piece) -> Ids:
+        return tokens.ids(piece) if isinstance(piece, str) else np.asarray(piece, np.int32)
+
     prefixes, passages = PrefixCache(), Passages()
     counts = array("i"), array("i"), array("i")  # of each request: tokens, in its prefix, elsewhere
     num_media = 0
@@ -98,10 +103,6 @@ def analyze(
     }
 
 
-def _tokenizer(tokens: Tokens) -> Callable[[Piece], Ids]:
-    return lambda piece: tokens.ids(piece) if isinstance(piece, str) else np.asarray(piece, np.int32)
-
-
 def _top(chunks: Sequence[tuple[int, int, int]], passages: Passages, tokens: Tokens | None) -> list[dict[str, Any]]:
     """Return the chunks that most requests need from a store; with `tokens`, also their first words."""
     found = []
@@ -118,7 +119,7 @@ def _curve(uses: Uses, num_tokens: int, num_elsewhere: int, bytes_per_token: int
     total = int(uses.sizes.sum())
     if not total:
         return []
-    # A prompt that has a chunk twice uses it once, so that uses have fewer tokens than were found elsewhere.
+    # A prompt with a chunk twice counts as one use, so the uses have fewer tokens than were found elsewhere.
     scale = num_elsewhere / num_tokens / max(1, lru_hits(uses, total))
     points = []
     for capacity in (total / 2**power for power in range(NUM_STORES - 1, -1, -1)):

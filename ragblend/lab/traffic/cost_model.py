@@ -14,12 +14,12 @@ from ragblend.errors import UsageError
 from ragblend.options import ModelOptions
 
 WORTH, MARGINAL = 0.10, 0.03
-"""Share of prefix caching's work that blending saves: worth it from the first on, not worth it below the second."""
-FEW = 100  # requests; below, the verdict says that they are few
+"""Shares of prefix caching's work that blending must save: to be worth it, and to be hardly worth it."""
+FEW = 100  # number of requests below which the verdict adds a warning
 
 
 class BlendSettings(NamedTuple):
-    """How blending is done. By default CacheBlend's own ratio, KV in memory."""
+    """Options of blending. Default: CacheBlend's own ratio, KV in memory."""
 
     ratio: float = 0.15
     probes_first: bool = False  # the rule probes before it selects
@@ -27,7 +27,7 @@ class BlendSettings(NamedTuple):
 
 
 class PromptTokenCounts(NamedTuple):
-    """Tokens of one prompt: all, in the cached prefix, and stored after it."""
+    """Token counts of one prompt: all tokens, those in the cached prefix, and stored ones after it."""
 
     tokens: int
     prefix: int
@@ -48,7 +48,7 @@ def mean_saving(
         count += 1
         full += work[0]
         prefix += work[1]
-        blend += min(work[1:])  # the engine prefills where that is faster
+        blend += min(work[1:])  # the engine falls back to prefill if that is faster
         num_slower += work[2] > work[1]
     full, prefix, blend = (total / max(1, count) for total in (full, prefix, blend))
     return {
@@ -61,7 +61,7 @@ def mean_saving(
         "blend_saves_beyond_prefix": 1 - blend / prefix if prefix else 0.0,  # share of what prefix caching leaves
         "prefix_throughput": full / prefix if prefix else 1.0,  # times as many prompts in the same time
         "blend_throughput": full / blend if blend else 1.0,
-        "num_slower": num_slower,  # requests whose KV loads slower than it computes
+        "num_slower": num_slower,  # requests for which loading the KV is slower than computing it
     }
 
 
@@ -105,7 +105,7 @@ def _reason(shares: Mapping[str, float], num_slower: int, num_requests: int) -> 
 
 
 def hint(first_use_share: float) -> str | None:
-    """Return one line on ingesting documents ahead; None where that adds little."""
+    """Return one line on ingesting documents ahead of requests; None if that adds little."""
     if first_use_share < MARGINAL:
         return None
     return (

@@ -20,11 +20,11 @@ Numbers = NDArray[np.int64]
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 SNAP = 8
-"""Passages that begin or end within so many tokens of each other begin or end at the same place."""
+"""Bounds of passages within this many tokens of each other count as one bound."""
 
 
 class Uses(NamedTuple):
-    """Chunks, and their uses by requests. Every first use is one, too: there the chunk is stored."""
+    """Chunks, and their uses by requests. The first use, which stores the chunk, is included."""
 
     starts: Numbers  # of each chunk, in all new text
     sizes: Numbers  # of each chunk, in tokens
@@ -60,14 +60,14 @@ def uses_of(passages: Passages) -> Uses:
     when = np.concatenate((np.frombuffer(passages.first_requests, np.int64)[homes], when))
     order = np.lexsort((np.arange(len(when)), when))
     chunks, when = np.searchsorted(used, chunks[order]), when[order]
-    once = np.sort(np.unique(when * len(used) + chunks, return_index=True)[1])  # a prompt may have a chunk twice
+    # A chunk that a prompt has twice counts as one use.
+    once = np.sort(np.unique(when * len(used) + chunks, return_index=True)[1])
     return Uses(cuts[used], sizes[used], chunks[once], when[once])
 
 
 def merged(uses: Uses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (start, end, requests) of chunks. Adjacent chunks that the same requests use are one, unless a passage
-    `begins` between them.
-    """
+    """Return (start, end, requests) of chunks. Adjacent chunks with the same requests are merged, unless a passage
+    `begins` between them."""
     marks = np.zeros(len(uses.sizes), np.uint64)  # of the set of requests
     np.add.at(marks, uses.chunks, (uses.requests.astype(np.uint64) + np.uint64(1)) * _MIX)
     ends = uses.starts + uses.sizes

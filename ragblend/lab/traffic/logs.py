@@ -1,6 +1,6 @@
 """Logs of requests: JSON lines, each the body of an OpenAI chat completion or completion. Read `RequestLog`.
 
-No error quotes a log.
+Error messages never quote a log, which may be confidential.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ragblend.prompt.match import Run, TokenIndex
 BLOCK = 16
 """Tokens of a block in vLLM, the unit in which it caches prefixes."""
 LEAST = 32
-"""Tokens of the shortest passage that counts: a shorter one is a turn of phrase, which no team stores."""
+"""Tokens of the shortest passage that counts. A shorter one is a common phrase, not a stored chunk."""
 MAX_PASSAGE = 1 << 16
 """Tokens of a passage at most, as the index has no anchors beyond. A longer one is cut."""
 
@@ -36,10 +36,7 @@ class PrefixCache:
         self._older: set[int] = set()
 
     def see(self, ids: Ids, namespace: str = "") -> int:
-        """Return the number of cached tokens of a prompt, and cache the prompt.
-
-        Its last token is computed in any case, as in vLLM.
-        """
+        """Return a prompt's number of cached tokens, and cache it. The last token is always computed, as in vLLM."""
         data, size, keys = ids.tobytes(), BLOCK * ids.itemsize, list[int]()
         key = xxhash.xxh3_64_intdigest(namespace.encode("utf-8", "replace"))
         for start in range(0, len(data) - size + 1, size):
@@ -58,7 +55,7 @@ class PrefixCache:
 
 
 class Passages:
-    """All text that was new when it was sent, one passage after the other, and the places where it was repeated."""
+    """All text that was new when it was sent, as concatenated passages, and the positions where it was repeated."""
 
     def __init__(self) -> None:
         self._texts: list[Ids] = []
@@ -68,7 +65,7 @@ class Passages:
         self.run_sources, self.run_lengths, self.run_requests = array("q"), array("i"), array("q")
 
     def ids(self, start: int, end: int) -> Ids:
-        """Return the tokens [start, end) of the passages, one after the other."""
+        """Return the tokens [start, end) of the concatenated passages."""
         first = int(np.searchsorted(self.starts, start, "right")) - 1
         last = int(np.searchsorted(self.starts, end))
         ids = np.concatenate(self._texts[first:last])
@@ -90,7 +87,7 @@ class Passages:
 
     def _add(self, request: int, ids: Ids, index: TokenIndex) -> None:
         if len(ids) < LEAST:
-            return  # it can never be found again
+            return  # too short to be found again
         index.add([(len(self._texts), ids)])
         self._texts.append(ids.copy())
         self.starts.append(self.size)

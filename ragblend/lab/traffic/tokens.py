@@ -1,7 +1,7 @@
 """Texts as token ids: by a model's tokenizer, or estimated from the characters where no model is named.
 
-The estimate cuts words into pieces of a few letters, so that a passage has the same pieces wherever it stands. The id
-of a piece follows from its text alone.
+The estimate cuts words into pieces of a few letters, so that a passage has the same pieces at any position. The id
+of a piece depends on its text alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PIECE = re.compile(
 
 
 class Estimate:
-    """Pieces of words for tokens."""
+    """Tokens estimated as pieces of words."""
 
     name, is_estimate = "estimate", True
 

@@ -1,1 +1,1 @@
-"""`ragblend ui`: a page on this machine to drop documents on, ask, and see what blending did."""
+"""`ragblend ui`: a page on this machine to drop documents on, ask questions and compare the modes."""

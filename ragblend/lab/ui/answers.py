@@ -1,6 +1,6 @@
-"""A question, answered in every mode one after the other, each beside full prefill; and blended again at another ratio.
+"""Answer a question in every mode, one after the other, each compared with full prefill; blend again at another ratio.
 
-What happens is told to a Job's listener as events. Knows engines, the index and explanations; nothing of HTTP.
+The functions report through a job's events. Works with engines, the index and explanations; does not depend on HTTP.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ragblend.lab.ui.uploads import display_name, document_names, list_supported
 from ragblend.prompt.types import Prompt
 
 MAX_KEPT_QUESTIONS = 2
-"""Questions whose KV is held in memory, to be blended again: one for each of two tabs."""
+"""Questions whose KV is held in memory, so that they can be blended again: one for each of two tabs."""
 MAX_DOCUMENT_NAMES = 200
-"""Documents that the page lists."""
+"""Largest number of documents that the page lists."""
 
 _REPORT_FIELDS = (
     "rule", "recompute_ratio", "ttft_s", "prompt_tokens", "num_chunks", "num_chunk_hits", "num_reused_tokens",
@@ -43,35 +43,35 @@ RetrieveChunks = Callable[[ChunkIndex, str, Settings], Sequence[SearchHit]]
 
 @dataclass
 class UiState:
-    """What the page is about: an engine and an index, once they are open, and the latest questions."""
+    """State of the page's server: the engine and the index, once they are open, and the latest questions."""
 
     settings: Settings
     retrieve: RetrieveChunks
     engine: Engine | None = None
     index: ChunkIndex | None = None
-    problem: str = ""  # why they could not be opened
+    problem: str = ""  # error message if opening them failed
     questions: OrderedDict[str, QuestionRun] = field(default_factory=OrderedDict)
-    is_warm: bool = False  # whether something was answered before
-    _names: tuple[int, list[str]] = (-1, [])  # of the documents, as of a generation of the index
+    is_warm: bool = False  # whether this process has answered a question
+    _names: tuple[int, list[str]] = (-1, [])  # generation of the index, and its documents then
 
     @property
     def engine_and_index(self) -> tuple[Engine, ChunkIndex]:
-        """Both. Raises RagblendError where they could not be opened."""
+        """The engine and the index. Raises RagblendError if they are not open."""
         if self.engine is None or self.index is None:
             raise RagblendError(self.problem or "the model is not loaded")
         return self.engine, self.index
 
     def collect_page_state(self) -> dict[str, Any]:
-        """What the page shows before anything is asked."""
+        """Return what the page shows before a question is asked, as JSON values."""
         settings = self.settings
         limit = {"endings": list_supported_suffixes(), "max_mib": settings.max_file_mib}
         if self.engine is None or self.index is None:
             return {"status": "failed" if self.problem else "loading", "model": settings.model, **limit,
                     "problem": self.problem}  # fmt: skip
-        names = self._document_names(self.index)
+        names, model = self._document_names(self.index), self.engine.name
         return {
             "status": "ready",
-            "model": _model_name(self.engine.name),
+            "model": Path(model).name if Path(model).exists() else model,
             "rule": settings.rule,
             "context": self.engine.context,
             "k": settings.k,
@@ -81,7 +81,7 @@ class UiState:
             "num_documents": len(names),
             "documents": names[:MAX_DOCUMENT_NAMES],
             "examples": self._examples(names),
-            "is_demo": self.engine.name == DEMO,
+            "is_demo": model == DEMO,
             "shows_tokens": isinstance(self.engine, TransformersEngine),
             **limit,
         }
@@ -93,7 +93,7 @@ class UiState:
         return self._names[1]
 
     def _examples(self, names: Sequence[str]) -> list[dict[str, str]]:
-        """Prepared questions about the documents that are here, which only the embedded model understands."""
+        """Return the demo's questions about the index's documents; none for other models, which cannot answer them."""
         if self.engine is None or self.engine.name != DEMO:
             return []
         known = set(names)
@@ -105,17 +105,18 @@ class UiState:
 
 
 class QuestionRun:
-    """One question over its chunks, to be answered in one mode after the other, full prefill first."""
+    """One question with its chunks, answered in one mode after the other. Full prefill comes first."""
 
     def __init__(self, engine: Engine, prompt: Prompt, settings: Settings) -> None:
         self._engine, self._prompt = engine, prompt
         self._options = replace(settings, mode="blend", temperature=0.0).generation
-        # An engine of another backend keeps the KV to itself: of its answers only the texts can be compared.
+        # Other engines do not expose their KV, so only the texts of their answers are compared.
         self._compared = Comparison(engine, prompt, **self._options) if isinstance(engine, TransformersEngine) else None
         self._full: Generation | None = None
 
     def answer(self, mode: Mode, job: UiJob, ratio: float | None = None) -> None:
-        """Answer in `mode`, telling "start", every "piece" and the "answer" with its facts. `ratio`: see Comparison."""
+        """Answer in `mode` and emit "start", every "piece" and the "answer" with its facts. `ratio`: see `Comparison`.
+        Raises JobCancelled if the job was cancelled."""
         job.raise_if_cancelled()
         job.emit("start", mode=mode)
         stream = self._stream(mode, ratio)
@@ -144,7 +145,7 @@ class QuestionRun:
         )
 
     def emit_tokens(self, job: UiJob) -> None:
-        """Tell what blending did to every token, as HTML; nothing where the engine does not show its KV."""
+        """Emit the states of the last blend's tokens as HTML; nothing if the engine does not expose its KV."""
         if self._compared is not None:
             explanation = self._compared.explanation()
             counts = {state: explanation.count(state) for state in ("exact", "computed", "reused", "recomputed")}
@@ -168,7 +169,7 @@ class QuestionRun:
 
 
 def shared_beginning(answer: str, reference: str) -> str:
-    """Return the words at the beginning of `answer` that `reference` begins with, too; outer whitespace is left out.
+    """Return the words at the beginning of `answer` that `reference` also begins with, without outer whitespace.
 
     >>> shared_beginning("He is a trainer of dogs.", "He is a train driver.")
     'He is a '
@@ -184,47 +185,42 @@ def shared_beginning(answer: str, reference: str) -> str:
     return text[:end]
 
 
-def answer_question(job: UiJob, question: str, room: UiState) -> None:
-    """Find chunks for a question and answer it in every mode."""
-    engine, index = room.engine_and_index
+def answer_question(job: UiJob, question: str, ui: UiState) -> None:
+    """Retrieve the question's chunks and answer it in every mode. Raises EmptyCorpusError without documents."""
+    engine, index = ui.engine_and_index
     if question.strip() and not index.num_chunks:
         raise EmptyCorpusError("there are no documents yet; drop some on this page, then ask again")
-    hits = room.retrieve(index, question, room.settings)
+    hits = ui.retrieve(index, question, ui.settings)
     chunks = [hit.chunk for hit in hits]
     job.emit("sources", sources=[_source(hit) for hit in hits])
-    engine.prefetch(chunks)  # while full prefill runs: what reading from disk takes is not what is compared
-    prompt = Prompt(chunks, question, room.settings.system)
-    asked = QuestionRun(engine, prompt, room.settings)
-    if not room.is_warm:  # what the first request of a process pays once is not what is compared either
+    engine.prefetch(chunks)  # during full prefill, because the comparison leaves out reads from the disk
+    prompt = Prompt(chunks, question, ui.settings.system)
+    run = QuestionRun(engine, prompt, ui.settings)
+    if not ui.is_warm:  # because the comparison leaves out what only a process's first request costs
         job.emit("warming")
         job.raise_if_cancelled()
         engine.generate(prompt, mode="blend", max_tokens=1)
-        room.is_warm = True
+        ui.is_warm = True
     for mode in MODES:
-        asked.answer(mode, job)
+        run.answer(mode, job)
     name = secrets.token_urlsafe(8)
-    room.questions[name] = asked
-    while len(room.questions) > MAX_KEPT_QUESTIONS:
-        room.questions.popitem(last=False)
-    asked.emit_tokens(job)
+    ui.questions[name] = run
+    while len(ui.questions) > MAX_KEPT_QUESTIONS:
+        ui.questions.popitem(last=False)
+    run.emit_tokens(job)
     job.emit("asked", id=name)
 
 
-def blend_again(job: UiJob, name: str, ratio: float, room: UiState) -> None:
-    """Answer a question once more by blending, with another share recomputed."""
-    asked = room.questions.get(name)
-    if asked is None:
+def blend_again(job: UiJob, name: str, ratio: float, ui: UiState) -> None:
+    """Answer question `name` by blending with recompute ratio `ratio`. Raises RagblendError if its KV is gone."""
+    run = ui.questions.get(name)
+    if run is None:
         raise RagblendError(
-            f"{MAX_KEPT_QUESTIONS} newer questions were asked since, and this one's KV is let go; ask it again"
+            f"{MAX_KEPT_QUESTIONS} newer questions were asked, so the KV of this one is no longer held; ask it again"
         )
-    room.questions.move_to_end(name)
-    asked.answer("blend", job, ratio)
-    asked.emit_tokens(job)
-
-
-def _model_name(name: str) -> str:
-    """A model as people call it: of a local path its last part."""
-    return Path(name).name if Path(name).exists() else name
+    ui.questions.move_to_end(name)
+    run.answer("blend", job, ratio)
+    run.emit_tokens(job)
 
 
 def _source(hit: SearchHit) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The page's server: an ASGI app of a few routes, and the process that runs it.
 
-Whatever takes time is a job at the desk; its events go out as they come (server-sent events). Read `make_app` first.
+Slow work is a job of the JobQueue; its events are sent as they come (server-sent events). Read `make_app` first.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ from ragblend.options import SHARE
 log = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
-_BODY_BYTES = 1 << 18  # of a question with what surrounds it
-_REST_BYTES, _REST_S = 1 << 28, 10  # of a body that is too large, read before it is said
+_BODY_BYTES = 1 << 18  # largest JSON body
+_REST_BYTES, _REST_S = 1 << 28, 10  # read and dropped of a body that is too large
 _KILLED = 130
-_STOP_S = 5  # for answers that are still going out when the server ends
+_STOP_S = 5  # for responses that are still being sent when the server ends
 
 OpenEngine = Callable[[UiJob], tuple[Engine, ChunkIndex]]
 
 
 def make_app(
-    settings: Settings, open_: OpenEngine, find: RetrieveChunks, desk: JobQueue, host: str = "127.0.0.1"
+    settings: Settings, open_engine: OpenEngine, retrieve: RetrieveChunks, jobs: JobQueue, host: str = "127.0.0.1"
 ) -> ASGIApp:
-    """The app. `open_` opens the engine and the index, as the desk's first job; `find` finds a question's chunks."""
-    room = UiState(settings, find)
+    """Return the app. `open_engine` opens engine and index as the first job; `retrieve` finds a question's chunks."""
+    ui = UiState(settings, retrieve)
 
     def load(job: UiJob) -> None:
         try:
-            room.engine, room.index = open_(job)
+            ui.engine, ui.index = open_engine(job)
         except Exception as error:
-            room.problem = with_flags(str(error)) if isinstance(error, RagblendError | ImportError) else repr(error)
-            log.error("%s", room.problem)
+            ui.problem = with_flags(str(error)) if isinstance(error, RagblendError | ImportError) else repr(error)
+            log.error("%s", ui.problem)
             raise
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        desk.submit(load, "loading the model", is_kept=True)
+        jobs.submit(load, "loading the model", is_kept=True)
         yield
-        desk.close()
-        await run_in_threadpool(_close_after_jobs, desk, room)
+        jobs.close()
+        await run_in_threadpool(_close_after_jobs, jobs, ui)
 
     async def state(request: Request) -> Response:
-        now = desk.current
-        facts = await run_in_threadpool(room.collect_page_state)
+        now = jobs.current
+        facts = await run_in_threadpool(ui.collect_page_state)
         return JSONResponse({**facts, "now": now._asdict() if now is not None else None})
 
     async def upload(request: Request) -> Response:
@@ -90,11 +90,11 @@ def make_app(
     async def take(request: Request) -> Response:
         names = (await _read_json_body(request)).get("names")
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-            raise UsageError("names is no list of uploads' names")
+            raise UsageError("names is not a list of uploads' names; send the names of files that were uploaded")
         for name in names:
             validate_file_name(name)
-        job = desk.submit(
-            lambda job: ingest_uploads(job, names, *room.engine_and_index, settings),
+        job = jobs.submit(
+            lambda job: ingest_uploads(job, names, *ui.engine_and_index, settings),
             "ingesting documents",
             is_kept=True,
         )
@@ -104,7 +104,7 @@ def make_app(
         text = (await _read_json_body(request)).get("question")
         if not isinstance(text, str) or not text.strip():
             raise UsageError("the question is empty; write what you want to know")
-        return _stream_events(desk.submit(lambda job: answer_question(job, text, room), "answering a question"))
+        return _stream_events(jobs.submit(lambda job: answer_question(job, text, ui), "answering a question"))
 
     async def again(request: Request) -> Response:
         body = await _read_json_body(request)
@@ -113,8 +113,8 @@ def make_app(
             raise UsageError(f"id is {name!r:.40}; send the id of a question that was answered")
         if not isinstance(ratio, int | float):
             raise UsageError(f"ratio is {ratio!r:.40}; send a number from 0 to 1")
-        SHARE.validate("ratio", ratio)  # before it becomes a float, which holds no number of 400 digits
-        return _stream_events(desk.submit(lambda job: blend_again(job, name, float(ratio), room), "blending again"))
+        SHARE.validate("ratio", ratio)  # before the conversion to float, which fails for a number of 400 digits
+        return _stream_events(jobs.submit(lambda job: blend_again(job, name, float(ratio), ui), "blending again"))
 
     app = Starlette(
         routes=[
@@ -133,49 +133,49 @@ def make_app(
 
 def serve(
     settings: Settings,
-    open_: OpenEngine,
-    find: RetrieveChunks,
+    open_engine: OpenEngine,
+    retrieve: RetrieveChunks,
     *,
     host: str,
     port: int,
     browser: bool,
     notify: Callable[[str], None],
 ) -> None:
-    """Serve the page until Ctrl-C. Raises UsageError where the address cannot be listened on."""
+    """Serve the page until Ctrl-C. Raises UsageError if the server cannot listen on the address."""
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listening.getsockname()[1]}/"
     notify(f"the page is at {url} (Ctrl-C ends it)")
     if not is_loopback(host):
-        notify(f"whoever reaches {host} can read these documents, add some and ask: there is no password")
-    desk = JobQueue()
-    app = make_app(settings, open_, find, desk, host)
-    if browser:  # what is asked before the server runs waits in the socket
+        notify(f"the page has no password: everyone who can reach {host} can read, add and query documents")
+    jobs = JobQueue()
+    app = make_app(settings, open_engine, retrieve, jobs, host)
+    if browser:  # before the server runs: its requests wait in the socket
         webbrowser.open(url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]"))
-    server = _Server(server_config(app), desk, notify)
-    with suppress(KeyboardInterrupt):  # uvicorn raises it again, after a tidy end
+    server = _Server(server_config(app), jobs, notify)
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has stopped
         server.run(sockets=[listening])
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
-    """The configuration of the page's server: its log, its time limits."""
+    """Return uvicorn's configuration for the page: its log level and its time limits."""
     return uvicorn.Config(app, http=HeadTimeoutProtocol, log_level="warning", timeout_graceful_shutdown=_STOP_S)
 
 
 class _Server(uvicorn.Server):
-    """Ends the jobs as soon as it is told to end: their answers are what it would wait for."""
+    """A server that cancels the jobs when it is stopped, because uvicorn would wait for their responses."""
 
-    def __init__(self, config: uvicorn.Config, desk: JobQueue, notify: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, jobs: JobQueue, notify: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._desk, self._notify = desk, notify
+        self._jobs, self._notify = jobs, notify
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first time a tidy end, after the prefill that runs; the second time at once."""
+        """Stop the server after the prefill that runs; on the second signal, end the process at once."""
         if self.should_exit:
-            os._exit(_KILLED)  # what is stored survives that
-        if self._desk.current is not None:
-            self._notify("ending; Ctrl-C once more ends it at once")
-        self._desk.close()
+            os._exit(_KILLED)  # stored entries survive this
+        if self._jobs.current is not None:
+            self._notify("stopping; press Ctrl-C again to stop at once")
+        self._jobs.close()
         super().handle_exit(sig, frame)
 
 
@@ -185,18 +185,18 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise UsageError(
-            f"nothing can listen on {host}, port {port} ({error.strerror or error}); choose another: --port {port + 1}"
+            f"cannot listen on {host}, port {port} ({error.strerror or error}); choose another: --port {port + 1}"
         ) from error
 
 
-def _close_after_jobs(desk: JobQueue, room: UiState) -> None:
-    """After the worker's last job, on a thread that may wait."""
-    desk.join()
-    room.questions.clear()
-    if room.index is not None:
-        room.index.close()
-    if room.engine is not None:
-        room.engine.close()
+def _close_after_jobs(jobs: JobQueue, ui: UiState) -> None:
+    """Close the engine and the index after the last job. May block."""
+    jobs.join()
+    ui.questions.clear()
+    if ui.index is not None:
+        ui.index.close()
+    if ui.engine is not None:
+        ui.engine.close()
 
 
 # -- requests and answers
@@ -204,8 +204,8 @@ def _close_after_jobs(desk: JobQueue, room: UiState) -> None:
 
 @asynccontextmanager
 async def _read_body_parts(request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
-    """The request's body, part by part. What is too large is read on for a while and let go: a socket that is closed
-    with bytes in it is reset, and the client, which still sends, would never see the answer that says why."""
+    """Give the parts of the request's body. Of a body that is too large, up to `_REST_BYTES` more are read and dropped:
+    closing a socket with unread bytes resets it, and the client would not receive the error."""
     parts = limit_body_time(request.stream())
     try:
         yield parts
@@ -221,28 +221,28 @@ async def _read_body_parts(request: Request) -> AsyncIterator[AsyncIterator[byte
 
 
 async def _read_json_body(request: Request) -> dict[str, Any]:
-    """The JSON object in a request; UsageError for anything else."""
+    """Return the JSON object in a request. Raises UsageError if the body is not a JSON object."""
     data = b""
     async with _read_body_parts(request) as parts:
         async for part in parts:
             data += part
             if len(data) > _BODY_BYTES:
-                raise TooLargeError(f"this is longer than {_BODY_BYTES >> 10} KiB; ask a shorter question")
+                raise TooLargeError(f"the request is longer than {_BODY_BYTES >> 10} KiB; ask a shorter question")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:  # RecursionError: arrays or objects nested thousands deep
-        raise UsageError(f"the request's body is not JSON that can be read: {error}; send a flat object") from error
+        raise UsageError(f"cannot read the request's body as JSON: {error}; send a flat object") from error
     if not isinstance(found, dict):
-        raise UsageError("this is no JSON object")
+        raise UsageError("the request's body is not a JSON object; send one")
     return found
 
 
 def _stream_events(job: UiJob) -> Response:
-    """A job's events as they come."""
+    """Return a response that sends the job's events as they come."""
 
     async def lines() -> AsyncIterator[str]:
         async for name, facts in job.events():
-            # JSON has no line break in it, so one event is one line whatever a text holds.
+            # json.dumps escapes line breaks, so one event is one line of data.
             yield f"event: {name}\ndata: {json.dumps(facts)}\n\n" if name else ": still at it\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")
@@ -255,7 +255,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 async def _disconnected_response(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # to nobody
+    return Response(status_code=400)  # the client has gone, so nothing receives it
 
 
 _FILES = {

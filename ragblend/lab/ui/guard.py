@@ -1,8 +1,8 @@
 """Access rules of the page's server: it answers requests of its own page only.
 
-A page from elsewhere can send requests here from the user's browser, also under a name of its own that leads to this
-machine (DNS rebinding). So the Host has to be an address or a name of this machine, and a request that changes
-something has to come from the page that this server sent.
+A page from another site can send requests to this server from the user's browser, also under a host name that resolves
+to this machine (DNS rebinding). So the Host must be an address or a name of this machine, and a request that changes
+something must come from the page that this server sent.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class OriginGuard:
 
 
 def rejection_reason(method: str, headers: Mapping[str, str], names: set[str]) -> str:
-    """Return why a request is rejected; "" where it is not. `names`: those of this machine, besides all addresses.
+    """Return why a request is rejected; "" if it is accepted. `names`: accepted host names, in addition to all
+    addresses.
 
     >>> names = {"localhost"}
     >>> [rejection_reason("GET", {"host": host}, names) for host in ("localhost:8765", "[::1]:8765")]

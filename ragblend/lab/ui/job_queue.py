@@ -1,7 +1,7 @@
-"""One worker that does one job after another, in the order they came, and tells each one's listener how it goes.
+"""One worker thread that runs jobs one at a time, in order, and sends each job's events to its listener.
 
-So a time that the page shows is that of a request alone, whatever else is being asked in another tab. Knows nothing of
-what the jobs do.
+Since one job runs at a time, a time that the page shows does not include work for another tab. Does not depend on what
+the jobs do.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ragblend.errors import RagblendError
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
-"""A listener that has gone is noticed by then, also while nothing happens."""
+"""Seconds between events: sending one detects that the listener has gone."""
 
 Event = tuple[str, dict[str, Any]]
 Work = Callable[["UiJob"], None]
 
 
 class JobCancelled(BaseException):
-    """Raised in a job that is to end at once. Like Ctrl-C, and for that reason no Exception."""
+    """Raised inside a job that was cancelled. Like KeyboardInterrupt, it does not derive from Exception."""
 
 
 class JobProgress(NamedTuple):
-    """What the worker is at: a job's title, a stage of it and how far that is."""
+    """The running job's title, its stage and how far the stage is."""
 
     title: str
     stage: str = ""
@@ -40,50 +40,50 @@ class JobProgress(NamedTuple):
 
 
 class UiJob:
-    """Something to do, and the events that it tells, the last of them "end". `await` them from the loop that made it.
+    """A unit of work and its events, of which the last is "end". Consume the events in the loop in which it was made.
 
-    `is_kept`: it is done even if nobody listens any more.
+    `is_kept`: the job runs to its end even after its listener has gone.
     """
 
-    def __init__(self, desk: JobQueue, work: Work, title: str, *, is_kept: bool) -> None:
+    def __init__(self, queue: JobQueue, work: Work, title: str, *, is_kept: bool) -> None:
         self.title = title
-        self._desk, self._work, self._is_kept = desk, work, is_kept
+        self._queue, self._work, self._is_kept = queue, work, is_kept
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._stop = threading.Event()
 
     def emit(self, event: str, **facts: Any) -> None:
-        """Say something to whoever listens."""
-        with suppress(RuntimeError):  # the loop is closed, and nobody listens
+        """Send an event to the listener."""
+        with suppress(RuntimeError):  # the loop is closed, so nothing listens
             self._loop.call_soon_threadsafe(self._events.put_nowait, (event, facts))
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
-        """How far a stage is. Raises Stopped where the job is to end."""
+        """Report that `done` of `total` of a stage are done. Raises JobCancelled if the job was cancelled."""
         self.raise_if_cancelled()
-        self._desk.current = JobProgress(self.title, stage, done, total)
+        self._queue.current = JobProgress(self.title, stage, done, total)
         self.emit("progress", stage=stage, done=done, total=total)
 
     def raise_if_cancelled(self) -> None:
-        """Raise Stopped where the job is to end."""
+        """Raise JobCancelled if the job was cancelled."""
         if self._stop.is_set():
             raise JobCancelled
 
     def detach(self) -> None:
-        """Nobody listens any more."""
+        """Note that the listener has gone: cancel the job unless it is kept."""
         if not self._is_kept:
             self._stop.set()
 
     def cancel(self) -> None:
-        """End it as soon as it can be, and whatever it is."""
+        """Cancel the job, also a kept one."""
         self._stop.set()
 
     def run(self) -> None:
-        """Do it, on the worker's thread; what goes wrong is told."""
+        """Run the job on the worker's thread and emit its errors."""
         try:
             self.raise_if_cancelled()
             self._work(self)
         except JobCancelled:
-            self.emit("error", message="This was stopped. What was finished before is kept.")
+            self.emit("error", message="This was stopped. Results finished before are kept.")
         except (RagblendError, ImportError, OSError) as error:
             self.emit("error", message=with_flags(str(error)))
         except Exception as error:
@@ -93,7 +93,7 @@ class UiJob:
             self.emit("end")
 
     async def events(self) -> AsyncIterator[Event]:
-        """Everything it tells, up to its end. "" for a while in which it told nothing."""
+        """Yield the job's events up to "end". Yields an event named "" after `HEARTBEAT_S` seconds without one."""
         try:
             name = ""
             while name != "end":
@@ -108,17 +108,17 @@ class UiJob:
 
 
 class JobQueue:
-    """The worker. `current` is what it is at, None when it has nothing to do."""
+    """The worker. `current` is the running job's progress; None while no job runs."""
 
     def __init__(self) -> None:
         self.current: JobProgress | None = None
         self.is_closed = False
         self._executor = ThreadPoolExecutor(1, "ragblend-ui")
-        self._jobs: list[UiJob] = []  # that which is being done, and those that wait behind it
+        self._jobs: list[UiJob] = []  # the running job, then those that wait
         self._lock = threading.Lock()
 
     def submit(self, work: Work, title: str, *, is_kept: bool = False) -> UiJob:
-        """Queue a job."""
+        """Queue a job and return it. After `close`, the job is cancelled at once."""
         job = UiJob(self, work, title, is_kept=is_kept)
         with self._lock:
             self._jobs.append(job)
@@ -129,13 +129,13 @@ class JobQueue:
         return job
 
     def close(self) -> None:
-        """End what is being done and what waits, as soon as it can be. What still comes is refused."""
+        """Cancel the running job, those that wait and those submitted later."""
         self.is_closed = True
-        for job in list(self._jobs):  # without the lock: this may be called in a signal handler
+        for job in list(self._jobs):  # without the lock, because a signal handler calls this
             job.cancel()
 
     def join(self) -> None:
-        """Wait for the job that was being done."""
+        """Wait for the running job to end."""
         self._executor.shutdown(wait=True)
 
     def _run(self, job: UiJob) -> None:

@@ -1,7 +1,7 @@
-"""Time limits for requests that arrive too slowly: a connection that sends no whole head, and a body that stalls.
+"""Time limits for requests that arrive too slowly: a connection that sends no complete head, and a body that stalls.
 
-uvicorn limits the time between two requests of a connection only. Without these limits every connection that was opened
-and then went silent would be held until the server ends.
+uvicorn limits only the time between two requests of a connection. Without these limits a connection that sends nothing
+would stay open until the server ends.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class SlowBodyError(UsageError):
 
 
 class HeadTimeoutProtocol(H11Protocol):
-    """uvicorn's protocol, which closes a connection whose request has no whole head after `HEAD_S`."""
+    """uvicorn's protocol; closes a connection without a request's complete head after `HEAD_S` seconds."""
 
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the limit of the first request."""
+        """Start the time limit of the first request."""
         super().connection_made(transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Read what arrived, then start or end the limit."""
+        """Process the data, then start or end the time limit."""
         super().data_received(data)
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the limit."""
+        """End the time limit."""
         self._stop_timer()
         super().connection_lost(exc)
 
     def _watch_head(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_timer()
-        elif self._timer is None:  # not started again by each byte: one that comes every second is not enough
+        elif self._timer is None:  # each byte does not restart it, or one byte per second would keep a connection open
             self._timer = self.loop.call_later(HEAD_S, self.transport.close)
 
     def _stop_timer(self) -> None:
@@ -55,7 +55,7 @@ class HeadTimeoutProtocol(H11Protocol):
 
 
 async def limit_body_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the parts of a body. Raises SlowBodyError for a body slower than `MIN_BYTES_PER_S` after `BODY_S`."""
+    """Yield a body's parts. Raises SlowBodyError below `MIN_BYTES_PER_S` after `BODY_S` seconds."""
     start_s, num_bytes = asyncio.get_running_loop().time(), 0
     while True:
         try:
@@ -63,8 +63,8 @@ async def limit_body_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 part = await anext(parts, None)
         except TimeoutError as error:
             raise SlowBodyError(
-                f"the request's body is not complete after {BODY_S:g} s, {num_bytes} bytes of it have arrived; send it "
-                "again over a faster connection"
+                f"the request's body is not complete after {BODY_S:g} s; {num_bytes} bytes have arrived: send it again "
+                "over a faster connection"
             ) from error
         if part is None:
             return

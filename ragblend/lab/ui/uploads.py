@@ -1,6 +1,6 @@
-"""Documents that were dropped on the page: put into one folder under their own names, and ingested from there.
+"""Documents that were dropped on the page: written to one folder under their own names and ingested from there.
 
-A file of a name that is there already replaces it, in the index, too. Knows nothing of HTTP.
+A file replaces an earlier file of the same name, also in the index. Does not depend on HTTP.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ragblend.lab.ui.job_queue import UiJob
 from ragblend.precompute import ingest
 
 MIB = 1 << 20
-_SPOOL_BYTES = 8 * MIB  # more than this of an upload waits on disk
+_SPOOL_BYTES = 8 * MIB  # a larger upload is buffered on disk
 _NAME_BYTES = 200
 
 
 class TooLargeError(RagblendError):
-    """An upload beyond the limit."""
+    """A request that is larger than its limit; answered with HTTP 413."""
 
 
 def uploads_folder(store: str | Path) -> Path:
@@ -41,23 +41,23 @@ def uploads_folder(store: str | Path) -> Path:
 
 
 def validate_file_name(name: str) -> str:
-    """A file's bare name, or UsageError.
+    """Return the file name. Raises UsageError if it is empty, too long, hidden or has a slash or a control character.
 
     >>> validate_file_name("annual report.pdf")
     'annual report.pdf'
     """
     check_unicode(name, "the file's name")
     if not name.strip() or len(name.encode()) > _NAME_BYTES:
-        raise UsageError(f"the file's name is {name[:40]!r}...; rename it: 1 to {_NAME_BYTES} bytes")
+        raise UsageError(f"the file's name is {name[:40]!r}...; rename the file: 1 to {_NAME_BYTES} bytes")
     if name.startswith(".") or any(mark in "/\\" or not mark.isprintable() for mark in name):
         raise UsageError(
-            f"the file's name is {name!r}; rename it: no slash or control character in it, no dot at its front"
+            f"the file's name is {name!r}; rename the file: no slash, no control character and no dot at the front"
         )
     return name
 
 
 def list_supported_suffixes() -> list[str]:
-    """The endings of files that are read as documents here."""
+    """Return the suffixes of the files that the installed packages can read, sorted."""
     from importlib.util import find_spec
 
     packages = {
@@ -69,7 +69,7 @@ def list_supported_suffixes() -> list[str]:
 
 
 class Upload:
-    """One file on its way in. Nothing is in the folder before `commit`, which puts it there in one step."""
+    """One file that is being received. It appears in the folder at `commit`, in one step."""
 
     def __init__(self, folder: Path, name: str, max_mib: float) -> None:
         self._path = folder / validate_file_name(name)
@@ -87,7 +87,7 @@ class Upload:
         self._data.close()
 
     def check_size(self, num_bytes: int) -> None:
-        """Raise TooLargeError where so many more are beyond the limit."""
+        """Raise TooLargeError if `num_bytes` more bytes would exceed the limit."""
         if self._size + num_bytes > self._limit:
             raise TooLargeError(
                 f"{self._path.name} is larger than {self._max_mib:g} MiB; cut it, or raise the limit: "
@@ -95,13 +95,13 @@ class Upload:
             )
 
     def add(self, data: bytes) -> None:
-        """The next bytes. Raises TooLargeError."""
+        """Append `data`. Raises TooLargeError if the file exceeds the limit."""
         self.check_size(len(data))
         self._size += len(data)
         self._data.write(data)
 
     def commit(self) -> None:
-        """Put the whole file into the folder. Raises UnreadableDocumentError if reading it ends a child process."""
+        """Write the complete file to the folder. Raises UnreadableDocumentError if reading it kills a child process."""
         check_reading(self._data, self._size, self._path.suffix)
         folder = Directory(self._path.parent, fsync=False, full_hint="Make room and drop the file again")
         folder.remove_stale_files()
@@ -147,17 +147,17 @@ def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: Chun
 
 
 def document_names(index: ChunkIndex) -> list[str]:
-    """The files of an index, as people call them."""
+    """Return the display names of an index's documents, sorted."""
     return sorted({display_name(source_path(source)) for source in index.sources()}, key=str.casefold)
 
 
 def display_name(path: str) -> str:
-    """The last part of a path, printable."""
+    """Return the last part of a path, printable."""
     return PurePath(display_source(path)).name or path
 
 
 def _drop_unknown(paths: Sequence[Path], index: ChunkIndex) -> None:
-    """Remove uploads that gave no document: they are of no use here."""
+    """Remove the uploads that are not in the index, because they gave no document."""
     known = {source_path(source) for source in index.sources()}
     for path in paths:
         if normal_path(path) not in known:

@@ -60,8 +60,8 @@ def test_what_can_be_read_or_is_rejected_with_a_reason_passes(data, suffix):
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("crash", r"reading it crashed \(SIGABRT\); save it anew"),
-        ("exit", r"reading it crashed \(exit status 1\); save it anew"),
+        ("crash", r"reading it crashed \(SIGABRT\); save it again"),
+        ("exit", r"reading it crashed \(exit status 1\); save it again"),
         ("memory", "reading it took too much memory; split it"),
     ],
     indirect=["program"],

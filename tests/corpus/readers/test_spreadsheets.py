@@ -100,6 +100,7 @@ def test_two_cells_at_the_ends_of_a_sheet_do_not_end_this_process() -> None:
         read(make_xlsx({"S": far}))
 
 
+@pytest.mark.slow  # 4 GiB
 def test_a_long_text_in_every_cell_does_not_fill_memory() -> None:
     cell = '<c t="s"><v>0</v></c>'
     rows = f"<row>{cell * 100}</row>" * 40

@@ -342,7 +342,9 @@ def attended(model: Any, prompt: Prompt, layers: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", INDEPENDENT)
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(
+    "ratio", [pytest.param(each, marks=[] if each == 0.15 else pytest.mark.slow) for each in RATIOS]
+)
 def test_asking_first_recomputes_both_ends_and_what_the_stock_model_attends_to(family, ratio, stock_model, tiny_layers):
     """In every layer, or every global one beside windows, over nothing but stale KV; what was run ahead leaves no trace
     in what is fused then, and the tokens kept move as those say that are recomputed."""

@@ -9,8 +9,8 @@ import torch
 from device_looks import DeviceLooks
 from tiny_models import FAMILIES, make_model
 
+from ragblend.engine.fusion.attention import on_host
 from ragblend.engine.fusion.fuse import fuse
-from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk

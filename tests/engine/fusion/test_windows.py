@@ -66,7 +66,7 @@ def prompt_of(length: int, seed: int = 0, prefix: int = 2, question: int = 3, ch
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     family=st.sampled_from(list(WINDOWED)),
     window=st.integers(1, 120),

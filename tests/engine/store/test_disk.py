@@ -296,8 +296,10 @@ from test_disk import DiskStore, assert_same, make_kv
 root, amount = sys.argv[3], int(sys.argv[4])
 kvs = [make_kv(seed, num_layers=4, heads=4, tokens=200, dim=64) for seed in range(3)]
 store, rng = DiskStore(root), random.Random(0)
-num_leftovers = num_visible = 0
-for _ in range(amount):
+num_kills = num_leftovers = num_visible = 0
+# On a busy machine many are killed before they have begun: it goes on until some have met writers at work.
+while num_kills < amount or not (num_leftovers and num_visible):
+    num_kills += 1
     pid = os.fork()
     if pid == 0:
         while True:
@@ -317,7 +319,7 @@ for _ in range(amount):
     if rng.random() < 0.5:
         store.gc(max_bytes=0)
 assert store.counters.num_damaged == 0
-print(json.dumps({"num_leftovers": num_leftovers, "num_visible": num_visible}))
+print(json.dumps({"num_kills": num_kills, "num_leftovers": num_leftovers, "num_visible": num_visible}))
 """
 
 
@@ -332,10 +334,8 @@ def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(
     done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
-    assert outcome["num_leftovers"] > 0, "no kill met a writer at work: the test shows nothing"
-    assert outcome["num_visible"] > 0
     found = f"{outcome['num_visible']} entries whole, {outcome['num_leftovers']} temp files cleaned"
-    counted(f"{num_kills} kill -9 of a writer: {found}")
+    counted(f"{outcome['num_kills']} kill -9 of a writer: {found}")
 
 
 def test_clean_spares_writers_that_may_be_alive(store: DiskStore) -> None:

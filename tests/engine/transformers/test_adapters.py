@@ -61,7 +61,9 @@ def stored(engine: Any) -> list[bool]:
     return [engine.is_stored(chunk) for chunk in CHUNKS]
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "lora" else pytest.mark.slow) for kind in KINDS]
+)
 def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, saved: Path, tmp_path: Path) -> None:
     model = trained(saved, KINDS[kind])
     model.save_pretrained(tmp_path)

@@ -60,7 +60,15 @@ def test_prompts_of_any_lengths_get_the_logits_and_the_kv_that_each_gets_alone(
             )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gemma3",
+        "gpt_oss",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma2", "qwen3_moe", "phi3")),
+    ],
+)
 def test_answers_in_a_batch_are_those_of_one_after_another(
     family: str, tiny_engine: Callable[..., TransformersEngine]
 ) -> None:

@@ -281,8 +281,8 @@ def test_what_follows_the_last_chunk_asks_where_the_question_stands_before_it(ti
     engine = holding_chunks(tiny_engine("llama", renderer=chat_renderer))
     first = Prompt.from_messages([("user", ["what is the other theory?\n\n", *CHUNKS])])
     request = engine.request(first, rule="ask", recompute_ratio=0.3)
-    found = engine._lookup(request, 0, set(), engine.store.get)
-    plan = engine._build_plan(request, found, engine._decide(request, found).choice)
+    placements = tuple(placed for placed, _ in engine._lookup(request, 0, set(), engine.store.get).values())
+    plan = engine._build_plan(request, 0, placements, engine._decide(request, 0, placements).choice)
     tail = engine.renderer._tokenizer.decode(request.prompt.token_ids[-plan.num_queries :])
     assert tail == "<|end|>\n<|im|>assistant"
     exact = engine.generate(first, mode="full", max_tokens=4)
@@ -667,7 +667,7 @@ def test_a_stream_whose_engine_is_closed_ends_quietly(tiny_engine, monkeypatch, 
     """Half read, read by another thread at this moment, and not begun; with chunks that would have been stored."""
     engine = tiny_engine(on_miss="store", shadow=1.0)
     engine.precompute(CHUNKS[0])
-    monkeypatch.setattr(engine, "stop_ids", frozenset)  # nothing ends them but the context, seconds later
+    monkeypatch.setattr(engine, "stop_ids", frozenset())  # nothing ends them but the context, seconds later
     half, running, unread = (engine.stream(PROMPT, max_tokens=2000) for _ in range(3))
     shown = [next(half)]
     ended: list[str] = []

@@ -91,7 +91,7 @@ def test_a_throttled_tier_is_the_tier(tmp_path: Path, pipelined: bool) -> None:
     assert (wrapped.contains(kv.header.key), list(wrapped.keys()), wrapped.nbytes()) == (
         True, [kv.header.key], disk.nbytes()
     )  # fmt: skip
-    assert wrapped.counters is disk.counters
+    assert wrapped.counters == disk.counters
     assert wrapped.delete(kv.header.key)
     assert not disk.contains(kv.header.key)
 

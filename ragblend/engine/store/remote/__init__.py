@@ -1,5 +1,5 @@
 """The shared tier: Redis or Valkey, S3 and other object stores.
 
-A REMOTE TIER IS ADDED HERE: `SCHEME_values.py` with `open_values(url, timeout_s)`, which returns a ByteStore, makes
-`--remote SCHEME://...` work. Nothing else has to know of it.
+A REMOTE TIER IS ADDED HERE: a module `SCHEME_values.py` with `open_values(url, timeout_s)`, which returns a ByteStore,
+makes `--remote SCHEME://...` work. No other file changes.
 """

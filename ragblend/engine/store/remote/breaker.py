@@ -1,6 +1,6 @@
-"""A circuit breaker: after a few failures in a row, stop asking for a while, and probe before asking again.
+"""A circuit breaker: stops requests after several consecutive failures, and probes before it lets them pass again.
 
-Pure state over a monotonic clock, so a wall clock that is set back changes nothing. Knows nothing about networks.
+Pure state over a monotonic clock, so a wall clock that is set back has no effect. Does not depend on networks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ State = Literal["closed", "open", "half-open"]
 
 
 class CircuitBreaker:
-    """Closed: everything passes. Open: nothing does, for a pause. Half-open: one probe is out. Thread-safe.
+    """Closed: all requests pass. Open: none pass, for a pause. Half-open: one probe was sent. Thread-safe.
 
-    What takes longer than it may is a failure too. `threshold` failures in a row open it for `pause_s` seconds; each
-    further failure doubles the pause, up to `max_pause_s`. A probe that succeeds closes it again, but only a real
-    success forgets how long the pause was: a server that answers pings and fails everything else is left alone for
-    longer and longer.
+    A request that exceeds its time limit is a failure. `threshold` consecutive failures open the breaker for `pause_s`
+    seconds; each further failure doubles the pause, up to `max_pause_s`. A successful probe closes it, but only a
+    successful request resets the pause: a server that answers pings and fails all else is paused longer and longer.
     """
 
     def __init__(
@@ -40,22 +39,21 @@ class CircuitBreaker:
 
     @property
     def state(self) -> State:
-        """Where it stands now."""
+        """The current state."""
         return self._state
 
     @property
     def is_closed(self) -> bool:
-        """Whether requests may pass."""
+        """True if requests may pass."""
         return self._state == "closed"
 
     def wait_s(self) -> float:
-        """Seconds until the next probe is due; 0 when it is due, or when the breaker is closed."""
+        """Return the seconds until the next probe is due; 0 if it is due, or if the breaker is closed."""
         with self._lock:
             return max(0.0, self._retry_at_s - self._clock()) if self._state != "closed" else 0.0
 
     def claim_probe(self) -> bool:
-        """Whether the caller is to send the one probe that is due now; it answers with `record_probe_success` or
-        `record_failure`."""
+        """Return True if the caller must probe and then call `record_probe_success` or `record_failure`."""
         with self._lock:
             if self._state != "open" or self._clock() < self._retry_at_s:
                 return False
@@ -63,24 +61,24 @@ class CircuitBreaker:
             return True
 
     def record_probe_success(self) -> None:
-        """The probe came back: requests pass again, and the first failure among them opens it for longer."""
+        """Close the breaker. The first failure after that opens it again, for longer."""
         with self._lock:
             self._state, self._num_failures = "closed", self._threshold - 1
 
     def record_success(self) -> None:
-        """A request came back."""
+        """Record a successful request."""
         with self._lock:
-            if self._state == "closed":  # one that was sent before it opened proves nothing about now
+            if self._state == "closed":  # a request that was sent before the breaker opened is no evidence
                 self._num_failures, self._pause_s = 0, self._first_pause_s
 
     def record_write_success(self) -> None:
-        """A write came back: that says nothing about reads, whose failures stay counted."""
+        """Record a successful write. It does not reset the count of failed reads."""
         with self._lock:
             if self._state == "closed" and not self._num_failures:
                 self._pause_s = self._first_pause_s
 
     def record_failure(self) -> None:
-        """A request or the probe failed, or took too long."""
+        """Record that a request or the probe failed, or exceeded its time limit."""
         with self._lock:
             self._num_failures += 1
             if self._state == "open" or (self._state == "closed" and self._num_failures < self._threshold):

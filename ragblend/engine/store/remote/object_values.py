@@ -1,8 +1,8 @@
-"""Chunk files as objects: `s3://BUCKET/PREFIX` and whatever else fsspec opens (`file:///DIR`, `gs://`, `az://`, ...).
+"""Chunk files as objects: `s3://BUCKET/PREFIX` and any URL that fsspec opens (`file:///DIR`, `gs://`, `az://`, ...).
 
-Credentials, endpoints and regions come from where the file system's own library looks for them (for S3: `AWS_*`,
-`~/.aws`, `AWS_ENDPOINT_URL`); they must allow to get, put, delete and list objects. The budget is the bucket's
-lifecycle rules. Knows bytes under names.
+Credentials, endpoints and regions are found by the file system's own library (for S3: `AWS_*`, `~/.aws`,
+`AWS_ENDPOINT_URL`); they must allow to get, put, delete and list objects. The byte budget is set by the bucket's
+lifecycle rules. Works on named bytes.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ except ImportError as error:
     raise ImportError("an object store tier needs fsspec: pip install 'ragblend[s3]'") from error
 
 SUFFIX = ".safetensors"
-NOTES = "notes"  # a folder of its own, so that listing them lists no chunk
+NOTES = "notes"  # a separate folder, so that listing metadata lists no chunks
 WRITE_TIMEOUT_S = 60.0
 _MAX_VALUE_BYTES = 5 * 2**30  # one S3 PUT
 _PART_BYTES = 1 << 20
-_NUM_ASKED = 32  # objects that are asked for side by side
+_NUM_ASKED = 32  # objects that are queried in parallel
 
 
 class ObjectValues:
-    """ByteStore in a bucket or folder: `PREFIX/ab/abcdef....safetensors`, laid out as a disk store's directory.
+    """ByteStore in a bucket or folder: `PREFIX/ab/abcdef....safetensors`, with the layout of a disk store's directory.
 
-    `timeout_s` bounds a whole call where the file system is asynchronous (S3, Google, Azure). What an object announces
-    as its size is checked before it is read, and no more is read. Nothing is retried here: the caller counts and
-    decides.
+    `timeout_s` bounds a whole call if the file system is asynchronous (S3, Google, Azure). The announced size of an
+    object is checked before it is read, and no more is read. Nothing is retried here; the caller counts failures.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
 
     def __init__(self, url: str, timeout_s: float, **options: Any) -> None:
         self.url = redact(url)
-        self._redact = partial(redact, echo_of=url)  # a library's message may hold a password of ours
-        self._hides = has_secret(url)  # what a library's exception holds must not reach a traceback then
+        self._redact = partial(redact, echo_of=url)  # a library's message may contain the password
+        self._hides = has_secret(url)  # then no exception of a library may reach a traceback
         self._timeout_s = timeout_s
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **{**_defaults(url.partition("://")[0], timeout_s), **options})
@@ -61,11 +60,11 @@ class ObjectValues:
                 f"s3://BUCKET/PREFIX or file:///DIR{url_password_hint(url)}"
             ) from None
         self._root = str(root).rstrip("/")
-        if hasattr(self._fs, "retries"):  # s3fs waits and tries five times; the breaker does that better
+        if hasattr(self._fs, "retries"):  # s3fs retries five times; here the breaker decides
             self._fs.retries = 1
 
     def get(self, name: str) -> bytes | None:
-        """The object's bytes, or None."""
+        """Return the object's bytes; None if there is no object."""
         return self._read(self._path(name))
 
     def _read(self, path: str) -> bytes | None:
@@ -79,7 +78,7 @@ class ObjectValues:
             return None
 
     def put(self, name: str, data: bytes) -> None:
-        """Write the object. A local folder gets it in one step, as object stores do by themselves."""
+        """Write the object in one step, also in a local folder."""
         self._write(self._path(name), data)
 
     def _write(self, path: str, data: bytes) -> None:
@@ -89,7 +88,7 @@ class ObjectValues:
             self._call("pipe_file", path, data, timeout_s=WRITE_TIMEOUT_S)
 
     def contains(self, name: str) -> bool:
-        """Whether there is an object."""
+        """Return True if there is an object."""
         try:
             self._call("info", self._path(name))
         except FileNotFoundError:
@@ -97,7 +96,7 @@ class ObjectValues:
         return True
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is an object for each, asked for side by side."""
+        """Return for each name True if there is an object; queried in parallel."""
         if not self._fs.async_impl:
             return [self.contains(name) for name in names]
         found: list[bool] = self._run_with_timeout(
@@ -119,7 +118,7 @@ class ObjectValues:
         return list(await asyncio.gather(*map(is_there, paths)))
 
     def delete(self, name: str) -> bool:
-        """Remove the object; whether there was one."""
+        """Delete the object; return True if there was one."""
         if not self.contains(name):
             return False
         try:
@@ -129,7 +128,7 @@ class ObjectValues:
         return True
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Every name with its object's bytes; lists the whole prefix."""
+        """Yield every name with its object's bytes. Lists the whole prefix."""
         try:
             found = self._call("find", self._root, detail=True, timeout_s=WRITE_TIMEOUT_S)
         except FileNotFoundError:
@@ -140,14 +139,14 @@ class ObjectValues:
                 yield name.removesuffix(SUFFIX), int(facts["size"])
 
     def clean(self) -> int:
-        """Remove the temp files of killed writers from a local folder; how many. Elsewhere objects appear whole."""
+        """Delete killed writers' temporary files from a local folder; return their number. Others have none."""
         if not isinstance(self._fs, LocalFileSystem) or not Path(self._root).is_dir():
             return 0
         found: int = self._translate_errors(lambda: self._directory().remove_stale_files())
         return found
 
     def list_metadata(self) -> list[str]:
-        """Names of the notes; lists their folder alone."""
+        """Return the names of the metadata values. Lists their folder alone."""
         try:
             found = self._call("find", f"{self._root}/{NOTES}", timeout_s=WRITE_TIMEOUT_S)
         except FileNotFoundError:
@@ -156,15 +155,15 @@ class ObjectValues:
         return [name.removesuffix(".json") for name in names if name.endswith(".json") and not name.startswith(".")]
 
     def get_metadata(self, name: str) -> bytes | None:
-        """The note, or None."""
+        """Return a metadata value; None if there is none."""
         return self._read(self._note(name))
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        """Write a note, as a chunk is written."""
+        """Write a metadata value in one step."""
         self._write(self._note(name), data)
 
     def delete_metadata(self, name: str) -> None:
-        """Remove a note, if it is there."""
+        """Delete a metadata value, if there is one."""
         with suppress(FileNotFoundError):
             self._call("rm_file", self._note(name))
 
@@ -172,7 +171,7 @@ class ObjectValues:
         return f"{self._root}/{NOTES}/{name}.json"
 
     def ping(self) -> None:
-        """One round trip: ask for the bucket; one that is not there is a failure."""
+        """Make one round trip. Raises BackendUnreachableError also for a bucket that does not exist."""
         bucket = self._root.partition("/")[0]
         if not self._fs.async_impl or not bucket:
             self._translate_errors(lambda: self._fs.exists(self._root))
@@ -183,7 +182,7 @@ class ObjectValues:
             raise BackendUnreachableError(f"{self.url}: there is no {bucket!r} there; create it first") from error
 
     def close(self) -> None:
-        """Nothing to do: fsspec shares its connections."""
+        """Do nothing: fsspec shares its connections."""
 
     def _directory(self) -> Directory:
         return Directory(
@@ -194,13 +193,13 @@ class ObjectValues:
         return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
 
     def _call(self, method: str, *args: Any, timeout_s: float | None = None, **options: Any) -> Any:
-        """One call of the file system, cancelled when it takes too long; FileNotFoundError passes."""
+        """Call a method of the file system within a time limit. FileNotFoundError is not translated."""
         if not self._fs.async_impl:
             return self._translate_errors(lambda: getattr(self._fs, method)(*args, **options))
         return self._run_with_timeout(timeout_s or self._timeout_s, getattr(self._fs, f"_{method}")(*args, **options))
 
     async def _streamed(self, path: str) -> bytes:
-        """An object in parts, as long as it is not longer than it announced itself."""
+        """Return an object, read in parts up to its announced size."""
         try:
             stream = await self._fs.open_async(path)
         except NotImplementedError:
@@ -219,7 +218,7 @@ class ObjectValues:
         return b"".join(parts)
 
     def _opened(self, path: str) -> bytes:
-        """A file of a file system that is not asynchronous."""
+        """Return an object of a file system that is not asynchronous."""
 
         def read() -> bytes:
             self._check_size(path, self._fs.size(path))
@@ -235,14 +234,14 @@ class ObjectValues:
             raise OSError(f"{path} has {nbytes} bytes; {self.max_value_bytes} is the most that is read")
 
     def _run_with_timeout(self, limit_s: float, call: Coroutine[Any, Any, Any]) -> Any:
-        """What an asynchronous call gives, cancelled when it takes too long; FileNotFoundError passes."""
+        """Return an asynchronous call's result; cancel it at its time limit. FileNotFoundError is not translated."""
 
         async def limited() -> Any:
             return await asyncio.wait_for(call, limit_s)
 
         def wait() -> Any:
             future = asyncio.run_coroutine_threadsafe(limited(), self._fs.loop)
-            return future.result(limit_s + 1.0)  # should the loop itself hang
+            return future.result(limit_s + 1.0)  # for the case that the loop itself hangs
 
         return self._translate_errors(wait)
 
@@ -265,11 +264,11 @@ class ObjectValues:
 def _defaults(scheme: str, timeout_s: float) -> dict[str, Any]:
     if scheme not in ("s3", "s3a"):
         return {}
-    # Our own instance: another user of s3fs in this process keeps its own retries and limits.
+    # A separate instance: other code that uses s3fs in this process keeps its own retries and limits.
     return {
         "skip_instance_cache": True,
         "use_listings_cache": False,
-        "max_concurrency": 1,  # more would ask for the size first; chunks already come side by side
+        "max_concurrency": 1,  # more would request the size first; chunks are already fetched in parallel
         "config_kwargs": {
             "connect_timeout": connect_timeout_s(timeout_s),
             "read_timeout": timeout_s,
@@ -279,4 +278,4 @@ def _defaults(scheme: str, timeout_s: float) -> dict[str, Any]:
 
 
 open_values = ObjectValues
-"""What `open_remote` calls, with the URL and the time limit of one call in seconds."""
+"""Called by `open_remote` with the URL and the time limit of one call in seconds."""

@@ -1,7 +1,7 @@
 """Chunk files in a Redis or Valkey Cluster: `redis+cluster://[:PASSWORD@]HOST[:PORT]`, `rediss+cluster://` for TLS.
 
-HOST is any node, or a name that leads to one; the others are learnt from it, and learnt again when they change. A chunk
-is on the node that the cluster's own hash of its key says, so nothing is shared out here.
+HOST is any node, or a name that resolves to one. The client discovers the other nodes, and discovers them again when
+they change. The cluster's own hash of a key selects its node.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ragblend.errors import UsageError
 
 
 class RedisClusterValues(RedisValues):
-    """ByteStore over all nodes of a cluster. Connects at the first call, not before.
+    """ByteStore over all nodes of a cluster. Connects at the first call.
 
-    A node that is down costs what it held, until the cluster has put another in its place; a call that meets it fails
-    and learns the nodes anew, and nothing is retried here.
+    The chunks of a failed node are unavailable until the cluster replaces it. A call to it fails and discovers the
+    nodes again; nothing is retried here.
     """
 
     FORM = "redis+cluster://HOST:PORT"
@@ -46,7 +46,7 @@ class RedisClusterValues(RedisValues):
                 url=url,
                 connection_pool_class=BoundedPool,
                 retry=NEVER,
-                require_full_coverage=False,  # one node's chunks are missing: the others' are there
+                require_full_coverage=False,  # without one node, the chunks of the others stay available
                 **socket_options(seconds),
             )
             for seconds in (self._timeout_s, WRITE_TIMEOUT_S)
@@ -75,11 +75,11 @@ class RedisClusterValues(RedisValues):
 
     def _scan(self, cursor: int, **where: Any) -> tuple[int, list[bytes]]:
         cursors, names = super()._scan(cursor, **where)
-        (cursor,) = cast("dict[str, int]", cursors).values()  # by node, and one was asked
+        (cursor,) = cast("dict[str, int]", cursors).values()  # by node; one was queried
         return cursor, names
 
     def ping(self) -> None:
-        """A round trip to one of the nodes that hold chunks: the cluster is away when none of them answers."""
+        """Make a round trip to a node that holds chunks. Raises BackendUnreachableError if none of them answers."""
         with self._call(self._timeout_s):
             nodes = self._reader.get_primaries()
             for left, node in enumerate(sample(nodes, len(nodes)), start=1 - len(nodes)):
@@ -91,7 +91,7 @@ class RedisClusterValues(RedisValues):
                         raise
 
     def close(self) -> None:
-        """Let the connections go; the next call opens new ones."""
+        """Close the connections; the next call opens new ones."""
         with self._opening:
             clients, self._opened = list(self._opened.values()), {}
         for client in clients:
@@ -102,4 +102,4 @@ class RedisClusterValues(RedisValues):
 
 
 open_values = RedisClusterValues
-"""What `open_remote` calls, with the URL and the time limit of one call in seconds."""
+"""Called by `open_remote` with the URL and the time limit of one call in seconds."""

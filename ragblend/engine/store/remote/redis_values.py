@@ -1,7 +1,7 @@
 """Chunk files as values of Redis or Valkey: `redis://[:PASSWORD@]HOST[:PORT][/DB]`, `rediss://` for TLS.
 
-The budget is the server's own: `maxmemory` with `maxmemory-policy allkeys-lru`. What a server sends is not trusted: a
-call ends at its time limit however the bytes come, and a size is checked when it is announced. Knows bytes under names.
+The byte budget is set on the server: `maxmemory` with `maxmemory-policy allkeys-lru`. Replies are not trusted: a call
+ends at its time limit however slowly bytes arrive, and a size is checked when it is announced. Works on named bytes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ except ImportError as error:
     raise ImportError("a redis:// tier needs redis-py: pip install 'ragblend[redis]'") from error
 
 PREFIX = "ragblend:kv:"
-NOTES = "ragblend:notes"  # a hash: its names come without a walk through the database
+NOTES = "ragblend:notes"  # a hash, so that its names are listed without a scan of the database
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
-WALK_TIMEOUT_S = 600.0  # for all of a database, as `stats` and `gc` ask for
+WALK_TIMEOUT_S = 600.0  # for a scan of the whole database, as in `stats` and `gc`
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # Redis' own limit (proto-max-bulk-len)
-_ROOM_BYTES = 1 << 30  # of values that are being read at the same time
+_ROOM_BYTES = 1 << 30  # of all replies that are being read at the same time
 _SCAN_BATCH = 500
-_SPARE_ROUNDS = 100_000  # of a walk, beyond one for each key: a table that was emptied is still as long
+_SPARE_ROUNDS = 100_000  # of a scan, in addition to one per key: the table of a database that was emptied stays long
 _MAX_ITEMS = 1 << 20  # of a list in a reply
 _MAX_LINE_BYTES = 1 << 16  # of a status, an error or an announcement
 
 
 class RedisValues:
-    """ByteStore in one Redis database, under `ragblend:kv:KEY`. Connects at the first call, not before.
+    """ByteStore in one Redis database, under `ragblend:kv:KEY`. Connects at the first call.
 
-    `timeout_s` bounds each call as a whole. Nothing is retried here: the caller counts and decides.
+    `timeout_s` bounds each call as a whole. Nothing is retried here; the caller counts failures.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
@@ -50,8 +50,8 @@ class RedisValues:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = redact(url)
-        self._redact = partial(redact, echo_of=url)  # a library's message may hold a password of ours
-        self._hides = has_secret(url)  # what a library's exception holds must not reach a traceback then
+        self._redact = partial(redact, echo_of=url)  # a library's message may contain the password
+        self._hides = has_secret(url)  # then no exception of a library may reach a traceback
         self._timeout_s = timeout_s
         try:
             self._use(url)
@@ -62,7 +62,7 @@ class RedisValues:
             ) from None
 
     def _use(self, url: str) -> None:
-        """Take the URL. Raises ValueError and RedisError for what is none."""
+        """Create the clients for a URL. Raises ValueError and RedisError for an invalid one."""
         options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
         self._reader, self._writer = (
             redis.Redis(connection_pool=BoundedPool(**{**options, **socket_options(seconds)}, retry=NEVER))
@@ -70,7 +70,7 @@ class RedisValues:
         )
 
     def get(self, name: str) -> bytes | None:
-        """The value, or None. A list or another type that somebody put there is empty, and so no entry."""
+        """Return the value; None if there is none. Another Redis type gives an empty value, which is no entry."""
         with self._call(self._timeout_s):
             try:
                 return cast("bytes | None", self._reader.get(PREFIX + name))
@@ -85,7 +85,7 @@ class RedisValues:
             self._writer.set(PREFIX + name, data)
 
     def contains(self, name: str) -> bool:
-        """Whether there is a value."""
+        """Return True if there is a value."""
         with self._call(self._timeout_s):
             try:
                 return bool(self._reader.strlen(PREFIX + name))
@@ -95,11 +95,11 @@ class RedisValues:
                 return False
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is a value for each, in one round trip."""
+        """Return for each name True if there is a value; one round trip."""
         return [bool(length) for length in self._lengths([f"{PREFIX}{name}".encode() for name in names])]
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Bytes of the values, 0 where there is none; None for other types than strings."""
+        """Return the bytes of each value, 0 if there is none, None for other types than strings."""
         with self._call(self._timeout_s):
             pipeline = self._reader.pipeline(transaction=False)
             for key in keys:
@@ -111,18 +111,18 @@ class RedisValues:
         return [None if isinstance(each, Exception) else int(each) for each in found]
 
     def delete(self, name: str) -> bool:
-        """Remove the value; whether there was one."""
+        """Delete the value; return True if there was one."""
         with self._call(self._timeout_s):
             return bool(self._reader.delete(PREFIX + name))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Every name with the bytes of its value; walks the whole database. One that comes to no end is an error."""
+        """Yield every name with the bytes of its value. Raises BackendUnreachableError if the scan does not end."""
         until_s = monotonic() + WALK_TIMEOUT_S
         for where in self._scan_arguments():
             yield from self._sizes(until_s, **where)
 
     def _scan_arguments(self) -> Iterable[Mapping[str, Any]]:
-        """What to add to commands that go through all keys, once for each server that has some."""
+        """Return the extra arguments of commands that scan all keys, one mapping per server to scan."""
         return ({},)
 
     def _sizes(self, until_s: float, **where: Any) -> Iterator[tuple[str, int]]:
@@ -145,47 +145,47 @@ class RedisValues:
             seen.add(cursor)
 
     def _scan(self, cursor: int, **where: Any) -> tuple[int, list[bytes]]:
-        """The next cursor, 0 at the end, and some of our keys."""
+        """Return the next cursor, 0 at the end, and some keys with our prefix."""
         found = self._reader.scan(cursor, match=f"{PREFIX}*", count=_SCAN_BATCH, **where)
         return cast("tuple[int, list[bytes]]", found)
 
     def clean(self) -> int:
-        """Nothing to do: a value appears whole."""
+        """Return 0: a value appears in one step, so there is nothing to delete."""
         return 0
 
     def list_metadata(self) -> list[str]:
-        """Names of the notes."""
+        """Return the names of the metadata values."""
         with self._call(self._timeout_s):
             return [name.decode("utf-8", "replace") for name in cast("list[bytes]", self._reader.hkeys(NOTES))]
 
     def get_metadata(self, name: str) -> bytes | None:
-        """The note, or None."""
+        """Return a metadata value; None if there is none."""
         with self._call(self._timeout_s):
             return cast("bytes | None", self._reader.hget(NOTES, name))
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        """Keep a note, in one step."""
+        """Write a metadata value in one step."""
         with self._call(self._timeout_s):
             self._writer.hset(NOTES, name, data)
 
     def delete_metadata(self, name: str) -> None:
-        """Remove a note, if it is there."""
+        """Delete a metadata value, if there is one."""
         with self._call(self._timeout_s):
             self._reader.hdel(NOTES, name)
 
     def ping(self) -> None:
-        """One round trip."""
+        """Make one round trip."""
         with self._call(self._timeout_s):
             self._reader.ping()
 
     def close(self) -> None:
-        """Let the connections go; the next call opens new ones."""
+        """Close the connections; the next call opens new ones."""
         for client in (self._reader, self._writer):
             client.connection_pool.disconnect()
 
     @contextmanager
     def _call(self, timeout_s: float) -> Iterator[None]:
-        """One call in this thread: `timeout_s` in all, and what it reads counted."""
+        """Limit the calls of this thread inside to `timeout_s` seconds together, and translate their errors."""
         try:
             with _CALL.with_timeout(timeout_s):
                 yield
@@ -194,7 +194,7 @@ class RedisValues:
                 f"{self.url} is full ({self._redact(str(error))}); let it evict: "
                 "redis-cli CONFIG SET maxmemory-policy allkeys-lru"
             ) from (None if self._hides else error)
-        # What a server says that is no Redis may surface as any of these from inside the client.
+        # The reply of a server that is not Redis may raise any of these inside the client.
         except (redis.RedisError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             message = self._redact(f"{type(error).__name__}: {error}")
             raise BackendUnreachableError(
@@ -203,17 +203,17 @@ class RedisValues:
 
 
 def _is_wrong_type(error: Exception) -> bool:
-    """Whether a key holds another type than a string: nothing of ours."""
+    """Return True if a key holds another type than a string, which ragblend never writes."""
     return isinstance(error, redis.ResponseError) and str(error).startswith("WRONGTYPE")
 
 
-# --- what a server may send, and how long it may take ---
+# --- limits of replies: bytes and time ---
 
 
 class _CallDeadline(threading.local):
-    """The call that this thread is in: when it is to end, and the bytes it has announced to it."""
+    """The current call of this thread: its deadline, and the reply bytes announced to it."""
 
-    until_s: float | None = None  # None: no call of ours
+    until_s: float | None = None  # None: no call of this module
     room_bytes = 0
 
     @contextmanager
@@ -226,14 +226,14 @@ class _CallDeadline(threading.local):
             self.until_s = None
 
     def left_s(self) -> float:
-        """Seconds left, never 0, which a socket takes for 'do not wait'."""
+        """Return the seconds left; never 0, which sockets take as 'do not wait'. Raises TimeoutError."""
         left_s = WRITE_TIMEOUT_S if self.until_s is None else self.until_s - monotonic()
         if left_s <= 0:
             raise TimeoutError("the reply takes longer than its time limit; see remote_timeout_s")
         return left_s
 
     def admit_reply(self, nbytes: int) -> None:
-        """A value of `nbytes` is to come: refused, or let in once there is room for it beside the others."""
+        """Reject an announced value of `nbytes` if it is too large, else wait until it fits with the others."""
         if nbytes > _MAX_VALUE_BYTES:
             raise OSError(f"it announces a value of {nbytes} bytes; {_MAX_VALUE_BYTES} is the largest there is")
         _ROOM.enter(nbytes, self.room_bytes, self)
@@ -241,14 +241,14 @@ class _CallDeadline(threading.local):
 
 
 class _ReplyByteLimit:
-    """Bytes that all calls together may be reading."""
+    """The limit of reply bytes that all calls together may be reading."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes, self._used_bytes = capacity_bytes, 0
         self._changed = threading.Condition()
 
     def enter(self, nbytes: int, own_bytes: int, call: _CallDeadline) -> None:
-        """Wait until `nbytes` more are free; whoever is alone with `own_bytes` may always."""
+        """Wait until `nbytes` more are free. A call that is alone, with `own_bytes`, never waits."""
 
         def is_free() -> bool:
             return self._used_bytes == own_bytes or self._used_bytes + nbytes <= self._capacity_bytes
@@ -271,7 +271,7 @@ NEVER = Retry(NoBackoff(), 0)
 
 
 def socket_options(timeout_s: float) -> dict[str, Any]:
-    """Of a connection whose calls take `timeout_s` seconds at most."""
+    """Return the options of a connection whose calls take at most `timeout_s` seconds."""
     return {
         "protocol": 2,
         "socket_connect_timeout": connect_timeout_s(timeout_s),
@@ -281,26 +281,26 @@ def socket_options(timeout_s: float) -> dict[str, Any]:
 
 
 class BoundedPool(redis.ConnectionPool):
-    """A redis-py pool of connections, of whatever class, that keep to the calling thread's `_CallDeadline`."""
+    """A redis-py pool, of any connection class, whose sockets obey the calling thread's `_CallDeadline`."""
 
     def __init__(self, connection_class: Any = redis.Connection, **options: Any) -> None:
         super().__init__(connection_class=type("Bounded", (_Bounded, connection_class), {}), **options)
 
 
 class _Bounded:
-    """A redis-py connection whose socket keeps to the calling thread's `_CallDeadline`."""
+    """Mixin for a redis-py connection whose socket respects the calling thread's `_CallDeadline`."""
 
     def _connect(self) -> _Socket:
         return _Socket(super()._connect())  # type: ignore[misc]
 
 
 class _Socket:
-    """A socket that waits no longer than the call it is used in, and reads announcements (RESP) before what follows."""
+    """A socket that obeys the current call's deadline and checks announced sizes (RESP) before their data."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
-        self._timeout_s: float | None = plain.gettimeout()  # 0: a look at what is there
-        self._line = bytearray()  # an announcement, status or error that has not ended yet
+        self._timeout_s: float | None = plain.gettimeout()  # 0: do not wait
+        self._line = bytearray()  # an announcement, status or error whose end has not arrived
         self._to_skip = 0  # bytes of an announced value, its line end included, that are still to come
 
     def recv(self, nbytes: int) -> bytes:
@@ -352,4 +352,4 @@ class _Socket:
 
 
 open_values = RedisValues
-"""What `open_remote` calls, with the URL and the time limit of one call in seconds."""
+"""Called by `open_remote` with the URL and the time limit of one call in seconds."""

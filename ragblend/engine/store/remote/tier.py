@@ -1,12 +1,12 @@
-"""The shared tier: the bytes of chunk files in Redis or an object store, never in the way of an answer.
+"""The shared tier: the bytes of chunk files in Redis or an object store, without delaying answers.
 
-A value is exactly what the disk tier's file holds, so the same code verifies it. It comes whole: one round trip a
-chunk, a request's chunks side by side (`fetch_many`) and within one time limit for all of them, everything verified
-before the plan is made, so that damage is a miss at once and never restarts a request. Writes wait in a queue until the
-other side takes them. Whatever fails or takes too long is a miss and a counter, also when it comes in the end; after a
-few failures the breaker keeps requests away until a probe, sent in the background, comes back.
+A value is exactly the content of a disk tier's file, so the same code verifies it. It arrives whole: one round trip per
+chunk, the chunks of a request in parallel (`fetch_many`) within one time limit, all verified before the plan is made,
+so damage is a miss at once and never restarts a request. Writes wait in a queue until the backend accepts them. A
+failed or late fetch is a miss and is counted, even if it arrives in the end. After several failures the breaker stops
+requests until a probe, sent in the background, succeeds.
 
-Knows ChunkKV and a ByteStore. Knows nothing about servers, other tiers, models or prompts.
+Works on ChunkKV and a ByteStore. Does not depend on servers, other tiers, models or prompts.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from ragblend.redaction import HIDDEN, redact
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 5.0  # the longest that a request, or a `get`, waits in all; recomputing a chunk is rarely slower than that
+TIMEOUT_S = 5.0  # limit of a request's, or a `get`'s, total wait; recomputing a chunk is rarely slower
 QUEUE_BYTES = 1 << 30
-NUM_FETCHES = 8  # chunks on their way at the same time
-RESULT_TTL_S = 2.0  # what arrived stays at hand this long, for requests that asked for the same chunk meanwhile
+NUM_FETCHES = 8  # chunks fetched at the same time
+RESULT_TTL_S = 2.0  # how long a result is kept for other requests of the same chunk
 _MAX_BAD = 4096
 # Schemes whose file has another name than theirs.
 ALIASES = {"rediss": "redis", "redis+cluster": "redis_cluster", "rediss+cluster": "redis_cluster"}
-_OVERDUE = 0.9  # share of the time limit after which what has not come is taken for slow, not for asked too late
+_OVERDUE = 0.9  # share of the time limit after which a missing result counts as a failure of the backend
 
 
 class RemoteStatus(NamedTuple):
-    """How a remote tier is doing. `latency_s` is a ping's round trip, None when it did not come back.
+    """The state of a remote tier. `latency_s`: round trip of a ping in seconds, None if it failed.
 
-    `num_waiting` writes are on their way or owed, `num_dropped` were given up since the RemoteStore was made.
+    `num_waiting`: writes that are queued or in progress; `num_dropped`: writes dropped since the RemoteStore was
+    created.
     """
 
     url: str
@@ -70,21 +71,21 @@ class RemoteStatus(NamedTuple):
 
 
 class _InFlightFetch(NamedTuple):
-    """A fetch that is under way, or came back less than RESULT_TTL_S ago. Its result is None for a miss."""
+    """A fetch in progress, or finished less than RESULT_TTL_S ago. Its result is None for a miss."""
 
     future: Future[MemoryKV | None]
     started_s: float
 
 
 class RemoteStore(KVStore):
-    """KVStore over a ByteStore. `get` and `fetch_many` never raise and take `timeout_s` at most; `put` never waits.
+    """KVStore over a ByteStore. `get` and `fetch_many` never raise and take at most `timeout_s`; `put` never waits.
 
-    `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
-    own, if it has one.
+    `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
+    is the process's own key, if there is one.
 
-    Requests that want the same chunk at the same time fetch it once. `delete` alone raises BackendUnreachableError
-    when the other side does not answer: who deletes must know that it is gone. `flush` waits for queued writes,
-    `close` drains them and releases threads and connections; both are safe to call again.
+    Concurrent requests for the same chunk fetch it once. Only `delete` raises BackendUnreachableError when the backend
+    does not answer, because the caller must know whether the entry was deleted. `flush` waits for queued writes;
+    `close` waits for them, then releases threads and connections. Both may be called again.
     """
 
     is_remote = True
@@ -105,36 +106,36 @@ class RemoteStore(KVStore):
         self.timeout_s = timeout_s
         self._counters = StoreCounters()
         self._flights: dict[str, _InFlightFetch] = {}
-        self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification: to be written anew
+        self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification and must be rewritten
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._has_warned = False  # of the outage that lasts
+        self._has_warned = False  # about the current outage
         fix = f"; what is on disk goes there with: ragblend push --remote {values.url}"
         self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._backoff_s, fix)
 
     @property
     def url(self) -> str:
-        """Of the other side, without its password."""
+        """The address of the backend, without the password."""
         return self.values.url
 
     @property
     def counters(self) -> StoreCounters:
-        """Hits, misses, puts, damage, failures and dropped writes since the store was made."""
+        """Hits, misses, puts, damage, failures and dropped writes since the store was created."""
         self._counters.num_dropped = self._queue.num_dropped
         return self._counters
 
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
-        """From now on, entries of that model have this shape, or are damaged."""
+        """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
         self._demands.specs[fingerprint] = shape
 
     # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """The entry, whole and verified; None for a miss, which a remote that is slow or down is too."""
+        """Return the entry, whole and verified; None for a miss. A slow or unreachable backend is a miss."""
         return self.get_local(key, token_ids, self.fetch_many([key]))
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """The entry, if it was `fetched`."""
+        """Return the entry if it was `fetched`."""
         kv = fetched.get(key)
         if kv is not None and token_ids is not None and kv.header.token_ids != tuple(token_ids):
             log.warning("KV %s from %s is not used: its token ids differ from those asked for", key, self.values.url)
@@ -143,9 +144,10 @@ class RemoteStore(KVStore):
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
-        """Fetch `keys` side by side; what of them has come until `until_s` (monotonic seconds), or within `timeout_s`.
+        """Fetch `keys` in parallel; return those that arrived by `until_s` (monotonic seconds), default `timeout_s`
+        from now.
 
-        Each counts as a `get`.
+        Each key counts as a `get`.
         """
         until_s = monotonic() + self.timeout_s if until_s is None else until_s
         flights = self.start_fetches(keys)
@@ -160,12 +162,12 @@ class RemoteStore(KVStore):
         return fetched
 
     def start_fetches(self, keys: Sequence[str]) -> dict[str, _InFlightFetch]:
-        """Start fetching `keys` side by side, without waiting; `get` waits for what is under way."""
+        """Start to fetch `keys` in parallel, without waiting. A later `get` waits for the fetch."""
         wanted = [key for key in dict.fromkeys(keys) if self._queue.peek(key) is None]
         return {key: flight for key in wanted if (flight := self._start(key)) is not None}
 
     def _start(self, key: str) -> _InFlightFetch | None:
-        """The fetch of `key`, started unless it is under way already; None while the breaker keeps it away."""
+        """Return the fetch of `key`, started unless it is in progress; None while the breaker is open."""
         now_s = monotonic()
         with self._lock:
             self._expire_results(now_s)
@@ -179,7 +181,7 @@ class RemoteStore(KVStore):
         return None
 
     def _expire_results(self, now_s: float) -> None:
-        """Let go of what came long enough ago. Flights lie in the order they started: the first young one ends it."""
+        """Drop results older than RESULT_TTL_S. Fetches are in order of start: the first recent one ends the loop."""
         old = takewhile(lambda each: now_s - each[1].started_s > RESULT_TTL_S, self._flights.items())
         for key in [key for key, flight in old if flight.future.done()]:
             del self._flights[key]
@@ -189,12 +191,12 @@ class RemoteStore(KVStore):
             return flight.future.result(max(0.0, min(until_s, flight.started_s + self.timeout_s) - monotonic()))
         except (FutureTimeoutError, TimeoutError):
             is_overdue = monotonic() - flight.started_s >= _OVERDUE * self.timeout_s
-            if is_overdue and self._forget(key, flight.started_s):  # several may wait for one flight; it fails once
-                flight.future.cancel()  # unless it is under way, which ends by its own time limit
+            if is_overdue and self._forget(key, flight.started_s):  # several may wait for one fetch; it fails once
+                flight.future.cancel()  # a running fetch ends by its own time limit
                 self._record_failure(self._slow(key))
         except CancelledError:  # by close(), or because it was overdue
             self._forget(key, flight.started_s)
-        except Exception as error:  # a bug or no memory: costs this chunk, not the answer
+        except Exception as error:  # a bug or lack of memory costs this chunk, not the answer
             self._forget(key, flight.started_s)
             self._record_failure(f"KV {key} could not be fetched from {self.values.url}: {error!r}")
         return None
@@ -211,7 +213,7 @@ class RemoteStore(KVStore):
                 problem = str(error)
         problem = problem or (self._slow(key) if self._is_late(started_s) else "")
         if problem:
-            if self._forget(key, started_s):  # otherwise somebody waited for it in vain, and counted it
+            if self._forget(key, started_s):  # otherwise a waiting request has counted the failure
                 self._record_failure(problem)
             return None
         self.breaker.record_success()
@@ -220,7 +222,7 @@ class RemoteStore(KVStore):
         return self._decoded(key, data)
 
     def _decoded(self, key: str, data: bytes) -> MemoryKV | None:
-        """The chunk in a value; None, counted and noted, where it is not what it should be."""
+        """Return the chunk in a value; None, counted and marked for rewriting, if it fails verification."""
         try:
             return decode_chunk(data, key, self._demands)
         except UnreadableError as error:
@@ -238,7 +240,7 @@ class RemoteStore(KVStore):
     # -- writing
 
     def put(self, kv: ChunkKV) -> None:
-        """Queue a chunk to be sent. One that is refused, or has no room and cannot be read back, counts as dropped."""
+        """Queue a chunk for sending. One that does not fit the queue and cannot be read back counts as dropped."""
         held = load_into_memory(kv)
         with self._lock:
             self._flights.pop(held.header.key, None)
@@ -246,7 +248,7 @@ class RemoteStore(KVStore):
             self._count(num_puts=1)
 
     def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Name the tiers, fastest first, that hold what finds no room in the queue of writes; they have every `put`."""
+        """Set the tiers, fastest first, from which a queued write without tensors is read again."""
 
         def read_back(key: str) -> MemoryKV | None:
             found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
@@ -255,12 +257,12 @@ class RemoteStore(KVStore):
         self._queue.read_back = read_back if tiers else None
 
     def send(self, kv: ChunkKV) -> None:
-        """Send a chunk while the caller waits. Raises BackendUnreachableError or StoreFullError when it fails."""
+        """Send a chunk and wait. Raises BackendUnreachableError or StoreFullError."""
         self._send(load_into_memory(kv))
         self._count(num_puts=1)
 
     def _send(self, kv: MemoryKV) -> None:
-        """Send one chunk, unless the other side has it."""
+        """Send one chunk, unless the backend has it."""
         key = kv.header.key
         if kv.nbytes > self.values.max_value_bytes:
             raise StoreFullError(f"{kv.nbytes} bytes; {self.values.url} takes {self.values.max_value_bytes} at most")
@@ -275,12 +277,12 @@ class RemoteStore(KVStore):
             self._bad.pop(key, None)
 
     def _backoff_s(self) -> float:
-        """Seconds the writer waits before it asks again: while the breaker is open, until its probe has come back."""
+        """Return the seconds until the writer may try again; 0 while the breaker is closed."""
         self._probe_when_due()
         return 0.0 if self.breaker.is_closed else max(0.01, self.breaker.wait_s())
 
     def contains(self, key: str) -> bool:
-        """Whether the entry is there or on its way there; one that failed verification is not, nor while it is down."""
+        """Return True if the entry is stored or queued; False for a damaged one and without an answer."""
         if self._queue.peek(key) is not None:
             return True
         if key in self._bad or not self._is_open_for_asking():
@@ -294,7 +296,7 @@ class RemoteStore(KVStore):
         return found
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
-        """`contains` of each, many in a round trip; after `until_s`, and once it does not answer, those left are not.
+        """Return `contains` for each key, in batches. Keys not queried by `until_s`, or after a failure, are False.
 
         until_s: on the monotonic clock.
         """
@@ -313,7 +315,7 @@ class RemoteStore(KVStore):
         return [key in there for key in keys]
 
     def delete(self, key: str) -> bool:
-        """Remove an entry; whether there was one. Raises BackendUnreachableError when that cannot be known."""
+        """Delete an entry; return True if there was one. Raises BackendUnreachableError if that is unknown."""
         queued = self._queue.peek(key) is not None
         self._queue.discard(key)
         with self._lock:
@@ -322,21 +324,21 @@ class RemoteStore(KVStore):
         return self.values.delete(key) or queued
 
     def clean(self) -> int:
-        """Remove what killed writers left on the other side; how many. Raises BackendUnreachableError."""
+        """Delete killed writers' temporary files; return their number. Raises BackendUnreachableError."""
         return self.values.clean()
 
     def keys(self) -> Iterator[str]:
-        """Keys of all entries, unverified; none while the other side does not answer."""
+        """Return the keys of all entries, unverified; none while the backend does not answer."""
         return (key for key, _ in self._sizes())
 
     def nbytes(self) -> int:
-        """Bytes of all entries; 0 while the other side does not answer."""
+        """Return the bytes of all entries; 0 while the backend does not answer."""
         return sum(size for _, size in self._sizes())
 
     def verify(self) -> Iterator[VerifyResult]:
-        """Fetch every value and read every byte of it; what is bad is written anew by the next `put` of its key.
+        """Fetch and verify every value. A damaged value is rewritten by the next `put` of its key.
 
-        Raises BackendUnreachableError when the other side does not answer.
+        Raises BackendUnreachableError if the backend does not answer.
         """
         for key in [key for key, _ in self.values.sizes()]:
             try:
@@ -350,7 +352,7 @@ class RemoteStore(KVStore):
     # -- state
 
     def status(self) -> RemoteStatus:
-        """Ask the other side for a sign of life, whatever the breaker says, and tell how it has been doing."""
+        """Ping the backend, also while the breaker is open, and return its state."""
         start_s, problem = perf_counter(), ""
         try:
             self.values.ping()
@@ -372,15 +374,15 @@ class RemoteStore(KVStore):
 
     @property
     def num_waiting(self) -> int:
-        """Writes that are on their way or owed."""
+        """Number of writes that are queued or in progress."""
         return self._queue.num_waiting
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for queued writes; False when `timeout_s` seconds were not enough. Without a limit, until it is back."""
+        """Wait for queued writes. Return False after `timeout_s` seconds; None waits until the backend answers."""
         return self._queue.flush(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Drain the queue for at most `timeout_s` seconds, then drop and count the rest. Whether all was written."""
+        """Wait up to `timeout_s` seconds for queued writes, then drop and count the rest. True if all were written."""
         drained = self._queue.close(timeout_s)
         with self._lock:
             executor, self._executor = self._executor, None
@@ -407,12 +409,12 @@ class RemoteStore(KVStore):
         return self.breaker.is_closed
 
     def _probe_when_due(self) -> None:
-        """Send the breaker's probe in the background: no request waits for it."""
+        """Send the breaker's probe in the background, if it is due."""
         if self.breaker.claim_probe():
             try:
                 with self._lock:
                     self._pool().submit(self._probe)
-            except RuntimeError as error:  # the interpreter is going away
+            except RuntimeError as error:  # the interpreter is shutting down
                 log.info("%s", error)
                 self.breaker.record_failure()
 
@@ -432,14 +434,14 @@ class RemoteStore(KVStore):
         self.breaker.record_failure()
         with self._lock:
             is_new, self._has_warned = not self._has_warned, True
-        if not is_new:  # an outage is one line, however many requests meet it
+        if not is_new:  # an outage is logged once
             log.info("%s", reason)
             return
         look = f"ragblend doctor --remote {shlex.quote(self.values.url)}"
         log.warning("%s; answers go on without it, and prefill what only it has. Look what is wrong: %s", reason, look)
 
     def _forget(self, key: str, started_s: float) -> bool:
-        """Take a fetch off the list, so that the next `get` asks again; whether it was on it."""
+        """Remove a fetch from the list, so that the next `get` fetches again; return True if it was listed."""
         with self._lock:
             flight = self._flights.get(key)
             if flight is None or flight.started_s != started_s:
@@ -462,9 +464,10 @@ class RemoteStore(KVStore):
 def open_remote(
     url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QUEUE_BYTES, store_key: KeyChoice = "auto"
 ) -> RemoteStore:
-    """The remote tier at `url`: `redis://`, `redis+cluster://`, `s3://BUCKET/PREFIX`, `file:///DIR`, any fsspec URL.
+    """Return the remote tier at `url`: `redis://`, `redis+cluster://`, `s3://BUCKET/PREFIX`, `file:///DIR`, any fsspec
+    URL.
 
-    Opens no connection yet. Raises UsageError for what is no such URL, ImportError naming the extra to install.
+    Opens no connection yet. Raises UsageError for an invalid URL, ImportError with the extra to install.
     """
     scheme = url.partition("://")[0] if "://" in url else ""
     if not scheme or timeout_s <= 0:
@@ -473,7 +476,7 @@ def open_remote(
         raise UsageError(f"{problem}; write `remote='redis://HOST:6379/0'` or s3://BUCKET/PREFIX, and more than 0 s")
     if HIDDEN + "@" in url:
         raise UsageError(f"the password is left out of {redact(url)!r}, as it is printed; give the whole URL")
-    # A scheme has a file of its own beside this one, SCHEME_values.py, or is left to fsspec.
+    # A scheme has its module SCHEME_values.py in this folder, or is opened by fsspec.
     name = ALIASES.get(scheme, scheme)
     module = f"{__package__}.{name}_values"
     if not name.isidentifier() or find_spec(module) is None:

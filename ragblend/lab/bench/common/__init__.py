@@ -1,1 +1,1 @@
-"""What every benchmark needs: workloads, the hardware card, output and plots."""
+"""Shared parts of the benchmarks: configurations, workloads, the hardware card and output."""

@@ -1,8 +1,8 @@
-"""Configurations of the benchmarks: frozen values, checked when they are made, with their command-line options.
+"""Configurations of the benchmarks: frozen values with their command-line options, validated on creation.
 
-A field is annotated with its option, if it has one; a tuple is written comma-separated, a mapping as JSON. A field
-without an option is set from Python alone. Importing this loads no torch, because `ragblend bench --help` reads it.
-Read `BenchConfig` first.
+A field that is an option is annotated with it; a tuple is written comma-separated, a mapping as JSON. Other fields are
+set from Python alone. Importing this module does not load torch, because `ragblend bench --help` imports it. Read
+`BenchConfig` first.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ DEFAULT_SHAPE = "llama-200m"
 DEFAULT_RATIO = 0.15  # CacheBlend's, as in `engine.fusion.rules`
 BACKENDS = ("transformers", "vllm")
 TIERS = ("memory", "disk")
-PREFIX_TOKENS = 16  # a short system text; synthetic chunks are precomputed behind it
+PREFIX_TOKENS = 16  # of the system text, after which synthetic chunks are precomputed
 
-Chunks = Annotated[int, Option("--num-chunks", min=1, help="Per prompt.")]
-ChunkTokens = Annotated[int, Option("--chunk-tokens", min=1)]
+Chunks = Annotated[int, Option("--num-chunks", min=1, help="Chunks of each prompt.")]
+ChunkTokens = Annotated[int, Option("--chunk-tokens", min=1, help="Tokens of each chunk.")]
 Ratio = Annotated[float, Option("--ratio", help="Share of chunk tokens that blend recomputes.")]
-Modes = Annotated[tuple[Mode, ...], Option("--modes", help="Comma-separated: full, prefix, reuse, blend.")]
-Rules = Annotated[tuple[str, ...], Option("--rules", help="Comma-separated: auto, ask, cacheblend, ...")]
+Modes = Annotated[tuple[Mode, ...], Option("--modes", help="Modes, comma-separated: full, prefix, reuse, blend.")]
+Rules = Annotated[tuple[str, ...], Option("--rules", help="Rules, comma-separated: auto, ask, cacheblend, ...")]
 Model = Annotated[str | None, Option("--model", help="'demo', a Hugging Face id or a local path.")]
-Shape = Annotated[str, Option("--shape", help="Random weights: llama-200m, llama-1b, ...")]
-ShapeOrModel = Annotated[str | None, Option("--shape", help="Random weights: llama-200m, llama-1b, ...")]
-Backend = Annotated[str, Option("--backend", help="transformers, or vllm in this process.")]
+_SHAPE = Option("--shape", help="Model of random weights: llama-200m, llama-1b, ...")
+Backend = Annotated[str, Option("--backend", help="Engine: transformers, or vllm in this process.")]
 VllmOptions = Annotated[
     Mapping[str, Any],
     Option("--vllm-options", help="vLLM's own engine arguments, as JSON: '{\"enforce_eager\": false}'."),
@@ -41,12 +40,12 @@ VllmOptions = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """What all benchmarks are asked. Raises UsageError for what cannot be measured, before anything is built."""
+    """The options of all benchmarks. Raises UsageError for values that cannot be measured."""
 
     schema_version: ClassVar[int] = 1  # of the JSON object
 
-    dtype: Annotated[str, Option("--dtype", help="float32, bfloat16 or float16.")] = "float32"
-    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads; default is torch's choice.")] = None
+    dtype: Annotated[str, Option("--dtype", help="Dtype of the model: float32, bfloat16 or float16.")] = "float32"
+    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads. Default: torch's choice.")] = None
 
     def __post_init__(self) -> None:
         from ragblend.engine.fusion.rules import find_rule, validate_ratio
@@ -76,11 +75,11 @@ class BenchConfig:
 
     @property
     def command(self) -> str:
-        """The benchmark's name: quality of QualityConfig."""
+        """The benchmark's name, such as quality for QualityConfig."""
         return type(self).__name__.removesuffix("Config").lower()
 
     def as_dict(self) -> dict[str, Any]:
-        """The configuration as plain JSON values, without the store's place, which says nothing elsewhere."""
+        """Return the configuration as JSON values, without the store's path, which is of this machine."""
         facts = {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         facts.pop("store", None)
         return facts
@@ -95,7 +94,7 @@ def get_options(config: type[BenchConfig]) -> dict[str, tuple[Any, Any]]:
 
 
 def check_modes(modes: Sequence[str], rules: Sequence[str]) -> None:
-    """Raise UsageError for a mode or a rule that does not exist, and when there is nothing to run."""
+    """Raise UsageError for an unknown mode or rule, and if there is nothing to run."""
     from ragblend.engine.fusion.rules import find_rule
 
     if not modes:
@@ -110,14 +109,14 @@ def check_modes(modes: Sequence[str], rules: Sequence[str]) -> None:
 
 
 class ModeAndRule(NamedTuple):
-    """One line of a table. `rule` is "none" except for blend."""
+    """One line of a table. `rule` is "none" for all modes except blend."""
 
     mode: Mode
     rule: str
 
 
 def expand_cases(modes: Sequence[Mode], rules: Sequence[str]) -> tuple[ModeAndRule, ...]:
-    """Every mode once, blend once per rule."""
+    """Return each mode once, and blend once per rule."""
     cases: list[ModeAndRule] = []
     for mode in modes:
         cases += [ModeAndRule(mode, rule) for rule in (rules if mode == "blend" else ["none"])]
@@ -126,7 +125,7 @@ def expand_cases(modes: Sequence[Mode], rules: Sequence[str]) -> tuple[ModeAndRu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptConfig(BenchConfig):
-    """Benchmarks that ask synthetic prompts: chunks of numbers, and a question."""
+    """Options of benchmarks with synthetic prompts: chunks of numbers and a question."""
 
     num_chunks: Chunks = 6
     chunk_tokens: ChunkTokens = 512
@@ -135,13 +134,18 @@ class PromptConfig(BenchConfig):
     vllm_options: VllmOptions = field(default_factory=dict)
 
     @property
+    def lengths(self) -> tuple[int, int, int]:
+        """Chunks of a prompt, tokens of a chunk and tokens of a question: arguments of `make_prompts`."""
+        return self.num_chunks, self.chunk_tokens, self.question_tokens
+
+    @property
     def prompt_tokens(self) -> int:
-        """Tokens of every prompt."""
+        """Tokens of each prompt."""
         return PREFIX_TOKENS + self.num_chunks * self.chunk_tokens + self.question_tokens
 
 
 def _apply_default_shape(config: TtftConfig | ThroughputConfig, default: str) -> None:
-    """Either a shape or a model; the default shape where neither is given."""
+    """Set the default shape if neither a shape nor a model is given. Raises UsageError for both."""
     if config.shape is not None and config.model is not None:
         raise UsageError("give either a shape (random weights) or a model (a checkpoint), not both")
     if config.shape is None and config.model is None:
@@ -150,16 +154,16 @@ def _apply_default_shape(config: TtftConfig | ThroughputConfig, default: str) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftConfig(PromptConfig):
-    """`bench ttft`. Either a `shape` (random weights) or a `model` (a checkpoint)."""
+    """Options of `bench ttft`. Either a `shape` (random weights) or a `model` (a checkpoint)."""
 
-    shape: ShapeOrModel = None
+    shape: Annotated[str | None, _SHAPE] = None
     model: Model = None
     modes: Modes = MODES
     rules: Rules = ("cacheblend",)  # one blend run each
-    repeats: Annotated[int, Option("--repeats", min=1, help="Timed runs per mode and prompt.")] = 5
-    num_prompts: Annotated[int, Option("--questions", min=1, help="Prompts, chunks shuffled.")] = 1
-    tier: Annotated[str, Option("--tier", help="memory or disk, in a folder of TMPDIR.")] = "memory"
-    device: Annotated[str, Option("--device")] = "cpu"
+    repeats: Annotated[int, Option("--repeats", min=1, help="Timed requests per mode and prompt.")] = 5
+    num_prompts: Annotated[int, Option("--questions", min=1, help="Prompts, chunks shuffled in each.")] = 1
+    tier: Annotated[str, Option("--tier", help="Tier of the KV: memory, or disk (in TMPDIR).")] = "memory"
+    device: Annotated[str, Option("--device", help="cpu, cuda or auto.")] = "cpu"
     backend: Backend = "transformers"
 
     def validate(self) -> None:
@@ -172,36 +176,38 @@ class TtftConfig(PromptConfig):
 
     @property
     def cases(self) -> tuple[ModeAndRule, ...]:
-        """What is run."""
+        """The modes to run, blend once per rule."""
         return expand_cases(self.modes, self.rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputConfig(PromptConfig):
-    """`bench throughput`. Either a `shape` (random weights) or a `model` (a checkpoint)."""
+    """Options of `bench throughput`. Either a `shape` (random weights) or a `model` (a checkpoint)."""
 
     shape: Annotated[
-        str | None, Option("--shape", help="Random weights: llama-50m (the default), llama-200m, llama-1b, ...")
+        str | None,
+        Option("--shape", help="Model of random weights: llama-50m (default), llama-200m, llama-1b, ..."),
     ] = None
     model: Model = None
     num_chunks: Chunks = 4
     chunk_tokens: ChunkTokens = 128
     pool: int = 24  # stored chunks that prompts draw from
     output_tokens: int = 8
-    num_requests: Annotated[int, Option("--requests", min=1, help="Per rate and mode.")] = 16
+    num_requests: Annotated[int, Option("--requests", min=1, help="Requests per rate and mode.")] = 16
     rates: Annotated[
         tuple[float, ...] | None,
-        Option("--rates", help="Requests per second, comma-separated; chosen from full prefill's."),
+        Option("--rates", help="Requests per second, comma-separated. Default: multiples of full prefill's."),
     ] = None
     bound_s: Annotated[
-        float | None, Option("--max-mean-ttft-s", help="Mean TTFT to keep, seconds; twice an idle full prefill's.")
+        float | None,
+        Option("--max-mean-ttft-s", help="Largest mean TTFT, seconds. Default: twice full prefill's when idle."),
     ] = None
     modes: Modes = ("full", "prefix", "blend")
     rules: Rules = ("cacheblend",)
     memory_gib: float = 2.0  # of the memory tier
 
     def validate(self) -> None:
-        """Raise UsageError for more chunks than are stored, and for rates or a bound that are not above 0."""
+        """Raise UsageError for more chunks than are stored, and for rates or a bound not above 0."""
         _apply_default_shape(self, "llama-50m")
         if self.pool < self.num_chunks:
             raise UsageError(
@@ -215,24 +221,24 @@ class ThroughputConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig(PromptConfig):
-    """`bench load`: prompts of `num_chunks` chunks out of a store `store_factor` times the memory budget."""
+    """Options of `bench load`: prompts from a store of `store_factor` times the memory budget."""
 
-    shape: Shape = DEFAULT_SHAPE
-    rule: Annotated[str, Option("--rule", help="auto, ask, cacheblend, ...")] = "auto"
+    shape: Annotated[str, _SHAPE] = DEFAULT_SHAPE
+    rule: Annotated[str, Option("--rule", help="Rule: auto, ask, cacheblend, ...")] = "auto"
     slowdowns: Annotated[
         tuple[float, ...],
-        Option("--slowdowns", help="Throttled readers: T_load over T_recompute, comma-separated."),
+        Option("--slowdowns", help="Speeds of throttled readers, as T_load over T_recompute, comma-separated."),
     ] = (0.5, 0.8, 1.0, 2.0)
     store: Annotated[
-        str | None, Option("--store", metavar="DIR", help="Folder on the disk that is measured; one in TMPDIR.")
+        str | None, Option("--store", metavar="DIR", help="Folder on the disk to measure. Default: one in TMPDIR.")
     ] = None
     store_factor: int = 10
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
-    repeats: Annotated[int, Option("--repeats", min=1, help="Prompts, each of other chunks.")] = 5
+    repeats: Annotated[int, Option("--repeats", min=1, help="Number of prompts, each with other chunks.")] = 5
     backend: Backend = "transformers"
 
     def validate(self) -> None:
-        """Raise UsageError for a reader without speed."""
+        """Raise UsageError for a slowdown not above 0."""
         if self.store is not None:
             object.__setattr__(self, "store", str(user_path(self.store, "store")))
         if any(slowdown <= 0 for slowdown in self.slowdowns):
@@ -241,59 +247,59 @@ class LoadConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestConfig(BenchConfig):
-    """`bench ingest`: `num_chunks` chunks, prefilled and ingested in turns, in each of the `contexts` and, whatever
-    they are, in none; and `num_known` known ones."""
+    """Options of `bench ingest`: `num_chunks` chunks, prefilled and ingested in turns, without context and in each of
+    the `contexts`; and `num_known` chunks that are ingested twice."""
 
-    shape: Shape = DEFAULT_SHAPE
-    num_chunks: Annotated[int, Option("--num-chunks", min=1)] = 8
+    shape: Annotated[str, _SHAPE] = DEFAULT_SHAPE
+    num_chunks: Annotated[int, Option("--num-chunks", min=1, help="Chunks of each round.")] = 8
     chunk_tokens: ChunkTokens = 512
-    repeats: Annotated[int, Option("--repeats", min=1, help="Rounds of both, alternating.")] = 3
-    contexts: Annotated[tuple[ContextPolicy, ...], Option("--contexts", help="Comma-separated: none, similar.")] = (
+    repeats: Annotated[int, Option("--repeats", min=1, help="Rounds of prefill and ingestion in turns.")] = 3
+    contexts: Annotated[tuple[ContextPolicy, ...], Option("--contexts", help="Context policies: none, similar.")] = (
         "none",
     )
-    num_known: Annotated[int, Option("--num-known-chunks", min=0, help="Of the second part; 0 for none.")] = 10_000
+    num_known: Annotated[int, Option("--num-known-chunks", min=0, help="Chunks to ingest twice. 0: none.")] = 10_000
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def validate(self) -> None:
-        """Raise UsageError for a context that does not exist."""
+        """Raise UsageError for an unknown context policy."""
         for policy in self.contexts:
             CONTEXT.validate("context", policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityConfig(BenchConfig):
-    """`bench quality`. What `data` may be: see `quality.data`."""
+    """Options of `bench quality`. See `quality.data` for the values of `data`."""
 
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
 
     model: Annotated[str, Option("--model", help="'demo', a Hugging Face id or a local path.")] = "demo"
     data: Annotated[
         str,
-        Option("--data", help="FILE.json[l] of questions, or musique, nq; demo: the sample corpus."),
+        Option("--data", help="Questions: FILE.json[l], musique, nq, or demo for the sample corpus."),
     ] = "demo"
-    part: Annotated[str, Option("--split", help="reported; selection, to choose by; all.")] = "reported"
-    num_questions: Annotated[int, Option("--questions", min=1, help="At most.")] = 40
+    part: Annotated[str, Option("--split", help="reported; selection, for choosing settings; all.")] = "reported"
+    num_questions: Annotated[int, Option("--questions", min=1, help="Largest number of questions.")] = 40
     num_chunks: Chunks = 6
-    chunk_tokens: Annotated[int, Option("--chunk-tokens", min=1, help="At most.")] = 256
-    answer_tokens: int = 16  # of an answer at most
+    chunk_tokens: Annotated[int, Option("--chunk-tokens", min=1, help="Largest number of tokens of a chunk.")] = 256
+    answer_tokens: int = 16  # the most of an answer
     modes: Modes = MODES
     rules: Rules = ("auto", "cacheblend")
-    ratios: Annotated[tuple[float, ...], Option("--ratios", "--ratio", help="Comma-separated shares.")] = (
+    ratios: Annotated[tuple[float, ...], Option("--ratios", "--ratio", help="Recompute ratios, comma-separated.")] = (
         0.05,
         DEFAULT_RATIO,
     )
     contexts: Annotated[
         tuple[ContextPolicy, ...],
-        Option("--contexts", "--context", help="That chunks are stored in, comma-separated: none, similar."),
+        Option("--contexts", "--context", help="Context policies of stored chunks, comma-separated: none, similar."),
     ] = ("none",)
     embedder: Annotated[
-        str | None, Option("--embedder", help="That finds a question's chunks: minilm, hashing, an id or a path.")
+        str | None, Option("--embedder", help="Embedder for retrieval: minilm, hashing, a Hugging Face id or a path.")
     ] = None
-    device: Annotated[str, Option("--device")] = "auto"
+    device: Annotated[str, Option("--device", help="cpu, cuda or auto.")] = "auto"
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def validate(self) -> None:
-        """Raise UsageError for an unknown part or context, and for a ratio that is no share."""
+        """Raise UsageError for an unknown part or context policy, and for a ratio outside 0 to 1."""
         from ragblend.engine.fusion.rules import validate_ratio
 
         if not self.contexts:
@@ -306,9 +312,9 @@ class QualityConfig(BenchConfig):
             validate_ratio(ratio)
 
     def as_dict(self) -> dict[str, Any]:
-        """The configuration as plain JSON values, without places."""
+        """Return the configuration as JSON values, without folders."""
         return BenchConfig.as_dict(self) | {"model": Path(self.model).name, "data": Path(self.data).name}
 
 
 PARTS = ("selection", "reported", "all")
-"""Questions to choose rules by, questions to report, and both."""
+"""Questions for choosing rules, questions for reporting results, and both."""

@@ -1,7 +1,5 @@
-"""What a benchmark ran on, and how much memory it took: the facts without which a timing means nothing.
-
-Reads the operating system's own records. Knows nothing about models or prompts.
-"""
+"""The hardware card of a benchmark, and its peak memory. Reads the operating system; does not depend on models or
+prompts."""
 
 from __future__ import annotations
 
@@ -24,50 +22,44 @@ _RESET_PEAK = "5"  # proc(5): writing 5 resets the peak resident set size to the
 
 
 def hardware_card(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """CPU, memory, GPU, operating system, library versions and threads, as plain JSON values.
-
-    `gpu` is None unless `device` is a CUDA device.
-    """
+    """Return CPU, memory, GPU, operating system, library versions and threads as JSON values. `gpu` is None unless
+    `device` is a CUDA device."""
     return {
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
-        "memory_gib": round(_total_memory() / (1 << 30), 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
         "gpu": _gpu(torch.device(device)),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": package_version("transformers"),
         "ragblend": ragblend.__version__,
         "threads": torch.get_num_threads(),
     }
 
 
 def card_lines(card: dict[str, Any]) -> list[str]:
-    """The card for people, one fact per line; what is not there is left out."""
+    """Return the card as lines of text, one fact each; facts that are None are omitted."""
     return [f"{name:<15}{value}" for name, value in card.items() if value is not None]
 
 
 def reset_peak_rss() -> None:
-    """Let `peak_rss_bytes` start again from what is resident now, where the kernel can do that (Linux)."""
+    """Reset the peak of `peak_rss_bytes` to the current resident memory, if the kernel supports it (Linux)."""
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except OSError:
-        return  # then the peak is that of the whole process so far
+        return  # the peak is then that of the whole process so far
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory of this process since `reset_peak_rss`, in bytes."""
+    """Return the largest resident memory of this process since `reset_peak_rss`, in bytes."""
     if _STATUS.is_file():
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
-
-
-def _total_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _gpu(device: torch.device) -> str | None:
@@ -77,7 +69,8 @@ def _gpu(device: torch.device) -> str | None:
     return f"{properties.name}, {properties.total_memory / (1 << 30):.0f} GiB, CUDA {torch.version.cuda}"
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,5 @@
-"""What every benchmark does with its result: card and table for people, a picture from its JSON object."""
+"""Output of the benchmarks: a hardware card and a table as text, the JSON object, and a picture that is drawn
+from it."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ ProgressCallback = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Everything that a benchmark found, and what it was run on. What a subclass adds is in the JSON object, too."""
+    """The result of a benchmark and what it ran on. Fields that a subclass adds are part of the JSON object."""
 
     config: Any  # a BenchConfig
-    name: str  # of the model
+    name: str  # the model's
     hardware: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
+        """Return the JSON object that the command line prints."""
         config: BenchConfig = self.config
         own = [each.name for each in fields(self)][len(fields(BenchResult)) :]
         facts = {
@@ -37,7 +38,7 @@ class BenchResult:
             "command": f"bench {config.command}",
             "hardware": self.hardware,
             "config": config.as_dict(),
-            "model": Path(self.name).name,  # where it lies says nothing elsewhere
+            "model": Path(self.name).name,  # without its folder, which is of this machine
             **({"prompt_tokens": config.prompt_tokens} if isinstance(config, PromptConfig) else {}),
             **{name: getattr(self, name) for name in own},
         }
@@ -51,31 +52,37 @@ R = TypeVar("R", bound=BenchResult)
 
 def run_benchmark(
     config: C,
-    run: Callable[[C, ProgressCallback | None], R],
+    run: Callable[[C, ProgressCallback], R],
     table: Callable[[R], list[str]],
     echo: Echo,
     plot: str | Path | None = None,
     draw: Draw | None = None,
 ) -> dict[str, Any]:
-    """Run `config`; card and table to `echo`, a picture to `plot`; returns the JSON object."""
-    place = check_plot(plot)
-    result = run(config, make_terminal_progress())
-    return report_result(result.as_dict(), table(result), echo, place, draw)
+    """Run `config`. Write card and table to `echo` and a picture to `plot`; return the JSON object."""
+    path = check_plot(plot)
+    result = run(config, print_progress)
+    facts = result.as_dict()
+    for line in (*card_lines(facts["hardware"]), "", *table(result)):
+        echo(line)
+    if path is not None and draw is not None:
+        draw(facts, path)
+        echo(f"plot in {path}")
+    return facts
 
 
 class Column(NamedTuple):
-    """A column of a table: a run's attribute, or what is made of the run, written by `spec`; ">8.2fx" ends in an x."""
+    """A column of a table. `value`: attribute or function of a run; `spec`: its format, where ">8.2fx" appends an x."""
 
     title: str
     spec: str
     value: str | Callable[[Any], Any]
 
     def head(self) -> str:
-        """The title, as wide as the values."""
+        """Return the title, as wide as the values."""
         return f"{self.title:{self.spec[0]}{self._width}}"
 
     def cell(self, run: object) -> str:
-        """The run's value; "-" for None."""
+        """Return the run's value as text; "-" for None."""
         value = self.value(run) if callable(self.value) else getattr(run, self.value)
         text = "-" if value is None else f"{value:{self.spec[0]}{self.spec[len(self._width) + 1 :].removesuffix('x')}}"
         text += "x" if value is not None and self.spec.endswith("x") else ""
@@ -87,32 +94,21 @@ class Column(NamedTuple):
 
 
 def format_table(columns: Sequence[Column], runs: Iterable[object]) -> list[str]:
-    """A line of titles, then one per run."""
+    """Return a line of titles, then one line per run."""
     titles = "".join(column.head() for column in columns)
     return [titles, *("".join(column.cell(run) for column in columns) for run in runs)]
 
 
 def medians(reports: Sequence[BlendReport], *names: str) -> dict[str, Any]:
-    """The reports' medians of these fields."""
+    """Return the medians of these fields of reports."""
     return {name: float(statistics.median(getattr(report, name) for report in reports)) for name in names}
 
 
-def make_terminal_progress() -> ProgressCallback | None:
-    """Where progress goes: stderr, if somebody looks at it."""
-    return _print_progress if sys.stderr.isatty() else None
+def ignore_progress(line: str) -> None:
+    """Do nothing with a line of progress."""
 
 
-def report_result(
-    facts: dict[str, Any], table: Sequence[str], echo: Echo, plot: Path | None = None, draw: Draw | None = None
-) -> dict[str, Any]:
-    """Card and table to `echo`, the picture of `facts` to `plot`; returns `facts`."""
-    for line in (*card_lines(facts["hardware"]), "", *table):
-        echo(line)
-    if plot is not None and draw is not None:
-        draw(facts, plot)
-        echo(f"plot in {plot}")
-    return facts
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def print_progress(line: str) -> None:
+    """Print a line of progress on stderr if that is a terminal."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)

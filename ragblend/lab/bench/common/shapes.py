@@ -1,4 +1,4 @@
-"""Decoders to measure, by name, and dtypes by theirs. Importing this loads no torch."""
+"""Shapes of decoders to measure, by name, and dtypes by name. Importing this module does not load torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What decides a decoder's arithmetic. `family` names the transformers architecture."""
+    """The sizes of a decoder. `family` is the name of the transformers architecture."""
 
     family: str
     num_layers: int
@@ -44,14 +44,14 @@ CPUs, and Llama-3.2-1B, Mistral-7B-v0.3, Llama-3.1-8B and Qwen3-8B."""
 
 
 def find_shape(name: str) -> DecoderShape:
-    """The shape of that name; raises UsageError for one that is not known."""
+    """Return the shape of that name. Raises UsageError for an unknown one."""
     if name not in SHAPES:
         raise UsageError(f"shape is {name!r}; choose one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """A dtype by its name or the usual abbreviation.
+    """Return a dtype by its name or the usual abbreviation. Raises UsageError for an unknown one.
 
     >>> find_dtype("bf16"), find_dtype("float32")
     (torch.bfloat16, torch.float32)

@@ -1,8 +1,7 @@
-"""Models and prompts to measure on: real shapes with random weights, prompts of chunks in ever new orders.
+"""Models and prompts to measure: real shapes with random weights, prompts of chunks in random orders.
 
-Time to first token does not depend on what the weights and the words are, only on how many, so neither a download
-nor a tokenizer is needed: here one word is one number, and that number is its token id.
-Read `engine_for` and `make_prompts` first.
+Time to first token depends on the number of weights and tokens, not on their values. So neither a download nor a
+tokenizer is needed: each word is a number, and that number is its token id. Read `engine_for` and `make_prompts` first.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
-from ragblend.engine.transformers.model import LoadedModel, find_device
-from ragblend.lab.bench.common.configs import PREFIX_TOKENS, PromptConfig
+from ragblend.engine.transformers.model import find_device
+from ragblend.lab.bench.common.configs import PREFIX_TOKENS
 from ragblend.lab.bench.common.shapes import DecoderShape, find_shape
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, Prompt
@@ -35,8 +34,7 @@ _WEIGHT_STD = 0.02
 
 
 def model_config(shape: DecoderShape) -> Any:
-    """The transformers config of `shape`. Mistral's sliding window is off, as in its current releases, and gpt-oss
-    has few experts."""
+    """Return the transformers config of `shape`. Mistral has no sliding window, gpt-oss few experts."""
     from transformers import AutoConfig
 
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
@@ -64,7 +62,7 @@ def model_config(shape: DecoderShape) -> Any:
 def random_model(
     shape: DecoderShape, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Any:
-    """A causal LM of `shape` with random weights, allocated once, directly in `dtype` on `device`.
+    """Return a causal LM of `shape` with random weights, allocated once, directly in `dtype` on `device`.
 
     Equal arguments give equal weights. Norm weights are 1, all others normal with a standard deviation of 0.02.
     """
@@ -90,7 +88,7 @@ def random_model(
 
 
 def _fill_normal(flat: Tensor, generator: torch.Generator) -> None:
-    """Fill `flat` [N] with random values: drawn for the first block, repeated from there."""
+    """Fill `flat` [N] with random values, drawn for the first block and repeated for the others."""
     flat[:_BLOCK_VALUES].normal_(std=_WEIGHT_STD, generator=generator)
     for start in range(_BLOCK_VALUES, len(flat), _BLOCK_VALUES):
         count = min(_BLOCK_VALUES, len(flat) - start)
@@ -98,10 +96,8 @@ def _fill_normal(flat: Tensor, generator: torch.Generator) -> None:
 
 
 def number_tokenizer(vocab_size: int) -> Any:
-    """A transformers tokenizer whose words are the numbers 0 .. `vocab_size` - 1, each its own token id.
-
-    Any other word is token 0.
-    """
+    """Return a transformers tokenizer whose words are the numbers 0 .. `vocab_size` - 1, each its own token id. Any
+    other word is token 0."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -113,7 +109,7 @@ def number_tokenizer(vocab_size: int) -> Any:
 
 
 def synthetic_renderer(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Renderer:
-    """A Renderer for prompts of numbers that all start with the same `prefix_tokens` tokens."""
+    """Return a Renderer for prompts of numbers that all start with the same `prefix_tokens` tokens."""
     prefix = " ".join(str(index % vocab_size) for index in range(1, prefix_tokens + 1))
     template = f"{prefix} {{% for message in messages %}}{{{{ message.content }}}} {{% endfor %}}"
     return Renderer(number_tokenizer(vocab_size), template)
@@ -122,7 +118,7 @@ def synthetic_renderer(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> R
 def save_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
     """Write `random_model` of the shape `name` and its tokenizer to `path`, for engines that load models themselves.
 
-    It has no end token: answers are as long as they are asked to be.
+    The model has no end token, so answers have the requested length.
     """
     shape = find_shape(name)
     model = random_model(shape, dtype, seed)
@@ -134,39 +130,27 @@ def save_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, s
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts over the same chunks: every prompt has them, or some, in an order of its own, and its own question."""
+    """Prompts over the same chunks. Each prompt has all or some of them in random order, and its own question."""
 
     chunks: tuple[Chunk, ...]
     prompts: tuple[Prompt, ...]
 
 
-def make_config_prompts(
-    config: PromptConfig, vocab_size: int, num_prompts: int = 1, pool: int | None = None
-) -> PromptSet:
-    """What `config` asks: `num_prompts` prompts, of all chunks in ever new orders, or of some of a `pool`."""
-    sizes = config.num_chunks, config.chunk_tokens, config.question_tokens
-    return draw_prompts(pool or config.num_chunks, *sizes, num_prompts, vocab_size)
-
-
 def make_prompts(
-    num_chunks: int, chunk_tokens: int, question_tokens: int, num_prompts: int, vocab_size: int, seed: int = 0
-) -> PromptSet:
-    """`num_prompts` prompts of `num_chunks` chunks of `chunk_tokens` tokens, each in a shuffled order."""
-    return draw_prompts(num_chunks, num_chunks, chunk_tokens, question_tokens, num_prompts, vocab_size, seed)
-
-
-def draw_prompts(
-    pool: int,
     num_chunks: int,
     chunk_tokens: int,
     question_tokens: int,
     num_prompts: int,
     vocab_size: int,
     seed: int = 0,
+    pool: int | None = None,
 ) -> PromptSet:
-    """`make_prompts` with `num_chunks` of `pool` chunks in each prompt, drawn at random."""
+    """Return prompts of `num_chunks` of `pool` chunks each, drawn at random in random order; by default of all chunks.
+
+    `chunk_tokens` and `question_tokens` are the lengths of each chunk and each question.
+    """
     draw = random.Random(seed)
-    chunks = [Chunk(_words(draw, chunk_tokens, vocab_size), source=f"chunk {i}") for i in range(pool)]
+    chunks = [Chunk(_words(draw, chunk_tokens, vocab_size), source=f"chunk {i}") for i in range(pool or num_chunks)]
     prompts = []
     for _ in range(num_prompts):
         order = draw.sample(chunks, num_chunks)
@@ -181,9 +165,9 @@ def _words(draw: random.Random, count: int, vocab_size: int) -> str:
 def engine_for(
     name: str, store: KVStore, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
 ) -> TransformersEngine:
-    """A blend engine over a random-weight model of the shape `name`, for prompts of `make_prompts`.
+    """Return an engine over a random-weight model of the shape `name`, for prompts of `make_prompts`.
 
-    The fingerprint is made from shape, seed and dtype, so a disk store can be used again.
+    Its fingerprint is made from shape, seed and dtype, so a disk store can be used again.
     """
     shape = find_shape(name)
     facts = {**asdict(shape), "seed": seed, "block_values": _BLOCK_VALUES}
@@ -191,22 +175,17 @@ def engine_for(
     return make_engine(random_model(shape, dtype, seed, device), store, name, mark)
 
 
-def engine_for_model(loaded: LoadedModel, store: KVStore) -> TransformersEngine:
-    """A blend engine over a checkpoint, for prompts of `make_prompts`: its weights, our numbers for words."""
-    return make_engine(loaded.model, store, loaded.name, loaded.fingerprint)
-
-
 def make_engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEngine:
-    """A blend engine over a transformers model, for prompts of `make_prompts`; `mark` is its fingerprint."""
+    """Return an engine over a transformers model, for prompts of `make_prompts`. `mark` is the model's fingerprint."""
     layers = TransformersLayers(model)
     renderer = synthetic_renderer(layers.config.vocab_size)
-    # "inline": nothing is computed in the background while something is timed.
+    # "inline", so that no background work disturbs the timing.
     return TransformersEngine(layers, renderer, store, name=name, fingerprint=mark, on_miss="inline")
 
 
 @contextmanager
 def open_directory(store: str | None = None) -> Iterator[Path]:
-    """The directory that was named, or a temporary one."""
+    """Yield the directory `store`, or a temporary one."""
     if store is not None:
         yield Path(store)
         return
@@ -216,8 +195,8 @@ def open_directory(store: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch use `count` threads meanwhile; None leaves it alone."""
-    before, set_threads = torch.get_num_threads(), torch.set_num_threads  # vLLM replaces it with one that does nothing
+    """Set torch's number of threads to `count` inside; None leaves it unchanged."""
+    before, set_threads = torch.get_num_threads(), torch.set_num_threads  # vLLM replaces the latter by a no-op inside
     set_threads(count or before)
     try:
         yield
