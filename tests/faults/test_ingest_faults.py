@@ -95,8 +95,9 @@ def test_every_flipped_byte_is_noticed_and_never_reaches_an_answer(ingested, cou
 
 
 def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, counted):
-    """A real file system of 2 MiB; forecast and limit are switched off, so that writing itself meets the disk's end."""
-    with small_disk(tmp_path / "small", "2m") as small:
+    """A real file system of 24 MiB has room for the documents and few entries; forecast and limit are switched off, so
+    that writing itself meets the disk's end."""
+    with small_disk(tmp_path / "small", "24m") as small:
         sample_corpus().write(tmp_path / "corpus")
         script = (
             "import sys, ragblend.precompute as p; p.describe_capacity = lambda *a: ''\n"
