@@ -354,7 +354,7 @@ def test_what_an_ingestion_could_not_send_is_said_counted_and_pushed_later(run, 
         stats = run.facts("stats", *place, *remote)
         assert stats["remote"]["num_missing"] == stats["num_stored_chunks"] > 0
         assert f"ragblend push --remote {server.url}" in run("stats", *place, *remote)[1]
-        assert run("push", *place[2:], *remote)[0] == 0
+        assert run("push", *place, *remote)[0] == 0
         assert run.facts("stats", *place, *remote)["remote"]["num_missing"] == 0
     finally:
         server.kill()
@@ -416,7 +416,7 @@ def docs(run, tmp_path, monkeypatch) -> Path:
 def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(docs, run, monkeypatch):
     place = ["--store", str(docs.parent / "s")]
     code, out, _ = run("ingest", ".", "--model", "demo", "--embedder", "hashing", *place)
-    assert (code, "1 files are no documents: docs/logo.png is a picture" in out) == (0, True)
+    assert (code, "1 files are not documents: docs/logo.png is a picture" in out) == (0, True)
     (docs / "a.md").unlink()
     (docs / "r.jsonl").write_text('"Bob Fox lives in Norburg."\n')
     monkeypatch.chdir(docs / "sub")
