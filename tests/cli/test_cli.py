@@ -354,7 +354,7 @@ def test_what_an_ingestion_could_not_send_is_said_counted_and_pushed_later(run, 
         stats = run.facts("stats", *place, *remote)
         assert stats["remote"]["num_missing"] == stats["num_stored_chunks"] > 0
         assert f"ragblend push --remote {server.url}" in run("stats", *place, *remote)[1]
-        assert run("push", *place[2:], *remote)[0] == 0
+        assert run("push", *place, *remote)[0] == 0
         assert run.facts("stats", *place, *remote)["remote"]["num_missing"] == 0
     finally:
         server.kill()
