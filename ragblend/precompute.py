@@ -20,6 +20,7 @@ from typing import Any
 from ragblend.chunker import Splitter, get_splitter_version, split
 from ragblend.corpus.chunk_registry import open_registry, store_folders
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
+from ragblend.corpus.embedders import Embedder
 from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
 from ragblend.corpus.loaders import FileReader, Loader
 from ragblend.engine.api import Engine
@@ -332,6 +333,8 @@ def precompute_documents(
     versions: Sequence[str] = (),
     collection: str = LANGCHAIN_COLLECTION,
     workers: Workers | None = None,
+    prefill: Prefill | None = None,
+    embedder: Embedder | None = None,
 ) -> IngestReport:
     """Precompute the KV of documents that are chunks already: strings, Chunks, LangChain Documents, LlamaIndex nodes.
 
@@ -340,14 +343,14 @@ def precompute_documents(
     id replace those that it had in its `collection`, and KV that no other document has is deleted. With `versions`, a
     version for each document (a hash of the file that it is cut from, for example), chunks of the version that an id
     has already are added to its others: a document may come in several calls. `workers`: processes that prefill instead
-    of this one (`RayWorkers`).
+    of this one (`RayWorkers`); or `prefill` says how this one does.
 
     A document that the engine cannot prefill (longer than the model's context, or not Unicode) stops no other: it is
     in `report.failures` with its id and source, and logged. One without visible text is in `report.skipped`.
 
     In a store whose context is "similar" (the default for models of 12 layers or more), chunks are stored a second
-    time, behind the most similar ones of all that came this way; of an engine that is a client of a server they are
-    not.
+    time, behind the most similar ones of all that came this way, by the vectors of `embedder` (None: MiniLM's where the
+    extra `demo` is installed, else by their words).
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     engine.check_process()
@@ -374,7 +377,7 @@ def precompute_documents(
         logger.warning("not prefilled: %s: %s", *failure)
     chunks = fit
     registry = registry_for(llm_or_engine)
-    finder, wanted = open_registered_finder(engine, registry), chunks
+    finder, wanted = open_registered_finder(engine, registry, embedder), chunks
     main = [chunk for chunk in chunks if chunk.context is None]
     if finder is not None:
         wanted = [*chunks, *chunk_variants(main, "similar"), *finder.find_missing_variants()]
@@ -385,7 +388,8 @@ def precompute_documents(
         if finder is not None:
             finder.add(main)
 
-    prefill = workers.prefill if workers is not None else prefill_here
+    if prefill is None:
+        prefill = workers.prefill if workers is not None else prefill_here
     report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
     if finder is not None:

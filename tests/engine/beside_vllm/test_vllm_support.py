@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragblend.engine.vllm.api import ServedChunks
+from ragblend.server.api import ServedChunks
 from ragblend.engine.vllm.launch import find_checkpoint, unsupported_model_reasons
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
