@@ -29,7 +29,8 @@ from time import monotonic
 from typing import Any
 
 from ragblend.engine.store.kv import DTYPES
-from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.store.tiered import TieredStore, disk_tier
+from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.transformers.model import find_model, load_tokenizer
 from ragblend.engine.vllm.admin import add_admin, forget_everywhere
 from ragblend.engine.vllm.api_keys import ForbiddenError, Grant
@@ -145,13 +146,14 @@ def add_documents(app: Any, chunks: ServedChunks, respond: Any) -> None:
     from ragblend.server.routes import documents_router
 
     loop, client = asyncio.get_running_loop(), app.state.engine_client
+    store = _SharedStore(*chunks.store.tiers, kv_dtype=chunks.store.kv_dtype)
 
     def make_engine(namespace: str) -> FrontEndEngine:
         return FrontEndEngine(
             client,
             loop,
             chunks.renderer,
-            chunks.store,
+            store,
             chunks.served_model(),
             chunks.prefix_ids,
             namespace=namespace,
@@ -161,6 +163,15 @@ def add_documents(app: Any, chunks: ServedChunks, respond: Any) -> None:
     documents = Documents(Path(chunks.config.store), make_engine, chunks.config.for_clients)
     app.include_router(documents_router(documents, respond))
     documents.start()
+
+
+class _SharedStore(TieredStore):
+    """A store whose other replicas are told what is deleted."""
+
+    def delete(self, key: str) -> bool:
+        for remote in self.remote_tiers:
+            publish_tombstone(remote, keys=[key])
+        return super().delete(key)
 
 
 class ServedChunks:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from ragblend.files.sqlite import connect, transaction, truncate_log, wrap_sqlite_errors
 
@@ -21,7 +22,7 @@ DOCUMENTS_FILE = "documents.sqlite"
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS documents (number INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, "
-    "collection TEXT NOT NULL, id TEXT NOT NULL, ingestion INTEGER NOT NULL, version TEXT NOT NULL, "
+    "collection TEXT NOT NULL, id TEXT NOT NULL, ingestion TEXT NOT NULL, version TEXT NOT NULL, "
     "stored_version TEXT NOT NULL DEFAULT '', metadata TEXT NOT NULL, body TEXT, reason TEXT NOT NULL DEFAULT '', "
     "num_chunks INTEGER NOT NULL DEFAULT 0, num_tokens INTEGER NOT NULL DEFAULT 0, "
     "num_known_kv INTEGER NOT NULL DEFAULT 0, num_new_kv INTEGER NOT NULL DEFAULT 0, "
@@ -100,12 +101,11 @@ class DocumentTable:
         with self._errors(), transaction(self._connection, "IMMEDIATE"):
             yield self._connection
 
-    def add(self, namespace: str, documents: Iterable[SentDocument]) -> int:
-        """Record documents that are to be stored, each in place of an older one of its id, all or none. Return the
-        number of this ingestion."""
+    def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
+        """Record documents that are to be stored, each in place of an older one of its id, all or none. Return a name
+        for this ingestion."""
+        ingestion = uuid4().hex  # which no other replica gives
         with self._writing() as connection:
-            last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'documents'").fetchone()
-            ingestion = 1 + (last[0] if last is not None else 0)
             for document in documents:
                 key, body = (namespace, document.collection, document.id), document.body
                 query = (
@@ -176,7 +176,7 @@ class DocumentTable:
             truncate_log(connection)
         return num_removed
 
-    def summarize(self, namespace: str, collection: str | None, ingestion: int | None) -> dict[str, dict[str, int]]:
+    def summarize(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, dict[str, int]]:
         """Return by collection how many documents are stored, pending and failed, how many are worked on, and what
         they came to; of one ingestion, or of all."""
         statuses = ", ".join(f"sum({_STATUS} = '{each}')" for each in ("stored", "pending", "failed"))
@@ -188,7 +188,7 @@ class DocumentTable:
             return {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}
 
     def with_reason(
-        self, namespace: str, collection: str | None, ingestion: int | None, limit: int
+        self, namespace: str, collection: str | None, ingestion: str | None, limit: int
     ) -> list[dict[str, Any]]:
         """Return documents of which something is to be told: those that failed, and stored ones without any chunk."""
         query = f"SELECT collection, id, {_STATUS}, reason FROM documents WHERE reason <> '' AND namespace = ?"
@@ -216,7 +216,7 @@ class DocumentTable:
         query: str,
         namespace: str,
         collection: str | None,
-        ingestion: int | None,
+        ingestion: str | None,
         rest: str,
     ) -> list[tuple[Any, ...]]:
         values: list[Any] = [namespace]

@@ -88,8 +88,8 @@ class Documents:
 
     # -- what clients ask
 
-    def add(self, namespace: str, documents: Sequence[SentDocument]) -> int:
-        """Take documents, to be stored in the background. Return the number of this ingestion."""
+    def add(self, namespace: str, documents: Sequence[SentDocument]) -> str:
+        """Take documents, to be stored in the background. Return a name for this ingestion."""
         ingestion = self._table.add(namespace, documents)
         self._wake.set()
         return ingestion
@@ -114,7 +114,7 @@ class Documents:
             with self._lock:
                 self._num_removing -= 1
 
-    def summary(self, namespace: str, collection: str | None, ingestion: int | None) -> dict[str, Any]:
+    def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
         """Return how many documents of which collection are stored, pending and failed, and why."""
         done, total = self._progress
         return {

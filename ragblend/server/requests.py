@@ -101,7 +101,7 @@ class DeletionInput(_Strict):
 class Accepted(BaseModel):
     """Documents are recorded, and will be stored. GET with this `ingestion` tells how far they are."""
 
-    ingestion: int
+    ingestion: str
     num_documents: int
 
 
@@ -150,7 +150,7 @@ class DocumentStatus(BaseModel):
     collection: str
     id: str
     version: str
-    ingestion: int
+    ingestion: str
     status: Literal["stored", "pending", "failed"]
     reason: str
     metadata: dict[str, Any]

@@ -1,7 +1,7 @@
 """The routes under `/v1/ragblend/documents`: documents in, how far they are, and out again.
 
     POST   /v1/ragblend/documents       documents to store: JSON, or JSON lines -> 202, {"ingestion", "num_documents"}
-    GET    /v1/ragblend/documents       counts by collection, and reasons; ?collection=NAME&ingestion=NUMBER
+    GET    /v1/ragblend/documents       counts by collection, and reasons; ?collection=NAME&ingestion=NAME
     GET    /v1/ragblend/documents/ID    one document; ?collection=NAME
     DELETE /v1/ragblend/documents       {"ids": [...]}, or {"collection": NAME} for all of it
 
@@ -67,7 +67,7 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
         return await respond_to_body(request, answer, 202)
 
     @router.get("", response_model=Summary)
-    async def summarize(collection: str | None = None, ingestion: int | None = None, namespace: str = "") -> Response:
+    async def summarize(collection: str | None = None, ingestion: str | None = None, namespace: str = "") -> Response:
         """How many documents are stored, pending and failed, and why; of one collection, or of one POST."""
         return await respond(lambda: documents.summary(_namespace(namespace), collection, ingestion), 200)
 

@@ -57,15 +57,15 @@ class Server:
         engine: Any = self.documents._engine(namespace)
         return engine  # type: ignore[no-any-return]
 
-    def send(self, *sent: dict[str, Any], collection: str = "kb", namespace: str = "") -> int:
+    def send(self, *sent: dict[str, Any], collection: str = "kb", namespace: str = "") -> str:
         documents = [_sent(each, collection) for each in sent]
         return self.documents.add(namespace, documents)
 
-    def counts(self, ingestion: int | None = None, namespace: str = "", collection: str = "kb") -> dict[str, int]:
+    def counts(self, ingestion: str | None = None, namespace: str = "", collection: str = "kb") -> dict[str, int]:
         found = self.documents.summary(namespace, collection, ingestion)["collections"]
         return dict(found.get(collection, {"num_stored": 0, "num_waiting": 0}))
 
-    def wait(self, ingestion: int, namespace: str = "", collection: str = "kb") -> dict[str, int]:
+    def wait(self, ingestion: str, namespace: str = "", collection: str = "kb") -> dict[str, int]:
         wait_until(lambda: not self.counts(ingestion, namespace, collection)["num_waiting"], 60, "all are stored")
         return self.counts(ingestion, namespace, collection)
 
