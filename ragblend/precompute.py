@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -56,27 +56,7 @@ from ragblend.ingestion.workers import Prefill, Workers, prefill_here
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
 
-if TYPE_CHECKING:
-    from ragblend.engine.vllm.client import SentReport
-
 logger = logging.getLogger(__name__)
-
-
-class DocumentServer(Protocol):
-    """An engine whose server chunks, embeds and prefills documents itself: `vllm.client`."""
-
-    def send_documents(
-        self, collection: str, documents: Sequence[Mapping[str, Any]], progress: Progress, /
-    ) -> SentReport:
-        """Have the server store documents, and wait until it has; each as the server's API takes it."""
-
-    def remove_documents(self, collection: str, ids: Sequence[str], /) -> int:
-        """Have the server remove documents. Return how many entries of KV went."""
-
-
-def as_document_server(engine: Any) -> DocumentServer | None:
-    """The engine, if its server keeps documents; else None: they are prefilled from here."""
-    return engine if hasattr(engine, "send_documents") else None
 
 
 LANGCHAIN_COLLECTION = "langchain"
@@ -254,18 +234,10 @@ def precompute_chunks(
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     on_progress = progress or (lambda stage, done, total: None)
     start_s = perf_counter()
-    if isinstance(index, ChunkIndex) and (server := as_document_server(engine)) is not None:
-        alone = [chunk for chunk in chunks if chunk.context != "similar"]
-        vectors = {key: np.frombuffer(row, "<f4").tolist() for key, row in index.vectors(c.text for c in alone).items()}
-        documents: dict[str, dict[str, Any]] = {}
-        for chunk in alone:
-            found = documents.setdefault(chunk.source, {"id": chunk.source, "chunks": [], "vectors": []})
-            found["chunks"].append(chunk.text)
-            found["vectors"].append(vectors[text_hash(chunk.text)])
-            found["embedder"] = f"{index.manifest.embedder} {index.manifest.embedder_version}"
-        sent = server.send_documents(index.registry_name or LANGCHAIN_COLLECTION, [*documents.values()], on_progress)
-        engine.add_known(alone)
-        return _with_sent(report, sent, {}, start_s)
+    if isinstance(index, ChunkIndex) and is_document_server(engine):
+        return _send_indexed(
+            [chunk for chunk in chunks if chunk.context != "similar"], engine, index, report, on_progress
+        )
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     unfit = dict.fromkeys((chunk.source, chunk.text) for chunk in chunks if chunk.text in problems)
     report.failures += [ReadFailure(source, problems[text]) for source, text in unfit]
@@ -317,18 +289,6 @@ def precompute_chunks(
     if disk is not None:
         with closing(open_registry(engine.store)) as registry:
             registry.record_stored(filter(disk.has_file, keys.values()), engine.fingerprint)
-    report.prefill_s += perf_counter() - start_s
-    return report
-
-
-def _with_sent(report: IngestReport, sent: SentReport, described: Mapping[str, str], start_s: float) -> IngestReport:
-    """`report` with what a server has stored. `described`: what its messages call a document, by id."""
-    report.num_known_kv += sent.num_known_kv
-    report.num_new_kv += sent.num_new_kv
-    report.new_kv_bytes += sent.new_kv_bytes
-    for reason in sent.reasons:
-        listed = report.skipped if reason["status"] == "stored" else report.failures
-        listed.append(ReadFailure(described.get(reason["id"], reason["id"]), reason["reason"]))
     report.prefill_s += perf_counter() - start_s
     return report
 
@@ -405,12 +365,9 @@ def precompute_documents(
     resolve_context_policy(engine, None)
     given = [documents] if isinstance(documents, str) else list(documents)
     chunks = [as_chunk(document) for document in given]
-    if (server := as_document_server(engine)) is not None:
+    if is_document_server(engine):
         named = ids or [*map(_document_id, given)]
-        report = _send_chunks(given, chunks, named, versions or [""] * len(given), collection, engine, server, progress)
-        for failure in (*report.failures, *report.skipped):
-            logger.warning("not prefilled: %s: %s", *failure)
-        return report
+        return _send_documents(given, chunks, named, versions or [""] * len(given), collection, engine, progress)
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
     texts_of: dict[str, list[str]] = {}
@@ -458,43 +415,6 @@ def precompute_documents(
     return report
 
 
-def _send_chunks(
-    given: Sequence[Any],
-    chunks: Sequence[Chunk],
-    ids: Sequence[str],
-    versions: Sequence[str],
-    collection: str,
-    engine: Engine,
-    server: DocumentServer,
-    progress: Progress | None,
-) -> IngestReport:
-    """`precompute_documents` by a server, which stores the chunks as documents of its own."""
-    start_s = perf_counter()
-    report = IngestReport(bytes_per_token=engine.bytes_per_token)
-    sent: dict[str, dict[str, Any]] = {}
-    described: dict[str, str] = {}
-    for document, chunk, found, version in zip(given, chunks, ids, versions, strict=True):
-        name = found or text_hash(chunk.text).hex()
-        described.setdefault(name, _describe_document(document, chunk))
-        sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)
-        if version:
-            sent[name]["version"] = version
-    counts = server.send_documents(collection, [*sent.values()], progress or (lambda stage, done, total: None))
-    report.num_chunks, report.num_tokens = counts.num_chunks, counts.num_tokens
-    _with_sent(report, counts, described, start_s)
-    # Until the server finds chunks in prompts by itself, they are found here, by the texts of this folder.
-    with closing(open_registry(engine.store)) as registry:
-        for name, document in sent.items():
-            registered, version = _registered_name(name, collection), document.get("version", "")
-            registry.add(document["chunks"], registered)
-            if not version or version != registry.version_of(registered):
-                stay = set(map(str.strip, document["chunks"]))
-                registry.release(registry.texts_of(registered) - stay, registered)
-                registry.set_version(registered, version)
-    engine.add_known(chunk for chunk in chunks if has_visible_text(chunk.text))
-    return report
-
-
 def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: str = LANGCHAIN_COLLECTION) -> int:
     """Delete the KV of documents that `precompute_documents` was given with these ids. Return the number of entries.
 
@@ -505,10 +425,10 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     ids = list(filter(None, ids))
     named = {_registered_name(each, collection): list[str]() for each in ids}
     registry = registry_for(engine)
-    if (server := as_document_server(engine)) is not None:
+    if is_document_server(engine):
         for name in named:
             registry.release(registry.texts_of(name), name)
-        return server.remove_documents(collection, ids)
+        return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
     num_removed, problem = replace_documents(named, engine, registry)
     for name in named:
         if registry.version_of(name):
@@ -516,6 +436,86 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     if problem:
         raise BackendUnreachableError(problem)
     return num_removed
+
+
+# --- by a server that stores documents itself: what it is sent, and what it answers ---
+
+
+def is_document_server(engine: Any) -> bool:
+    """True for an engine that is the client of a server: it has `send_documents` and `remove_documents`."""
+    return hasattr(engine, "send_documents")
+
+
+def _send(
+    engine: Any,
+    collection: str,
+    documents: Sequence[Mapping[str, Any]],
+    report: IngestReport,
+    progress: Progress | None,
+    described: Mapping[str, str],
+) -> Mapping[str, int]:
+    """Have the server store documents, and add what it did to `report`. `described`: how messages call them."""
+    start_s = perf_counter()
+    counts, reasons = engine.send_documents(collection, documents, progress or (lambda stage, done, total: None))
+    report.num_known_kv += counts["num_known_kv"]
+    report.num_new_kv += counts["num_new_kv"]
+    report.new_kv_bytes += counts["new_kv_bytes"]
+    for reason in reasons:
+        failure = ReadFailure(described.get(reason["id"], reason["id"]), reason["reason"])
+        (report.skipped if reason["status"] == "stored" else report.failures).append(failure)
+        logger.warning("not prefilled: %s: %s", *failure)
+    report.prefill_s += perf_counter() - start_s
+    return counts  # type: ignore[no-any-return]
+
+
+def _send_indexed(
+    chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex, report: IngestReport, progress: Progress
+) -> IngestReport:
+    """`precompute_chunks` by a server: with the vectors of the index, so that it finds the same chunks similar."""
+    vectors = index.vectors(chunk.text for chunk in chunks)
+    embedder = f"{index.manifest.embedder} {index.manifest.embedder_version}"
+    sent: dict[str, dict[str, Any]] = {}
+    for chunk in chunks:
+        empty = {"id": chunk.source, "chunks": [], "vectors": [], "embedder": embedder}
+        document = sent.setdefault(chunk.source, empty)
+        document["chunks"].append(chunk.text)
+        document["vectors"].append(np.frombuffer(vectors[text_hash(chunk.text)], "<f4").tolist())
+    _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
+    engine.add_known(chunks)
+    return report
+
+
+def _send_documents(
+    given: Sequence[Any],
+    chunks: Sequence[Chunk],
+    ids: Sequence[str],
+    versions: Sequence[str],
+    collection: str,
+    engine: Engine,
+    progress: Progress | None,
+) -> IngestReport:
+    """`precompute_documents` by a server."""
+    report = IngestReport(bytes_per_token=engine.bytes_per_token)
+    sent: dict[str, dict[str, Any]] = {}
+    described: dict[str, str] = {}
+    for document, chunk, found, version in zip(given, chunks, ids, versions, strict=True):
+        name = found or text_hash(chunk.text).hex()
+        described.setdefault(name, _describe_document(document, chunk))
+        sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)
+        if version:
+            sent[name]["version"] = version
+    counts = _send(engine, collection, [*sent.values()], report, progress, described)
+    report.num_chunks, report.num_tokens = counts["num_chunks"], counts["num_tokens"]
+    # Prompts are matched here, too, by the texts of this machine's folder.
+    with closing(open_registry(engine.store)) as registry:
+        for name, each in sent.items():
+            registered, version = _registered_name(name, collection), each.get("version", "")
+            registry.add(each["chunks"], registered)
+            if not version or version != registry.version_of(registered):
+                registry.release(registry.texts_of(registered).difference(map(str.strip, each["chunks"])), registered)
+                registry.set_version(registered, version)
+    engine.add_known(chunk for chunk in chunks if has_visible_text(chunk.text))
+    return report
 
 
 def _document_id(document: Any) -> str:

@@ -87,7 +87,7 @@ def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterab
     What those were computed after is not known here, so where a text is removed they are deleted from the tiers that
     machines share. The next ingestion computes them again.
     """
-    elsewhere = [place for place in places if place != LOCAL or not has_local_tier(engine.store)]
+    elsewhere = [place for place in places if place != LOCAL]
     if not elsewhere:
         return []
     here = [tier for tier in engine.store.tiers if not tier.is_remote]
@@ -171,11 +171,6 @@ def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
     for header in disk.headers():
         record_entry(registry, header)
     registry.set_has_all_entries()
-
-
-def has_local_tier(store: KVStore) -> bool:
-    """Whether a tier of `store` can be looked through: it is on this machine, and no server's."""
-    return any(not tier.is_remote for tier in store.tiers)
 
 
 def delete_texts_kv(

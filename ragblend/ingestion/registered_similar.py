@@ -25,7 +25,6 @@ from ragblend.corpus.embedders import (
 )
 from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
-from ragblend.ingestion.deletion import has_local_tier
 from ragblend.prompt.types import Chunk
 
 
@@ -144,11 +143,12 @@ _VECTORS: WeakKeyDictionary[Engine, dict[str, _Vectors]] = WeakKeyDictionary()
 def open_registered_finder(
     engine: Engine, registry: ChunkRegistry, embedder: Embedder | None = None
 ) -> RegisteredChunkFinder | None:
-    """Return a finder for an engine that keeps similar variants and whose store has a tier on this machine; else None:
-    a variant must be found again when a chunk is removed that it was computed after."""
-    if engine.context != "similar" or not has_local_tier(engine.store):
-        return None
-    return RegisteredChunkFinder(engine, registry, embedder or _default_embedder())
+    """Return a finder for an engine that keeps similar variants; else None."""
+    return (
+        RegisteredChunkFinder(engine, registry, embedder or _default_embedder())
+        if engine.context == "similar"
+        else None
+    )
 
 
 @cache

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 from ragblend.files.sqlite import connect, transaction, truncate_log, wrap_sqlite_errors
@@ -31,6 +31,7 @@ _SCHEMA = (
 )
 _STATUS = "CASE WHEN stored_version = version THEN 'stored' WHEN body IS NOT NULL THEN 'pending' ELSE 'failed' END"
 _COUNTS = ("num_chunks", "num_tokens", "num_known_kv", "num_new_kv", "new_kv_bytes")
+_CHOSEN = "WHERE namespace = ? AND collection = coalesce(?, collection) AND ingestion = coalesce(?, ingestion)"
 _FACTS = ("collection", "id", "version", "ingestion", "metadata", "reason", *_COUNTS)
 
 
@@ -74,38 +75,25 @@ class DocumentTable:
 
     def __init__(self, root: Path) -> None:
         self._path = root / DOCUMENTS_FILE
+        self._fix = f"Delete {self._path} and send the documents again: stored KV is found, not recomputed"
         self._lock = threading.RLock()
-        with self._errors():
+        with wrap_sqlite_errors(self._path, self._fix):
             root.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))  # its owner's alone, as the entries beside it
             self._connection = connect(self._path, self._fix)
             for statement in _SCHEMA:
                 self._connection.execute(statement)
 
-    @property
-    def _fix(self) -> str:
-        return f"Delete {self._path} and send the documents again: stored KV is found, not recomputed"
-
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        with self._lock, wrap_sqlite_errors(self._path, self._fix):
-            yield
-
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._errors():
-            yield self._connection
-
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._errors(), transaction(self._connection, "IMMEDIATE"):
+    def _open(self, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[sqlite3.Connection]:
+        with self._lock, wrap_sqlite_errors(self._path, self._fix), transaction(self._connection, kind):
             yield self._connection
 
     def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
         """Record documents that are to be stored, each in place of an older one of its id, all or none. Return a name
         for this ingestion."""
         ingestion = uuid4().hex  # which no other replica gives
-        with self._writing() as connection:
+        with self._open("IMMEDIATE") as connection:
             for document in documents:
                 key, body = (namespace, document.collection, document.id), document.body
                 query = (
@@ -133,7 +121,7 @@ class DocumentTable:
         )
         first = "SELECT namespace, collection FROM documents WHERE body IS NOT NULL ORDER BY number LIMIT 1"
         found: list[WaitingDocument] = []
-        with self._reading() as connection:
+        with self._open("DEFERRED") as connection:
             owner = connection.execute(first).fetchone()
             for *columns, body in connection.execute(query, (*owner, limit)) if owner is not None else ():
                 max_chars -= len(body)
@@ -148,14 +136,14 @@ class DocumentTable:
             "UPDATE documents SET body = NULL, stored_version = ?, reason = ?, "
             f"{', '.join(f'{name} = ?' for name in _COUNTS)} WHERE number = ?"
         )
-        with self._writing() as connection:
+        with self._open("IMMEDIATE") as connection:
             version = document.version if is_stored else ""
             connection.execute(update, (version, reason, *counts, document.number))
 
     def ids(self, namespace: str, collection: str) -> list[str]:
         """Return the ids of the documents of a collection."""
         query = "SELECT id FROM documents WHERE namespace = ? AND collection = ? ORDER BY number"
-        with self._reading() as connection:
+        with self._open("DEFERRED") as connection:
             return [row[0] for row in connection.execute(query, (namespace, collection))]
 
     def begin_removal(self, namespace: str, collection: str, ids: Sequence[str]) -> None:
@@ -164,16 +152,16 @@ class DocumentTable:
             "UPDATE documents SET body = NULL, stored_version = '', reason = 'its removal was begun; remove it again' "
             "WHERE namespace = ? AND collection = ? AND id = ?"
         )
-        with self._writing() as connection:
+        with self._open("IMMEDIATE") as connection:
             connection.executemany(update, ((namespace, collection, each) for each in ids))
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str]) -> int:
         """Remove documents. Return how many were there."""
         delete = "DELETE FROM documents WHERE namespace = ? AND collection = ? AND id = ?"
-        with self._writing() as connection:
+        with self._open("IMMEDIATE") as connection:
             num_removed = connection.executemany(delete, ((namespace, collection, each) for each in ids)).rowcount
-        with self._reading() as connection:
-            truncate_log(connection)
+        with self._lock:
+            truncate_log(self._connection)
         return num_removed
 
     def summarize(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, dict[str, int]]:
@@ -181,21 +169,22 @@ class DocumentTable:
         they came to; of one ingestion, or of all."""
         statuses = ", ".join(f"sum({_STATUS} = '{each}')" for each in ("stored", "pending", "failed"))
         sums = ", ".join(f"sum({name})" for name in _COUNTS)
-        query = f"SELECT collection, {statuses}, sum(body IS NOT NULL), {sums} FROM documents WHERE namespace = ?"
+        query = (
+            f"SELECT collection, {statuses}, sum(body IS NOT NULL), {sums} FROM documents {_CHOSEN} GROUP BY collection"
+        )
         names = ("num_stored", "num_pending", "num_failed", "num_waiting", *_COUNTS)
-        with self._reading() as connection:
-            rows = self._select(connection, query, namespace, collection, ingestion, "GROUP BY collection")
+        with self._open("DEFERRED") as connection:
+            rows = connection.execute(query, (namespace, collection, ingestion))
             return {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}
 
     def with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int
     ) -> list[dict[str, Any]]:
         """Return documents of which something is to be told: those that failed, and stored ones without any chunk."""
-        query = f"SELECT collection, id, {_STATUS}, reason FROM documents WHERE reason <> '' AND namespace = ?"
-        with self._reading() as connection:
-            rows = self._select(
-                connection, query, namespace, collection, ingestion, f"ORDER BY number LIMIT {int(limit)}"
-            )
+        columns = f"collection, id, {_STATUS}, reason"
+        query = f"SELECT {columns} FROM documents {_CHOSEN} AND reason <> '' ORDER BY number LIMIT ?"
+        with self._open("DEFERRED") as connection:
+            rows = connection.execute(query, (namespace, collection, ingestion, limit))
             return [dict(zip(("collection", "id", "status", "reason"), row, strict=True)) for row in rows]
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
@@ -203,28 +192,12 @@ class DocumentTable:
         query = (
             f"SELECT {', '.join(_FACTS)}, {_STATUS} FROM documents WHERE namespace = ? AND collection = ? AND id = ?"
         )
-        with self._reading() as connection:
+        with self._open("DEFERRED") as connection:
             row = connection.execute(query, (namespace, collection, document_id)).fetchone()
         if row is None:
             return None
         found = dict(zip((*_FACTS, "status"), row, strict=True))
         return {**found, "metadata": json.loads(found["metadata"])}
-
-    @staticmethod
-    def _select(
-        connection: sqlite3.Connection,
-        query: str,
-        namespace: str,
-        collection: str | None,
-        ingestion: str | None,
-        rest: str,
-    ) -> list[tuple[Any, ...]]:
-        values: list[Any] = [namespace]
-        for column, value in (("collection", collection), ("ingestion", ingestion)):
-            if value is not None:
-                query += f" AND {column} = ?"
-                values.append(value)
-        return connection.execute(f"{query} {rest}", values).fetchall()
 
 
 def _joined(before: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:

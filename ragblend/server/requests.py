@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from ragblend.errors import UsageError
 from ragblend.server.document_table import SentDocument
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 32 << 20  # reading one keeps the front end from sending tokens meanwhile
 _MAX_REASONS = 3  # of one refused body
 _DIGEST_CHARS = 32
 
@@ -105,19 +105,23 @@ class Accepted(BaseModel):
     num_documents: int
 
 
-class CollectionCounts(BaseModel):
-    """How many documents are `stored`, `pending` and `failed`; `num_waiting` are worked on or will be. What they came
-    to: chunks and their tokens, entries of KV that were stored before and now, and the bytes of the latter."""
+class StoredCounts(BaseModel):
+    """Chunks and their tokens, entries of KV that were stored before and now, and the bytes of the latter."""
 
-    num_stored: int
-    num_pending: int
-    num_failed: int
-    num_waiting: int
     num_chunks: int
     num_tokens: int
     num_known_kv: int
     num_new_kv: int
     new_kv_bytes: int
+
+
+class CollectionCounts(StoredCounts):
+    """How many documents are stored, pending and failed, and how many are worked on, or will be."""
+
+    num_stored: int
+    num_pending: int
+    num_failed: int
+    num_waiting: int
 
 
 class DocumentReason(BaseModel):
@@ -129,36 +133,21 @@ class DocumentReason(BaseModel):
     reason: str
 
 
-class BatchProgress(BaseModel):
-    """How many chunks of those that are being computed, whoever's they are, are done."""
-
-    num_done: int
-    num_chunks: int
-
-
 class Summary(BaseModel):
-    """The documents of a namespace; `reasons` names at most 1,000."""
+    """The documents of a namespace. `reasons` names at most 1,000; `batch` says how many chunks of those that are being
+    computed, whoever's they are, are done."""
 
     collections: dict[str, CollectionCounts]
     reasons: list[DocumentReason]
-    batch: BatchProgress
+    batch: dict[Literal["num_done", "num_chunks"], int]
 
 
-class DocumentStatus(BaseModel):
+class DocumentStatus(StoredCounts, DocumentReason):
     """One document. `num_kv`: the entries that the store has of it now, in every variant."""
 
-    collection: str
-    id: str
     version: str
     ingestion: str
-    status: Literal["stored", "pending", "failed"]
-    reason: str
     metadata: dict[str, Any]
-    num_chunks: int
-    num_tokens: int
-    num_known_kv: int
-    num_new_kv: int
-    new_kv_bytes: int
     num_kv: int
 
 

@@ -186,7 +186,7 @@ def test_hostile_removals_get_a_reason(served: Served, name: str) -> None:
 
 
 def test_a_body_without_end_is_refused(served: Served) -> None:
-    answer = served.call("POST", body=b" " * (65 << 20), headers={"Content-Type": JSON})
+    answer = served.call("POST", body=b" " * (33 << 20), headers={"Content-Type": JSON})
     assert answer.status_code == 413
     assert "several requests" in answer.json()["error"]["message"]
     assert served.call("GET", "/health").status_code == 200

@@ -13,9 +13,9 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
@@ -47,7 +47,7 @@ READ_TIMEOUT_S = 600.0  # a long prompt behind a full queue may be silent for mi
 MAX_RETRIES = 2
 RETRY_STATUS = frozenset({408, 429, 502, 503, 504})
 _FIRST_PAUSE_S = 0.5  # doubled with every retry
-_BATCH_CHARS = 16 << 20  # of documents in one request, as JSON in ASCII
+_BATCH_CHARS = 8 << 20  # of documents in one request, as JSON in ASCII
 _POLL_S = 0.2  # between looks how far the server is
 _LOST_S = 30.0  # after which documents that no replica knows are taken to be gone
 
@@ -341,24 +341,6 @@ class ServerStore(KVStore):
         return 0
 
 
-@dataclass(slots=True)
-class SentReport:
-    """What storing documents came to on the server. `reasons`: of those that failed, or hold nothing."""
-
-    num_chunks: int = 0
-    num_tokens: int = 0
-    num_known_kv: int = 0
-    num_new_kv: int = 0
-    new_kv_bytes: int = 0
-    reasons: list[Mapping[str, str]] = field(default_factory=list)
-
-    def add(self, counts: Mapping[str, int], reasons: Iterable[Mapping[str, str]]) -> None:
-        """Add what one ingestion came to."""
-        for name in ("num_chunks", "num_tokens", "num_known_kv", "num_new_kv", "new_kv_bytes"):
-            setattr(self, name, getattr(self, name) + counts[name])
-        self.reasons += reasons
-
-
 class VllmClient(VllmEngineBase):
     """Engine over a vLLM server. Made by `load_engine(model, backend="http://HOST:PORT")`.
 
@@ -396,7 +378,6 @@ class VllmClient(VllmEngineBase):
             )
             options["on_miss"] = "inline"
         options["namespace"] = options.get("namespace") or facts.namespace  # another one is refused by the server
-        self._pause = threading.Event()
         super().__init__(renderer, store, own, **options)
 
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
@@ -441,46 +422,43 @@ class VllmClient(VllmEngineBase):
 
     def send_documents(
         self, collection: str, documents: Sequence[Mapping[str, Any]], progress: Callable[[str, int, int | None], None]
-    ) -> SentReport:
-        """Have the server store documents, as `POST /v1/ragblend/documents` takes them, and wait until it has.
+    ) -> tuple[Counter[str], list[dict[str, str]]]:
+        """Have the server store documents, as `POST /v1/ragblend/documents` takes them, and wait until it has. Return
+        its counts, and the `reasons` of documents that are not stored, or hold nothing.
 
         Raises RagblendError for a server that takes none, and what the requests raise.
         """
         self._check_blends()
-        report = SentReport()
-        waiting: list[tuple[str, int]] = []
-        for batch in _batches(documents):
-            body = {"collection": collection, "documents": batch}
-            accepted = self.connection.json("POST", self._documents_path(), body)
-            waiting.append((str(accepted.get("ingestion")), len(batch)))
-        last_seen_s = time.monotonic()
+        total, reasons = Counter[str](), list[dict[str, str]]()
+        bodies = [{"collection": collection, "documents": batch} for batch in _batches(documents)]
+        waiting = [self.connection.json("POST", self._documents_path(), body)["ingestion"] for body in bodies]
+        seen_s = time.monotonic()
         while waiting:
-            ingestion, num_documents = waiting[0]
-            told = self.connection.json("GET", self._documents_path(collection=collection, ingestion=ingestion))
-            counts = (told.get("collections") or {}).get(collection)
-            if counts is not None:  # else behind a balancer another replica has answered
-                last_seen_s = time.monotonic()
-                batch_counts = told.get("batch") or {}
-                progress("prefill", int(batch_counts.get("num_done", 0)), int(batch_counts.get("num_chunks", 0)))
+            path = self._documents_path(collection=collection, ingestion=waiting[0])
+            told = self.connection.json("GET", path)
+            if counts := told["collections"].get(collection):  # else behind a balancer another replica has answered
+                seen_s = time.monotonic()
+                progress("prefill", told["batch"]["num_done"], told["batch"]["num_chunks"])
                 if not counts["num_waiting"]:
                     del waiting[0]
-                    report.add(counts, told.get("reasons") or ())
+                    total.update(counts)
+                    reasons += told["reasons"]
                     continue
-            elif time.monotonic() - last_seen_s > _LOST_S:
+            elif time.monotonic() - seen_s > _LOST_S:
                 raise BackendUnreachableError(
-                    f"{self.connection.url} knows nothing any more of the {num_documents} documents that it took; were "
-                    "they sent again, or removed? Send them again to be sure"
+                    f"{self.connection.url} knows no more of documents that it took; were they sent again, or removed "
+                    "meanwhile? Send them again to be sure"
                 )
-            self._pause.wait(_POLL_S)
             self._check_usable()
-        return report
+            time.sleep(_POLL_S)
+        return total, reasons
 
     def remove_documents(self, collection: str, ids: Sequence[str]) -> int:
         """Have the server remove documents. Return how many entries of KV went."""
         if not ids or not self.blends:
             return 0
         body = {"collection": collection, "ids": list(ids)}
-        return int(self.connection.json("DELETE", self._documents_path(), body).get("num_kv", 0))
+        return int(self.connection.json("DELETE", self._documents_path(), body)["num_kv"])
 
     def _documents_path(self, **query: str) -> str:
         given = {**query, **({"namespace": self.namespace} if self.namespace else {})}
@@ -503,7 +481,6 @@ class VllmClient(VllmEngineBase):
         if not self.is_usable:
             return
         super().close()
-        self._pause.set()
         self.connection.close()
 
 

@@ -63,15 +63,9 @@ class FrontEndEngine(VllmEngineBase):
                 except FutureTimeoutError:
                     if not self._event_loop.is_running():
                         raise EngineClosedError("the server is stopping") from None
-                except CancelledError:
-                    raise EngineClosedError("the server is stopping") from None
-                except RagblendError:
-                    raise
-                except Exception as error:
-                    if self._client.errored:
-                        raise EngineClosedError(
-                            f"vLLM's engine has stopped ({error}); start the server again"
-                        ) from error
+                except (CancelledError, Exception) as error:
+                    if self._client.errored or isinstance(error, CancelledError):
+                        raise EngineClosedError(f"vLLM's engine has stopped: {error}") from error
                     raise RagblendError(f"vLLM refuses the chunk: {error}") from error
         finally:
             future.cancel()

@@ -564,7 +564,7 @@ def test_documents_that_a_server_has_lost_are_an_error(
 ) -> None:
     monkeypatch.setattr("ragblend.engine.vllm.client._LOST_S", 0.3)
     script.states = ["unknown"] * 100
-    with pytest.raises(BackendUnreachableError, match="knows nothing any more of the 1 documents"):
+    with pytest.raises(BackendUnreachableError, match="knows no more of documents that it took"):
         precompute_documents([A], client)
 
 
