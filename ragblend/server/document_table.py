@@ -36,9 +36,8 @@ _FACTS = ("collection", "id", "version", "ingestion", "metadata", "reason", *_CO
 
 
 class SentDocument(NamedTuple):
-    """A document as it was sent. With `adds`, its chunks come to those that its version has already.
-
-    `body`: its `text`, or its `chunks`, and what is to be known to cut and compare them.
+    """A document as it was sent. `body`: its `text`, or its `chunks`, and what is to be known to cut and compare them;
+    with `adds`, the chunks come to those that its version has already.
     """
 
     collection: str
@@ -46,7 +45,6 @@ class SentDocument(NamedTuple):
     version: str
     body: dict[str, Any]
     metadata: dict[str, Any]
-    adds: bool = False
 
 
 class WaitingDocument(NamedTuple):
@@ -101,7 +99,7 @@ class DocumentTable:
                     "AND id = ?"
                 )
                 version, stored_version, waiting = connection.execute(query, key).fetchone() or ("", "", None)
-                if document.adds:
+                if "adds" in body:
                     if version == document.version and waiting is not None:
                         body = _joined(json.loads(waiting), body)
                     stored_version = ""  # not all of its chunks are stored
@@ -201,7 +199,7 @@ class DocumentTable:
 
 
 def _joined(before: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    """The bodies of one version that came in two calls: the chunks of both."""
-    if "chunks" not in before or "chunks" not in added:
-        return added
-    return {name: [*before.get(name, ()), *added.get(name, ())] for name in {*before, *added}}
+    """The bodies of one version that came in two calls: the chunks of both, and their vectors where both have some."""
+    names = ["chunks"] + ["vectors"] * (before.get("embedder") == added.get("embedder") and "vectors" in added)
+    kept = {name: value for name, value in added.items() if name not in ("vectors", "embedder") or len(names) == 2}
+    return {**kept, **{name: [*before[name], *added[name]] for name in names}}

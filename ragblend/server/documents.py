@@ -23,7 +23,7 @@ import numpy as np
 
 from ragblend.chunker import split
 from ragblend.corpus.chunk_registry import open_registry
-from ragblend.corpus.documents import Document
+from ragblend.corpus.documents import Document, has_visible_text
 from ragblend.corpus.embedders import FloatArray
 from ragblend.corpus.vectors import normalize_rows
 from ragblend.engine.api import Engine
@@ -104,7 +104,10 @@ class Documents:
             self._num_removing += 1
         try:
             with self._alone(_REMOVAL_WAIT_S):
-                ids = self._table.ids(namespace, collection) if ids is None else ids
+                known = self._table.ids(namespace, collection)
+                ids = known if ids is None else [*set(known).intersection(ids)]
+                if not ids:
+                    return 0, 0
                 self._table.begin_removal(namespace, collection, ids)
                 engine, registered = self._engine(namespace), registered_collection(namespace, collection)
                 with self._releasing(engine, namespace, [f"{registered}/{each}" for each in ids]) as removed:
@@ -179,7 +182,7 @@ class Documents:
                     engine,
                     self._note_progress,
                     ids=[row.id for row in owners],
-                    versions=[row.version for row in owners],
+                    versions=[row.version if row.body.get("adds") else "" for row in owners],
                     collection=collection,
                     prefill=self._prefill,
                     embedder=_SentVectors.of(rows),
@@ -199,10 +202,11 @@ class Documents:
         for row, chunks in zip(rows, chunks_of, strict=True):
             stored, num_new = _stored_keys(chunks, engine), self._new_kv[row.id]
             found = [chunk for chunk in chunks if engine.key(chunk) in stored]
-            reason = reason_of.get(row.id, "" if len(found) == len(chunks) else NO_ROOM)
             num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in found)
             counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, self._new_bytes[row.id])
-            is_stored = row.id not in failed and reason != NO_ROOM
+            has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
+            reason = reason_of.get(row.id, "") if has_all or row.id in failed else NO_ROOM
+            is_stored = has_all and row.id not in failed
             self._table.finish(row, StoredCounts(*counts), reason, is_stored=is_stored)
 
     def _note_progress(self, stage: str, done: int, total: int | None) -> None:

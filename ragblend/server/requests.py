@@ -74,8 +74,9 @@ class DocumentInput(_Strict):
         digest = hashlib.blake2b(texts.encode(), digest_size=_DIGEST_CHARS // 2).hexdigest()
         if self.vectors is not None:
             body["embedder"] = f"{self.embedder}, {len(self.vectors[0])}"  # only vectors of one length can be compared
-        version, adds = self.version or digest, self.version is not None
-        return SentDocument(collection, self.id or digest, version, body, self.metadata, adds)
+        if self.version is not None:
+            body["adds"] = True
+        return SentDocument(collection, self.id or digest, self.version or digest, body, self.metadata)
 
 
 class DocumentsInput(_Strict):
@@ -181,7 +182,7 @@ def read_documents(body: bytes, content_type: str, collection: str | None) -> li
         documents = [document.to_sent(given.collection) for document in given.documents]
     seen: set[str] = set()
     for document in documents:
-        if document.id in seen and not document.adds:
+        if document.id in seen and "adds" not in document.body:
             raise UsageError(f"the id {document.id[:80]!r} stands there twice; send each document once")
         seen.add(document.id)
     return documents

@@ -139,6 +139,27 @@ def test_chunks_of_a_version_come_to_those_it_has(server: Server) -> None:
     server.wait(last)
     assert server.counts(first)["num_waiting"] == 0
     assert [server.engine().is_stored(text) for text in (A, B, C)] == [False, True, True]
+    vectors = {"vectors": [[1.0, 2.0]], "embedder": "mine"}
+    for more in ({}, vectors, vectors, {}):
+        last = server.send(
+            {"id": "b", "chunks": [A], "version": "one", **more}, {"id": "b", "chunks": [B], "version": "one"}
+        )
+        assert server.wait(last)["num_stored"] == 1
+
+
+def test_a_version_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
+    """The same texts as before come back while others were being stored in their place."""
+    with serving(tmp_path / "kv") as server:
+        server.wait(server.send({"id": "a", "chunks": [A]}))
+        server.send({"id": "a", "chunks": [f"{number}. {B}" for number in range(200)]})
+        wait_until(lambda: server.documents.summary("", None, None)["batch"]["num_done"] > 2, 60, "it has begun")
+    server = Server(tmp_path / "kv")
+    ingestion = server.send({"id": "a", "chunks": [A]})
+    with serving(tmp_path / "kv") as server:
+        counts = server.wait(ingestion)
+        assert (counts["num_stored"], counts["num_new_kv"]) == (1, 0)
+        assert list(DiskStore(server.root).keys()) == [server.engine().key(A)]
+        assert list(ChunkRegistry(server.root / REGISTRY_FILE).texts()) == [A]
 
 
 def test_removal_leaves_nothing(server: Server) -> None:
