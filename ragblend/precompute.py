@@ -479,7 +479,8 @@ def _send_indexed(
         empty = {"id": chunk.source, "chunks": [], "vectors": [], "embedder": embedder}
         document = sent.setdefault(chunk.source, empty)
         document["chunks"].append(chunk.text)
-        document["vectors"].append(np.frombuffer(vectors[text_hash(chunk.text)], "<f4").tolist())
+        vector = np.frombuffer(vectors[text_hash(chunk.text)], "<f4").astype(float)
+        document["vectors"].append(vector.round(6).tolist())  # half as many characters
     _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
     engine.add_known(chunks)
     return report

@@ -29,6 +29,7 @@ from time import monotonic
 from typing import Any
 
 from ragblend.engine.store.kv import DTYPES
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore, disk_tier
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.transformers.model import find_model, load_tokenizer
@@ -169,8 +170,9 @@ class _SharedStore(TieredStore):
     """A store whose other replicas are told what is deleted."""
 
     def delete(self, key: str) -> bool:
-        for remote in self.remote_tiers:
-            publish_tombstone(remote, keys=[key])
+        for remote in self.tiers:
+            if isinstance(remote, RemoteStore):
+                publish_tombstone(remote, keys=[key])
         return super().delete(key)
 
 

@@ -125,7 +125,7 @@ class DocumentTable:
                 max_chars -= len(body)
                 if found and max_chars < 0:
                     break
-                found.append(WaitingDocument(*columns, json.loads(body)))
+                found.append(WaitingDocument._make([*columns, json.loads(body)]))
         return found
 
     def finish(self, document: WaitingDocument, counts: StoredCounts, reason: str, *, is_stored: bool) -> None:

@@ -43,7 +43,6 @@ class _BodyTooLargeError(Exception):
 
 def documents_router(documents: Documents, respond: Respond) -> APIRouter:
     """The routes over `documents`, for a FastAPI application."""
-    router = APIRouter(prefix=DOCUMENTS_PATH, tags=["ragblend"])
 
     async def respond_to_body(request: Request, answer: Callable[[bytes], dict[str, Any]], status: int) -> Response:
         try:
@@ -53,7 +52,6 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
             return JSONResponse({"error": {"message": message, "code": 413}}, 413, {"connection": "close"})
         return await respond(lambda: answer(body), status)
 
-    @router.post("", status_code=202, response_model=Accepted, openapi_extra=_body_of(DocumentsInput))
     async def add(request: Request, collection: str | None = None, namespace: str = "") -> Response:
         """Store documents, in the background: chunk, embed, prefill. Sent again unchanged, a document costs nothing.
 
@@ -66,17 +64,14 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
 
         return await respond_to_body(request, answer, 202)
 
-    @router.get("", response_model=Summary)
     async def summarize(collection: str | None = None, ingestion: str | None = None, namespace: str = "") -> Response:
         """How many documents are stored, pending and failed, and why; of one collection, or of one POST."""
         return await respond(lambda: documents.summary(_namespace(namespace), collection, ingestion), 200)
 
-    @router.get("/{document_id:path}", response_model=DocumentStatus)
     async def get(document_id: str, collection: str = "default", namespace: str = "") -> Response:
         """One document."""
         return await respond(lambda: documents.get(_namespace(namespace), collection, document_id), 200)
 
-    @router.delete("", response_model=Removed, openapi_extra=_body_of(DeletionInput))
     async def remove(request: Request, namespace: str = "") -> Response:
         """Remove documents, their texts, and the KV that no other document of the namespace needs."""
 
@@ -87,6 +82,12 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
 
         return await respond_to_body(request, answer, 200)
 
+    router = APIRouter(prefix=DOCUMENTS_PATH, tags=["ragblend"])
+    posted, deleted = _body_of(DocumentsInput), _body_of(DeletionInput)
+    router.add_api_route("", add, methods=["POST"], status_code=202, response_model=Accepted, openapi_extra=posted)
+    router.add_api_route("", summarize, methods=["GET"], response_model=Summary)
+    router.add_api_route("/{document_id:path}", get, methods=["GET"], response_model=DocumentStatus)
+    router.add_api_route("", remove, methods=["DELETE"], response_model=Removed, openapi_extra=deleted)
     return router
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+import numpy as np
 import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage
@@ -24,6 +25,7 @@ from langchain_core.messages import AIMessage
 from ragblend import Prompt, load_engine
 from ragblend.cli import app as cli
 from ragblend.config import Settings
+from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.api import Engine
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.keys import chunk_key
@@ -43,7 +45,7 @@ from ragblend.errors import (
 from ragblend.frameworks.conversation import ChatSession
 from ragblend.llm import ChatBlend
 from ragblend.operations.doctor import run_vllm_diagnostics
-from ragblend.precompute import delete_precomputed, precompute_documents
+from ragblend.precompute import delete_precomputed, ingest, precompute_documents
 from ragblend.prompt.render import Renderer
 from ragblend.server.requests import read_documents
 
@@ -557,6 +559,31 @@ def test_what_a_server_cannot_store_is_in_the_report(client: VllmClient, script:
     report = precompute_documents(documents, client)
     assert report.failures == [("a of a.txt", "it is too long")]
     assert report.skipped == [("b", "it holds no visible text")]
+
+
+def test_an_index_sends_its_documents_with_their_vectors(client: VllmClient, script: Script, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name, text in (("a", A), ("b", B)):
+        (docs / f"{name}.txt").write_text(text)
+    report = ingest(docs, client, tmp_path / "index", embedder="hashing", chunk_size=128)
+    assert (report.num_documents, report.num_chunks, report.num_new_kv, report.new_kv_bytes) == (2, 2, 1, 700)
+    (body,) = script.sent
+    assert [(each["id"], each["chunks"]) for each in body["documents"]] == [
+        (str(docs / f"{name}.txt"), [text]) for name, text in (("a", A), ("b", B))
+    ]
+    for each in body["documents"]:
+        assert each["embedder"] == "hashing 1"
+        np.testing.assert_allclose(each["vectors"], HashingEmbedder().embed(each["chunks"]), atol=1e-6)
+    (docs / "b.txt").unlink()
+    (docs / "a.txt").write_text(A + " He was born in Synon.")
+    report = ingest(docs, client, tmp_path / "index")
+    assert (report.removed, report.num_removed_kv) == ([str(docs / "b.txt")], 2)
+    assert script.removed == [{"collection": body["collection"], "ids": [str(docs / "b.txt")]}]
+    assert [each["id"] for each in script.sent[1]["documents"]] == [str(docs / "a.txt")]
+    assert ingest(docs, client, tmp_path / "index").num_removed_kv == 0
+    assert len(script.removed) == 1
+    assert B not in client.known_chunks
 
 
 def test_documents_that_a_server_has_lost_are_an_error(
