@@ -435,14 +435,14 @@ class VllmClient(VllmEngineBase):
         seen_s = time.monotonic()
         while waiting:
             path = self._documents_path(collection=collection, ingestion=waiting[0])
-            told = self.connection.json("GET", path)
-            if counts := told["collections"].get(collection):  # else behind a balancer another replica has answered
+            summary = self.connection.json("GET", path)
+            if counts := summary["collections"].get(collection):  # else behind a balancer another replica has answered
                 seen_s = time.monotonic()
-                progress("prefill", told["batch"]["num_done"], told["batch"]["num_chunks"])
+                progress("prefill", summary["batch"]["num_done"], summary["batch"]["num_chunks"])
                 if not counts["num_waiting"]:
                     del waiting[0]
                     total.update(counts)
-                    reasons += told["reasons"]
+                    reasons += summary["reasons"]
                     continue
             elif time.monotonic() - seen_s > _LOST_S:
                 raise BackendUnreachableError(
