@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -242,7 +243,7 @@ class Documents:
     def _alone(self, timeout_s: float) -> Iterator[None]:
         """Hold the lock of those who change what the folder's documents have: threads and processes."""
         end_s = time.monotonic() + timeout_s
-        with self._lock_path.open("ab") as file:
+        with open(self._lock_path, "ab", opener=_open_private) as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -285,6 +286,10 @@ def registered_collection(namespace: str, collection: str) -> str:
 def owner_of(document: str) -> str:
     """Return the namespace of a document by its registered name."""
     return unquote(document[1:].partition("/")[0]) if document.startswith(NAMESPACE_MARK) else ""
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _cut(row: WaitingDocument, engine: Engine) -> list[Chunk]:

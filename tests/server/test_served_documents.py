@@ -104,6 +104,7 @@ def test_documents_are_cut_stored_and_found_in_prompts(server: Server) -> None:
     assert counts["num_tokens"] == sum(map(server.engine().renderer.count_tokens, (A, B, C)))
     assert counts["new_kv_bytes"] == counts["num_tokens"] * server.engine().bytes_per_token
     assert [server.hits(text) for text in (A, B, C)] == [1, 1, 1]
+    assert {path.stat().st_mode & 0o777 for path in server.root.rglob("*") if path.is_file()} == {0o600}
     found = server.documents.get("", "kb", "c")
     assert (found["status"], found["metadata"], found["num_kv"], found["reason"]) == ("stored", {"page": 3}, 1, "")
     with pytest.raises(NotFoundError, match="no document 'a' in the collection 'other'"):
