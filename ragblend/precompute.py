@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -17,11 +17,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from ragblend.chunker import Splitter, get_splitter_version, split
 from ragblend.corpus.chunk_registry import open_registry, store_folders
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
+from ragblend.corpus.embedders import Embedder
 from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
 from ragblend.corpus.loaders import FileReader, Loader
+from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore, StoreDefaults
 from ragblend.engine.store.tiered import disk_tier, format_bytes
@@ -53,6 +57,7 @@ from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)
+
 
 LANGCHAIN_COLLECTION = "langchain"
 """The collection of documents whose caller names none."""
@@ -232,6 +237,10 @@ def precompute_chunks(
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     on_progress = progress or (lambda stage, done, total: None)
     start_s = perf_counter()
+    if isinstance(index, ChunkIndex) and is_document_server(engine):
+        return _send_indexed(
+            [chunk for chunk in chunks if chunk.context != "similar"], engine, index, report, on_progress
+        )
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     unfit = dict.fromkeys((chunk.source, chunk.text) for chunk in chunks if chunk.text in problems)
     report.failures += [ReadFailure(source, problems[text]) for source, text in unfit]
@@ -345,6 +354,8 @@ def precompute_documents(
     versions: Sequence[str] = (),
     collection: str = LANGCHAIN_COLLECTION,
     workers: Workers | None = None,
+    prefill: Prefill | None = None,
+    embedder: Embedder | None = None,
 ) -> IngestReport:
     """Precompute the KV of documents that are chunks already: strings, Chunks, LangChain Documents, LlamaIndex nodes.
 
@@ -353,14 +364,14 @@ def precompute_documents(
     id replace those that it had in its `collection`, and KV that no other document has is deleted. With `versions`, a
     version for each document (a hash of the file that it is cut from, for example), chunks of the version that an id
     has already are added to its others: a document may come in several calls. `workers`: processes that prefill instead
-    of this one (`RayWorkers`).
+    of this one (`RayWorkers`); or `prefill` says how this one does.
 
     A document that the engine cannot prefill (longer than the model's context, or not Unicode) stops no other: it is
     in `report.failures` with its id and source, and logged. One without visible text is in `report.skipped`.
 
     In a store whose context is "similar" (the default for models of 12 layers or more), chunks are stored a second
-    time, behind the most similar ones of all that came this way; of an engine that is a client of a server they are
-    not.
+    time, behind the most similar ones of all that came this way, by the vectors of `embedder` (None: MiniLM's where the
+    extra `demo` is installed, else by their words).
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     engine.check_process()
@@ -368,6 +379,9 @@ def precompute_documents(
     remember_defaults(engine)
     given = [documents] if isinstance(documents, str) else list(documents)
     chunks = [as_chunk(document) for document in given]
+    if is_document_server(engine):
+        named = ids or [*map(_document_id, given)]
+        return _send_documents(given, chunks, named, versions or [""] * len(given), collection, engine, progress)
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
     texts_of: dict[str, list[str]] = {}
@@ -388,7 +402,7 @@ def precompute_documents(
         logger.warning("not prefilled: %s: %s", *failure)
     chunks = fit
     registry = registry_for(llm_or_engine)
-    finder, wanted = open_registered_finder(engine, registry), chunks
+    finder, wanted = open_registered_finder(engine, registry, embedder), chunks
     main = [chunk for chunk in chunks if chunk.context is None]
     if finder is not None:
         wanted = [*chunks, *chunk_variants(main, "similar"), *finder.find_missing_variants()]
@@ -399,7 +413,8 @@ def precompute_documents(
         if finder is not None:
             finder.add(main)
 
-    prefill = workers.prefill if workers is not None else prefill_here
+    if prefill is None:
+        prefill = workers.prefill if workers is not None else prefill_here
     report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
     if finder is not None:
@@ -421,8 +436,13 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     remote tier could not be told.
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
-    named = {name: list[str]() for each in ids if (name := _registered_name(each, collection))}
+    ids = list(filter(None, ids))
+    named = {_registered_name(each, collection): list[str]() for each in ids}
     registry = registry_for(engine)
+    if is_document_server(engine):
+        for name in named:
+            registry.release(registry.texts_of(name), name)
+        return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
     num_removed, problem = replace_documents(named, engine, registry)
     for name in named:
         if registry.version_of(name):
@@ -430,6 +450,87 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     if problem:
         raise BackendUnreachableError(problem)
     return num_removed
+
+
+# --- by a server that stores documents itself: what it is sent, and what it answers ---
+
+
+def is_document_server(engine: Any) -> bool:
+    """True for an engine that is the client of a server: it has `send_documents` and `remove_documents`."""
+    return hasattr(engine, "send_documents")
+
+
+def _send(
+    engine: Any,
+    collection: str,
+    documents: Sequence[Mapping[str, Any]],
+    report: IngestReport,
+    progress: Progress | None,
+    described: Mapping[str, str],
+) -> Mapping[str, int]:
+    """Have the server store documents, and add what it did to `report`. `described`: how messages call them."""
+    start_s = perf_counter()
+    counts, reasons = engine.send_documents(collection, documents, progress or (lambda stage, done, total: None))
+    report.num_known_kv += counts["num_known_kv"]
+    report.num_new_kv += counts["num_new_kv"]
+    report.new_kv_bytes += counts["new_kv_bytes"]
+    for reason in reasons:
+        failure = ReadFailure(described.get(reason["id"], reason["id"]), reason["reason"])
+        (report.skipped if reason["status"] == "stored" else report.failures).append(failure)
+        logger.warning("not prefilled: %s: %s", *failure)
+    report.prefill_s += perf_counter() - start_s
+    return counts  # type: ignore[no-any-return]
+
+
+def _send_indexed(
+    chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex, report: IngestReport, progress: Progress
+) -> IngestReport:
+    """`precompute_chunks` by a server: with the vectors of the index, so that it finds the same chunks similar."""
+    vectors = index.vectors(chunk.text for chunk in chunks)
+    embedder = f"{index.manifest.embedder} {index.manifest.embedder_version}"
+    sent: dict[str, dict[str, Any]] = {}
+    for chunk in chunks:
+        empty = {"id": chunk.source, "chunks": [], "vectors": [], "embedder": embedder}
+        document = sent.setdefault(chunk.source, empty)
+        document["chunks"].append(chunk.text)
+        vector = np.frombuffer(vectors[text_hash(chunk.text)], "<f4").astype(float)
+        document["vectors"].append(vector.round(6).tolist())  # half as many characters
+    _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
+    engine.add_known(chunks)
+    return report
+
+
+def _send_documents(
+    given: Sequence[Any],
+    chunks: Sequence[Chunk],
+    ids: Sequence[str],
+    versions: Sequence[str],
+    collection: str,
+    engine: Engine,
+    progress: Progress | None,
+) -> IngestReport:
+    """`precompute_documents` by a server."""
+    report = IngestReport(bytes_per_token=engine.bytes_per_token)
+    sent: dict[str, dict[str, Any]] = {}
+    described: dict[str, str] = {}
+    for document, chunk, found, version in zip(given, chunks, ids, versions, strict=True):
+        name = found or text_hash(chunk.text).hex()
+        described.setdefault(name, _describe_document(document, chunk))
+        sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)
+        if version:
+            sent[name]["version"] = version
+    counts = _send(engine, collection, [*sent.values()], report, progress, described)
+    report.num_chunks, report.num_tokens = counts["num_chunks"], counts["num_tokens"]
+    # Prompts are matched here, too, by the texts of this machine's folder.
+    with closing(open_registry(engine.store)) as registry:
+        for name, each in sent.items():
+            registered, version = _registered_name(name, collection), each.get("version", "")
+            registry.add(each["chunks"], registered)
+            if not version or version != registry.version_of(registered):
+                registry.release(registry.texts_of(registered).difference(map(str.strip, each["chunks"])), registered)
+                registry.set_version(registered, version)
+    engine.add_known(chunk for chunk in chunks if has_visible_text(chunk.text))
+    return report
 
 
 def _document_id(document: Any) -> str:

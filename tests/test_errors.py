@@ -17,10 +17,10 @@ from ragblend.cli.printing import FlagFormatter, print_message, print_notice
 from ragblend.config import Settings, flag_name, with_flags
 from ragblend.engine.load import load_engine
 from ragblend.engine.vllm.admin import _fields
-from ragblend.engine.vllm.api import keys_of
 from ragblend.engine.vllm.client import events
 from ragblend.errors import NotFoundError, RagblendError
 from ragblend.prompt.render import Renderer
+from ragblend.server.api import keys_of
 
 PACKAGE = Path(ragblend.__file__).parent
 COMMAND_LINE = ("cli", "lab", "operations/doctor.py")  # these print for the command line alone

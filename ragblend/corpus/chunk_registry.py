@@ -127,6 +127,12 @@ class ChunkRegistry:
         with self._locked() as connection:
             return {text for (text,) in connection.execute(query, (document,))}
 
+    def documents_of(self, text: str) -> list[str]:
+        """The documents that have a text."""
+        with self._locked() as connection:
+            query = f"SELECT document FROM {_HOLDERS} WHERE key = ? ORDER BY document"
+            return [name for (name,) in connection.execute(query, (_key(_normalize(text)),))]
+
     # --- changing it: adding what is known writes nothing ---
 
     def add(self, texts: Iterable[str], document: str = "") -> int:
@@ -391,6 +397,11 @@ class ChunkRegistry:
         with self._write_transaction() as connection:
             rows = ((is_stored, entry) for entry in entries)
             connection.executemany(f"UPDATE {_SIMILAR} SET is_stored = ? WHERE entry = ?", rows)
+
+    def remove_variants(self, entries: Iterable[str]) -> None:
+        """Remove the records of variants: they are wanted no longer."""
+        with self._write_transaction() as connection:
+            connection.executemany(f"DELETE FROM {_SIMILAR} WHERE entry = ?", ((entry,) for entry in entries))
 
     # --- its bytes ---
 

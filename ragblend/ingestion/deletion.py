@@ -46,6 +46,11 @@ def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     if not left.last_id and not index.pending_deletions():
         return 0, ""
     with closing(open_registry(engine.store)) as registry:
+        if hasattr(engine, "remove_documents"):  # a server deletes what documents had when their new version is sent
+            num_removed: int = engine.remove_documents(index.registry_name or "langchain", left.sources)
+            registry.release(left.texts, index.registry_name)
+            index.schedule_deletions((), left)
+            return num_removed, ""
         if left.last_id:
             _schedule_deletions(left, index, engine, registry)
         index.truncate_log()
@@ -82,7 +87,7 @@ def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterab
     What those were computed after is not known here, so where a text is removed they are deleted from the tiers that
     machines share. The next ingestion computes them again.
     """
-    elsewhere = [place for place in places if place != LOCAL or not has_local_tier(engine.store)]
+    elsewhere = [place for place in places if place != LOCAL]
     if not elsewhere:
         return []
     here = [tier for tier in engine.store.tiers if not tier.is_remote]
@@ -166,11 +171,6 @@ def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
     for header in disk.headers():
         record_entry(registry, header)
     registry.set_has_all_entries()
-
-
-def has_local_tier(store: KVStore) -> bool:
-    """Whether a tier of `store` can be looked through: it is on this machine, and no server's."""
-    return any(not tier.is_remote for tier in store.tiers)
 
 
 def delete_texts_kv(

@@ -25,37 +25,34 @@ from ragblend.corpus.embedders import (
 )
 from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
-from ragblend.ingestion.deletion import has_local_tier
 from ragblend.prompt.types import Chunk
 
 
 class RegisteredChunkFinder:
     """A `contexts.SimilarChunkFinder` over the chunks that frameworks have brought into `registry`.
 
-    They are compared by MiniLM's vectors where the extra `demo` is installed, else by their words, whatever the
-    framework's own vectors are.
+    They are compared by the vectors of one embedder; those that came with vectors of another are not seen.
     """
 
-    def __init__(self, engine: Engine, registry: ChunkRegistry, vectors: _Vectors) -> None:
+    def __init__(self, engine: Engine, registry: ChunkRegistry, embedder: Embedder) -> None:
         self.engine = engine
         self.registry = registry
-        self._vectors = vectors
+        self._embedder = embedder
+        self._name = f"{embedder.name} {embedder_version(embedder)}"
+        self._vectors = _VECTORS.setdefault(engine, {}).setdefault(self._name, _Vectors(self._name))
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Embed the chunks that have no vector yet. From here on their similar variants are wanted."""
         entries = {self._entry(text): text for text in dict.fromkeys(chunk.text for chunk in chunks) if text.strip()}
-        name = _embedder_name()
-        if new := [pair for pair in entries.items() if not self.registry.has_variant(pair[0], name)]:
-            rows = _embedder().embed([text for _, text in new])
+        if new := [pair for pair in entries.items() if not self.registry.has_variant(pair[0], self._name)]:
+            rows = self._embedder.embed([text for _, text in new])
             found = [SimilarVariant(*pair, row.astype("<f4").tobytes()) for pair, row in zip(new, rows, strict=True)]
-            self.registry.record_similar(found, name)
+            self.registry.record_similar(found, self._name)
 
     def find_missing_variants(self) -> list[Chunk]:
         """Return the chunks of this engine that lack a similar variant: what it was computed after is gone, or nothing
         was near them when they came."""
-        lost = [
-            each for each in self.registry.missing_variants(_embedder_name()) if self._entry(each.text) == each.entry
-        ]
+        lost = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
         return [Chunk(each.text, context="similar") for each in lost]
 
     def mark_stored(self, chunks: Iterable[Chunk]) -> None:
@@ -85,7 +82,8 @@ class RegisteredChunkFinder:
 class _Vectors:
     """The vectors of a registry's variants in memory, brought up to date without reading all of them again."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name  # of the embedder
         self._lock = threading.Lock()
         self._clear()
 
@@ -115,12 +113,11 @@ class _Vectors:
             num_seen, num_wanted = len(order), 8 * num_wanted
 
     def _update(self, registry: ChunkRegistry) -> None:
-        name = _embedder_name()
-        added = registry.variants_after(self._last_number, name)
+        added = registry.variants_after(self._last_number, self._name)
         self._num_read += len(added)
-        if self._num_read - registry.count_variants(name) > self._num_read // 4:  # so many were removed or replaced
+        if self._num_read - registry.count_variants(self._name) > self._num_read // 4:  # so many were removed
             self._clear()
-            added = registry.variants_after(0, name)
+            added = registry.variants_after(0, self._name)
             self._num_read = len(added)
         for number, variant in added:
             self._last_number = number
@@ -140,21 +137,20 @@ class _Vectors:
 
 
 _FIRST_NEAREST, _FIRST_ROWS = 16, 64
-_VECTORS: WeakKeyDictionary[Engine, _Vectors] = WeakKeyDictionary()
+_VECTORS: WeakKeyDictionary[Engine, dict[str, _Vectors]] = WeakKeyDictionary()
 
 
-def open_registered_finder(engine: Engine, registry: ChunkRegistry) -> RegisteredChunkFinder | None:
-    """Return a finder for an engine that keeps similar variants and whose store has a tier on this machine; else None:
-    a variant must be found again when a chunk is removed that it was computed after."""
-    if engine.context != "similar" or not has_local_tier(engine.store):
-        return None
-    return RegisteredChunkFinder(engine, registry, _VECTORS.setdefault(engine, _Vectors()))
+def open_registered_finder(
+    engine: Engine, registry: ChunkRegistry, embedder: Embedder | None = None
+) -> RegisteredChunkFinder | None:
+    """Return a finder for an engine that keeps similar variants; else None."""
+    return (
+        RegisteredChunkFinder(engine, registry, embedder or _default_embedder())
+        if engine.context == "similar"
+        else None
+    )
 
 
 @cache
-def _embedder() -> Embedder:
+def _default_embedder() -> Embedder:
     return MiniLMEmbedder() if is_minilm_installed() else HashingEmbedder()
-
-
-def _embedder_name() -> str:
-    return f"{_embedder().name} {embedder_version(_embedder())}"

@@ -33,7 +33,7 @@ FOX, KERN, BELL, MOSS = ALL = tuple(TEXTS.values())
 @pytest.fixture(autouse=True)
 def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is alike does not hang on which extras are installed."""
-    monkeypatch.setattr(registered_similar, "_embedder", HashingEmbedder)
+    monkeypatch.setattr(registered_similar, "_default_embedder", HashingEmbedder)
 
 
 @pytest.fixture
@@ -128,10 +128,7 @@ def test_whatever_was_computed_behind_a_removed_chunk_goes_with_it_and_is_comput
             assert entry is not None
             assert BELL not in texts_in(engine, entry.header), tier
             assert entry.header.token_ids != engine.renderer.chunk_ids(BELL), tier
-    assert not any(
-        each.text == BELL
-        for _, each in open_registry(engine.store).variants_after(0, registered_similar._embedder_name())
-    )
+    assert not any(each.text == BELL for _, each in open_registry(engine.store).variants_after(0, "hashing 1"))
     precompute_documents(["One more."], engine)
     assert seen_by(engine, FOX) is not None, "it was computed again, behind what is left"
     assert BELL not in seen_by(engine, FOX)

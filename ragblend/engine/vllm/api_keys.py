@@ -57,6 +57,7 @@ _ENGINE = frozenset(
         "/v1/ragblend/stored",
     }
 )
+DOCUMENTS_PATH = "/v1/ragblend/documents"
 _ROUTES: Mapping[str, Right] = {"/v1/ragblend/prefetch": "ask", "/v1/ragblend/forget": "ingest"}
 
 
@@ -121,6 +122,9 @@ class ApiKeys:
         if ("GET" if method == "HEAD" else method, path) in _ANY_KEY:
             return
         if method == "POST" and path in _ENGINE and (grant.has_right("ask") or grant.has_right("ingest")):
+            return
+        if path == DOCUMENTS_PATH or path.startswith(f"{DOCUMENTS_PATH}/"):
+            grant.require_right("ingest", f"{method} {DOCUMENTS_PATH}")
             return
         grant.require_right(_ROUTES.get(path, "admin") if method == "POST" else "admin", f"{method} {path}")
 

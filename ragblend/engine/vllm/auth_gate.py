@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from ragblend.engine.vllm.api_keys import (
+    DOCUMENTS_PATH,
     ApiKeys,
     AuthContext,
     ForbiddenError,
@@ -65,7 +66,9 @@ class AuthGate:
                 return
             try:
                 self._keys.check_route(grant, method, path)
-                if method == "POST":
+                if (
+                    method == "POST" and path != DOCUMENTS_PATH
+                ):  # which takes no parameters for the engine, and much text
                     receive = await _validate_body(receive, grant)
             except ForbiddenError as error:
                 await _send_error(scope, send, 403, str(error))

@@ -12,11 +12,13 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 from weakref import WeakSet
 
 import httpx
@@ -45,6 +47,9 @@ READ_TIMEOUT_S = 600.0  # a long prompt behind a full queue may be silent for mi
 MAX_RETRIES = 2
 RETRY_STATUS = frozenset({408, 429, 502, 503, 504})
 _FIRST_PAUSE_S = 0.5  # doubled with every retry
+_BATCH_CHARS = 8 << 20  # of documents in one request, as JSON in ASCII
+_POLL_S = 0.2  # between looks how far the server is
+_LOST_S = 30.0  # after which documents that no replica knows are taken to be gone
 
 
 def _is_address(url: str) -> bool:
@@ -415,13 +420,60 @@ class VllmClient(VllmEngineBase):
         except RagblendError as error:
             log.warning("nothing is prefetched: %s", error)
 
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """`precompute` of a chunk that is token ids already. Raises RagblendError for a vLLM without ragblend."""
+    def send_documents(
+        self, collection: str, documents: Sequence[Mapping[str, Any]], progress: Callable[[str, int, int | None], None]
+    ) -> tuple[Counter[str], list[dict[str, str]]]:
+        """Have the server store documents, as `POST /v1/ragblend/documents` takes them, and wait until it has. Return
+        its counts, and the `reasons` of documents that are not stored, or hold nothing.
+
+        Raises RagblendError for a server that takes none, and what the requests raise.
+        """
+        self._check_blends()
+        total, reasons = Counter[str](), list[dict[str, str]]()
+        bodies = [{"collection": collection, "documents": batch} for batch in _batches(documents)]
+        waiting = [self.connection.json("POST", self._documents_path(), body)["ingestion"] for body in bodies]
+        seen_s = time.monotonic()
+        while waiting:
+            path = self._documents_path(collection=collection, ingestion=waiting[0])
+            summary = self.connection.json("GET", path)
+            if counts := summary["collections"].get(collection):  # else behind a balancer another replica has answered
+                seen_s = time.monotonic()
+                progress("prefill", summary["batch"]["num_done"], summary["batch"]["num_chunks"])
+                if not counts["num_waiting"]:
+                    del waiting[0]
+                    total.update(counts)
+                    reasons += summary["reasons"]
+                    continue
+            elif time.monotonic() - seen_s > _LOST_S:
+                raise BackendUnreachableError(
+                    f"{self.connection.url} knows no more of documents that it took; were they sent again, or removed "
+                    "meanwhile? Send them again to be sure"
+                )
+            self._check_usable()
+            time.sleep(_POLL_S)
+        return total, reasons
+
+    def remove_documents(self, collection: str, ids: Sequence[str]) -> int:
+        """Have the server remove documents. Return how many entries of KV went."""
+        if not ids or not self.blends:
+            return 0
+        body = {"collection": collection, "ids": list(ids)}
+        return int(self.connection.json("DELETE", self._documents_path(), body)["num_kv"])
+
+    def _documents_path(self, **query: str) -> str:
+        given = {**query, **({"namespace": self.namespace} if self.namespace else {})}
+        return "/v1/ragblend/documents" + (f"?{urlencode(given)}" if given else "")
+
+    def _check_blends(self) -> None:
         if not self.blends:
             raise RagblendError(
                 f"the server at {self.connection.url} is vLLM without ragblend and stores no KV; "
                 "start it with: ragblend serve MODEL --store DIR"
             )
+
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
+        """`precompute` of a chunk that is token ids already. Raises RagblendError for a vLLM without ragblend."""
+        self._check_blends()
         return super().precompute_ids(token_ids, behind)
 
     def close(self) -> None:
@@ -430,6 +482,21 @@ class VllmClient(VllmEngineBase):
             return
         super().close()
         self.connection.close()
+
+
+def _batches(documents: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """The documents in pieces that one request may carry."""
+    batch: list[Mapping[str, Any]] = []
+    num_chars = 0
+    for document in documents:
+        size = len(json.dumps(document))
+        if batch and num_chars + size > _BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+        batch.append(document)
+        num_chars += size
+    if batch:
+        yield batch
 
 
 def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

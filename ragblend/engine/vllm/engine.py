@@ -185,6 +185,26 @@ def stop_vllm(engine: Any) -> None:
         cleanup_dist_env_and_memory()
 
 
+def sampling_params(request: VllmRequest, stop_ids: list[int]) -> Any:
+    """vLLM's SamplingParams of a request; its outputs are what is new in each step."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    options, held = request.options, request.options.structured_outputs
+    return SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        **sampling(options),
+        max_tokens=options.max_tokens,
+        stop_token_ids=stop_ids,
+        structured_outputs=StructuredOutputsParams(**vllm_structure(held)) if held is not None else None,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"kv_transfer_params": request.kv_transfer_params},
+    )
+
+
 def _generation_stops(engine: Any) -> frozenset[int]:
     """End tokens that the model's generation config names."""
     config = engine.model_config.try_get_generation_config() or {}
@@ -270,35 +290,14 @@ class _EngineLoop:
         answers: queue.SimpleQueue[OutputDelta | BaseException],
     ) -> None:
         """Hand a request to vLLM; its tokens, or why vLLM refuses it, go to `answers`."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-        options = request.options
-        structured_outputs = options.structured_outputs
         try:
-            held = (
-                StructuredOutputsParams(**vllm_structure(structured_outputs))
-                if structured_outputs is not None
-                else None
-            )
-            params = SamplingParams(
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=options.seed,
-                **sampling(options),
-                max_tokens=options.max_tokens,
-                stop_token_ids=stop_ids,
-                structured_outputs=held,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-                extra_args={"kv_transfer_params": request.kv_transfer_params},
-            )
+            params = sampling_params(request, stop_ids)
             self._engine.add_request(request_id, {"prompt_token_ids": request.prompt.token_ids}, params)
         except Exception as error:
             answers.put(RagblendError(f"vLLM refuses the request: {error}"))
             return
         self._answers[request_id] = answers
-        if options.stops:
+        if request.options.stops:
             self._may_stop.add(request_id)
 
     def abort(self, request_id: str) -> None:

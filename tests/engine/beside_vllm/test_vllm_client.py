@@ -15,17 +15,22 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
+import numpy as np
 import pytest
+from langchain_core.documents import Document
 from langchain_core.messages import AIMessage
 
 from ragblend import Prompt, load_engine
 from ragblend.cli import app as cli
 from ragblend.config import Settings
+from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.api import Engine
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.transformers.model import load_tokenizer
+from ragblend.engine.vllm.api_keys import DOCUMENTS_PATH
 from ragblend.engine.vllm.client import Connection, VllmClient, events
 from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, report_to_json
 from ragblend.errors import (
@@ -40,8 +45,9 @@ from ragblend.errors import (
 from ragblend.frameworks.conversation import ChatSession
 from ragblend.llm import ChatBlend
 from ragblend.operations.doctor import run_vllm_diagnostics
-from ragblend.precompute import precompute_documents
+from ragblend.precompute import delete_precomputed, ingest, precompute_documents
 from ragblend.prompt.render import Renderer
+from ragblend.server.requests import read_documents
 
 A, B = "George Keller lives in Kinport. He sells knives.", "Julia Bishop works for Synon. She was born in Calville."
 PROMPT = Prompt([A, B], "Where does George Keller live?")
@@ -73,6 +79,10 @@ class Script:
         self.prefetches = True  # False: a server that was started before there was a prefetch
         self.prefetched: list[str] = []
         self.stores = True  # whether an ingested chunk appears in the store
+        self.sent: list[dict[str, Any]] = []  # bodies of documents
+        self.removed: list[dict[str, Any]] = []
+        self.states: list[str] = []  # of an ingestion, one for each look; then it is done
+        self.reasons: list[dict[str, str]] = []
         self.default_prefix: tuple[int, ...] = ()
         self.gate: threading.Event | None = None
         self.broken = threading.Event()  # a client went away while we wrote
@@ -111,8 +121,24 @@ class Handler(BaseHTTPRequestHandler):
             self.send_json({"data": [{"id": "demo", "root": "/weights", "max_model_len": 512}]})
         elif self.path == "/v1/ragblend" and self.script.blends:
             self.send_json({"fingerprint": FINGERPRINT, "bytes_per_token": 100, "context_length": 512})
+        elif self.path.startswith(DOCUMENTS_PATH):
+            self.send_json(self.documents())
         else:
             self.send_json({"detail": "Not Found"}, 404)
+
+    def documents(self) -> dict[str, Any]:
+        query = dict(parse_qsl(urlsplit(self.path).query))
+        script, body = self.script, self.script.sent[int(query["ingestion"])]
+        state = script.states.pop(0) if script.states else "done"
+        num_chunks = sum(len(document["chunks"]) for document in body["documents"])
+        counts = {"num_waiting": int(state == "waiting"), "num_chunks": num_chunks, "num_tokens": 7, "num_known_kv": 1}
+        counts |= {"num_new_kv": num_chunks - 1, "new_kv_bytes": 700}
+        collections = {} if state == "unknown" else {query["collection"]: counts}
+        return {"collections": collections, "reasons": script.reasons, "batch": {"num_done": 1, "num_chunks": 2}}
+
+    def do_DELETE(self) -> None:
+        self.script.removed.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_json({"num_documents": 1, "num_kv": 2})
 
     def do_POST(self) -> None:
         script = self.script
@@ -123,6 +149,10 @@ class Handler(BaseHTTPRequestHandler):
             script.prefetched += body["keys"]
             found = {"num_keys": len(body["keys"])}
             self.send_json(*((found,) if script.prefetches else ({"detail": "Not Found"}, 404)))
+        elif self.path.startswith(DOCUMENTS_PATH):
+            read_documents(json.dumps(body).encode(), "application/json", None)
+            script.sent.append(body)
+            self.send_json({"ingestion": str(len(script.sent) - 1), "num_documents": len(body["documents"])}, 202)
         elif self.path == "/v1/ragblend/stored":
             self.send_json({"stored": [key in script.stored for key in body["keys"]]})
         elif self.path == "/v1/ragblend/forget":
@@ -489,13 +519,9 @@ def test_a_store_object_cannot_be_sent(url: str) -> None:
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def test_precompute_sends_each_missing_chunk_once(client: VllmClient, script: Script, renderer: Renderer) -> None:
+def test_precompute_sends_a_missing_chunk_once(client: VllmClient, script: Script) -> None:
     assert not client.is_stored(A)
-    report = precompute_documents([A, B, A], client)
-    assert (report.num_new_kv, report.num_known_kv) == (2, 0)
-    assert client.is_stored(A)
-    assert client.is_stored(B)
-    assert precompute_documents([A, B], client).num_new_kv == 0
+    assert [client.precompute(chunk) > 0 for chunk in (A, B, A)] == [True, True, False]
     assert len(script.bodies) == 2
     for body in script.bodies:
         params = parse_params(body["kv_transfer_params"][PARAMS_KEY])
@@ -505,6 +531,78 @@ def test_precompute_sends_each_missing_chunk_once(client: VllmClient, script: Sc
     assert client.forget(A)
     assert not client.forget(A)
     assert not client.is_stored(A)
+
+
+def test_documents_are_sent_as_texts_and_waited_for(client: VllmClient, script: Script) -> None:
+    script.states = ["waiting", "unknown", "waiting"]  # "unknown": by another replica behind a balancer
+    seen: list[tuple[str, int, int | None]] = []
+    report = precompute_documents([A, B, A], client, lambda *told: seen.append(told), ids=["a", "b", "a"])
+    assert script.sent == [
+        {"collection": "langchain", "documents": [{"id": "a", "chunks": [A, A]}, {"id": "b", "chunks": [B]}]}
+    ]
+    assert not script.bodies
+    assert (report.num_chunks, report.num_tokens, report.num_new_kv, report.new_kv_bytes) == (3, 7, 2, 700)
+    assert set(seen) == {("prefill", 1, 2)}
+    assert A in client.known_chunks
+    assert delete_precomputed(["a", ""], client) == 2
+    assert script.removed == [{"collection": "langchain", "ids": ["a"]}]
+    assert A not in client.known_chunks
+    assert B in client.known_chunks
+
+
+def test_what_a_server_cannot_store_is_in_the_report(client: VllmClient, script: Script) -> None:
+    script.reasons = [
+        {"id": "a", "status": "failed", "reason": "it is too long"},
+        {"id": "b", "status": "stored", "reason": "it holds no visible text"},
+    ]
+    documents = [Document(A, id="a", metadata={"source": "a.txt"}), Document(" ", id="b")]
+    report = precompute_documents(documents, client)
+    assert report.failures == [("a of a.txt", "it is too long")]
+    assert report.skipped == [("b", "it holds no visible text")]
+
+
+def test_an_index_sends_its_documents_with_their_vectors(client: VllmClient, script: Script, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name, text in (("a", A), ("b", B)):
+        (docs / f"{name}.txt").write_text(text)
+    report = ingest(docs, client, tmp_path / "index", embedder="hashing", chunk_size=128)
+    assert (report.num_documents, report.num_chunks, report.num_new_kv, report.new_kv_bytes) == (2, 2, 1, 700)
+    (body,) = script.sent
+    assert [(each["id"], each["chunks"]) for each in body["documents"]] == [
+        (str(docs / f"{name}.txt"), [text]) for name, text in (("a", A), ("b", B))
+    ]
+    for each in body["documents"]:
+        assert each["embedder"] == "hashing 1"
+        np.testing.assert_allclose(each["vectors"], HashingEmbedder().embed(each["chunks"]), atol=1e-6)
+    (docs / "b.txt").unlink()
+    (docs / "a.txt").write_text(A + " He was born in Synon.")
+    report = ingest(docs, client, tmp_path / "index")
+    assert (report.removed, report.num_removed_kv) == ([str(docs / "b.txt")], 2)
+    assert script.removed == [{"collection": body["collection"], "ids": [str(docs / "b.txt")]}]
+    assert [each["id"] for each in script.sent[1]["documents"]] == [str(docs / "a.txt")]
+    assert ingest(docs, client, tmp_path / "index").num_removed_kv == 0
+    assert len(script.removed) == 1
+    assert B not in client.known_chunks
+
+
+def test_documents_that_a_server_has_lost_are_an_error(
+    client: VllmClient, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragblend.engine.vllm.client._LOST_S", 0.3)
+    script.states = ["unknown"] * 100
+    with pytest.raises(BackendUnreachableError, match="knows no more of documents that it took"):
+        precompute_documents([A], client)
+
+
+def test_many_documents_go_in_several_requests(
+    client: VllmClient, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragblend.engine.vllm.client._BATCH_CHARS", 1000)
+    texts = [f"{number}. {A}" for number in range(50)]
+    assert precompute_documents(texts, client).num_chunks == 50
+    assert len(script.sent) > 3
+    assert [document["chunks"][0] for body in script.sent for document in body["documents"]] == texts
 
 
 def test_prefetch_names_the_chunks_and_is_only_a_hint(
@@ -622,8 +720,9 @@ def test_plain_vllm_answers_and_says_that_it_reuses_nothing(
         engine.prefetch([A])
         assert script.num_requests == before, "it is not asked for what it has not"
         assert not engine.is_stored(A)
-        with pytest.raises(RagblendError, match="ragblend serve"):
-            engine.precompute(A)
+        for store in (engine.precompute, lambda text: precompute_documents([text], engine)):
+            with pytest.raises(RagblendError, match="ragblend serve"):
+                store(A)
 
 
 # --- around it --------------------------------------------------------------------------------------------------------

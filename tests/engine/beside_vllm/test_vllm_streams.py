@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragblend.engine.vllm.api import report_in_streams
+from ragblend.server.api import report_in_streams
 
 REPORT = {"ragblend": {"num_chunk_hits": 2}}
 TEXT = 'data: {"choices": [{"text": "mentions kv_transfer_params"}]}\n\n'

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ragblend.engine.vllm.api import ServedChunks
 from ragblend.engine.vllm.launch import find_checkpoint, unsupported_model_reasons
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
@@ -24,6 +23,7 @@ from ragblend.engine.vllm.support import (
 )
 from ragblend.errors import RagblendError, UnsupportedModelError
 from ragblend.options import ModelOptions
+from ragblend.server.api import ServedChunks
 
 
 def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **rest: Any) -> Any:

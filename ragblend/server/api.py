@@ -5,6 +5,7 @@
     POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
     POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
     POST /v1/ragblend/prefetch {"keys": [...]} -> {"num_keys": 1}: into the workers' memory, after the answer
+    ...  /v1/ragblend/documents see `routes`
     ...  /v1/ragblend/store    see `admin`
     GET  /ragblend/ready       see `readiness`
 
@@ -22,20 +23,28 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from functools import cached_property
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.store.kv import DTYPES
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import TieredStore, disk_tier
+from ragblend.engine.store.tombstones import publish_tombstone
+from ragblend.engine.transformers.model import find_model, load_tokenizer
 from ragblend.engine.vllm.admin import add_admin, forget_everywhere
-from ragblend.engine.vllm.api_keys import Grant
+from ragblend.engine.vllm.api_keys import ForbiddenError, Grant
 from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of
+from ragblend.engine.vllm.base_engine import ServedModelInfo
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.readiness import Readiness, add_readiness
 from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
-from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
-from ragblend.options import ContextPolicy
+from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, RagblendError, UsageError
+from ragblend.options import ContextPolicy, ModelOptions
+from ragblend.prompt.render import Renderer
 
 log = logging.getLogger(__name__)
 
@@ -105,11 +114,11 @@ def install_routes(app: Any) -> Readiness:
         body = await request.body()
         return await respond(lambda: answer(keys_of(body)))
 
-    async def respond(answer: Callable[[], dict[str, Any]]) -> Response:
+    async def respond(answer: Callable[[], dict[str, Any]], status: int = 200) -> Response:
         try:
-            return JSONResponse(await run_in_threadpool(answer))
+            return JSONResponse(await run_in_threadpool(answer), status)
         except (RagblendError, OSError) as error:
-            known = {UsageError: 400, BackendUnreachableError: 503}
+            known = {ForbiddenError: 403, NotFoundError: 404, UsageError: 400, BackendUnreachableError: 503}
             status = next((code for kind, code in known.items() if isinstance(error, kind)), 500)
             if status == 500:
                 log.error("a request of the store failed: %s", error)
@@ -121,10 +130,50 @@ def install_routes(app: Any) -> Readiness:
     app.router.add_route("/v1/ragblend/forget", forget, methods=["POST"])
     app.router.add_route("/v1/ragblend/prefetch", prefetch, methods=["POST"])
     add_admin(app, chunks.store, respond)
+    try:
+        add_documents(app, chunks, respond)
+    except Exception as error:
+        log.warning("this server takes no documents under /v1/ragblend/documents: %s", error)
     serving = getattr(app.state, "openai_serving_completion", None)
     if serving is not None:
         report_in_streams(serving)
     return add_readiness(app, chunks.store.tiers)
+
+
+def add_documents(app: Any, chunks: ServedChunks, respond: Any) -> None:
+    """Add the routes of documents to `app`, and go on storing those that are waiting."""
+    from ragblend.engine.vllm.front_end import FrontEndEngine
+    from ragblend.server.documents import Documents
+    from ragblend.server.routes import documents_router
+
+    loop, client = asyncio.get_running_loop(), app.state.engine_client
+    store = _SharedStore(*chunks.store.tiers, kv_dtype=chunks.store.kv_dtype)
+
+    def make_engine(namespace: str) -> FrontEndEngine:
+        return FrontEndEngine(
+            client,
+            loop,
+            chunks.renderer,
+            store,
+            chunks.served_model(),
+            chunks.prefix_ids,
+            namespace=namespace,
+            context=chunks.config.context,
+        )
+
+    documents = Documents(Path(chunks.config.store), make_engine, chunks.config.for_clients)
+    app.include_router(documents_router(documents, respond))
+    documents.start()
+
+
+class _SharedStore(TieredStore):
+    """A store whose other replicas are told what is deleted."""
+
+    def delete(self, key: str) -> bool:
+        for remote in self.tiers:
+            if isinstance(remote, RemoteStore):
+                publish_tombstone(remote, keys=[key])
+        return super().delete(key)
 
 
 class ServedChunks:
@@ -162,6 +211,32 @@ class ServedChunks:
             "context_length": self._model.max_model_len,
         }
         return self.facts()
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """Text to ids, by the tokenizer that clients have: the model's own."""
+        options = served_options(self._model)
+        path = find_model(self._model.model, options=options)
+        tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
+        return Renderer(tokenizer)
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """What chunks are stored after."""
+        config = self.config
+        return self._disk.read_prefix(config.prefix) if config.prefix and self._disk is not None else config.prefix_ids
+
+    def served_model(self) -> ServedModelInfo:
+        """What an engine over this vLLM must know of its model."""
+        facts = self.facts()
+        narrower = 1 if self.store.kv_dtype == "auto" else DTYPES[facts["dtype"]].itemsize
+        return ServedModelInfo(
+            facts["model"],
+            self._fingerprint,
+            facts["context_length"],
+            facts["bytes_per_token"] // narrower,
+            num_layers=facts["num_layers"],
+        )
 
     def stored(self, keys: list[str], grant: Grant | None) -> list[bool]:
         """Whether each is stored; for a key with a namespace, whether it is stored in that."""

@@ -1,0 +1,92 @@
+"""The engine that stores a server's documents: vLLM as its own HTTP front end reaches it.
+
+Ingestion alone goes this way; answers are vLLM's to give. Knows vLLM's asynchronous engine client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+from uuid import uuid4
+
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.vllm.api_keys import AuthContext, Grant, current_auth
+from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest
+from ragblend.engine.vllm.engine import sampling_params
+from ragblend.engine.vllm.params import report_from
+from ragblend.errors import EngineClosedError, RagblendError
+from ragblend.prompt.render import Renderer
+
+_LOOK_S = 1.0
+_PRIORITY = 1 << 20  # after every request of anybody, where vLLM's scheduler goes by priority
+
+
+class FrontEndEngine(VllmEngineBase):
+    """Engine over `client`, vLLM's engine client, which runs on the event loop `loop`. Called from other threads.
+
+    `prefix_ids`: what the server's chunks are stored after.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        loop: asyncio.AbstractEventLoop,
+        renderer: Renderer,
+        store: KVStore,
+        facts: ServedModelInfo,
+        prefix_ids: tuple[int, ...],
+        **options: Any,
+    ) -> None:
+        super().__init__(renderer, store, facts, on_miss="inline", **options)
+        self.default_prefix_ids = prefix_ids
+        self._client, self._event_loop = client, loop
+        scheduler = client.vllm_config.scheduler_config
+        self._priority = _PRIORITY if scheduler.policy == "priority" else 0
+
+    def is_generating(self) -> bool:
+        """Whether this front end has requests of others under way; asked between two chunks."""
+        return bool(self._client.output_processor.get_num_unfinished_requests())
+
+    def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
+        """Run one request; what came of it, once it has ended. Closing the generator aborts it."""
+        if self._client.errored:
+            raise EngineClosedError("vLLM's engine has stopped; start the server again")
+        future = asyncio.run_coroutine_threadsafe(self._collect(request), self._event_loop)
+        try:
+            while True:
+                try:
+                    yield from future.result(_LOOK_S)
+                    return
+                except FutureTimeoutError:
+                    if not self._event_loop.is_running():
+                        raise EngineClosedError("the server is stopping") from None
+                except (CancelledError, Exception) as error:
+                    if self._client.errored or isinstance(error, CancelledError):
+                        raise EngineClosedError(f"vLLM's engine has stopped: {error}") from error
+                    raise RagblendError(f"vLLM refuses the chunk: {error}") from error
+        finally:
+            future.cancel()
+
+    async def _collect(self, request: VllmRequest) -> list[OutputDelta]:
+        # What a server with API keys lets to its engine: a request with a grant of the namespace.
+        current_auth.set(AuthContext(Grant(self.namespace, frozenset({"ingest"}))))
+        outputs: AsyncIterator[Any] = self._client.generate(
+            {"prompt_token_ids": request.prompt.token_ids},
+            sampling_params(request, []),
+            f"ragblend-{uuid4().hex}",
+            priority=self._priority,
+        )
+        return [
+            OutputDelta(
+                tuple(output.outputs[0].token_ids),
+                output.outputs[0].finish_reason,
+                report_from(getattr(output, "kv_transfer_params", None)),
+            )
+            async for output in outputs
+        ]
+
+    def prefetch_keys(self, keys: list[str]) -> None:
+        """Nothing: what is to be read ahead, clients tell the server."""

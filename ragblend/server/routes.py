@@ -1,0 +1,126 @@
+"""The routes under `/v1/ragblend/documents`: documents in, how far they are, and out again.
+
+    POST   /v1/ragblend/documents       documents to store: JSON, or JSON lines -> 202, {"ingestion", "num_documents"}
+    GET    /v1/ragblend/documents       counts by collection, and reasons; ?collection=NAME&ingestion=NAME
+    GET    /v1/ragblend/documents/ID    one document; ?collection=NAME
+    DELETE /v1/ragblend/documents       {"ids": [...]}, or {"collection": NAME} for all of it
+
+Each acts in the namespace of the API key; on a server without keys in `?namespace=NAME`. Knows FastAPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from ragblend.engine.vllm.api_keys import DOCUMENTS_PATH, ForbiddenError
+from ragblend.engine.vllm.auth_gate import current_grant
+from ragblend.engine.vllm.params import check_namespace
+from ragblend.server.documents import Documents
+from ragblend.server.requests import (
+    MAX_BODY_BYTES,
+    Accepted,
+    DeletionInput,
+    DocumentInput,
+    DocumentsInput,
+    DocumentStatus,
+    Removed,
+    Summary,
+    read_deletion,
+    read_documents,
+)
+
+Respond = Callable[[Callable[[], dict[str, Any]], int], Awaitable[Response]]
+"""Runs a function in a thread; a response comes of what it returns, with this status, or of its error."""
+
+
+class _BodyTooLargeError(Exception):
+    """The body has more bytes than a request may have."""
+
+
+def documents_router(documents: Documents, respond: Respond) -> APIRouter:
+    """The routes over `documents`, for a FastAPI application."""
+
+    async def respond_to_body(request: Request, answer: Callable[[bytes], dict[str, Any]], status: int) -> Response:
+        try:
+            body = await _read_body(request)
+        except _BodyTooLargeError:
+            message = f"the body has more than {MAX_BODY_BYTES} bytes; send the documents in several requests"
+            return JSONResponse({"error": {"message": message, "code": 413}}, 413, {"connection": "close"})
+        return await respond(lambda: answer(body), status)
+
+    async def add(request: Request, collection: str | None = None, namespace: str = "") -> Response:
+        """Store documents, in the background: chunk, embed, prefill. Sent again unchanged, a document costs nothing.
+
+        JSON lines (`content-type: application/x-ndjson`) have one document in each line, and `?collection=`."""
+        content_type = request.headers.get("content-type", "")
+
+        def answer(body: bytes) -> dict[str, Any]:
+            sent = read_documents(body, content_type, collection)
+            return {"ingestion": documents.add(_namespace(namespace), sent), "num_documents": len(sent)}
+
+        return await respond_to_body(request, answer, 202)
+
+    async def summarize(collection: str | None = None, ingestion: str | None = None, namespace: str = "") -> Response:
+        """How many documents are stored, pending and failed, and why; of one collection, or of one POST."""
+        return await respond(lambda: documents.summary(_namespace(namespace), collection, ingestion), 200)
+
+    async def get(document_id: str, collection: str = "default", namespace: str = "") -> Response:
+        """One document."""
+        return await respond(lambda: documents.get(_namespace(namespace), collection, document_id), 200)
+
+    async def remove(request: Request, namespace: str = "") -> Response:
+        """Remove documents, their texts, and the KV that no other document of the namespace needs."""
+
+        def answer(body: bytes) -> dict[str, Any]:
+            given = read_deletion(body)
+            removed = documents.remove(_namespace(namespace), given.collection, given.ids)
+            return dict(zip(("num_documents", "num_kv"), removed, strict=True))
+
+        return await respond_to_body(request, answer, 200)
+
+    router = APIRouter(prefix=DOCUMENTS_PATH, tags=["ragblend"])
+    posted, deleted = _body_of(DocumentsInput), _body_of(DeletionInput)
+    router.add_api_route("", add, methods=["POST"], status_code=202, response_model=Accepted, openapi_extra=posted)
+    router.add_api_route("", summarize, methods=["GET"], response_model=Summary)
+    router.add_api_route("/{document_id:path}", get, methods=["GET"], response_model=DocumentStatus)
+    router.add_api_route("", remove, methods=["DELETE"], response_model=Removed, openapi_extra=deleted)
+    return router
+
+
+def _namespace(named: str) -> str:
+    """The namespace of a request: its key's. Raises ForbiddenError for another one than that."""
+    check_namespace(named)
+    grant = current_grant()
+    if grant is None:
+        return named
+    if named not in ("", grant.namespace):
+        raise ForbiddenError(
+            f"the request names the namespace {named!r}, and its API key is bound to {grant.namespace!r}: leave the "
+            "namespace out, or send a key of that namespace"
+        )
+    return grant.namespace
+
+
+async def _read_body(request: Request) -> bytes:
+    """The body. Raises _BodyTooLargeError as soon as it is too large."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise _BodyTooLargeError
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise _BodyTooLargeError
+    return bytes(body)
+
+
+def _body_of(model: type[DocumentsInput | DeletionInput]) -> dict[str, Any]:
+    """How a body looks, for the OpenAPI page; it is read here, not by FastAPI, which would read all of a large one."""
+    schema = model.model_json_schema()
+    if schema.pop("$defs", None):  # a reference inside of a path's schema would lead nowhere
+        schema["properties"]["documents"]["items"] = DocumentInput.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,217 @@
+"""Documents over HTTP for real: a server's own process is sent texts, prefills them, and finds them in prompts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hostile_bodies import DELETED, JSON, POSTED
+from openai import OpenAI
+from served import start_demo
+from servers import HttpServer, free_port, wait_until
+
+from ragblend import Prompt, load_engine
+from ragblend.engine.store.disk import DiskStore
+
+pytestmark = pytest.mark.smoke
+
+A, B, C = (
+    "George Keller lives in Kinport. Julia Bishop works for Synon.",
+    "The company has its main office in Wesstad. The firm sells knives.",
+    "Arthur Archer lives in Calville. He sells knives for the firm.",
+)
+QUESTION = "Where does George Keller live?"
+ACME, GLOBEX, ASKER, OPS = (f"a-key-of-{name}" for name in ("acme", "globex", "asker", "ops"))
+KEYS = {
+    ACME: {"namespace": "acme", "rights": ["ask", "ingest"]},
+    GLOBEX: {"namespace": "globex", "rights": ["ask", "ingest"]},
+    ASKER: {"namespace": "acme", "rights": ["ask"]},
+    OPS: {"namespace": "ops", "rights": ["admin"]},
+}
+PATH = "/v1/ragblend/documents"
+
+
+class Served:
+    """A server that can be killed and started again over the same store."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.port = home, free_port()
+        self.server: HttpServer | None = None
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+        keys = home / "keys.json"
+        keys.write_text(json.dumps({"keys": KEYS, "open": ["/health"]}))
+        keys.chmod(0o600)
+
+    def start(self) -> None:
+        options = ("--api-keys-file", str(self.home / "keys.json"), "--max-model-len", "1024", "--block-size", "32")
+        self.server = start_demo(self.home, *options, port=self.port)
+        self.server.wait(900)
+
+    def call(self, method: str, path: str = PATH, body: Any = None, key: str = ACME, **more: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}", **more.pop("headers", {})}
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        return self.http.request(method, path, content=content, headers=headers, **more)
+
+    def send(self, *documents: dict[str, Any], collection: str = "kb", key: str = ACME) -> str:
+        answer = self.call("POST", body={"collection": collection, "documents": documents}, key=key)
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["ingestion"])
+
+    def counts(self, ingestion: str | None = None, collection: str = "kb", key: str = ACME) -> dict[str, int]:
+        params = {"collection": collection} | ({"ingestion": ingestion} if ingestion is not None else {})
+        return dict(self.call("GET", key=key, params=params).json()["collections"].get(collection, {"num_waiting": 0}))
+
+    def wait(self, ingestion: str, collection: str = "kb", key: str = ACME) -> dict[str, int]:
+        wait_until(lambda: not self.counts(ingestion, collection, key)["num_waiting"], 120, "all are stored")
+        return self.counts(ingestion, collection, key)
+
+    def hits(self, text: str, key: str = ACME) -> int:
+        prompt = f"<s><doc> {text}<q> {QUESTION}<a>"
+        with OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0) as client:
+            extra = {"add_special_tokens": False}
+            answer = client.completions.create(
+                model="demo", prompt=prompt, max_tokens=4, temperature=0, extra_body=extra
+            )
+        return int((answer.model_extra or {})["kv_transfer_params"]["ragblend"]["num_chunk_hits"])
+
+    def keys(self) -> list[str]:
+        return list(DiskStore(self.home / "kv").keys())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("documents"))
+    served.start()
+    yield served
+    if served.server is not None:
+        served.server.stop()
+
+
+@pytest.fixture(autouse=True)
+def empty(served: Served) -> Iterator[None]:
+    """Each test begins and ends with nothing."""
+    yield
+    for key in (ACME, GLOBEX):
+        for collection in served.call("GET", key=key).json()["collections"]:
+            assert served.call("DELETE", body={"collection": collection}, key=key).status_code == 200
+    assert served.keys() == []
+
+
+def test_documents_are_stored_and_any_client_finds_them(served: Served, tmp_path: Path) -> None:
+    counts = served.wait(served.send({"id": "a", "chunks": [A, B]}, {"id": "c", "text": C, "metadata": {"page": 3}}))
+    assert (counts["num_stored"], counts["num_chunks"], counts["num_new_kv"]) == (2, 3, 3)
+    assert [served.hits(text) for text in (A, B, C)] == [1, 1, 1]
+    found = served.call("GET", f"{PATH}/c", params={"collection": "kb"}).json()
+    assert (found["status"], found["metadata"], found["num_kv"]) == ("stored", {"page": 3}, 1)
+    with load_engine("demo", tmp_path, backend=served.url, api_key=ACME, on_miss="inline") as client:
+        client.add_known([A, B])
+        answer = client.generate(Prompt([A, B], QUESTION), max_tokens=8)
+        assert (answer.text, answer.report.num_chunk_hits) == ("Kinport", 2)
+    # What is computed there is what a program computes over the folder.
+    with load_engine("demo", served.home / "kv", namespace="acme", on_miss="inline") as own:
+        assert all(own.is_stored(text) for text in (A, B, C))
+        assert counts["num_tokens"] == sum(map(own.renderer.count_tokens, (A, B, C)))
+        assert counts["new_kv_bytes"] == counts["num_tokens"] * own.bytes_per_token
+        assert own.generate(Prompt([A, B], QUESTION), max_tokens=8).token_ids == answer.token_ids
+        assert set(own.match(Prompt([], f"{B}\n\n{C}\n\n{QUESTION}")).runs) != set()
+
+
+def test_lines_long_texts_and_what_has_not_changed(served: Served) -> None:
+    lines = b"\n".join(
+        json.dumps({"id": f"{n}", "text": f"{n}. {A} {B}" * 12, "chunk_size": 64}).encode() for n in range(4)
+    )
+    options: dict[str, Any] = {"params": {"collection": "bulk"}, "headers": {"Content-Type": "application/x-ndjson"}}
+    first, again = (served.call("POST", body=lines, **options).json()["ingestion"] for _ in range(2))
+    counts = served.wait(again, "bulk")
+    assert counts["num_stored"] == 4
+    assert served.counts(first, "bulk")["num_waiting"] == 0
+    num_entries = len(served.keys())
+    assert num_entries > 8
+    counts = served.wait(served.call("POST", body=lines, **options).json()["ingestion"], "bulk")
+    assert (counts["num_new_kv"], counts["num_known_kv"], len(served.keys())) == (0, num_entries, num_entries)
+
+
+def test_a_new_version_replaces_and_removal_leaves_nothing(served: Served) -> None:
+    served.wait(served.send({"id": "a", "chunks": [A, B]}))
+    assert served.wait(served.send({"id": "a", "chunks": [A, C]}))["num_new_kv"] == 1
+    assert [served.hits(text) for text in (A, B, C)] == [1, 0, 1]
+    assert served.call("DELETE", body={"collection": "kb", "ids": ["a", "b"]}).json() == {
+        "num_documents": 1,
+        "num_kv": 2,
+    }
+    assert served.hits(A) == 0
+    left = [path.read_bytes() for path in (served.home / "kv").rglob("*") if path.is_file()]
+    assert not any(word.encode() in data for data in left for word in ("Keller", "Wesstad", "Archer"))
+    assert served.call("GET", f"{PATH}/a", params={"collection": "kb"}).status_code == 404
+
+
+def test_keys_keep_namespaces_apart(served: Served) -> None:
+    for key in (ACME, GLOBEX):
+        served.wait(served.send({"id": "a", "chunks": [A]}, key=key), key=key)
+    assert (served.hits(A), served.hits(A, GLOBEX)) == (1, 1)
+    assert {header.namespace for header in DiskStore(served.home / "kv").headers()} == {"acme", "globex"}
+    served.wait(served.send({"id": "b", "chunks": [B]}))
+    assert served.call("GET", f"{PATH}/b", key=GLOBEX, params={"collection": "kb"}).status_code == 404
+    assert served.call("DELETE", body={"collection": "kb", "ids": ["b"]}, key=GLOBEX).json()["num_documents"] == 0
+    assert served.counts(key=GLOBEX)["num_stored"] == 1
+    assert served.call("DELETE", body={"collection": "kb", "ids": ["a"]}, key=GLOBEX).json()["num_kv"] == 1
+    assert (served.hits(A), served.hits(A, GLOBEX), served.hits(B)) == (1, 0, 1)
+    for method in ("POST", "GET", "DELETE"):
+        assert served.call(method, key=ASKER, body=b"{}").status_code == 403
+        assert served.call(method, key="none", body=b"{}").status_code == 401
+        answer = served.call(method, body={"documents": [{"text": A}], "ids": ["a"]}, params={"namespace": "globex"})
+        assert answer.status_code in (400, 403)
+    assert served.call("GET", params={"namespace": "globex"}).status_code == 403
+
+
+@pytest.mark.parametrize("name", POSTED)
+def test_hostile_bodies_get_a_reason(served: Served, name: str) -> None:
+    content_type, body = POSTED[name]
+    answer = served.call("POST", body=body, headers={"Content-Type": content_type})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", DELETED)
+def test_hostile_removals_get_a_reason(served: Served, name: str) -> None:
+    answer = served.call("DELETE", body=DELETED[name])
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_a_body_without_end_is_refused(served: Served) -> None:
+    answer = served.call("POST", body=b" " * (33 << 20), headers={"Content-Type": JSON})
+    assert answer.status_code == 413
+    assert "several requests" in answer.json()["error"]["message"]
+    assert served.call("GET", "/health").status_code == 200
+
+
+def test_the_openapi_page_shows_the_routes(served: Served) -> None:
+    paths = served.call("GET", "/openapi.json", key=OPS).json()["paths"]
+    assert set(paths[PATH]) == {"get", "post", "delete"}
+    body = paths[PATH]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"id", "text", "chunks"} <= set(body["properties"]["documents"]["items"]["properties"])
+
+
+def test_killed_while_it_stores_it_reports_nothing_that_is_not_there(served: Served) -> None:
+    documents = [{"id": f"{n}", "chunks": [f"{n}. {A}", f"{n} and so on. {B}"]} for n in range(300)]
+    served.wait(served.send({"id": "old", "chunks": [C]}))
+    served.send(*documents)
+    wait_until(lambda: len(served.keys()) > 20, 60, "some are stored")
+    assert served.server is not None
+    served.server.kill()
+    assert 20 < len(served.keys()) < 601
+    served.start()
+    while (counts := served.counts())["num_waiting"]:
+        assert counts["num_stored"] + counts["num_pending"] == 301
+        assert counts["num_chunks"] <= len(served.keys())
+        time.sleep(0.2)
+    assert (counts["num_stored"], len(served.keys())) == (301, 601)
+    assert served.wait(served.send(*documents))["num_new_kv"] == 0
+    assert [served.hits(text) for text in (C, f"299 and so on. {B}")] == [1, 1]

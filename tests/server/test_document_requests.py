@@ -1,0 +1,48 @@
+"""What a body under /v1/ragblend/documents may be, and what a refusal says."""
+
+from __future__ import annotations
+
+import pytest
+from hostile_bodies import DELETED, JSON, LINES, POSTED
+
+from ragblend.errors import UsageError
+from ragblend.server.requests import read_deletion, read_documents
+
+
+@pytest.mark.parametrize("name", POSTED)
+def test_hostile_bodies_are_refused_with_a_short_reason(name: str) -> None:
+    content_type, body = POSTED[name]
+    with pytest.raises(UsageError) as refused:
+        read_documents(body, content_type, None)
+    assert 10 < len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("name", DELETED)
+def test_hostile_removals_are_refused_with_a_short_reason(name: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_deletion(DELETED[name])
+    assert 10 < len(str(refused.value)) < 1000
+
+
+def test_reasons_say_where() -> None:
+    for content_type, body, said in [
+        (JSON, b'{"documents": [{"text": "a"}, {"text": 7}]}', r"documents\.1\.text: Input should be a valid string"),
+        (JSON, b'{"documents": [{"id": "a"}]}', "give either `text` or `chunks`"),
+        (LINES, b'{"text": "a"}\n\n{"text": 7}', "line 3 is refused: text"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            read_documents(body, content_type, None)
+    many = b'{"documents": [' + b",".join([b"7"] * 50) + b"]}"
+    with pytest.raises(UsageError, match="and 47 more"):
+        read_documents(many, JSON, None)
+
+
+def test_the_least_that_is_needed() -> None:
+    (one,) = read_documents(b'{"documents": [{"text": "a"}]}', JSON, None)
+    assert (one.collection, one.id, one.body) == ("default", one.version, {"text": "a"})
+    (same,) = read_documents(b'{"text": "a"}\n', LINES, "kb")
+    assert (same.collection, same.id) == ("kb", one.id)
+    (other,) = read_documents(b'{"documents": [{"text": "a", "chunk_size": 64}]}', JSON, None)
+    assert other.version != one.version
+    with pytest.raises(UsageError, match="stands in the body"):
+        read_documents(b'{"documents": [{"text": "a"}]}', JSON, "kb")

@@ -1,0 +1,367 @@
+"""A server's documents over real engines, without HTTP: what becomes of them, in order, again, at once, killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import wait_until
+
+from ragblend import Prompt, load_engine
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.errors import BackendUnreachableError, NotFoundError
+from ragblend.ingestion import registered_similar
+from ragblend.precompute import precompute_documents
+from ragblend.prompt.types import Chunk
+from ragblend.server.document_table import SentDocument
+from ragblend.server.documents import Documents
+from ragblend.server.requests import read_documents
+
+A, B, C = (
+    "George Keller lives in Kinport. Julia Bishop works for Synon.",
+    "The company has its main office in Wesstad. The firm sells knives.",
+    "Arthur Archer lives in Calville. He sells knives for the firm.",
+)
+QUESTION = "Where does George Keller live?"
+
+
+@pytest.fixture(autouse=True)
+def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is alike does not hang on which extras are installed."""
+    monkeypatch.setattr(registered_similar, "_default_embedder", registered_similar.HashingEmbedder)
+
+
+class Server:
+    """Documents over a folder, and the engines behind them."""
+
+    def __init__(self, root: Path, context: str = "none") -> None:
+        self.root = root
+        self.engines: dict[str, TransformersEngine] = {}
+
+        def make_engine(namespace: str) -> TransformersEngine:
+            engine = load_engine("demo", root, namespace=namespace, context=context, on_miss="inline")
+            self.engines[namespace] = engine
+            return engine
+
+        self.documents = Documents(root, make_engine)
+
+    def engine(self, namespace: str = "") -> TransformersEngine:
+        engine: Any = self.documents._engine(namespace)
+        return engine  # type: ignore[no-any-return]
+
+    def send(self, *sent: dict[str, Any], collection: str = "kb", namespace: str = "") -> str:
+        documents = [_sent(each, collection) for each in sent]
+        return self.documents.add(namespace, documents)
+
+    def counts(self, ingestion: str | None = None, namespace: str = "", collection: str = "kb") -> dict[str, int]:
+        found = self.documents.summary(namespace, collection, ingestion)["collections"]
+        return dict(found.get(collection, {"num_stored": 0, "num_waiting": 0}))
+
+    def wait(self, ingestion: str, namespace: str = "", collection: str = "kb") -> dict[str, int]:
+        wait_until(lambda: not self.counts(ingestion, namespace, collection)["num_waiting"], 60, "all are stored")
+        return self.counts(ingestion, namespace, collection)
+
+    def hits(self, text: str, namespace: str = "") -> int:
+        return int(self.engine(namespace).generate(Prompt([text], QUESTION), max_tokens=1).report.num_chunk_hits)
+
+
+def _sent(document: dict[str, Any], collection: str) -> SentDocument:
+    import json
+
+    (sent,) = read_documents(json.dumps(document).encode(), "application/x-ndjson", collection)
+    return sent
+
+
+@contextmanager
+def serving(root: Path, context: str = "none") -> Iterator[Server]:
+    server = Server(root, context)
+    server.documents.start()
+    try:
+        yield server
+    finally:
+        server.documents.close()
+        for engine in server.engines.values():
+            engine.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path / "kv") as server:
+        yield server
+
+
+def test_documents_are_cut_stored_and_found_in_prompts(server: Server) -> None:
+    counts = server.wait(server.send({"id": "a", "chunks": [A, B]}, {"id": "c", "text": C, "metadata": {"page": 3}}))
+    assert (counts["num_stored"], counts["num_chunks"], counts["num_new_kv"]) == (2, 3, 3)
+    assert counts["num_tokens"] == sum(map(server.engine().renderer.count_tokens, (A, B, C)))
+    assert counts["new_kv_bytes"] == counts["num_tokens"] * server.engine().bytes_per_token
+    assert [server.hits(text) for text in (A, B, C)] == [1, 1, 1]
+    assert {path.stat().st_mode & 0o777 for path in server.root.rglob("*") if path.is_file()} == {0o600}
+    found = server.documents.get("", "kb", "c")
+    assert (found["status"], found["metadata"], found["num_kv"], found["reason"]) == ("stored", {"page": 3}, 1, "")
+    with pytest.raises(NotFoundError, match="no document 'a' in the collection 'other'"):
+        server.documents.get("", "other", "a")
+
+
+def test_long_texts_are_cut_in_the_models_tokens(server: Server) -> None:
+    text = " ".join([A, B, C] * 40)
+    counts = server.wait(server.send({"id": "long", "text": text, "chunk_size": 64}))
+    entries = list(DiskStore(server.root).headers())
+    assert counts["num_chunks"] > 10
+    assert {len(entry.token_ids) <= 66 for entry in entries} == {True}
+    assert server.documents.get("", "kb", "long")["num_kv"] == len({entry.token_ids for entry in entries})
+
+
+def test_what_has_not_changed_costs_nothing_and_what_has_is_replaced(server: Server) -> None:
+    server.wait(server.send({"id": "a", "chunks": [A, B]}))
+    again = server.send({"id": "a", "chunks": [A, B]})
+    assert server.counts(again)["num_stored"] == 1  # while it is looked at, too
+    assert (counts := server.wait(again))["num_new_kv"] == 0
+    assert counts["num_known_kv"] == 2
+    counts = server.wait(server.send({"id": "a", "chunks": [A, C]}))
+    assert (counts["num_new_kv"], counts["num_known_kv"]) == (1, 1)
+    assert [server.engine().is_stored(text) for text in (A, B, C)] == [True, False, True]
+    assert B not in ChunkRegistry(server.root / REGISTRY_FILE)
+
+
+def test_chunks_of_a_version_come_to_those_it_has(server: Server) -> None:
+    for text in (A, B):
+        server.wait(server.send({"id": "a", "chunks": [text], "version": "one"}))
+    assert [server.engine().is_stored(text) for text in (A, B)] == [True, True]
+    first, last = (server.send({"id": "a", "chunks": [text], "version": "two"}) for text in (B, C))
+    server.wait(last)
+    assert server.counts(first)["num_waiting"] == 0
+    assert [server.engine().is_stored(text) for text in (A, B, C)] == [False, True, True]
+    vectors = {"vectors": [[1.0, 2.0]], "embedder": "mine"}
+    for more in ({}, vectors, vectors, {}):
+        last = server.send(
+            {"id": "b", "chunks": [A], "version": "one", **more}, {"id": "b", "chunks": [B], "version": "one"}
+        )
+        assert server.wait(last)["num_stored"] == 1
+
+
+def test_a_version_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
+    """The same texts as before come back while others were being stored in their place."""
+    with serving(tmp_path / "kv") as server:
+        server.wait(server.send({"id": "a", "chunks": [A]}))
+        server.send({"id": "a", "chunks": [f"{number}. {B}" for number in range(200)]})
+        wait_until(lambda: server.documents.summary("", None, None)["batch"]["num_done"] > 2, 60, "it has begun")
+    server = Server(tmp_path / "kv")
+    ingestion = server.send({"id": "a", "chunks": [A]})
+    with serving(tmp_path / "kv") as server:
+        counts = server.wait(ingestion)
+        assert (counts["num_stored"], counts["num_new_kv"]) == (1, 0)
+        assert list(DiskStore(server.root).keys()) == [server.engine().key(A)]
+        assert list(ChunkRegistry(server.root / REGISTRY_FILE).texts()) == [A]
+
+
+def test_removal_leaves_nothing(server: Server) -> None:
+    server.wait(server.send({"id": "a", "chunks": [A, B]}, {"id": "b", "chunks": [B]}))
+    server.wait(server.send({"id": "a", "chunks": [C]}, collection="other"), collection="other")
+    assert server.documents.remove("", "kb", ["a", "unknown"]) == (1, 1)
+    assert [server.engine().is_stored(text) for text in (A, B, C)] == [False, True, True]
+    assert server.documents.remove("", "kb", None) == (1, 1)
+    assert server.documents.remove("", "other", None) == (1, 1)
+    assert not list(DiskStore(server.root).keys())
+    left = [path.read_bytes() for path in server.root.rglob("*") if path.is_file()]
+    assert not any(word.encode() in data for data in left for word in ("Keller", "Wesstad", "Archer"))
+    assert server.documents.summary("", None, None)["collections"] == {}
+
+
+def test_a_removal_does_not_wait_for_what_is_being_stored(server: Server) -> None:
+    many = [{"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(300)]
+    ingestion = server.send({"id": "a", "chunks": [A]}, *many)
+    wait_until(lambda: server.documents.summary("", None, None)["batch"]["num_done"] > 3, 60, "it has begun")
+    assert server.documents.remove("", "kb", ["a", "7", "299"])[0] == 3
+    assert server.counts(ingestion)["num_waiting"] > 0
+    assert server.documents.remove("", "kb", [str(number) for number in range(30, 300)])[0] == 269
+    assert server.wait(ingestion)["num_stored"] == 29
+    assert len(list(DiskStore(server.root).keys())) == 29
+    assert not any(server.engine().is_stored(text) for text in (A, f"7. {A}", f"299. {A}"))
+
+
+@pytest.mark.parametrize("context", ["none", "similar"])
+def test_two_namespaces_have_their_own(tmp_path: Path, context: str) -> None:
+    with serving(tmp_path / "kv", context) as server:
+        for namespace in ("", "acme", "a/c%"):
+            server.wait(server.send({"id": "a", "chunks": [A, B, C]}, namespace=namespace), namespace)
+        assert [server.hits(A, namespace) for namespace in ("", "acme", "a/c%", "globex")] == [1, 1, 1, 0]
+        assert server.documents.summary("globex", None, None)["collections"] == {}
+        with pytest.raises(NotFoundError):
+            server.documents.get("globex", "kb", "a")
+        assert server.documents.remove("globex", "kb", None) == (0, 0)
+        per_namespace = 3 if context == "none" else 6
+        assert server.documents.remove("acme", "kb", ["a"]) == (1, per_namespace)
+        namespaces = [header.namespace for header in DiskStore(server.root).headers()]
+        assert sorted(namespaces) == [""] * per_namespace + ["a/c%"] * per_namespace
+        assert [server.hits(A, namespace) for namespace in ("", "acme", "a/c%")] == [1, 0, 1]
+        server.wait(server.send({"id": "d", "chunks": ["Something else."]}, namespace="acme"), "acme")
+        assert not any(server.engine("acme").is_stored(Chunk(A, context=each)) for each in ("none", "similar"))
+
+
+def test_a_document_that_fails_says_why_and_stops_no_other(server: Server) -> None:
+    ingestion = server.send(
+        {"id": "long", "chunks": [A, "word " * 5000]}, {"id": "blank", "text": " \n"}, {"id": "b", "chunks": [B]}
+    )
+    counts = server.wait(ingestion)
+    assert (counts["num_stored"], counts["num_failed"]) == (2, 1)
+    reasons = {each["id"]: each for each in server.documents.summary("", "kb", ingestion)["reasons"]}
+    assert set(reasons) == {"long", "blank"}
+    assert "split it into chunks" in reasons["long"]["reason"]
+    assert (reasons["blank"]["status"], reasons["blank"]["reason"]) == ("stored", "it holds no visible text")
+    assert server.wait(server.send({"id": "long", "chunks": [A]}))["num_failed"] == 0
+
+
+def test_a_store_without_room_reports_nothing_as_stored(tmp_path: Path) -> None:
+    with load_engine("demo", tmp_path / "kv") as probe:
+        gib = 1.5 * probe.renderer.count_tokens(A) * probe.bytes_per_token / 2**30
+    options: Any = {"disk_gib": gib, "memory_gib": 0.0}
+    documents = Documents(tmp_path / "kv", lambda _: load_engine("demo", tmp_path / "kv", **options))
+    documents.start()
+    ingestion = documents.add(
+        "", [_sent({"id": str(number), "chunks": [f"{number} {A}"]}, "kb") for number in range(4)]
+    )
+    wait_until(lambda: not documents.summary("", "kb", ingestion)["collections"]["kb"]["num_waiting"], 60, "done")
+    documents.close()
+    stored = sum(documents.get("", "kb", str(number))["status"] == "stored" for number in range(4))
+    assert stored == len(list(DiskStore(tmp_path / "kv").keys())) < 4
+
+
+def test_the_same_variants_as_a_program_of_its_own(tmp_path: Path) -> None:
+    texts = {"a": [A, B], "c": [C], "d": ["Keller sells knives in Wesstad."]}
+    with load_engine("demo", tmp_path / "own", context="similar") as engine:
+        chunks = [text for each in texts.values() for text in each]
+        ids = [name for name, each in texts.items() for _ in each]
+        precompute_documents(chunks, engine, ids=ids, collection="kb")
+    with serving(tmp_path / "kv", "similar") as server:
+        counts = server.wait(server.send(*({"id": name, "chunks": each} for name, each in texts.items())))
+    own, served = (
+        {(header.key, tuple(map(tuple, header.context_ids))) for header in DiskStore(tmp_path / place).headers()}
+        for place in ("own", "kv")
+    )
+    assert own == served
+    assert counts["num_new_kv"] == len(served) == 8
+
+
+def test_vectors_that_are_sent_say_which_chunks_are_alike(tmp_path: Path) -> None:
+    with serving(tmp_path / "kv", "similar") as server:
+        vectors = {A: [1.0, 0.0], B: [0.0, 1.0], C: [0.1, 0.9], "Keller sells knives in Wesstad.": [0.9, 0.1]}
+        sent = [
+            {"id": text, "chunks": [text], "vectors": [vector], "embedder": "mine"} for text, vector in vectors.items()
+        ]
+        server.wait(server.send(*sent))
+        engine = server.engine()
+        header = DiskStore(server.root).header(engine.key(Chunk(A, context="similar")))
+        assert header is not None
+        # The nearest stands beside it: last.
+        nearest = engine.renderer.chunk_ids("Keller sells knives in Wesstad.")
+        assert header.context_ids[-1][: len(nearest)] == nearest
+
+
+def test_two_processes_of_a_folder_store_each_others_documents_once(tmp_path: Path) -> None:
+    with serving(tmp_path / "kv") as one, serving(tmp_path / "kv") as other:
+        sent = [{"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(40)]
+        ingestions = [one.send(*sent[:20]), other.send(*sent[20:])]
+        counts = [server.wait(ingestion) for server, ingestion in zip((other, one), ingestions, strict=True)]
+        assert [each["num_new_kv"] for each in counts] == [20, 20]
+        assert len(list(DiskStore(tmp_path / "kv").keys())) == 40
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
+from test_served_documents import A, Server
+server = Server(Path({root!r}), "similar")
+server.documents.start()
+server.send({{"id": "old", "chunks": [A]}})
+server.send(*({{"id": str(n), "chunks": [f"{{n}}. {{A}}", f"{{n}} and so on. {{A}}"]}} for n in range(100)))
+print("sent", flush=True)
+import time; time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("num_stored", [0, 1, 40, 150])
+def test_killed_it_reports_nothing_that_is_not_there_and_goes_on(tmp_path: Path, num_stored: int) -> None:
+    root = tmp_path / "kv"
+    command = [sys.executable, "-c", KILLED.format(tests=str(Path(__file__).parents[1]), root=str(root))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"sent\n"
+        wait_until(lambda: len(list(DiskStore(root).keys())) >= num_stored, 120, "some are stored")
+        process.kill()
+    table = Documents(root, lambda namespace: load_engine("demo", root, namespace=namespace, context="similar"))
+    engine = table._engine("")
+    stored = [each for each in ["old", *map(str, range(100))] if table.get("", "kb", each)["status"] == "stored"]
+    assert table.summary("", "kb", None)["collections"]["kb"]["num_pending"] == 101 - len(stored)
+    for each in stored:
+        assert table.get("", "kb", each)["num_kv"] >= 1
+    with serving(root, "similar") as server:
+        wait_until(lambda: not server.counts()["num_waiting"], 120, "the rest is stored")
+        assert server.counts()["num_stored"] == 101
+        assert engine.is_stored(A)
+        keys = set(DiskStore(root).keys())
+        assert all(server.engine().is_stored(f"{n} and so on. {A}") for n in range(100))
+        assert server.documents.remove("", "kb", None)[0] == 101
+        assert keys
+        assert not list(DiskStore(root).keys())
+    engine.close()
+
+
+def test_others_wait_while_one_process_stores_for_long(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    monkeypatch.setattr("ragblend.server.documents._REMOVAL_WAIT_S", 0.2)
+    with (server.root / "documents.lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BackendUnreachableError, match="being stored; try again"):
+            server.documents.remove("", "kb", ["a"])
+        ingestion = server.send({"id": "a", "chunks": [A]})
+        time.sleep(0.3)
+        assert server.counts(ingestion)["num_pending"] == 1
+    assert server.wait(ingestion)["num_stored"] == 1
+
+
+class Busy:
+    """An engine beside which others generate, as a vLLM's front end tells it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._inner, self.until_s, self.times = engine, 0.0, list[float]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def is_generating(self) -> bool:
+        return time.monotonic() < self.until_s
+
+    def precompute(self, chunk: Any) -> int:
+        self.times.append(time.monotonic())
+        return int(self._inner.precompute(chunk))
+
+
+def test_while_others_generate_chunks_come_with_rests(tmp_path: Path) -> None:
+    made: list[Busy] = []
+
+    def make_engine(namespace: str) -> Any:
+        made.append(Busy(load_engine("demo", tmp_path / "kv", namespace=namespace)))
+        made[0].until_s = time.monotonic() + 3.2
+        return made[0]
+
+    documents = Documents(tmp_path / "kv", make_engine)
+    documents.start()
+    chunks: Callable[[int], list[str]] = lambda count: [f"{number}. {A}" for number in range(count)]  # noqa: E731
+    ingestion = documents.add("", [_sent({"id": "a", "chunks": chunks(30)}, "kb")])
+    wait_until(lambda: not documents.summary("", "kb", ingestion)["collections"]["kb"]["num_waiting"], 60, "done")
+    documents.close()
+    early = [each for each in made[0].times if each < made[0].until_s]
+    assert len(made[0].times) == 30
+    assert 1 <= len(early) <= 4
+    made[0].close()
