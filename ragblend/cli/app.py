@@ -79,7 +79,7 @@ def _mark(check: DiagnosticResult) -> str:
     return "ok " if check.ok else "-  " if check.optional else "NO "
 
 
-@with_settings("store remote rule ratio system context dtype trust_remote_code", unflagged="kv_dtype")
+@with_settings("store remote mode rule ratio system context dtype trust_remote_code", unflagged="kv_dtype")
 def serve(
     settings: Settings,
     given: typer.Context,
@@ -98,12 +98,6 @@ def serve(
             help="TOML or JSON: API keys, their namespaces and rights.",
         ),
     ] = None,
-    separator: Annotated[
-        str | None, typer.Option("--separator", help="Text that plain clients put around chunks in their prompts.")
-    ] = None,
-    separator_end: Annotated[
-        str | None, typer.Option("--separator-end", help="Ends the last chunk, where --separator opens each.")
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command that would run.")] = False,
 ) -> None:
     """Start vLLM's OpenAI-compatible server with chunk KV from a store. Further flags go to vLLM as they are."""
@@ -115,7 +109,7 @@ def serve(
         if hint := explain_missing_flag(argument, unflagged):
             raise UsageError(f"ragblend serve has no {argument.partition('=')[0]}; {hint}")
     keys_file = None if keys is None else user_path(keys, "--api-keys-file")
-    options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys_file)
+    options = ServeOptions(settings, host, port, api_key, keys_file)
     if dry_run:
         print(build_server_command(options, given.args).display_command())
         return
