@@ -63,8 +63,6 @@ _ARGUMENT_FLAGS = {  # arguments of functions that are no settings, and the flag
     "loader": "--loader",
     "precompute": "--precompute",
     "recompute_ratio": "--ratio",
-    "separator": "--separator",
-    "separator_end": "--separator-end",
     "vllm_options": "--vllm-options",
 }
 _ARGUMENT = re.compile(r"`([a-z_]+)(?:=([^`]+))?`")

@@ -74,7 +74,7 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-@with_settings("store remote rule ratio system context dtype trust_remote_code", unflagged="kv_dtype")
+@with_settings("store remote mode rule ratio system context dtype trust_remote_code", unflagged="kv_dtype")
 def serve(
     settings: Settings,
     given: typer.Context,
@@ -93,14 +93,6 @@ def serve(
             help="TOML or JSON file of API keys with their namespaces and rights.",
         ),
     ] = None,
-    separator: Annotated[
-        str | None,
-        typer.Option("--separator", help="Text that other OpenAI clients put around chunks in their prompts."),
-    ] = None,
-    separator_end: Annotated[
-        str | None,
-        typer.Option("--separator-end", help="Text after the last chunk, if --separator is the text before each."),
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
     """Start vLLM's OpenAI-compatible server with chunk KV from a store. Other flags are passed to vLLM."""
@@ -112,7 +104,7 @@ def serve(
         if hint := explain_missing_flag(argument, unflagged):
             raise UsageError(f"ragblend serve has no {argument.partition('=')[0]}; {hint}")
     keys_file = None if keys is None else user_path(keys, "--api-keys-file")
-    options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys_file)
+    options = ServeOptions(settings, host, port, api_key, keys_file)
     if dry_run:
         print(build_server_command(options, given.args).display_command())
         return

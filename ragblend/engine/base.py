@@ -43,6 +43,16 @@ LEAST_QUOTE = 64
 """Tokens from which a run at the end of the user's turn is a document; a shorter one is a question that quotes it."""
 
 
+def turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
+    """Return the position after the last user turn of a prompt that the template ends with `tail_ids`, if it does.
+
+    >>> turn_end([5, 6, 7, 1, 2], [1, 2]), turn_end([5, 6, 7], [1, 2])
+    (3, 3)
+    """
+    num_tail = len(tail_ids)
+    return len(token_ids) - (num_tail if num_tail and list(token_ids[-num_tail:]) == list(tail_ids) else 0)
+
+
 def record_entries(store: KVStore) -> ChunkRegistry | None:
     """Have the disk tier of a store record in its registry which chunks each entry holds, or was computed after.
 
@@ -158,18 +168,13 @@ class EngineBase(ABC):
             runs += [part for run in find_runs_of(unknown, token_ids) for part in run.without(runs)]
             runs.sort(key=lambda run: run.start)
         runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
-        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= self._turn_end(token_ids, prompt):
+        tail_ids = self.renderer.tail_ids if prompt.is_chat else ()
+        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= turn_end(token_ids, tail_ids):
             is_elsewhere = any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
             if is_elsewhere or runs[-1].chunk is None:
                 runs.pop()
         prefix_ids = self._own_prefix(token_ids, prompt)
         return MatchedPrompt(token_ids, tuple(runs), prefix_ids, perf_counter() - start_s)
-
-    def _turn_end(self, token_ids: Sequence[int], prompt: Prompt) -> int:
-        """Return the position after the last user turn."""
-        tail = self.renderer.tail_ids if prompt.is_chat else ()
-        num_tail = len(tail) if tail and tuple(token_ids[-len(tail) :]) == tail else 0
-        return len(token_ids) - num_tail
 
     def _own_prefix(self, token_ids: Sequence[int], prompt: Prompt) -> tuple[int, ...]:
         """Return the ids that the prompt begins with and chunks may be stored after; () where there are none."""

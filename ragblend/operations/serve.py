@@ -46,8 +46,6 @@ class ServeOptions:
     host: str = LOOPBACK
     port: int = 8000
     api_key: str | None = None
-    separator: str | None = None
-    separator_end: str | None = None
     keys: Path | None = None
 
     def __post_init__(self) -> None:
@@ -57,8 +55,6 @@ class ServeOptions:
             )
         if not 0 < self.port < 65536:
             raise UsageError(f"port is {self.port}; choose 1 to 65535")
-        if self.separator_end is not None and self.separator is None:
-            raise UsageError("`separator_end` needs `separator`, the mark that opens a chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +102,9 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
         settings.store,
         tiers,
         model=str(checkpoint.path),
+        mode=settings.mode,
         rule=settings.rule,
         ratio=settings.ratio,
-        separator=options.separator,
-        separator_end=options.separator_end,
         system=settings.system,
         context=settings.context,
         trust_remote_code=settings.trust_remote_code,

@@ -14,9 +14,12 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import torch
 from tiny_models import VOCABULARY
 
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.vllm.engine import stop_vllm
 from ragblend.engine.vllm.launch import Checkpoint
+from ragblend.prompt.render import Renderer
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 160, "num_hidden_layers": 6}
 
@@ -73,18 +76,31 @@ def engine(model: Path, store: Path | None, extra: dict[str, Any] | None = None,
 
 
 def ask(
-    llm: Any, ids: list[int], params: dict[str, Any] | None = None, max_tokens: int = 8, logprobs: int | None = 20
+    llm: Any,
+    ids: list[int],
+    params: dict[str, Any] | None = None,
+    max_tokens: int = 8,
+    logprobs: int | None = 20,
+    *,
+    forgets: bool = True,
 ) -> Any:
-    """One greedy answer: vLLM's RequestOutput."""
-    return ask_all(llm, [(ids, params)], max_tokens, logprobs)[0]
+    """One greedy answer: vLLM's RequestOutput. `forgets`: nothing of earlier requests is in vLLM's prefix cache."""
+    return ask_all(llm, [(ids, params)], max_tokens, logprobs, forgets=forgets)[0]
 
 
 def ask_all(
-    llm: Any, prompts: list[tuple[list[int], dict[str, Any] | None]], max_tokens: int = 8, logprobs: int | None = 20
+    llm: Any,
+    prompts: list[tuple[list[int], dict[str, Any] | None]],
+    max_tokens: int = 8,
+    logprobs: int | None = 20,
+    *,
+    forgets: bool = True,
 ) -> list[Any]:
     """Greedy answers to prompts that are all given at once."""
     from vllm import SamplingParams
 
+    if forgets:
+        llm.reset_prefix_cache()
     sampling = [
         SamplingParams(
             temperature=0.0,
@@ -112,6 +128,14 @@ def ingest(llm: Any, prefix: list[int], chunk: list[int], namespace: str = "") -
     """Have a chunk computed behind `prefix` and stored."""
     params = {"mode": "ingest", "spans": [[len(prefix), len(prefix) + len(chunk)]], "namespace": namespace}
     return report(ask(llm, [*prefix, *chunk, 7], params, max_tokens=1, logprobs=None))
+
+
+def make_known(store: Path, model: Path, chunks: list[list[int]], namespace: str = "") -> Renderer:
+    """Record token ids as ingestion does, by the tokenizer's fingerprint."""
+    renderer = Renderer(load_tokenizer(str(model))[0])
+    with ChunkRegistry(store / REGISTRY_FILE) as registry:
+        registry.add_ids(((f"text {ids}", ids) for ids in chunks), renderer.fingerprint, namespace)
+    return renderer
 
 
 def free_blocks(llm: Any) -> int:

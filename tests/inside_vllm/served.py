@@ -10,7 +10,8 @@ from pathlib import Path
 
 from servers import HttpServer, free_port
 
-MARKS = ("--separator", "<doc>", "--separator-end", "<q>")
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
+from ragblend.prompt.render import Renderer
 
 # What the tests set for engines in their own process, or a user for a server of theirs.
 _NOT_PASSED_ON = (
@@ -29,12 +30,18 @@ def environment(**own: str) -> dict[str, str]:
 
 
 def start_demo(home: Path, *options: str, port: int | None = None, **own: str) -> HttpServer:
-    """The embedded model served over the store `home`/kv, with vLLM's `options` and variables of its `own`. Chunks are
-    found in stock clients' prompts by the model's own marks. Not ready yet: `wait`. The caller stops it."""
+    """The embedded model served over the store `home`/kv, with vLLM's `options` and variables of its `own`. Not
+    ready yet: `wait`. The caller stops it."""
     port = free_port() if port is None else port
     command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
-    command += [*MARKS, "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), *options]
+    command += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), *options]
     return HttpServer(command, f"http://127.0.0.1:{port}", home, environment(**own))
+
+
+def make_known(store: Path, renderer: Renderer, texts: list[str], namespace: str = "") -> None:
+    """Have the server over `store` find chunks in prompts, as its own ingestion does."""
+    with ChunkRegistry(store / REGISTRY_FILE) as registry:
+        registry.add_ids(((text, renderer.chunk_ids(text)) for text in texts), renderer.fingerprint, namespace)
 
 
 @contextmanager

@@ -72,6 +72,7 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
                     torch.testing.assert_close(found.keys, expected.keys, atol=1e-3, rtol=1e-3)
                     torch.testing.assert_close(found.values, expected.values, atol=1e-3, rtol=1e-3)
             prompt = Prompt(TEXTS[:3], "what is the theory?")
+            vllm.reset_prefix_cache()
             report = vllm.generate(prompt, mode="reuse", max_tokens=2).report
             assert [chunk.context for chunk in report.chunks] == ["none", policy, policy]
             assert [chunk.exact for chunk in report.chunks] == [True, False, False]

@@ -26,7 +26,7 @@ import httpx
 import pytest
 import yaml
 from openai import AuthenticationError, OpenAI
-from served import MARKS, environment
+from served import environment, make_known
 from servers import HttpServer, RedisServer, free_port
 
 from ragblend import Prompt, load_engine
@@ -108,7 +108,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 def start_replica(service: Mapping[str, Any], port: int, cache: RedisServer, home: Path) -> HttpServer:
     home.mkdir()
-    command = [*ENTRYPOINT, *service["command"], *ON_CPU, *MARKS]
+    command = [*ENTRYPOINT, *service["command"], *ON_CPU]
     command[command.index("--host") + 1], command[command.index("--port") + 1] = "127.0.0.1", str(port)
     own = {name: str(value) for name, value in service["environment"].items()}
     own["RAGBLEND_REMOTE"] = replaced(own["RAGBLEND_REMOTE"], "cache:6379", f"127.0.0.1:{cache.port}")
@@ -259,11 +259,12 @@ def num_generated(deployment: Deployment) -> float:
 def test_an_openai_client_gets_answers(deployment: Deployment, engine: Any) -> None:
     client = OpenAI(base_url=f"{deployment.balancer.url}/v1", api_key=KEY, max_retries=0)
     assert [model.id for model in client.models.list()] == ["demo"]
-    marked = f"<s><doc> {TEXTS['George Keller']}<doc> {TEXTS['Ben Howard']}<q> Where does George Keller live?<a>"
-    answer = client.completions.create(
-        model="demo", prompt=marked, max_tokens=8, temperature=0, extra_body={"add_special_tokens": False}
-    )
-    assert answer.choices[0].text.strip() == "Kinport"
+    texts = [TEXTS["George Keller"], TEXTS["Ben Howard"]]
+    for replica in REPLICAS:
+        make_known(deployment.home / replica / "kv", engine.renderer, texts)
+    messages: Any = [{"role": "user", "content": "\n\n".join([*texts, "Where does George Keller live?"])}]
+    answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=8, temperature=0)
+    assert (answer.choices[0].message.content or "").strip() == "Kinport"
     assert (answer.model_extra or {})["kv_transfer_params"]["ragblend"]["num_chunk_hits"] == 2
 
 

@@ -18,7 +18,7 @@ from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from openai import AuthenticationError, OpenAI
 from pages import run_python
-from served import served_demo
+from served import make_known, served_demo
 from servers import REDIS_BINARY, running_redis
 
 from ragblend import Prompt, load_engine
@@ -40,7 +40,6 @@ A, B = (
 )
 QUESTION = "Where does George Keller live?"
 PROMPT = Prompt([A, B], QUESTION)
-MARKED = f"<s><doc> {A}<doc> {B}<q> {QUESTION}<a>"  # the demo model's own layout, written by hand
 KEY = "a-key-for-tests"
 
 
@@ -73,11 +72,12 @@ def url(remote: str, home: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def engine(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Our client, with both chunks ingested through it."""
+def engine(url: str, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Our client, with both chunks ingested through it; the server knows them."""
     with load_engine("demo", tmp_path_factory.mktemp("texts"), backend=url, api_key=KEY) as engine:
         report = precompute_documents([A, B], engine)
         assert report.num_new_kv == 2
+        make_known(home / "kv", engine.renderer, [A, B])
         yield engine
 
 
@@ -200,40 +200,53 @@ def test_llamaindex_gets_the_same(engine: Any, url: str) -> None:
     assert (response.text, response.raw["ragblend"]["num_chunk_hits"]) == ("Kinport", 2)
 
 
-def test_the_openai_client_with_separators_gets_the_same(engine: Any, openai: OpenAI) -> None:
-    answer = openai.completions.create(
-        model="demo", prompt=MARKED, max_tokens=8, temperature=0, extra_body={"add_special_tokens": False}
-    )
-    report = (answer.model_extra or {})["kv_transfer_params"]["ragblend"]
+MESSAGES: Any = [{"role": "user", "content": f"{A}\n\n{B}\n\n{QUESTION}"}]
+
+
+def test_the_openai_client_gets_the_same_on_every_route(engine: Any, openai: OpenAI, url: str) -> None:
+    """Without a parameter of ours; the server knows the chunks."""
     ours = engine.generate(PROMPT, max_tokens=8)
-    assert answer.choices[0].text.strip() == ours.text
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == ours.report.prompt_tokens
-    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "rule", "charged_budget"):
-        assert report[name] == getattr(ours.report, name)
+    chat = openai.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=8, temperature=0)
+    assert (chat.choices[0].message.content or "").strip() == ours.text
+    ids = engine.match(PROMPT).token_ids
+    completion = openai.completions.create(model="demo", prompt=ids, max_tokens=8, temperature=0)
+    assert completion.choices[0].text.strip() == ours.text
+    for answer in (chat, completion):
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == ours.report.prompt_tokens
+        report = (answer.model_extra or {})["kv_transfer_params"]["ragblend"]
+        for name in ("mode", "num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "rule", "charged_budget"):
+            assert report[name] == getattr(ours.report, name), name
+    before = metrics(url)["vllm:ragblend_requests_total"]
+    response = openai.responses.create(model="demo", input=MESSAGES, max_output_tokens=8, temperature=0)
+    assert response.output_text.strip() == ours.text
+    assert metrics(url)["vllm:ragblend_requests_total"] == before + 1
+
+
+def test_an_openai_request_says_what_it_wishes(openai: OpenAI) -> None:
+    for wish, hits in (({"mode": "full"}, 0), ({"mode": "reuse"}, 2), ({"rule": "random", "ratio": 0.5}, 2)):
+        answer = openai.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=8, temperature=0,
+            extra_body={"kv_transfer_params": {"ragblend": wish}},
+        )  # fmt: skip
+        report = (answer.model_extra or {})["kv_transfer_params"]["ragblend"]
+        assert (report["mode"], report["num_chunk_hits"]) == (wish.get("mode", "blend"), hits)
+        assert report["recompute_ratio"] == wish.get("ratio", float(wish.get("mode") == "full"))
 
 
 def test_the_openai_client_streams_as_ever(openai: OpenAI) -> None:
-    stream = openai.completions.create(
-        model="demo", prompt=MARKED, max_tokens=8, temperature=0, stream=True, extra_body={"add_special_tokens": False}
-    )
+    stream = openai.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=8, temperature=0, stream=True)
     # No event of ours in the stream of somebody who did not ask for it: `choices[0]` must always be there.
-    assert "".join(event.choices[0].text for event in stream).strip() == "Kinport"
+    assert "".join(event.choices[0].delta.content or "" for event in stream).strip() == "Kinport"
 
 
-def test_the_openai_client_without_separators_gets_ordinary_vllm(openai: OpenAI, url: str) -> None:
+def test_a_prompt_without_stored_chunks_gets_ordinary_vllm(openai: OpenAI, url: str) -> None:
     before = metrics(url)["vllm:ragblend_requests_total"]
-    answer = openai.completions.create(model="demo", prompt=f"{A} {QUESTION}", max_tokens=8, temperature=0)
+    answer = openai.completions.create(model="demo", prompt=f"Once upon a time. {QUESTION}", max_tokens=8)
     assert answer.choices[0].text
     assert (answer.model_extra or {}).get("kv_transfer_params") is None
     assert metrics(url)["vllm:ragblend_requests_total"] == before
-
-
-def test_chat_completions_through_the_models_own_template_blend_too(openai: OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": f"{A}\n\n{B}\n\n{QUESTION}"}]
-    answer = openai.chat.completions.create(model="demo", messages=messages, max_tokens=8, temperature=0)
-    assert (answer.choices[0].message.content or "").strip() == "Kinport"
-    assert (answer.model_extra or {})["kv_transfer_params"]["ragblend"]["num_chunk_hits"] == 2
+    assert metrics(url)["vllm:ragblend_left_requests_total"] > 0
 
 
 def test_many_at_once_get_what_one_alone_gets(engine: Any) -> None:
@@ -307,7 +320,7 @@ def test_bad_keys_are_refused_and_the_server_lives(url: str, engine: Any) -> Non
 def test_the_programs_of_the_page_run(
     url: str, openai: OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/vllm.md: a chain over the server, an engine in this process, an OpenAI client with marks in its prompt."""
+    """docs/vllm.md: a chain over the server, an engine in this process, an OpenAI client."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {
         "documents": [Document(A), Document(B)],
@@ -318,8 +331,8 @@ def test_the_programs_of_the_page_run(
         "client": openai,
         "MODEL": "demo",
     }
-    # The demo model has marks of its own, and this server's key is not three dots.
-    stands_in = {"http://localhost:8000": url, 'api_key="..."': f'api_key="{KEY}"', "<|chunk|>": "<doc> "}
+    # This server's key is not three dots.
+    stands_in = {"http://localhost:8000": url, 'api_key="..."': f'api_key="{KEY}"'}
     run_python("docs/vllm.md", names, stands_in)
     assert names["chain"].invoke({"context": names["documents"], "question": QUESTION}).strip()
     names["llm"].engine.close()

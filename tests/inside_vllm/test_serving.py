@@ -159,10 +159,11 @@ def test_a_plain_request_is_never_changed_by_a_blended_one(serving):
     ids, spans = prompt_of(STORED[:4], 0)
     params = {"mode": "reuse", "spans": spans}
     blended = ask(llm, ids, params)
-    plain = ask(llm, ids)
+    plain = ask(llm, ids, forgets=False)
+    assert plain.num_cached_tokens == 0
     assert tokens(plain) != tokens(blended)
-    assert tokens(ask(llm, ids, {"mode": "full", "spans": spans})) == tokens(plain)
-    prefix = ask(llm, ids, {"mode": "prefix", "spans": spans})
+    assert tokens(ask(llm, ids, {"mode": "full", "spans": spans}, forgets=False)) == tokens(plain)
+    prefix = ask(llm, ids, {"mode": "prefix", "spans": spans}, forgets=False)
     assert tokens(prefix) == tokens(plain)
     assert prefix.num_cached_tokens >= 128  # vLLM's own exact cache still works
     assert tokens(ask(llm, ids, params)) == tokens(blended)

@@ -13,10 +13,9 @@ from commands import run_command
 
 from ragblend.config import Settings
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem, separator_ids
+from ragblend.engine.vllm.launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem
 from ragblend.engine.vllm.lookup import ChunkLookup
 from ragblend.errors import NotFoundError, RagblendError, UsageError
 from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command, serve
@@ -56,7 +55,7 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: P
     assert value(command, "--dtype") == "float32"
     config = extra(command)
     assert config["store"] == str(tmp_path / "kv")  # vLLM's processes may have another working directory
-    assert ("separator_ids" in config, made.prefix_ids) == (False, (1, 3))
+    assert ("mode" in config, made.prefix_ids) == (False, (1, 3))
 
 
 def test_the_cpu_build_without_metadata_is_started_by_its_module(tmp_path: Path, monkeypatch: Any) -> None:
@@ -149,12 +148,10 @@ def test_a_store_of_another_model_is_named(tmp_path: Path, caplog: Any) -> None:
 def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path: Path) -> None:
     command = launch(
         "--max-model-len", "512", "--served-model-name", "mine",
-        store=str(tmp_path), ratio=0.3, rule="random", system="Be brief.", separator="<doc>",
-        separator_end="<q>", host="0.0.0.0", port=9001,
+        store=str(tmp_path), mode="prefix", ratio=0.3, rule="random", system="Be brief.", host="0.0.0.0", port=9001,
     ).command  # fmt: skip
     config = extra(command)
-    assert (config["ratio"], config["rule"]) == (0.3, "random")
-    assert (config["separator_ids"], config["separator_end_ids"]) == ([3], [4])
+    assert (config["mode"], config["ratio"], config["rule"]) == ("prefix", 0.3, "random")
     assert (value(command, "--host"), value(command, "--port")) == ("0.0.0.0", "9001")
     assert command[-4:] == ("--max-model-len", "512", "--served-model-name", "mine")
     assert value(command, "--served-model-name") == "mine"
@@ -200,8 +197,7 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tm
         ((), {"rule": "best"}, "best"),
         ((), {"port": 0}, "port"),
         ((), {"remote": "cache:6379"}, "cache:6379"),
-        ((), {"separator": ""}, "empty"),
-        ((), {"separator_end": "x"}, "`separator`"),
+        ((), {"mode": "none"}, "mode is 'none'"),
         (("--kv-transfer-config", "{}"), {}, "--kv-transfer-config"),
         (("--dtype=half",), {}, "--dtype"),
     ],
@@ -211,14 +207,6 @@ def test_what_cannot_be_served_is_a_usage_error(
 ) -> None:
     with pytest.raises(UsageError, match=named):
         launch(*flags, store=str(tmp_path), **options)
-
-
-def test_a_separator_is_what_the_tokenizer_reads(tmp_path: Path) -> None:
-    config = extra(launch(store=str(tmp_path), separator="<doc>", separator_end="<q>").command)
-    assert (config["separator_ids"], config["separator_end_ids"]) == ([3], [4])
-    tokenizer, _ = load_tokenizer("demo")
-    assert separator_ids("<doc>", tokenizer) == [3]
-    assert len(separator_ids("lives in", tokenizer)) > 1
 
 
 def test_a_plugin_kept_out_is_named_with_the_way_in() -> None:

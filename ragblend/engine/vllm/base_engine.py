@@ -33,7 +33,7 @@ from ragblend.engine.report import (
 )
 from ragblend.engine.shadow import same_tokens
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.vllm.params import MAX_SPANS, PARAMS_KEY, BlendParams
+from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
@@ -340,13 +340,7 @@ def blend_params(
     prompt: MatchedPrompt, mode: Mode, rule: str, ratio: RatioChoice, namespace: str, seed: int = 0
 ) -> BlendParams:
     """What the connector is told about `prompt`."""
-    runs = prompt.runs[:MAX_SPANS]
-    around = tuple(
-        (run.chunk_ids[: run.chunk_start], run.chunk_ids[run.chunk_start + run.num_tokens :]) for run in runs
-    )
-    if not any(before or after for before, after in around):
-        around = ()
-    return BlendParams(mode, rule, ratio, _spans(runs), namespace, seed, around, len(prompt.prefix_ids))
+    return BlendParams(mode, rule, ratio, (), namespace, seed, (), len(prompt.prefix_ids)).with_runs(prompt.runs)
 
 
 def _spans(runs: Sequence[ChunkRun]) -> tuple[tuple[int, int], ...]:

@@ -24,6 +24,7 @@ from ragblend.options import (
     TIER_NAMES,
     ContextPolicy,
     GenerationOptions,
+    Mode,
     RatioChoice,
     TierOptions,
     at_least,
@@ -39,14 +40,13 @@ class ConnectorConfig(TierOptions):
     """`kv_connector_extra_config`, checked at start. The memory tier is each worker's own."""
 
     store: str = DEFAULT_STORE  # a directory that all of this vLLM's processes see
-    rule: str = copy_option(GenerationOptions, "rule")  # for requests that name none, and those marked by separators
+    mode: Mode = copy_option(GenerationOptions, "mode")  # for requests that name none; "prefix": they are vLLM's alone
+    rule: str = copy_option(GenerationOptions, "rule")  # for requests that name none
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # for the same
-    namespace: str = ""  # for requests marked by separators
+    namespace: str = ""  # for the same
     prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
     prefix: str = ""  # names those ids in the store (`DiskStore.put_prefix`), where a command line would be long
     context: ContextPolicy | None = copy_option(Settings, "context")  # None: what the store remembers
-    separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
-    separator_end_ids: tuple[int, ...] = ()  # see params.spans_between
     slice_tokens: int = option(
         0, "Work between two engine steps, as a prefill of so many tokens; 0: max_num_batched_tokens.", at_least(0)
     )
@@ -68,7 +68,7 @@ class ConnectorConfig(TierOptions):
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
             raise UsageError(f"kv_connector_extra_config has {', '.join(unknown)}; known: {known}")
-        lists = {name: tuple(value) for name, value in extra.items() if name.endswith("_ids")}
+        lists = {"prefix_ids": tuple(extra.get("prefix_ids", ()))}
         # Tiers that are left out are taken from `RAGBLEND_*`: a remote's URL may hold a password, and everybody on the
         # machine can read a command line.
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})

@@ -130,6 +130,12 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self.scheduler is not None
         self.scheduler.on_new_request(request)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Know what vLLM's own prefix cache has."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.scheduler is not None:
+            self.scheduler.kv_cache_manager = kv_cache_manager
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The context's tokens, to be filled between steps; None: not known yet. After a preemption the same again."""
         assert self.scheduler is not None
@@ -273,7 +279,9 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if len(self._recent_reports) > _REPORTS_KEPT:
                 self._recent_reports.popitem(last=False)
             if failed:
-                self._failed_blocks.update(job.block_ids)
+                assert self._worker is not None
+                # What vLLM had found of it is sound, and maybe others' as well.
+                self._failed_blocks.update(job.block_ids[job.num_resident // self._worker.layers.block_size :])
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Bring chunks into this worker's memory tier in the background; the first rank also asks the remote tier."""

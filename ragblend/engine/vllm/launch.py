@@ -27,7 +27,7 @@ from ragblend.engine.transformers.model import (
 from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_version, unsupported_reasons, vllm_version
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import user_path
-from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, ModelOptions, RatioChoice
+from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, Mode, ModelOptions, RatioChoice
 from ragblend.prompt.render import Renderer
 
 CONNECTOR = "BlendConnector"
@@ -168,10 +168,9 @@ def transfer_config(
     tiers: Mapping[str, Any] | None = None,
     *,
     model: str,
+    mode: Mode = "blend",
     rule: str | None = None,
     ratio: RatioChoice = None,
-    separator: str | None = None,
-    separator_end: str | None = None,
     system: str | None = None,
     context: ContextPolicy | None = None,
     trust_remote_code: bool = False,
@@ -181,15 +180,15 @@ def transfer_config(
 
     `tiers` are options of `open_store`; the connector takes those that are left out from its environment.
 
-    `rule` and `ratio` hold for requests that name none. `separator` is the mark that plain clients put around chunks;
-    with `separator_end` it opens each chunk, and the last one ends there. `system` is the text that chunks were
-    ingested after, `context` what besides; None: what the store remembers. `keys` is the file of API keys that
-    `BlendMiddleware` asks for.
+    `mode`, `rule` and `ratio` hold for requests that name none. `system` is the text that chunks were ingested after,
+    `context` what besides; None: what the store remembers. `keys` is the file of API keys that `BlendMiddleware` asks
+    for.
     """
     extra: dict[str, Any] = {"store": str(user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
-    renderer = Renderer(tokenizer)
-    extra["prefix_ids"] = list(renderer.prefix_ids(system, pins_date=True))
+    extra["prefix_ids"] = list(Renderer(tokenizer).prefix_ids(system, pins_date=True))
+    if mode != "blend":
+        extra["mode"] = GenerationOptions(mode).mode
     if keys is not None:
         extra["keys"] = str(user_path(keys, "--api-keys-file").resolve())
     if context is not None:
@@ -198,10 +197,6 @@ def transfer_config(
         extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:
         extra["ratio"] = GenerationOptions(recompute_ratio=ratio).recompute_ratio
-    if separator is not None:
-        extra["separator_ids"] = separator_ids(separator, tokenizer)
-        if separator_end is not None:
-            extra["separator_end_ids"] = separator_ids(separator_end, tokenizer)
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
@@ -209,19 +204,6 @@ def transfer_config(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
-
-
-def separator_ids(separator: str, tokenizer: Any) -> list[int]:
-    """Token ids of the mark that plain clients put around chunks.
-
-    Most tokenizers read text differently at its start than behind other text, so the safest mark is a token of its own.
-    """
-    if not separator:
-        raise UsageError("the separator is empty; give a text that no document contains, such as '<|chunk|>'")
-    ids = list(tokenizer(separator, add_special_tokens=False).input_ids)
-    if not ids:
-        raise UsageError(f"the separator {separator!r} has no tokens in this model; choose another")
-    return ids
 
 
 def kv_memory_bytes(checkpoint: Checkpoint, max_model_len: int | None = None) -> int | None:

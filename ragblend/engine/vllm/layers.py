@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,6 +42,7 @@ from ragblend.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from ragblend.engine.vllm.paged import PagedKV
 
+_DIGITS = 128  # of one number in the paged cache: bfloat16 has all whole numbers up to 256
 _APART = 1 << 32  # between the positions of two requests, so that no run spans both
 
 # How many times more of the cache rows must read as runs than together, for ours to attend instead of the backend. On a
@@ -117,6 +119,7 @@ class VllmLayers:
         # slot is the same number in both, and only the tables that the kernel reads by count its own blocks.
         shape, num_blocks = self._attention[0].kv_cache.shape, kv_cache_config.num_blocks
         self._kernel_blocks = kernel_blocks_per_block(shape, num_blocks, self.block_size)
+        self._block_dim = list(shape[:2]).index(num_blocks * self._kernel_blocks)
         if self._kernel_blocks > 1:
             spec = spec.copy_with_new_block_size(self.block_size // self._kernel_blocks)
         with set_current_vllm_config(vllm_config):
@@ -250,6 +253,37 @@ class VllmLayers:
         """Put rotated `keys` and `values` [R, H, D] into the paged cache at `slots` [R]."""
         attention = self._attention[layer]
         attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
+
+    def read(self, layer: int, blocks: Tensor) -> LayerKV:
+        """Rotated keys and values [R, H, D] of all tokens of `blocks` [B], out of the paged cache."""
+        parts = torch.arange(self._kernel_blocks, device=self.device)
+        numbers = (blocks[:, None] * self._kernel_blocks + parts).flatten()
+        cache = self._attention[layer].kv_cache.index_select(self._block_dim, numbers)
+        found = cache.movedim(self._block_dim, 0).flatten(1)[:, self._block_layout]
+        return LayerKV(found[:, 0].flatten(0, 1), found[:, 1].flatten(0, 1))
+
+    @cached_property
+    def _block_layout(self) -> Tensor:
+        """Where a flattened block of the paged cache has its keys and values, [2, tokens, H, D].
+
+        The layout is the backend's own affair. So numbers are written into vLLM's null block, which holds nothing, in
+        digits that every dtype has, and looked for there.
+        """
+        attention, size = self._attention[0], self.block_size // self._kernel_blocks
+        shape = (2, size, self._num_heads, attention.head_size)
+        numbers = torch.arange(1, math.prod(shape) + 1, device=self.device).view(shape)
+        block = attention.kv_cache.select(self._block_dim, 0)
+        found, unit = torch.zeros(block.numel(), dtype=torch.int64, device=self.device), 1
+        block.zero_()
+        while unit <= math.prod(shape):
+            digits = (numbers // unit % _DIGITS).to(self.dtype)
+            self.write(0, torch.arange(size, device=self.device), digits[0], digits[1])
+            found += block.flatten().to(torch.int64) * unit
+            unit *= _DIGITS
+        block.zero_()
+        places = torch.full((len(found) + 1,), -1, device=self.device)
+        places[found] = torch.arange(len(found), device=self.device)
+        return places[numbers]
 
     def split_calls(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[AttentionCall]:
         """`rows` [R] in pieces of at most `max_rows` rows and `max_runs` runs, ascending, each ready to be run.

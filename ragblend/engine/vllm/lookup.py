@@ -1,8 +1,8 @@
-"""Which of a request's chunks are stored on this machine, found out beside vLLM's scheduling.
+"""Which chunks a request has, and which of them are stored on this machine, found out beside vLLM's scheduling.
 
 On a slow disk, or one behind a network, a header takes as long as a layer. So it is read by threads: who schedules
 waits for `PATIENCE_S`, which a local disk does not use up, and otherwise looks again at a later step. Knows keys and
-stores; knows neither vLLM nor what becomes of what it finds.
+stores, and has prompts matched; knows neither vLLM nor what becomes of what it finds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 from typing import NamedTuple
 
 from ragblend.engine.fusion.lookup import KEY_CONTEXTS, LookupContext, default_context_policy, lookup_contexts
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.matching import PromptMatcher
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.engine.vllm.worker import StoredSpan
 from ragblend.errors import RagblendError
@@ -28,23 +30,41 @@ NUM_LOOKUPS = 4  # requests that are looked up at the same time
 
 
 class LookupResult(NamedTuple):
-    """What is stored of a prompt's chunks, and keys of what the remote tier may have instead."""
+    """What is stored of a prompt's chunks, and keys of what the remote tier may have instead.
 
+    `params` are the request's, with the chunks that were found in its ids; `match_s`: seconds that took.
+    """
+
+    params: BlendParams
     stored: tuple[StoredSpan, ...] = ()
     missing: tuple[str, ...] = ()
+    match_s: float | None = None
 
 
 class ChunkLookup:
     """Looks chunks up in `disk`, behind the contexts that the store's policy and `config` name.
 
-    fingerprint: of the model, whose num_layers decide the default policy. `close` ends the threads.
+    fingerprint: of the model, whose num_layers decide the default policy. `matcher` finds chunks in prompts that name
+    none; without one there are none. `close` ends the threads.
     """
 
-    def __init__(self, disk: DiskStore, config: ConnectorConfig, fingerprint: str, num_layers: int) -> None:
+    def __init__(
+        self,
+        disk: DiskStore,
+        config: ConnectorConfig,
+        fingerprint: str,
+        num_layers: int,
+        matcher: PromptMatcher | None = None,
+    ) -> None:
         self._disk, self._config, self._fingerprint = disk, config, fingerprint
         self._remembered, self._default = disk.read_context(), default_context_policy(num_layers)
+        self._matcher = matcher
         self.prefix_ids = disk.read_prefix(config.prefix) if config.prefix else config.prefix_ids
+        if not self.prefix_ids and matcher is not None:
+            self.prefix_ids = matcher.prefix_ids
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
+        if matcher is not None:
+            self._pool.submit(matcher.find_runs, (), config.namespace)  # the first request finds the index built
 
     def start(self, ids: Sequence[int], params: BlendParams, *, asks_remote: bool) -> Future[LookupResult]:
         """Have the prompt `ids` looked up.
@@ -56,6 +76,8 @@ class ChunkLookup:
     def close(self) -> None:
         """Give up what nobody has begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._matcher is not None:
+            self._matcher.close()
 
     def context(self) -> ContextPolicy:
         """What the store's chunks are computed behind, as far as is known."""
@@ -70,19 +92,32 @@ class ChunkLookup:
     def _find(self, ids: Sequence[int], params: BlendParams, asks_remote: bool) -> LookupResult:
         if params.mode == "ingest":  # what is not here is computed, not asked for
             self._persist_policy(params.context)
-            return LookupResult(self._find_for_ingestion(ids, params))
+            return LookupResult(params, self._find_for_ingestion(ids, params))
+        match_s = None
+        if not params.spans:
+            start_s = perf_counter()
+            params = self._match(ids, params)
+            match_s = perf_counter() - start_s
         candidates = list(self._candidates(ids, params))
         missing = self._missing(candidates) if asks_remote else ()
-        return (
-            LookupResult(missing=missing)
-            if missing
-            else LookupResult(tuple(self._find_stored(ids, params, candidates)))
-        )
+        stored = () if missing else tuple(self._find_stored(ids, params, candidates))
+        return LookupResult(params, stored, missing, match_s)
+
+    def _match(self, ids: Sequence[int], params: BlendParams) -> BlendParams:
+        if self._matcher is None:
+            return params
+        try:
+            return params.with_runs(self._matcher.find_runs(ids, params.namespace))
+        except RagblendError as error:
+            log.warning("no chunks are looked for in a prompt: %s", error)
+            return params
 
     def _candidates(
         self, ids: Sequence[int], params: BlendParams
     ) -> Iterator[tuple[int, int, list[tuple[str, LookupContext]]]]:
         """For each chunk where it is, and the keys that it may be stored under, the best one first."""
+        if not params.spans:
+            return
         prefixes, policy = (params.prefix_ids(ids), self.prefix_ids), self.context()
         for place, (start, end) in enumerate(params.spans):
             is_beginning = params.chunk_start(place) == 0

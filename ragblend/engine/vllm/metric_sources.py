@@ -48,17 +48,18 @@ class RequestMetrics:
             reused_tokens=report.num_reused_tokens,
         )
         for name in ("load", "fuse", "stall") if observed and not report.refused_reason else ():
-            self._observe(f"request_{name}_seconds", getattr(report, f"{name}_s"))
+            self.observe(f"request_{name}_seconds", getattr(report, f"{name}_s"))
 
     def record_first_token(self, mode: str, arrival_s: float) -> None:
         """The first token is there of a request that arrived at `arrival_s`, since the epoch."""
-        self._observe(f"request_ttft_seconds{LABEL}{mode}", max(0.0, time.time() - arrival_s))
+        self.observe(f"request_ttft_seconds{LABEL}{mode}", max(0.0, time.time() - arrival_s))
 
     def set_queue_length(self, length: int) -> None:
         """How many requests have a context that is still to be filled."""
         self._queue = length
 
-    def _observe(self, name: str, value: float) -> None:
+    def observe(self, name: str, value: float) -> None:
+        """Add to a histogram."""
         self.observed.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float | list[float]]:

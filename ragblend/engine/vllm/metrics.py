@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from ragblend.engine.vllm.metric_sources import LABEL
 
 COUNTERS = {
-    "requests": "Requests that asked for ragblend",
-    "refused_requests": "Requests that asked for ragblend and were served by ordinary prefill",
+    "requests": "Requests with ragblend's parameters, or in which stored chunks were found",
+    "refused_requests": "Those of them that were served by ordinary prefill",
     "chunk_hits": "Chunks whose stored KV was used",
     "chunk_misses": "Chunks that were looked for and had no stored KV, or none that could be read",
     "reused_tokens": "Prompt tokens whose stored KV was used as it is",
@@ -37,11 +37,13 @@ class _Labelled(NamedTuple):
 
 
 LABELLED_COUNTERS = {
+    "left_requests": _Labelled("reason", "Requests that were left to vLLM as they came"),
     "tier_hits": _Labelled("tier", "Stored chunks found by the tier that had them, read ahead or for a request"),
     "tier_evictions": _Labelled("tier", "Stored chunks that left a tier to make room"),
 }
 HISTOGRAMS = {
-    "request_ttft_seconds": _Labelled("mode", "Arrival until the first token, of requests that asked for ragblend"),
+    "request_ttft_seconds": _Labelled("mode", "Arrival until the first token, of ragblend's requests"),
+    "request_match_seconds": _Labelled("", "Finding stored chunks in a prompt's ids, per request without spans"),
     "request_load_seconds": _Labelled("", "Reading and placing stored KV, per request"),
     "request_fuse_seconds": _Labelled("", "Recomputing, per request"),
     "request_stall_seconds": _Labelled("", "Waiting for stored KV that was not there in time, per request"),

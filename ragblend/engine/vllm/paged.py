@@ -35,9 +35,10 @@ class PlacedLayer(NamedTuple):
 class PagedKV:
     """FusedLayers over one request's blocks. `length` rows are valid.
 
-    What is written to blocks cannot be read back, so of the layers in `kept` the one that was placed last stays at
-    hand, with what is written to it. `num_behind` rows behind the `num_rows` that have blocks are only asked: they
-    stand nowhere else. `whole` is the layer of which all that was placed is at hand as it was placed last.
+    Reading blocks back is slow, so of the layers in `kept` the one that was placed last stays at hand, with what is
+    written to it. `num_behind` rows behind the `num_rows` that have blocks are only asked: they
+    stand nowhere else. The first `num_resident` rows are in the blocks already: they are never written, and are read
+    into a kept layer from there. `whole` is the layer of which all that was placed is at hand as it was placed last.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class PagedKV:
         num_rows: int,
         kept: Collection[int] = (),
         num_behind: int = 0,
+        num_resident: int = 0,
     ) -> None:
         self.length = 0
         self._layers = layers
@@ -55,10 +57,10 @@ class PagedKV:
         self._slots = self.blocks[self._positions // layers.block_size] * layers.block_size
         self._slots += self._positions % layers.block_size
         self._num_rows, self._capacity = num_rows, num_rows + num_behind
+        self._num_resident = num_resident
         self._kept = frozenset(kept)
-        self._resident_layer: tuple[int, LayerKV] | None = (
-            None  # the layer, [capacity, H, D] as vLLM wants to be given it
-        )
+        # The layer, [capacity, H, D] as vLLM wants to be given it.
+        self._resident_layer: tuple[int, LayerKV] | None = None
         self.whole: int | None = None
         self._last: tuple[Tensor, bool, list[AttentionCall]] | None = None
         self._much: tuple[Tensor, bool] | None = None
@@ -127,6 +129,10 @@ class PagedKV:
             kept = self._resident_layer[1] if self._resident_layer is not None else None
             kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
             self._resident_layer, self.whole = (layer, kept), None
+            if self._num_resident:
+                there = self._layers.read(layer, self.blocks[: -(-self._num_resident // self._layers.block_size)])
+                for room, tensor in zip(kept, there, strict=True):
+                    room[: self._num_resident] = tensor[: self._num_resident]
         return LayerKV(*(tensor[rows] for tensor in self._resident_layer[1]))
 
     def _resident_kv(self, layer: int) -> LayerKV | None:

@@ -6,10 +6,13 @@ Shared by the connector and by every client of a vLLM server, so it imports neit
                "around": [[[], []], [[791], [13]]], "num_prefix": 4, "namespace": "", "seed": 0}
     response  {"version": 2, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
 
+A request without `spans` has chunks looked for in its token ids, and so has one that says nothing to ragblend; a server
+may be started with another mode for those that name none.
+
 `spans` are the chunks' places in the prompt's token ids, ascending; the ids behind the last are the question. Where a
 span is a part of its chunk, `around` has the ids of the chunk before and after that part. Keys are never sent: the
 connector computes them from the ids. `num_prefix`: tokens at the front that chunks may be stored after; null is those
-before the first span. All fields but `mode` and `spans` have defaults.
+before the first span. All fields have defaults.
 
 - "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed. "auto" is
   what was calibrated in the server's store; null is what the server was started with, else the same.
@@ -24,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -40,6 +43,7 @@ from ragblend.options import (
     check_options,
     copy_option,
 )
+from ragblend.prompt.match import ChunkRun
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
@@ -129,6 +133,16 @@ class BlendParams:
         """Return the place of a span's first token in its chunk."""
         return len(self.around[place][0]) if self.around else 0
 
+    def with_runs(self, runs: Sequence[ChunkRun]) -> BlendParams:
+        """Return the same wishes for a prompt in which these runs of chunks were found."""
+        runs = runs[:MAX_SPANS]
+        around = [(run.chunk_ids[: run.chunk_start], run.chunk_ids[run.chunk_start + run.num_tokens :]) for run in runs]
+        return replace(
+            self,
+            spans=tuple((run.start, run.end) for run in runs),
+            around=tuple(around) if any(before or after for before, after in around) else (),
+        )
+
     def prefix_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids at the front of a prompt that chunks may be stored after."""
         return tuple(token_ids[: self.spans[0][0] if self.num_prefix is None else self.num_prefix])
@@ -208,37 +222,6 @@ def report_from(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | N
         return BlendReport.read(raw)
     except (TypeError, AttributeError):
         return None
-
-
-def spans_between(
-    token_ids: Sequence[int], separator_ids: Sequence[int], end_ids: Sequence[int] = ()
-) -> tuple[tuple[int, int], ...]:
-    """Chunks' spans in a prompt that marks them itself, for clients that only send text.
-
-    Separators belong to no chunk. Without `end_ids`: `prefix S chunk S chunk S question`; fewer than two mark nothing.
-    With `end_ids`: `prefix S chunk S chunk E question`, the last chunk ends at the first end marker.
-
-    >>> spans_between([7, 0, 8, 9, 0, 5, 0, 6], [0]), spans_between([7, 0, 8, 9, 0, 5, 1, 6], [0], [1])
-    (((2, 4), (5, 6)), ((2, 4), (5, 6)))
-    """
-    bounds = _occurrences(token_ids, separator_ids)
-    if bounds and end_ids:
-        ends = [end for end in _occurrences(token_ids, end_ids) if end > bounds[0]]
-        bounds = [start for start in bounds if not ends or start < ends[0]] + [ends[0] if ends else len(token_ids)]
-    size = len(separator_ids)
-    return tuple((left + size, right) for left, right in pairwise(bounds) if left + size < right)
-
-
-def _occurrences(token_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """Where `wanted` starts in `token_ids`, not overlapping."""
-    found, position, size, wanted = [], 0, len(wanted), list(wanted)
-    while size and position + size <= len(token_ids):
-        if token_ids[position] == wanted[0] and list(token_ids[position : position + size]) == wanted:
-            found.append(position)
-            position += size
-        else:
-            position += 1
-    return found
 
 
 def vllm_structure(structured_outputs: Mapping[str, Any]) -> dict[str, Any]:

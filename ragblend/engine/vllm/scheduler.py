@@ -1,13 +1,14 @@
 """The scheduler's half of the connector: what a request asks for, and what can be done for it.
 
-For each request: its parameters, the rule and the ratio, the chunks that are stored, up to where its context will be
-filled, and the report. Nothing here waits for the disk or the network, because vLLM schedules meanwhile: chunks are
-looked up (`lookup`) and fetched (`fetch`) beside it.
+For each request: its parameters, the chunks that it has and that are stored, the rule and the ratio, what vLLM's own
+prefix cache has of it, up to where its context will be filled, and the report. Nothing here waits for the disk or the
+network, because vLLM schedules meanwhile: chunks are looked up (`lookup`) and fetched (`fetch`) beside it.
 Knows vLLM's requests by their attributes; imports nothing of vLLM.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,15 @@ from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.fetch import PendingFetch, RemoteFetcher
 from ragblend.engine.vllm.loading import LoadingController, MemoryTierDelta, ReadAheadQueue, machine_facts_of
 from ragblend.engine.vllm.lookup import PATIENCE_S, ChunkLookup, LookupResult
-from ragblend.engine.vllm.metric_sources import RequestMetrics, TierMetrics
+from ragblend.engine.vllm.matching import ConversationSalts, PromptMatcher
+from ragblend.engine.vllm.metric_sources import LABEL, RequestMetrics, TierMetrics
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
     TENANT_KEY,
@@ -36,11 +39,12 @@ from ragblend.engine.vllm.params import (
     parse_params,
     report_to_json,
     salted_namespace,
-    spans_between,
 )
-from ragblend.engine.vllm.support import model_fingerprint, model_shape
+from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
 from ragblend.engine.vllm.worker import IDLE_PATIENCE_S, BlendJob, StoredSpan
 from ragblend.errors import RagblendError, UsageError
+from ragblend.prompt.match import MIN_RUN
+from ragblend.prompt.render import Renderer
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +65,9 @@ class _RequestState:
     choice: RequestTuning | None = None  # what a calibration says; None where nothing is fused
     adapts_ratio: bool = False  # whether to reuse, and the ratio, are to be settled by what loading costs
     is_new: bool = True  # nobody has waited for its lookup yet
-    is_hidden: bool = False  # from vLLM's prefix cache
+    is_ours: bool = True  # it has parameters, or chunks were found in it
+    is_salted: bool = False  # its blocks in vLLM's prefix cache are found by nobody, or by its own conversation
+    num_resident: int = 0  # tokens at the front that were in those blocks
     num_missing: int = 0  # chunks that were looked for and not found
     is_filled: bool = False  # the workers have told what became of it
     request: Any = None  # vLLM's, until its first token is there
@@ -99,7 +105,11 @@ class BlendScheduler:
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = LoadingController(machine)
         self._read_ahead = ReadAheadQueue(config.memory_bytes)
-        self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers)
+        matcher = self._make_matcher(model)
+        self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, matcher)
+        self._salts = ConversationSalts(matcher.tail_ids if matcher is not None else ())
+        self._cache_config = vllm_config.cache_config
+        self.kv_cache_manager: Any = None  # vLLM's, from when it is there
         self._drops_memory = False
         self._reuses = True
         self._note_model(str(model.model), shape)
@@ -119,14 +129,24 @@ class BlendScheduler:
         drops, self._drops_memory = self._drops_memory, False
         return drops
 
+    def _make_matcher(self, model: Any) -> PromptMatcher | None:
+        """What finds chunks in requests; None where the model's tokenizer cannot be had."""
+        try:
+            place = str(model.tokenizer or model.model)
+            tokenizer, _ = load_tokenizer(place, served_options(model, place))
+            return PromptMatcher(self.disk, Renderer(tokenizer))
+        except (RagblendError, OSError, ValueError) as error:
+            log.warning("chunks are reused for requests with spans alone: %s", error)
+            return None
+
     def on_new_request(self, request: Any) -> None:
-        """Read what a request asks for, look its chunks up, and keep its KV out of the exact prefix cache."""
+        """Read what a request asks for, look its chunks up, and settle which blocks of vLLM's prefix cache it sees."""
         self.loading.on_request_added(request.request_id)
         try:
             params = self._params(request, self._bound_namespace(request))
             if params is None:
                 return
-            state = self._resolve_params(request, params)
+            state = self._make_state(request, params)
         except RagblendError as error:
             # Whatever a client sends, it gets an answer: by ordinary prefill.
             log.warning("request %s is served by ordinary prefill: %s", request.request_id, error)
@@ -135,11 +155,12 @@ class BlendScheduler:
             )
         self.requests[request.request_id] = state
         state.request = request
-        self.counting.add(requests=1, refused_requests=bool(state.report.refused_reason))
+        self.counting.add(requests=state.is_ours, refused_requests=bool(state.report.refused_reason))
         if state.params.mode == "full":
             _hide_from_prefix_cache(request, state)
-        elif not state.report.refused_reason:
-            self._begin_lookup(request, state)
+        elif not state.report.refused_reason and state.params.mode != "prefix":
+            self._start_lookup(request, state, asks_remote=self._fetch is not None)
+            self._is_plan_ready(request, state)
 
     def _bound_namespace(self, request: Any) -> str | None:
         """The namespace that the request's API key is bound to; None where there are no keys.
@@ -157,32 +178,69 @@ class BlendScheduler:
         return namespace
 
     def _params(self, request: Any, bound: str | None) -> BlendParams | None:
-        """The request's parameters, or those that separators in its prompt stand for; None: it is not for us."""
+        """The request's parameters, or the server's for one that has none; None: it is left to vLLM."""
         given = request.kv_transfer_params
         if isinstance(given, dict) and PARAMS_KEY in given:
             params = parse_params(given[PARAMS_KEY])
-        elif self.config.separator_ids and request.prompt_token_ids is not None:
-            spans = spans_between(request.prompt_token_ids, self.config.separator_ids, self.config.separator_end_ids)
-            if not spans:
-                return None
-            params = BlendParams(spans=spans, namespace=self.config.namespace)
-        else:
+            if "mode" not in given[PARAMS_KEY]:
+                params = replace(params, mode=self.config.mode)
+        elif reason := self._reason_to_leave(request):
+            self._count_left(reason)
             return None
+        else:
+            params = BlendParams(self.config.mode, namespace=self.config.namespace)
         if bound is None:
             bound = salted_namespace(params.namespace, request.cache_salt)
             if params.namespace:
                 _salt_with_namespace(request, bound)
         return replace(params, namespace=bound)
 
-    def _resolve_params(self, request: Any, params: BlendParams) -> _RequestState:
-        ids = request.prompt_token_ids
-        if ids is None:
+    def _reason_to_leave(self, request: Any) -> str:
+        """Why no chunks are looked for in a request without parameters; "" where they are."""
+        if self.config.mode not in ("blend", "reuse"):
+            return "mode"
+        if not self._reuses:
+            return "weights_updated"
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            return "embeddings"
+        if getattr(request, "mm_features", None):
+            return "multimodal"
+        if getattr(request, "lora_request", None) is not None:
+            return "lora"
+        if request.skip_reading_prefix_cache:
+            return "prompt_logprobs"
+        return ""
+
+    def _count_left(self, reason: str) -> None:
+        self.counting.add(**{f"left_requests{LABEL}{reason}": 1})
+
+    def _make_state(self, request: Any, params: BlendParams) -> _RequestState:
+        if request.prompt_token_ids is None:
             raise UsageError("the prompt consists of embeddings; ragblend needs token ids")
-        params.check_length(len(ids))
+        params.check_length(len(request.prompt_token_ids))
+        state = _RequestState(params, BlendReport(params.reported_mode))
+        state.is_ours = PARAMS_KEY in (request.kv_transfer_params or {})
+        if params.spans or params.mode in ("full", "prefix"):
+            self._settle_rule(request, state)
+        if params.mode in ("full", "prefix"):
+            return state
+        if request.skip_reading_prefix_cache:
+            raise UsageError("the request wants every prompt token computed (prompt logprobs), so nothing is reused")
+        if not self._reuses:
+            state.report = _as_prefill(state.report, WEIGHTS_UPDATED)
+        return state
+
+    def _settle_rule(self, request: Any, state: _RequestState, is_matched: bool = False) -> None:
+        """Settle rule and ratio, and begin the report, once the request's chunks are known."""
+        ids, params = request.prompt_token_ids, state.params
         rule = self.config.rule if params.rule == "auto" else params.rule
         ratio = self.config.ratio if params.ratio is None else params.ratio
-        choice = self._calibrations.resolve_request_tuning(params.prefix_ids(ids) if params.spans else (), rule, ratio)
-        params = replace(params, rule=rule, ratio=choice.ratio)
+        prefix_ids = params.prefix_ids(ids) if params.spans else ()
+        default = tuple(self._lookup.prefix_ids)
+        if is_matched and params.num_prefix is None and tuple(ids[: len(default)]) == default:
+            prefix_ids = default  # what stands before the first chunk is a label as well, or a turn
+        choice = self._calibrations.resolve_request_tuning(prefix_ids, rule, ratio)
+        state.params = params = replace(params, rule=rule, ratio=choice.ratio)
         blends = params.mode == "blend"
         used = choice.ratio if blends else float(params.mode == "full")
         report = BlendReport(params.reported_mode, choice.rule if blends else "none", used)
@@ -192,23 +250,8 @@ class BlendScheduler:
         report.chunks = [ChunkReport("", end - start, hit=False) for start, end in params.spans]
         if params.spans:
             report.charged_budget = report.charged_budget_32 = 1.0
-        state = _RequestState(params, report)
-        if params.mode in ("full", "prefix") or not params.spans:
-            return state
-        if not self._reuses:
-            state.report = _as_prefill(report, WEIGHTS_UPDATED)
-            return state
-        state.choice, state.adapts_ratio = choice, blends and choice.is_auto_ratio and self.loading.machine is not None
-        if request.skip_reading_prefix_cache:
-            raise UsageError("the request wants every prompt token computed (prompt logprobs), so nothing is reused")
-        return state
-
-    def _begin_lookup(self, request: Any, state: _RequestState) -> None:
-        """Settle what is to be done: at once, or when a slow disk has told what is there, or a remote has sent it."""
-        if state.params.mode == "prefix" or not state.params.spans:
-            return
-        self._start_lookup(request, state, asks_remote=self._fetch is not None)
-        self._is_plan_ready(request, state)
+        state.report, state.choice = report, choice
+        state.adapts_ratio = blends and choice.is_auto_ratio and self.loading.machine is not None
 
     def _start_lookup(self, request: Any, state: _RequestState, *, asks_remote: bool) -> None:
         state.pending_lookup = self._lookup.start(request.prompt_token_ids, state.params, asks_remote=asks_remote)
@@ -227,11 +270,29 @@ class BlendScheduler:
                 state.is_new = False
                 return False
             state.pending_lookup = None
+            if result.match_s is not None:
+                self._take_match(request, state, result.params, result.match_s)
             if result.missing and self._fetch is not None:
                 state.pending_fetch = self._fetch.start(result.missing)
                 return False
-            self._plan_fill(request, state, result.stored)
+            if state.params.spans:
+                self._plan_fill(request, state, result.stored)
         return True
+
+    def _take_match(self, request: Any, state: _RequestState, params: BlendParams, match_s: float) -> None:
+        """Go on with the chunks that were found in a request; without any it is vLLM's, as it came."""
+        self.counting.observe("request_match_seconds", match_s)
+        state.params = params
+        if not params.spans:
+            self._count_left("no_chunks")
+            if not state.is_ours:
+                del self.requests[request.request_id]
+                return
+        elif not state.is_ours:
+            state.is_ours = True
+            self.counting.add(requests=1)
+        self._settle_rule(request, state, is_matched=True)
+        state.report.match_s = match_s
 
     def _plan_fill(self, request: Any, state: _RequestState, stored: tuple[StoredSpan, ...]) -> None:
         """Decide up to where the request's context will be filled."""
@@ -247,8 +308,54 @@ class BlendScheduler:
             state.end = state.stored[-1].end if state.stored else 0
         if state.stored and state.params.mode != "ingest":
             self._read_ahead.on_request_queued(request.request_id, state.stored)
-        if state.end and not state.adapts_ratio:  # otherwise it may become an ordinary prefill
+        if state.params.mode == "ingest":
             _hide_from_prefix_cache(request, state)
+        elif state.end and not state.adapts_ratio:  # otherwise it may become an ordinary prefill
+            self._share_conversation(request, state)
+
+    def _share_conversation(self, request: Any, state: _RequestState) -> None:
+        """Have a request see what was blended for earlier turns of its conversation, and later turns what is for it.
+
+        It is left to vLLM where vLLM's exact cache has so much of it that blending would compute no fewer tokens.
+        """
+        ids, params, choice = request.prompt_token_ids, state.params, state.choice
+        assert choice is not None
+        salt, num_exact = request.cache_salt, self._num_cached(request)
+        settings = (params.namespace, params.mode, params.rule, params.ratio, choice.is_auto_ratio, params.seed)
+        _salt(request, self._salts.salt_for(ids, settings))
+        state.is_salted = True
+        ratio = params.ratio if params.mode == "blend" else 0.0
+        assert isinstance(ratio, float | int)
+        num_resident = self._num_cached(request)
+        num_stored = sum(span.end - span.start for span in _behind(state.stored, num_resident))
+        if num_exact and num_exact >= num_resident + (1 - ratio) * num_stored:
+            _salt(request, salt)
+            state.is_salted = False
+            self._leave(request, state, num_exact)
+            self._count_left("prefix_cache")
+
+    def _num_cached(self, request: Any) -> int:
+        """Tokens at a request's front that vLLM's prefix cache has, under the request's salt."""
+        return 0 if self.kv_cache_manager is None else int(self.kv_cache_manager.get_computed_blocks(request)[1])
+
+    def _leave(self, request: Any, state: _RequestState, num_cached: int) -> None:
+        """Leave the rest of a prompt to vLLM, which has `num_cached` tokens of it."""
+        report = state.report
+        if not state.is_salted:
+            report = replace(report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None)
+        is_exact = report.mode == "prefix" or report.recompute_ratio >= 1
+        report.chunks = [
+            replace(chunk, hit=True, prefix_match="exact", exact=is_exact) if start < num_cached else chunk
+            for chunk, (start, _) in zip(report.chunks, state.params.spans, strict=True)
+        ]
+        report.num_prefix_tokens = report.num_reused_tokens = num_cached
+        report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
+        total = sum(chunk.num_tokens for chunk in report.chunks)
+        cached = sum(max(0, min(end, num_cached) - start) for start, end in state.params.spans)
+        report.charged_budget = report.charged_budget_32 = 1 - cached / total
+        state.report, state.end, state.stored, state.num_missing = report, 0, (), 0
+        self.counting.add(reused_tokens=num_cached)
+        self._read_ahead.on_request_done(request.request_id)
 
     def _adapt_ratio(self, request: Any, state: _RequestState) -> None:
         """Settle the ratio by what loading costs, or leave the request to vLLM, where full prefill is faster."""
@@ -266,32 +373,40 @@ class BlendScheduler:
         state.report.recompute_ratio = decision.ratio
         if state.choice.fit is not None:
             state.report.predicted_agreement = state.choice.fit.agreement_at(decision.ratio)
-        _hide_from_prefix_cache(request, state)
+        self._share_conversation(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The context's tokens, to be filled between steps; None: not known yet. After a preemption the same again."""
         state = self.requests.get(request.request_id)
         if state is None:
             return 0, False
-        was_hidden = state.is_hidden
+        was_salted = state.is_salted
         if not self._is_plan_ready(request, state):
             return None, False
         if state.end and state.adapts_ratio:
             if not self.loading.is_current:
                 return None, False  # the workers tell with this step what is in their memory
             self._adapt_ratio(request, state)
-        if state.end and num_computed_tokens and not was_hidden:
-            return None, False  # vLLM found those in the exact cache; hidden by now, the request finds none there
-        count = state.end - num_computed_tokens
-        return (count, True) if count > 0 else (0, False)
+        if state.is_salted != was_salted and num_computed_tokens != self._num_cached(request):
+            return None, False  # vLLM has looked under another salt; it looks again at the next step
+        if not state.end:
+            return 0, False
+        if request.num_preemptions and num_computed_tokens > state.num_resident:
+            # What is left of its own blocks is computed again with the rest, so that the outcome does not depend on it.
+            _hide_blocks(request, state.num_resident // self._cache_config.block_size)
+            return None, False
+        num_stored = sum(span.end - span.start for span in _behind(state.stored, num_computed_tokens))
+        if num_computed_tokens and num_stored < MIN_RUN and state.params.mode != "ingest":
+            self._leave(request, state, num_computed_tokens)
+            return 0, False
+        state.num_resident = num_computed_tokens
+        return state.end - num_computed_tokens, True
 
     def on_blocks_allocated(self, request: Any, block_ids: Sequence[int]) -> None:
         """The blocks are there: the workers can start."""
         state = self.requests.get(request.request_id)
         if state is None:
             return
-        # Blocks that vLLM found in its cache are this request's own, from before a preemption: the salt is unique.
-        # They are written again with the rest, so that the outcome does not depend on what was left of them.
         self._read_ahead.on_request_started(request.request_id)
         fit = state.choice.fit if state.choice is not None else None
         self._new_jobs.append(
@@ -301,10 +416,11 @@ class BlendScheduler:
                 state.report.recompute_ratio,
                 tuple(request.prompt_token_ids),
                 state.end,
-                state.stored,
+                _behind(state.stored, state.num_resident),
                 tuple(block_ids),
                 self.fingerprint,
                 fit.rule_and_layer if fit is not None else None,
+                state.num_resident,
             )
         )
 
@@ -348,7 +464,7 @@ class BlendScheduler:
                 report.load_s, report.stall_s = report.load_s + state.waited_s, report.stall_s + state.waited_s
             self.counting.record_filled(report, observed=state is not None and state.params.mode != "ingest")
             if state is not None:
-                report.predicted_agreement = state.report.predicted_agreement
+                report.predicted_agreement, report.match_s = state.report.predicted_agreement, state.report.match_s
                 state.report, state.is_filled = report, True
                 if report.refused_reason:
                     state.end = 0  # or what failed once would be tried for ever
@@ -358,7 +474,7 @@ class BlendScheduler:
         self.loading.on_request_finished(request_id)
         self._read_ahead.on_request_done(request_id)
         state = self.requests.pop(request_id, None)
-        if state is None:
+        if state is None or not state.is_ours:
             return None
         self._time_first_token(state)
         report = state.report
@@ -375,7 +491,7 @@ class BlendScheduler:
     def _time_first_token(self, state: _RequestState) -> None:
         """Between two steps: at most one step later than the token."""
         if state.request is not None and state.request.num_output_tokens > 0:
-            if state.params.mode != "ingest":
+            if state.params.mode != "ingest" and state.is_ours:
                 self.counting.record_first_token(state.report.mode, state.request.arrival_time)
             state.request = None
 
@@ -410,14 +526,30 @@ def _as_prefill(report: BlendReport, reason: str) -> BlendReport:
     )
 
 
+def _behind(stored: Sequence[StoredSpan], start: int) -> tuple[StoredSpan, ...]:
+    """The parts of stored spans from position `start` on."""
+    cut = (
+        span._replace(start=max(start, span.start), chunk_start=span.chunk_start + max(0, start - span.start))
+        for span in stored
+    )
+    return tuple(span for span in cut if span.start < span.end)
+
+
 def _hide_from_prefix_cache(request: Any, state: _RequestState) -> None:
     """Give a request a name of its own in vLLM's prefix cache: it finds nothing there, and nobody finds its blocks."""
-    state.is_hidden = True
+    state.is_salted = True
     _hide(request)
 
 
 def _hide(request: Any) -> None:
     _salt(request, f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}")
+
+
+def _hide_blocks(request: Any, num_seen: int) -> None:
+    """Let a request see its first `num_seen` blocks in vLLM's prefix cache, and hide those behind them."""
+    salt = uuid.uuid4().bytes
+    hidden = [hashlib.sha256(salt + each).digest() for each in request.block_hashes[num_seen:]]
+    request.block_hashes[num_seen:] = hidden
 
 
 def _salt_with_namespace(request: Any, namespace: str) -> None:
@@ -426,7 +558,7 @@ def _salt_with_namespace(request: Any, namespace: str) -> None:
         _salt(request, cache_salt_of(namespace))
 
 
-def _salt(request: Any, salt: str) -> None:
+def _salt(request: Any, salt: str | None) -> None:
     request.cache_salt = salt
     request.block_hashes.clear()
     request.update_block_hashes()

@@ -16,7 +16,7 @@ from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES, CheckLayer
 from ragblend.engine.fusion.self_check import CHUNK_TOKENS, NUM_CHUNKS, PREFIX_TOKENS, QUESTION_TOKENS, TOLERANCE
-from ragblend.engine.store.kv import KVHeader, dtype_name
+from ragblend.engine.store.kv import KVHeader, dtype_name, rows_of
 from ragblend.engine.vllm.layers import VllmLayers
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.errors import UnsupportedModelError
@@ -31,7 +31,7 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
     A chunk right behind its prefix changes nothing; recomputing everything over stale KV gives full prefill;
     recomputing scattered tokens over exact KV changes nothing, in one call and in several that are planned together.
     Judged by what the tokens after them come out as. And those tokens come out the same when they are asked ahead,
-    without blocks.
+    without blocks, over what is placed and over what is read out of the blocks.
     """
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     needed = -(-total // layers.block_size)
@@ -72,10 +72,19 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
             run_to_completion(layers, fuse_steps(layers, plan, target, source))
         return outcome(question)
 
-    def asked(placement: Placement) -> Tensor:
-        target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
+    def asked(placement: Placement, num_resident: int = 0) -> Tensor:
+        target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS, num_resident)
         hidden = layers.embed(ids[question])
-        with PagedSource((prefix, placement), layers, target) as source:
+        placed: tuple[Placement, ...] = (prefix, placement)
+        if num_resident:
+            placed = (
+                Placement(
+                    rows_of(placement.kv, num_resident - placement.start, context - placement.start),
+                    num_resident,
+                    False,
+                ),
+            )
+        with PagedSource(placed, layers, target) as source:
             for layer in range(layers.num_layers):
                 source.wait(layer)
                 hidden = layers.run_probe_layer(layer, hidden, question, target, None)
@@ -118,6 +127,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
         gates["scattered tokens in several calls"] = blended(scattered)
     gates["asking every layer over exact KV"] = blended(plan([whole], "ask", CheckLayer(0, 0.3)))
     gates["the question asked ahead"] = asked(whole)
+    gates["the question asked ahead over what is in the blocks"] = asked(whole, context // 2)
     return {gate: _error(found, expected) for gate, found in gates.items()}
 
 

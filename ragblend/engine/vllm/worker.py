@@ -84,6 +84,7 @@ class BlendJob:
     block_ids: tuple[int, ...]
     fingerprint: str
     fitted: tuple[str, int] | None = None  # what a calibration takes for the rule asked for, and the layer it reads
+    num_resident: int = 0  # tokens at the front whose blocks vLLM had: read, and never written, for others see them too
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -95,7 +96,7 @@ class BlendJob:
         """Tokens that will run through most of the layers, about."""
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
-        return self.end - self.params.spans[0][0] - num_stored + math.ceil(ratio * num_stored)
+        return self.end - max(self.num_resident, self.params.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)
 
 
 class JobResult(NamedTuple):
@@ -288,10 +289,11 @@ class BlendWorker:
     def _blend(self, job: BlendJob) -> Steps[_JobOutput]:
         """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
         reuse = job.params.mode != "blend"
-        prefix = yield from self._prefix(job)
+        prefix = () if job.num_resident else (yield from self._prefix(job))
+        num_resident = job.num_resident or sum(placement.end for placement in prefix)
         damaged: set[str] = set()
         while True:
-            plan = self._fuse_plan(job, self._lookup(job, damaged), sum(placement.end for placement in prefix))
+            plan = self._fuse_plan(job, self._lookup(job, damaged), num_resident)
             paged = self._paged(job, plan)
             try:
                 ends_s: list[float] = []
@@ -313,9 +315,14 @@ class BlendWorker:
         report = BlendReport(job.params.reported_mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
         report.load_s, report.stall_s, report.num_damaged_entries = source.load_s, source.stall_s, len(damaged)
         report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.params.spans]
-        spans = {span.start: span for span in job.stored}
-        used = {each.start: (each, spans[each.start]) for each in plan.placements}
-        record_fusion(report, (start for start, _ in job.params.spans), used, plan, result)
+        stored = {span.start: span for span in job.stored}
+        by_start = {each.start: (each, stored[each.start]) for each in plan.placements}
+        starts = [start for start, _ in job.params.spans]
+        used = {start: by_start[first] for start in starts if (first := max(start, job.num_resident)) in by_start}
+        record_fusion(report, starts, used, plan, result)
+        for start, chunk in zip(starts, report.chunks, strict=True):
+            if start < job.num_resident:  # blended for an earlier turn
+                chunk.exact = job.ratio >= 1
         return _JobOutput(report)
 
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
@@ -407,9 +414,10 @@ class BlendWorker:
         if self.layers.may_attend and 0 < plan.checks[-1].ratio < 1:
             kept.update(range(self.layers.num_layers))
         if not plan.probe_layers:
-            return PagedKV(self.layers, job.block_ids, job.end, kept)
+            return PagedKV(self.layers, job.block_ids, job.end, kept, num_resident=job.num_resident)
         kept.update(range(plan.probe_layers[-1] + 1))
-        return PagedKV(self.layers, job.block_ids, job.end, kept, len(job.token_ids) - job.end)
+        num_behind = len(job.token_ids) - job.end
+        return PagedKV(self.layers, job.block_ids, job.end, kept, num_behind, job.num_resident)
 
     def _source(self, placements: Sequence[Placement], paged: PagedKV, *, moves: bool = False) -> PagedSource:
         """What reads for one job. Its reader may outlive the job by what it is reading then."""

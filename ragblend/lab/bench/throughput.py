@@ -133,8 +133,7 @@ def run_throughput(config: ThroughputConfig, notify: ProgressCallback = ignore_p
                 return [engine.request(prompt, max_tokens=config.output_tokens, **options) for prompt in prompts]
 
             def answer(case: ModeAndRule, prompts: Sequence[Prompt], arrivals_s: Sequence[float]) -> list[TimedAnswer]:
-                if case.mode == "prefix":
-                    warm_prefix_cache(engine, prompts)
+                warm_prefix_cache(engine, prompts if case.mode == "prefix" else [])
                 return check_answers(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
 
             notify("measuring one request at a time")

@@ -122,8 +122,7 @@ def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
         from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
 
         def prepare(prompt: Prompt, mode: Mode) -> None:
-            if mode == "prefix":
-                warm_prefix_cache(engine, [prompt])
+            warm_prefix_cache(engine, [prompt] if mode == "prefix" else [])
 
         memory_gib = 0.0 if config.tier == "disk" else _NO_LIMIT_BYTES / GIB
         with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as (engine, vocab_size):

@@ -1,4 +1,4 @@
-"""What a vLLM request and its answer carry, and how separators mark chunks. Needs no vLLM."""
+"""What a vLLM request and its answer carry. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ragblend.engine.vllm.params import (
     parse_params,
     report_from,
     report_to_json,
-    spans_between,
 )
 from ragblend.errors import UsageError
 
@@ -113,16 +112,3 @@ def test_spans_must_fit_the_prompt():
         BlendParams(spans=((2, 12),)).check_length(11)
     with pytest.raises(UsageError, match="after the span"):
         BlendParams("ingest", spans=((2, 12),)).check_length(12)
-
-
-@given(prefix=ids, chunks=st.lists(ids, min_size=1, max_size=4), question=ids)
-def test_separators_give_back_the_chunks(prefix, chunks, question):
-    separator = [0, 1]
-    joined = prefix + separator + [token for chunk in chunks for token in [*chunk, *separator]] + question
-    assert [joined[start:end] for start, end in spans_between(joined, separator)] == chunks
-    joined = prefix + [token for chunk in chunks for token in [0, *chunk]] + [1, *question]
-    assert [joined[start:end] for start, end in spans_between(joined, [0], [1])] == chunks
-
-
-def test_a_prompt_without_separators_has_no_chunks():
-    assert spans_between([3, 4, 5], [0]) == spans_between([3, 0, 4], [0]) == spans_between([3, 4], []) == ()

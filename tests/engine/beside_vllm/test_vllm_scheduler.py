@@ -11,6 +11,7 @@ from tier_support import make_kv
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVSpec
+from ragblend.engine.transformers.model import AS_IT_IS
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.scheduler import BlendScheduler
 
@@ -27,6 +28,7 @@ def num_matched_tokens(monkeypatch: pytest.MonkeyPatch, store: Path, prompt: lis
     monkeypatch.setattr(f"{module}.model_fingerprint", lambda model: "model")
     monkeypatch.setattr(f"{module}.model_shape", lambda model: KVSpec.from_kv_shapes("float32", [(2, 4, 4)] * 2))
     monkeypatch.setattr(f"{module}.machine_facts_of", lambda config: {})
+    monkeypatch.setattr(f"{module}.served_options", lambda model, place: AS_IT_IS)
     params: dict[str, Any] = {"spans": [[1, 5], [5, 9]], "namespace": namespace, "ratio": 0.5}
     request = SimpleNamespace(
         request_id="1",
@@ -36,9 +38,11 @@ def num_matched_tokens(monkeypatch: pytest.MonkeyPatch, store: Path, prompt: lis
         skip_reading_prefix_cache=False,
         block_hashes=[],
         update_block_hashes=lambda: None,
+        num_preemptions=0,
     )
     config = ConnectorConfig(store=str(store), context="none")
-    scheduler = BlendScheduler(SimpleNamespace(model_config=SimpleNamespace(model="m")), config)
+    model = SimpleNamespace(model=str(store / "no model"), tokenizer=None)
+    scheduler = BlendScheduler(SimpleNamespace(model_config=model, cache_config=SimpleNamespace(block_size=4)), config)
     try:
         scheduler.on_new_request(request)
         while (found := scheduler.num_matched_tokens(request, 0)[0]) is None:

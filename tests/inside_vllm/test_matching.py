@@ -1,0 +1,210 @@
+"""Requests of any client: stored chunks are found in their token ids, and blended as if they had been marked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness import ask as ask_afresh
+from harness import engine, ingest, make_known, random_ids, recorded_selections, report, tokens, watch_counts
+
+from ragblend.prompt.render import Renderer
+
+ask = partial(ask_afresh, forgets=False)
+PREFIX, CHUNKS = random_ids(5, 1), [random_ids(n, n) for n in (90, 70, 110, 80)]
+QUESTION, LABEL = random_ids(9, 4), random_ids(7, 6)
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def renderer(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    """What renders prompts for the tiny model."""
+    return make_known(tmp_path_factory.mktemp("none"), checkpoint("llama"), [])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine stores chunks."""
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Callable[[str], Path], store: Path) -> Iterator[Any]:
+    """An engine whose store has the chunks."""
+    with engine(checkpoint("llama"), store, {"prefix_ids": PREFIX}) as made:
+        for chunk in CHUNKS:
+            assert ingest(made, PREFIX, chunk)["refused_reason"] == ""
+        make_known(store, checkpoint("llama"), CHUNKS)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def forgotten(llm: Any) -> None:
+    """Nothing of an earlier test is in vLLM's prefix cache."""
+    assert llm.reset_prefix_cache()
+
+
+def plain_request(ids: list[int]) -> SimpleNamespace:
+    """What vLLM's scheduler has of a request."""
+    return SimpleNamespace(
+        request_id="one", prompt_token_ids=ids, kv_transfer_params=None, cache_salt=None, num_output_tokens=0,
+        skip_reading_prefix_cache=False, block_hashes=[], update_block_hashes=lambda: None, num_preemptions=0,
+    )  # fmt: skip
+
+
+def test_a_request_without_parameters_equals_the_one_with_spans(llm):
+    first, second, third, _ = CHUNKS
+    ids = [*PREFIX, *first, *LABEL, *second[1:], *third[:60], *QUESTION]
+    start = len(PREFIX) + len(first)
+    spans = [[len(PREFIX), start], [start + 7, start + 76], [start + 76, start + 136]]
+    around = [[[], []], [second[:1], []], [[], third[60:]]]
+    plain = ask(llm, ids)
+    llm.reset_prefix_cache()
+    marked = ask(llm, ids, {"mode": "blend", "spans": spans, "around": around, "num_prefix": len(PREFIX)})
+    found, expected = report(plain), report(marked)
+    assert (found["mode"], found["num_chunk_hits"]) == ("blend", 3)
+    assert found["match_s"] > 0
+    for name in ("rule", "recompute_ratio", "chunks", "num_reused_tokens", "num_recomputed_tokens"):
+        assert found[name] == expected[name], name
+    assert tokens(plain) == tokens(marked)
+
+
+def test_ratio_one_is_full_prefill_also_after_cached_history(llm):
+    first, second, third, fourth = CHUNKS
+    turn, wish = [*PREFIX, *first, *LABEL, *second[3:], *QUESTION], {"ratio": 1.0}
+    answer = tokens(ask(llm, turn, wish))
+    assert answer == tokens(ask(llm, turn, {"mode": "full"}))
+    later = [*turn, *answer, *LABEL, *third, *fourth[:70], *QUESTION[::-1]]
+    blended, full = ask(llm, later, wish), ask(llm, later, {"mode": "full"})
+    told = report(blended)
+    assert (told["mode"], told["num_chunk_hits"]) == ("blend", 4)
+    assert told["num_prefix_tokens"] == len([*turn, *answer]) // BLOCK * BLOCK
+    assert [chunk["exact"] for chunk in told["chunks"]] == [True, True, False, False]
+    assert tokens(blended) == tokens(full)
+    for mine, theirs in zip(blended.outputs[0].logprobs, full.outputs[0].logprobs, strict=True):
+        for token in mine.keys() & theirs.keys():
+            assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("rule", ["ask", "cacheblend"])
+def test_over_cached_history_the_rule_sees_what_it_sees_without(llm, rule):
+    """The history's chunk is exact, so its KV is the same; of fewer chunk tokens fewer are chosen."""
+    first, second, third, _ = CHUNKS
+    turn, wish = [*PREFIX, *first, *QUESTION], {"rule": rule, "ratio": 0.3}
+    later = [*turn, *tokens(ask(llm, turn, wish)), *LABEL, *second, *third, *QUESTION[::-1]]
+    with recorded_selections() as selections:
+        assert report(ask(llm, later, wish))["num_prefix_tokens"] > len(PREFIX) + len(first)
+        llm.reset_prefix_cache()
+        assert report(ask(llm, later, wish))["num_prefix_tokens"] == len(PREFIX)
+    over_history, alone = map(set, selections)
+    assert len(over_history) == round(0.3 * 180)
+    assert len(alone) == round(0.3 * 270)
+    assert over_history < alone
+
+
+def test_a_later_turn_finds_its_conversation_and_nobody_else_does(llm):
+    first, second, *_ = CHUNKS
+    turn = [*PREFIX, *LABEL, *first, *second, *QUESTION]
+    answer = tokens(ask(llm, turn))
+    later, other = [*turn, *answer, *LABEL], [*turn[: -len(QUESTION)], *LABEL, *QUESTION[::-1]]
+    told = report(ask(llm, later))
+    cached = len([*turn, *answer]) // BLOCK * BLOCK
+    assert (told["mode"], told["num_reused_tokens"], told["num_recomputed_tokens"]) == ("blend", cached, 0)
+    assert (told["num_chunks"], told["num_chunk_hits"]) == (2, 2)
+    assert not any(chunk["exact"] for chunk in told["chunks"])
+    for wish in ({"ratio": 0.5}, {"rule": "cacheblend_k"}, {"mode": "reuse"}, {"seed": 1}):
+        assert report(ask(llm, later, wish))["num_prefix_tokens"] <= len([*PREFIX, *LABEL]), wish
+    assert report(ask(llm, other))["num_prefix_tokens"] <= len([*PREFIX, *LABEL])  # another question
+    assert ask(llm, later, {"mode": "prefix"}).num_cached_tokens == 0
+    assert ask(llm, later, {"mode": "full"}).num_cached_tokens == 0
+    assert ask(llm, later, {"mode": "prefix"}).num_cached_tokens == (len(later) - 1) // BLOCK * BLOCK
+
+
+def test_what_vllm_has_exactly_is_left_to_it_where_blending_would_compute_no_less(llm):
+    first, second, third, _ = CHUNKS
+    turn = [*PREFIX, *LABEL, *first, *second, *third, *QUESTION]
+    prefilled = ask(llm, turn, {"mode": "prefix"})
+    again = ask(llm, [*turn, *LABEL])
+    told = report(again)
+    assert (told["mode"], told["rule"], told["refused_reason"]) == ("prefix", "none", "")
+    assert told["num_reused_tokens"] == again.num_cached_tokens == len(turn) // BLOCK * BLOCK
+    assert [(chunk["hit"], chunk["exact"]) for chunk in told["chunks"]] == [(True, True)] * 3
+    assert tokens(again) == tokens(ask(llm, [*turn, *LABEL], {"mode": "full"}))
+    assert prefilled.num_cached_tokens == 0
+    short = [*turn[: len(PREFIX) + 40], *second, *third, *QUESTION]  # a block is cached, two chunks are not
+    assert report(ask(llm, short))["mode"] == "blend"
+
+
+def test_a_question_that_quotes_a_chunk_stays_fresh(llm, renderer):
+    first, second, *_ = CHUNKS
+    quote = [*PREFIX, *second, *LABEL, *first[10:50]]
+    told = report(ask(llm, [*quote, *renderer.tail_ids]))
+    assert [chunk["num_tokens"] for chunk in told["chunks"]] == [70]
+    told = report(ask(llm, [*quote, *LABEL, *renderer.tail_ids]))
+    assert [chunk["num_tokens"] for chunk in told["chunks"]] == [70, 40]
+
+
+def test_a_prompt_that_ends_with_a_chunk_leaves_its_last_token_to_vllm(llm):
+    told = report(ask(llm, [*PREFIX, *LABEL, *CHUNKS[0]]))
+    assert [(chunk["num_tokens"], chunk["hit"]) for chunk in told["chunks"]] == [(89, True)]
+
+
+def test_what_has_no_stored_chunk_or_no_plain_ids_is_left_alone_and_counted(llm):
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    counts = watch_counts(scheduler)
+    assert ask(llm, random_ids(60, 60)).kv_transfer_params is None
+    assert counts.data["left_requests|no_chunks"] == 1
+    ids = [*PREFIX, *CHUNKS[0], *QUESTION]
+    for field, value, reason in (
+        ("mm_features", [object()], "multimodal"),
+        ("prompt_embeds", object(), "embeddings"),
+        ("lora_request", object(), "lora"),
+    ):
+        request = plain_request(ids)
+        setattr(request, field, value)
+        scheduler.on_new_request(request)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert scheduler.request_finished(request, []) == (False, None)
+        assert scheduler.scheduler.counting.counts[f"left_requests|{reason}"] == 1
+    assert len(counts.data["request_match_seconds"]) == 1
+
+
+def test_namespaces_match_and_share_nothing(llm, store, checkpoint):
+    """What another namespace has stored is neither found in a prompt nor in vLLM's prefix cache."""
+    first, second, *_ = CHUNKS
+    turn = [*PREFIX, *LABEL, *first, *second, *QUESTION]
+    for name, chunk in (("a", first), ("a", second), ("b", second)):
+        ingest(llm, PREFIX, chunk, name)
+        make_known(store, checkpoint("llama"), [chunk], name)
+    for name, hits in (("a", 2), ("b", 1), ("c", 0)):
+        told = report(ask(llm, turn, {"namespace": name}))
+        assert (told["num_chunk_hits"], told["num_prefix_tokens"] > len([*PREFIX, *LABEL, *first])) == (hits, False)
+    cached = [report(ask(llm, turn, {"namespace": name}))["num_prefix_tokens"] for name in ("a", "b")]
+    assert cached == [len(turn) // BLOCK * BLOCK] * 2  # each finds its own
+    llm.reset_prefix_cache()
+    for name, salt in (("a", "s3cret"), ("nobody", None)):
+        request = SimpleNamespace(**{**vars(plain_request(turn)), "cache_salt": salt})
+        request.kv_transfer_params = {"ragblend": {"namespace": name}}
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        connector.on_new_request(request)
+        while (found := connector.get_num_new_matched_tokens(request, 0))[0] is None:
+            time.sleep(0.001)  # its look-up goes on
+        assert found == (0, False)
+        assert connector.request_finished(request, [])[1]["ragblend"]["num_chunks"] == 0
+
+
+def test_similar_variants_are_found_as_well(llm, store):
+    first, second, *_ = CHUNKS
+    ids = [*PREFIX, *LABEL, *second, *QUESTION]
+    ends = [len(PREFIX), len(PREFIX) + len(first), len(PREFIX) + len(first) + len(second)]
+    assert [chunk["context"] for chunk in report(ask(llm, ids))["chunks"]] == ["none"]
+    behind = {"mode": "ingest", "context": "similar", "spans": [ends[:2], ends[1:]]}
+    ask(llm, [*PREFIX, *first, *second, 7], behind, max_tokens=1)
+    llm.reset_prefix_cache()
+    (chunk,) = report(ask(llm, ids))["chunks"]
+    assert (chunk["hit"], chunk["context"], chunk["prefix_match"]) == (True, "similar", "exact")
