@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from openai import OpenAI
-from served import served_demo
+from served import make_known, served_demo
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
@@ -81,11 +81,14 @@ def hits(engine: Any) -> int:
     return int(engine.generate(Prompt([A], QUESTION), max_tokens=4).report.num_chunk_hits)
 
 
-def marked(served: Served, key: str, text: str, **more: Any) -> dict[str, Any]:
-    body = {"model": "demo", "prompt": f"<s><doc> {text}<q> {QUESTION}<a>", "max_tokens": 4, "temperature": 0}
-    answer = served.ask(key, "/v1/completions", {**body, "add_special_tokens": False, **more})
+def num_matched(served: Served, key: str) -> int:
+    """Stored chunks that the server finds in a plain client's prompt."""
+    messages = [{"role": "user", "content": f"{A}\n\n{QUESTION}"}]
+    body = {"model": "demo", "messages": messages, "max_tokens": 4, "temperature": 0}
+    answer = served.ask(key, "/v1/chat/completions", body)
     assert answer.status_code == 200, answer.text
-    return dict(answer.json()["kv_transfer_params"]["ragblend"])
+    told = answer.json().get("kv_transfer_params")
+    return int(told["ragblend"]["num_chunk_hits"]) if told else 0
 
 
 def test_two_keys_find_nothing_of_each_others_chunks(served: Served, tmp_path: Path) -> None:
@@ -94,7 +97,8 @@ def test_two_keys_find_nothing_of_each_others_chunks(served: Served, tmp_path: P
         acme.precompute(A)
         assert (hits(acme), hits(globex)) == (1, 0)
         assert (acme.is_stored(A), globex.is_stored(A)) == (True, False)
-        assert [marked(served, key, A)["num_chunk_hits"] for key in (ACME, GLOBEX)] == [1, 0]
+        make_known(served.home / "kv", acme.renderer, [A], "acme")
+        assert [num_matched(served, key) for key in (ACME, GLOBEX)] == [1, 0]
         assert {header.namespace for header in DiskStore(served.home / "kv").headers()} == {"acme"}
         # Whoever knows a key of the other's chunk, hash that it is, neither sees nor deletes it.
         keys = {"keys": list(DiskStore(served.home / "kv").keys())}
