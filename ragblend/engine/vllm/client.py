@@ -449,7 +449,6 @@ class VllmClient(VllmEngineBase):
                     f"{self.connection.url} knows no more of documents that it took; were they sent again, or removed "
                     "meanwhile? Send them again to be sure"
                 )
-            self._check_usable()
             time.sleep(_POLL_S)
         return total, reasons
 
