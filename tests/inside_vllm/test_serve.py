@@ -17,7 +17,7 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from openai import AuthenticationError, OpenAI
-from pages import run_python
+from pages import PAGES, blocks, run_python
 from served import make_known, served_demo
 from servers import REDIS_BINARY, running_redis
 
@@ -315,6 +315,26 @@ def test_bad_keys_are_refused_and_the_server_lives(url: str, engine: Any) -> Non
         assert "keys" in answer.json()["error"]["message"]
     assert httpx.post(f"{url}/v1/ragblend/stored", json={"keys": ["../../etc"]}, headers=headers).status_code < 500
     assert engine.is_stored(A)
+
+
+def test_the_readmes_client_gets_the_chunks_that_its_curl_sent(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = PAGES["README.md"]
+    (sent,) = re.findall(r"curl localhost:8000(\S+) \\\n +-d '(.*?)'\n", readme)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    asked = httpx.post(f"{url}{sent[0]}", content=sent[1], headers=headers).raise_for_status().json()
+    summary: dict[str, Any] = {}
+    while not summary or any(each["num_waiting"] for each in summary["collections"].values()):
+        summary = httpx.get(f"{url}{sent[0]}?ingestion={asked['ingestion']}", headers=headers).json()
+    assert summary["reasons"] == []
+    (program,) = (block.text for block in blocks("python") if "from openai" in block.text and block.page == "README.md")
+    for word, other in {"http://localhost:8000": url, '"none"': f'"{KEY}"', "Qwen/Qwen3-0.6B": "demo"}.items():
+        assert word in program
+        program = program.replace(word, other)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    report = names["answer"].model_extra["kv_transfer_params"]["ragblend"]
+    assert (report["mode"], report["num_chunk_hits"]) == ("blend", 1)
+    assert "num_chunk_hits" in capsys.readouterr().out
 
 
 def test_the_programs_of_the_page_run(

@@ -30,6 +30,7 @@ from ragblend.lab.calibrate import min_questions
 
 # Not executed here, and why. A test fails where a line of this is no longer needed.
 ELSEWHERE = {
+    "README.md": "test_readme.py executes its programs, tests/inside_vllm/test_serve.py that for a server",
     "docs/start.md": "its program needs what its commands ingest: test_start_page.py executes both, in their order",
     "docs/vllm.md": "needs vLLM and a server: tests/inside_vllm/test_serve.py executes it",
 }
