@@ -242,12 +242,13 @@ def _connect(url: str, settings: LoadOptions) -> Connection:
 
 
 def _served_model(url: str, settings: LoadOptions) -> str:
-    """Return the model that the server at `url` runs, by the name or folder that it was started with."""
+    """Return the model that the server at `url` runs: by its folder if this machine has it, else by its name."""
     from ragblend.engine.vllm.client import server_facts
 
     opened = _connect(url, settings)
     try:
-        return server_facts(opened).root
+        facts = server_facts(opened)
+        return facts.model if Path(facts.root).is_absolute() and not Path(facts.root).exists() else facts.root
     finally:
         opened.close()
 

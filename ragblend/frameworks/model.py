@@ -252,21 +252,22 @@ class BlendModel(BaseModel):
             placed = ModelOptions.from_keywords(dtype=self.dtype, device=self.device)
             self.dtype, self.device = placed.dtype, placed.device
             pair = None
-            if self.model is None:
+            if self.model is None and not is_url(self.backend):
                 from ragblend.engine.load import remembered_model
 
                 self.model = remembered_model(self.store)
-            elif not isinstance(self.model, str | Path):
+            elif not isinstance(self.model, str | Path | None):
                 from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
 
                 pair = validate_loaded_model(self.model)
                 self.model = pair_name(pair)
-            self.model = str(self.model)
+            self.model = None if self.model is None else str(self.model)
             options = {name: getattr(self, name) for name in ("backend", "dtype", "device", "system", "namespace")}
             if is_url(self.backend):
                 options |= {"max_retries": self.max_retries}
                 options |= {"api_key": api_key.get_secret_value() or None} if api_key is not None else {}
             self.engine = share_engine(pair or self.model, self.store, **options, **(self.engine_options or {}))
+            self.model = self.model or self.engine.name  # the server's
             self.system = getattr(self.engine, "system", self.system)  # where none is given, what the store remembers
             _OPENED_WITH.setdefault(self.engine, self._engine_settings() | {"pair": pair})
         close_at_exit(self.engine)

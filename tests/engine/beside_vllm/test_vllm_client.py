@@ -504,6 +504,12 @@ def test_an_error_inside_a_stream_is_raised(client: VllmClient, script: Script) 
         client.generate(PROMPT)
 
 
+def test_a_chat_model_without_a_name_is_the_servers(url: str, tmp_path: Path) -> None:
+    chat = ChatBlend(backend=url, store=str(tmp_path / "texts"))
+    assert chat.model == chat.engine.name == "demo"
+    chat.engine.close()
+
+
 def test_a_model_the_server_does_not_run_is_refused(url: str) -> None:
     with pytest.raises(NotFoundError):
         load_engine("some/where/else", backend=url)
