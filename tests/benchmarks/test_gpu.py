@@ -41,4 +41,4 @@ def test_the_parts_take_at_most_eight_minutes() -> None:
 def test_a_part_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PARTS", {"exactness": Part(gpu.exactness, 0.1)})
     found = gpu.run_part("exactness", CPU)
-    assert "0.5 s are allowed" in found["error"]
+    assert "2 s are allowed" in found["error"]
