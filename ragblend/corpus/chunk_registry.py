@@ -1,11 +1,11 @@
-"""Texts and token ids of ingested chunks, kept beside their KV, so that they are found again in prompts.
+"""Registry of ingested chunks: their texts and token ids, so that they are found again in prompts.
 
-Two texts are the same when they are equal after `strip()`. A text belongs to the documents that have it: an index is
-one, and so is each document that a framework knows by an id; when the last of them releases the text, its KV can be
-deleted. The file also lists which chunks each stored entry holds or was computed after, so that a removed text is found
-without reading the entries; the entries that ingestion has stored, so that a missing one is noticed; and the vectors of
-the chunks that frameworks bring, which are in no index of ours. Token ids are those of one tokenizer, and belong to one
-namespace. Knows strings, ids and one SQLite file. Knows nothing about KV, engines or frameworks.
+Two texts are identical if they are equal after `strip()`. A text belongs to documents: an index is one, and so is each
+document to which a framework gives an id. When the last of them releases the text, its KV can be deleted. The file also
+lists the chunks that each stored entry holds or was computed after, so that the entries of a removed text are found
+without reading them. It lists the stored entries, so that a missing one is noticed, and the vectors of chunks that
+frameworks add, which are in no index. Token ids belong to one tokenizer and one namespace. Depends on strings, ids and
+one SQLite file, not on KV, engines or frameworks.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class SimilarVariant(NamedTuple):
 
 
 class ChunkRegistry:
-    """The texts of ingested chunks, kept in the SQLite file `path`, or in memory when that is None.
+    """Texts of ingested chunks, in the SQLite file `path`, or in memory if it is None.
 
-    Safe between threads and processes: what another process adds is found at the next call. `close` frees the file;
-    the next call opens it again. Raises CorruptError for a damaged file, StoreMismatchError for somebody else's.
+    Safe between threads and processes: the next call sees what another process has added. `close` closes the file; the
+    next call opens it again. Raises CorruptError for a damaged file, StoreMismatchError for a file with other tables.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -107,7 +107,7 @@ class ChunkRegistry:
     # --- what it holds ---
 
     def texts(self) -> Iterator[str]:
-        """Every text, stripped, first added first."""
+        """Return every text, stripped, in the order in which they were added."""
         with self._locked() as connection:
             return iter([text for (text,) in connection.execute(f"SELECT text FROM {_TABLE} ORDER BY id")])
 
@@ -122,13 +122,13 @@ class ChunkRegistry:
             return connection.execute(query, (_key(normalized),)).fetchone() is not None
 
     def texts_of(self, document: str) -> set[str]:
-        """The texts that a document has."""
+        """Return the texts that belong to a document."""
         query = f"SELECT t.text FROM {_TABLE} t JOIN {_HOLDERS} h ON h.key = t.key WHERE h.document = ?"
         with self._locked() as connection:
             return {text for (text,) in connection.execute(query, (document,))}
 
     def documents_of(self, text: str) -> list[str]:
-        """The documents that have a text."""
+        """Return the documents that have a text."""
         with self._locked() as connection:
             query = f"SELECT document FROM {_HOLDERS} WHERE key = ? ORDER BY document"
             return [name for (name,) in connection.execute(query, (_key(_normalize(text)),))]
@@ -136,7 +136,7 @@ class ChunkRegistry:
     # --- changing it: adding what is known writes nothing ---
 
     def add(self, texts: Iterable[str], document: str = "") -> int:
-        """Know these texts, for `document` among others ("": an index); blank ones are skipped. How many were new."""
+        """Add texts to `document` ("": an index); blank ones are skipped. Return the number of new texts."""
         known = list(dict.fromkeys(filter(None, map(_normalize, texts))))
         with self._locked() as connection:
             holds = f"SELECT 1 FROM {_HOLDERS} WHERE document = ? AND key = ?"
@@ -181,7 +181,7 @@ class ChunkRegistry:
             )
 
     def release(self, texts: Iterable[str], document: str = "") -> list[str]:
-        """Know these texts no longer for `document`; those that nobody else has are forgotten, and returned."""
+        """Remove texts from `document`. Return those that no other document has; they are deleted."""
         released = list(dict.fromkeys(map(_normalize, texts)))
         if not released:
             return []
@@ -193,7 +193,7 @@ class ChunkRegistry:
         return gone
 
     def remove(self, texts: Iterable[str]) -> int:
-        """Forget these texts, whoever has them. How many were known."""
+        """Delete texts from all documents. Return the number of deleted texts."""
         normalized = list(dict.fromkeys(map(_normalize, texts)))
         if not normalized:
             return 0
@@ -208,7 +208,11 @@ class ChunkRegistry:
 
     @contextmanager
     def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
-        """Nobody adds a text meanwhile, from any process; yields whether one of this key is here. For moments."""
+        """Prevent every process from adding texts inside the block. Yield a function that returns True for a stored
+        text's key.
+
+        Hold the block briefly: writers of other processes wait for it.
+        """
         query = f"SELECT 1 FROM {_TABLE} WHERE key = ?"
         with self._write_transaction() as connection:
             yield lambda key: connection.execute(query, (key,)).fetchone() is not None
@@ -216,7 +220,9 @@ class ChunkRegistry:
     # --- token ids ---
 
     def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
-        """Keep the token ids of texts, by the tokenizer of this fingerprint, for this namespace; sound rows stay."""
+        """Store the token ids of texts for a tokenizer (its fingerprint) and a namespace; intact rows are left as they
+        are.
+        """
         known = f"SELECT 1 FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ? AND {_SOUND_IDS}"
         insert = f"INSERT OR REPLACE INTO {_IDS} (tokenizer, namespace, key, ids, checksum) VALUES (?, ?, ?, ?, ?)"
         rows = {_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
@@ -230,7 +236,7 @@ class ChunkRegistry:
                     self._num_id_changes += 1
 
     def remove_ids(self, text: str, tokenizer: str, namespace: str) -> None:
-        """Forget the token ids of a text."""
+        """Delete the token ids of a text."""
         if is_unicode(text):
             with self._write_transaction() as connection:
                 delete = f"DELETE FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ?"
@@ -238,7 +244,7 @@ class ChunkRegistry:
                 self._num_id_changes += 1
 
     def remove_ids_without_text(self) -> None:
-        """Forget the token ids of all texts that nobody has added: of chunks that prompts named."""
+        """Delete the token ids of chunks that prompts named and no document has added."""
         with self._write_transaction() as connection:
             connection.execute(f"DELETE FROM {_IDS} WHERE key NOT IN (SELECT key FROM {_TABLE})")
             self._num_id_changes += 1
@@ -249,7 +255,7 @@ class ChunkRegistry:
             return int(connection.execute("PRAGMA data_version").fetchone()[0]), self._num_id_changes
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
-        """Return the number and the token ids of each text that was added after the one of `number`; of sound rows."""
+        """Return the number and the token ids of each text added after the one of `number`, from intact rows."""
         owned = f"FROM {_IDS} WHERE id > ? AND tokenizer = ? AND namespace = ?"
         query = f"SELECT id, ids {owned} AND {_SOUND_IDS} ORDER BY id"
         with self._locked() as connection:
@@ -257,7 +263,7 @@ class ChunkRegistry:
         return [(row_id, np.frombuffer(ids, "<u4")) for row_id, ids in rows]
 
     def read_ids(self, number: int) -> NDArray[np.uint32] | None:
-        """Return the token ids of the text of this number; None where it is gone or its row is damaged."""
+        """Return the token ids of the text of this number; None if it was deleted or its row is damaged."""
         with self._locked() as connection:
             row = connection.execute(f"SELECT ids FROM {_IDS} WHERE id = ? AND {_SOUND_IDS}", (number,)).fetchone()
         return np.frombuffer(row[0], "<u4") if row is not None else None
@@ -269,7 +275,7 @@ class ChunkRegistry:
             return int(connection.execute(query, (tokenizer, namespace)).fetchone()[0])
 
     def has_ids(self, text: str, tokenizer: str, namespace: str) -> bool:
-        """Whether the token ids of this text are known, in a sound row."""
+        """Return True if an intact row has the token ids of this text."""
         query = f"SELECT 1 FROM {_IDS} WHERE key = ? AND tokenizer = ? AND namespace = ? AND {_SOUND_IDS}"
         with self._locked() as connection:
             return connection.execute(query, (_key(_normalize(text)), tokenizer, namespace)).fetchone() is not None
@@ -277,7 +283,7 @@ class ChunkRegistry:
     # --- what is stored beside it ---
 
     def record_stored(self, keys: Iterable[str], fingerprint: str) -> None:
-        """Note entries that were stored, by the model of this fingerprint."""
+        """Record entries that were stored, and the fingerprint of their model."""
         with self._locked() as connection:
             is_known = f"SELECT 1 FROM {_STORED} WHERE key = ?"
             each = dict.fromkeys(keys)
@@ -288,12 +294,14 @@ class ChunkRegistry:
                     )
 
     def remove_stored(self, keys: Iterable[str]) -> None:
-        """Note that entries are to go, or gone: nobody misses them."""
+        """Remove the records of entries that are deleted, so that they do not count as missing."""
         with self._write_transaction() as connection:
             connection.executemany(f"DELETE FROM {_STORED} WHERE key = ?", ((key,) for key in keys))
 
     def stored(self) -> dict[str, str]:
-        """Keys of entries that were stored and not deleted since, with their model's fingerprint; of sound rows."""
+        """Return the key of every entry that was stored and not deleted since, with its model's fingerprint; intact
+        rows only.
+        """
         sound = "WHERE checksum IS row_checksum(key, fingerprint)"  # a damaged key may name no file at all
         with self._locked() as connection:
             return dict(connection.execute(f"SELECT key, fingerprint FROM {_STORED} {sound} ORDER BY key").fetchall())
@@ -309,7 +317,7 @@ class ChunkRegistry:
                     connection.executemany(_RECORD_ENTRY, map(_with_checksum, new))
 
     def entries_of(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
-        """Return for each chunk the entries that hold it, or were computed after it; of sound rows."""
+        """Return for each chunk the entries that hold it, or were computed after it, from intact rows."""
         query = (
             f"SELECT entry FROM {_ENTRIES} WHERE ids_hash = ? AND namespace = ? "
             "AND checksum IS row_checksum(ids_hash, namespace, entry) ORDER BY entry"
@@ -325,20 +333,23 @@ class ChunkRegistry:
 
     @property
     def has_all_entries(self) -> bool:
-        """True once every entry in the store's folder is recorded, those included that an earlier version stored."""
+        """Return True if every entry in the store's folder is recorded, also those that an earlier version stored."""
         with self._locked() as connection:
             return connection.execute(_IS_RECORDED, _ALL_RECORDED).fetchone() is not None
 
     def set_has_all_entries(self) -> None:
-        """Note that every entry in the store's folder is recorded."""
+        """Record that every entry in the store's folder is recorded."""
         with self._write_transaction() as connection:
             connection.execute(_RECORD_ENTRY, _with_checksum(_ALL_RECORDED))
 
     # --- similar variants of what frameworks bring ---
 
     def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarVariant]]:
-        """Return the variants whose vectors this embedder made, with their numbers, those after `number` in the order
-        in which they were recorded; of sound rows."""
+        """Return the variants whose vectors this embedder made, with their numbers, in the order in which they were
+        recorded.
+
+        Variants up to `number` and damaged rows are left out.
+        """
         query = (
             f"SELECT s.id, s.entry, t.text, s.vector, s.is_stored FROM {_SIMILAR} s JOIN {_TABLE} t ON t.key = s.key "
             f"WHERE s.id > ? AND s.embedder = ? AND {_SOUND_VARIANT} ORDER BY s.id"
@@ -354,7 +365,7 @@ class ChunkRegistry:
             return int(connection.execute(query, (embedder,)).fetchone()[0])
 
     def missing_variants(self, embedder: str) -> list[SimilarVariant]:
-        """Return the variants that are wanted and not stored; of sound rows."""
+        """Return the variants that are requested and not stored, from intact rows."""
         query = (
             f"SELECT s.entry, t.text, s.vector, s.is_stored FROM {_SIMILAR} s JOIN {_TABLE} t ON t.key = s.key "
             f"WHERE NOT s.is_stored AND s.embedder = ? AND {_SOUND_VARIANT} ORDER BY s.id"
@@ -363,13 +374,13 @@ class ChunkRegistry:
             return [SimilarVariant(*row) for row in connection.execute(query, (embedder,))]
 
     def has_variant(self, entry: str, embedder: str) -> bool:
-        """Return True if the variant is recorded with a vector of this embedder, in a sound row."""
+        """Return True if an intact row records the variant with a vector of this embedder."""
         query = f"SELECT 1 FROM {_SIMILAR} s WHERE s.entry = ? AND s.embedder = ? AND {_SOUND_VARIANT}"
         with self._locked() as connection:
             return connection.execute(query, (entry, embedder)).fetchone() is not None
 
     def similar_entries(self) -> list[str]:
-        """Return the entries of the variants that are stored."""
+        """Return the keys of the entries of stored variants."""
         with self._locked() as connection:
             query = f"SELECT entry FROM {_SIMILAR} WHERE is_stored ORDER BY entry"
             return [entry for (entry,) in connection.execute(query)]
@@ -380,7 +391,7 @@ class ChunkRegistry:
             return connection.execute(f"SELECT 1 FROM {_SIMILAR} WHERE is_stored LIMIT 1").fetchone() is not None
 
     def record_similar(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
-        """Record variants that are wanted, in place of what was recorded of their entries."""
+        """Record requested variants. They replace earlier records of the same entries."""
         insert = (
             f"INSERT OR REPLACE INTO {_SIMILAR} (entry, key, embedder, vector, is_stored, checksum) "
             "VALUES (?, ?, ?, ?, ?, ?)"
@@ -393,20 +404,20 @@ class ChunkRegistry:
             connection.executemany(insert, rows)
 
     def set_similar_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Record of variants whether they are stored now."""
+        """Record whether variants are stored now."""
         with self._write_transaction() as connection:
             rows = ((is_stored, entry) for entry in entries)
             connection.executemany(f"UPDATE {_SIMILAR} SET is_stored = ? WHERE entry = ?", rows)
 
     def remove_variants(self, entries: Iterable[str]) -> None:
-        """Remove the records of variants: they are wanted no longer."""
+        """Delete the records of variants that are no longer requested."""
         with self._write_transaction() as connection:
             connection.executemany(f"DELETE FROM {_SIMILAR} WHERE entry = ?", ((entry,) for entry in entries))
 
     # --- its bytes ---
 
     def find_problems(self) -> list[str]:
-        """Whatever is wrong with the file, a sentence each. Raises CorruptError when it cannot be read at all."""
+        """Return one sentence for each problem with the file. Raises CorruptError if it cannot be read at all."""
         with self._locked() as connection:
             found = [f"{self.path}: {line}" for (line,) in connection.execute("PRAGMA integrity_check") if line != "ok"]
             for what, rows in _DAMAGED_ROWS.items():
@@ -414,8 +425,10 @@ class ChunkRegistry:
                     found.append(f"{self.path}: {count} {what} are not what was written")
             return found
 
-    def drop_damaged(self) -> None:
-        """Forget the rows that are not what was written; whoever they were of adds them again."""
+    def remove_damaged_rows(self) -> None:
+        """Delete the rows whose checksum does not match. The documents that they belonged to add them again when
+        ingested.
+        """
         with self._locked() as connection:
             for rows in _DAMAGED_ROWS.values():
                 connection.execute(f"DELETE {rows}")
@@ -423,12 +436,14 @@ class ChunkRegistry:
         self.close()
 
     def truncate_log(self) -> None:
-        """Let what was removed leave the file's log, where it stands until others have stopped reading."""
+        """Remove deleted rows from the file's write-ahead log, where they remain until other processes have stopped
+        reading.
+        """
         with self._locked() as connection:
             truncate_log(connection)
 
     def close(self) -> None:
-        """Free the file. Nothing is lost, and using the registry again opens it again."""
+        """Close the file. No data is lost; the next call opens the file again."""
         with self._lock:
             if self._connection is not None and self.path is not None:
                 self._connection.close()
@@ -444,7 +459,10 @@ class ChunkRegistry:
     # --- inside ---
 
     def _reset_after_fork(self) -> None:
-        """In a forked process: whoever held the lock is not here, and SQLite wants a connection for each process."""
+        """Replace the lock and the connection in a forked process.
+
+        The thread that held the lock does not exist there, and SQLite requires a connection per process.
+        """
         self._lock = threading.RLock()
         if self._connection is not None and self.path is not None:
             _PARENT_CONNECTIONS.append(self._connection)  # closed here, it would let go of the parent's locks
@@ -459,7 +477,7 @@ class ChunkRegistry:
 
     @contextmanager
     def _locked(self) -> Iterator[sqlite3.Connection]:
-        """Hold the lock; yields the connection."""
+        """Hold the lock; yield the connection."""
         with self._lock, wrap_sqlite_errors(self.path or Path(), _fix_hint(self.path)):
             if self._connection is None:
                 self._connection = _open(self.path)
@@ -467,13 +485,13 @@ class ChunkRegistry:
 
     @contextmanager
     def _write_transaction(self) -> Iterator[sqlite3.Connection]:
-        """`_locked`, all or nothing, one process at a time."""
+        """Hold the lock in a transaction, which excludes other processes; yield the connection."""
         with self._locked() as connection, transaction(connection, "IMMEDIATE"):
             yield connection
 
 
 def _normalize(text: str) -> str:
-    """The text as it is compared; "" for one that cannot be registered (lone surrogates are no Unicode text)."""
+    """Return the text in the form that is compared; "" for lone surrogates, which are no valid Unicode."""
     return text.strip() if is_unicode(text) else ""
 
 
@@ -490,7 +508,7 @@ def _ids_hash(ids: Sequence[int]) -> bytes:
 
 
 def _open(path: Path | None) -> sqlite3.Connection:
-    """A connection in autocommit mode to a file that holds the tables, made if there is none."""
+    """Return a connection in autocommit mode to a file that holds the tables; the file is created if missing."""
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -537,7 +555,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
 
 
 def _create_private(path: Path) -> None:
-    """Create the file for its owner alone, as the entries beside it are; SQLite would let everybody read it."""
+    """Create the file with its owner's permissions only, as the entries have. SQLite would let other users read it."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -554,7 +572,7 @@ def _is_former(tables: Mapping[str, str], version: int) -> bool:
 
 
 def _upgrade(connection: sqlite3.Connection) -> None:
-    """Make the tables of an earlier version those of this one."""
+    """Convert the tables of an earlier version to those of this version."""
     for statement in _SCHEMA:
         connection.execute(statement)
     columns = "entry, key, embedder, vector, is_stored, checksum"
@@ -578,7 +596,7 @@ _fork_locks: list[Any] = []
 
 
 def _before_fork() -> None:
-    """No thread is inside of SQLite while a process is forked: its own locks would never be let go in the child."""
+    """Wait up to `_FORK_WAIT_S` per registry until no thread is inside SQLite, whose locks a child would never get."""
     _fork_locks.extend(each._lock for each in list(_OPEN_REGISTRIES) if each._lock.acquire(timeout=_FORK_WAIT_S))
 
 
@@ -601,19 +619,21 @@ _IN_MEMORY_LOCK = threading.Lock()
 
 
 def drop_registry(root: Path) -> None:
-    """Remove the registry in a store's directory: damaged beyond reading, it is made anew by whoever adds texts."""
+    """Delete a damaged registry from a store's directory. The next process that adds texts creates it again."""
     for suffix in ("-wal", "-shm", ""):
         remove_file(root / f"{REGISTRY_FILE}{suffix}")
 
 
 def store_folders(store: Any) -> list[Path]:
-    """Folders of this machine that a KVStore, whatever it is, keeps its files in."""
+    """Return the local folders in which a KVStore stores its files."""
     roots = (getattr(tier, "root", None) for tier in getattr(store, "tiers", (store,)))
     return [root for root in roots if isinstance(root, Path)]
 
 
 def open_registry(store: Any) -> ChunkRegistry:
-    """The registry of a KVStore: the file beside its local disk tier, else one in memory that lives with the store."""
+    """Return the registry of a KVStore: the file next to its local disk tier, else one in memory that lives with the
+    store.
+    """
     for root in store_folders(store):
         return ChunkRegistry(root / REGISTRY_FILE)
     with _IN_MEMORY_LOCK:

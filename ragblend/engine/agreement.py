@@ -1,6 +1,6 @@
-"""How often answers from fused KV are full prefill's: what one comparison found, the counts, and their uncertainty.
+"""Agreement of answers from fused KV with full prefill: one comparison's result, the counters, and their intervals.
 
-Plain values only. Knows nothing about how comparisons are made (`shadow` makes them).
+Plain values only; `shadow` runs the comparisons.
 """
 
 from __future__ import annotations
@@ -12,57 +12,57 @@ from ragblend.intervals import wilson_interval
 
 @dataclass(frozen=True, slots=True)
 class ShadowReport:
-    """What full prefill made of the same request."""
+    """Result of one shadow comparison: full prefill of the same request against the answer."""
 
     first_token_agrees: bool
-    first_token_kl: float | None  # KL(full || this), nats; None where the engine does not tell distributions
+    first_token_kl: float | None  # KL(full || this), nats; None if the engine returns no distributions
     answers_identical: bool | None  # token for token; None where they cannot be compared: sampled, or broken off
 
 
 @dataclass(slots=True)
 class ShadowCounters:
-    """What full prefill said to the requests it ran beside, since the engine was loaded."""
+    """Counters of shadow comparisons since the engine was loaded."""
 
-    share: float = 0.0  # of the requests that are to be shadowed
+    share: float = 0.0  # of the requests to compare
     num_requests: int = 0  # answers from fused KV ("blend", "reuse")
     num_shadowed: int = 0  # of them, compared with full prefill
     num_dropped: int = 0  # chosen, but too many were waiting, or the engine was closed
     num_failed: int = 0  # chosen, but full prefill failed; the log says why
     num_first_tokens_same: int = 0  # of num_shadowed
-    num_kl: int = 0  # where the engine tells the first token's distribution
+    num_kl: int = 0  # comparisons with the first token's distribution, summed in kl_sum
     kl_sum: float = 0.0  # nats
     num_answers: int = 0  # greedy and complete, so that whole answers can be compared
     num_answers_same: int = 0
 
     @property
     def first_token_agreement(self) -> float | None:
-        """Share of shadowed requests whose first token is full prefill's; None before the first."""
+        """Share of compared requests whose first token equals full prefill's; None before the first comparison."""
         return self.num_first_tokens_same / self.num_shadowed if self.num_shadowed else None
 
     @property
     def first_token_interval(self) -> tuple[float, float] | None:
-        """Its 95 % interval (Wilson)."""
+        """95 % interval (Wilson) of `first_token_agreement`; None before the first comparison."""
         share = self.first_token_agreement
         return None if share is None else wilson_interval(share, self.num_shadowed)
 
     @property
     def mean_first_token_kl(self) -> float | None:
-        """KL(full || blend) of the first token in nats, mean; None where it was never known."""
+        """Mean KL(full || blend) of the first token, in nats; None if no distribution was available."""
         return self.kl_sum / self.num_kl if self.num_kl else None
 
     @property
     def answer_agreement(self) -> float | None:
-        """Share of the compared answers that are full prefill's, token for token; None before the first."""
+        """Share of compared answers that equal full prefill's, token for token; None before the first comparison."""
         return self.num_answers_same / self.num_answers if self.num_answers else None
 
     @property
     def answer_interval(self) -> tuple[float, float] | None:
-        """Its 95 % interval (Wilson)."""
+        """95 % interval (Wilson) of `answer_agreement`; None before the first comparison."""
         share = self.answer_agreement
         return None if share is None else wilson_interval(share, self.num_answers)
 
     def summary(self) -> str:
-        """One line for people.
+        """Return the counters as one line of text.
 
         >>> ShadowCounters(0.5, 8, 4, num_first_tokens_same=4, num_kl=4, kl_sum=0.02).summary()
         'full prefill ran beside 4 of 8 answers: first token the same in 4 (100 %, 51 to 100 %), mean KL 0.005 nats'

@@ -1,7 +1,7 @@
-"""What every engine does alike: its settings and their checks, keys, chunks in prompts, background work, closing.
+"""Behaviour shared by all engines: settings and their checks, keys, chunks in prompts, background work, closing.
 
-An engine adds a way to prefill (`precompute_ids`) and a way to answer (`request`, `stream`). Read `match` first. Knows
-the renderer, the store's keys and its known chunks. Knows no model and no backend.
+An engine adds a way to prefill (`precompute_ids`) and a way to answer (`request`, `stream`). Read `match` first.
+Depends on the renderer, the store's keys and its known chunks, not on a model or backend.
 """
 
 from __future__ import annotations
@@ -75,11 +75,10 @@ def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
 class EngineBase(ABC):
     """The Engine protocol without prefilling and answering. Use as a context manager, or `close()` it.
 
-    `on_miss`: "store" precomputes a missing chunk alone, in the background, for the next time; "inline" does not.
-    `worker` does so, by default a thread of its own.
-    `context`: what this store's chunks are computed behind besides the prefix (see `lookup`); None: what its disk tier
-    remembers, or the default for a model of `num_layers`. `flags`: how a command of ours names the model and the store,
-    for messages that say what to type.
+    `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; "inline" does not.
+    `worker` runs that, by default a separate thread. `context`: the store's context policy (see `lookup`); None: the
+    policy that its disk tier has stored, or the default for a model of `num_layers`. `flags`: the command-line options
+    that name the model and the store, for the commands in messages.
     """
 
     closed = False
@@ -128,11 +127,13 @@ class EngineBase(ABC):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it may be asked: not closed, and loaded by this process, not by one that it was forked from."""
+        """True if the engine is not closed and was loaded by this process, not by the one that this process was forked
+        from.
+        """
         return not self.closed and self._process == os.getpid()
 
     def check_process(self) -> None:
-        """Raise RagblendError in a process that was forked from the one which loaded this engine: it would hang."""
+        """Raise RagblendError in a process that was forked from the one that loaded this engine: a call would hang."""
         if self._process != os.getpid():
             raise RagblendError(
                 f"the engine of {self.name} was loaded before this process was forked; PyTorch's threads and our own "
@@ -149,15 +150,15 @@ class EngineBase(ABC):
 
     @cached_property
     def known_chunks(self) -> KnownChunks:
-        """The chunks of the store and the namespace that may be found in prompts."""
+        """Chunks of the store and the namespace that are matched in prompts."""
         return open_known_chunks(open_registry(self.store), self.renderer.fingerprint, self.namespace)
 
     def match(self, prompt: Prompt) -> MatchedPrompt:
         """Return the ids that the model reads for `prompt`, and the runs of known chunks in them.
 
-        Chunks that the prompt names and nobody has stored are found, too, so that they are stored for the next time. A
-        short run at the end of the last user turn is a question that quotes a document: it is left out, unless the
-        prompt names its chunk and has it nowhere else.
+        Unknown chunks that the prompt names are matched, too, so that they are stored for later requests. A short run
+        at the end of the last user turn is a question that quotes a document. It is left out, unless the prompt names
+        its chunk and contains it nowhere else.
         """
         self.check_process()
         start_s = perf_counter()
@@ -177,7 +178,7 @@ class EngineBase(ABC):
         return MatchedPrompt(token_ids, tuple(runs), prefix_ids, perf_counter() - start_s)
 
     def _own_prefix(self, token_ids: Sequence[int], prompt: Prompt) -> tuple[int, ...]:
-        """Return the ids that the prompt begins with and chunks may be stored after; () where there are none."""
+        """Return the ids that the prompt begins with and chunks may be stored after; () if there are none."""
         prefix = self.renderer.text_prefix_ids
         if prompt.is_chat:
             first = prompt.messages[0]
@@ -187,13 +188,16 @@ class EngineBase(ABC):
     # -- ingestion
 
     def set_context_policy(self, policy: ContextPolicy) -> None:
-        """Compute and look for chunks in this ingestion context from now on, and have the store remember it."""
+        """Set the context policy for ingestion and lookup, and store it."""
         self.store.put_context(CONTEXT.validate("context", policy))
         self.context, self._knows_context = policy, True
 
     def likely_keys(self, chunks: Sequence[Part]) -> list[str]:
-        """The keys that a prompt of these chunks is likely to use: the first one alone, all in the store's context, and
-        alone where that is a guess."""
+        """Return the cache keys that a prompt of these chunks is likely to use.
+
+        These are the first chunk alone and all chunks in the store's context policy; if that policy is a guess, also
+        all chunks alone.
+        """
         named = [as_chunk(chunk) for chunk in chunks]
         first = [replace(chunk, context="none") for chunk in (named[:1] if self._knows_context else named)]
         if self.context == "similar":
@@ -201,34 +205,36 @@ class EngineBase(ABC):
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     def key(self, chunk: Part) -> str:
-        """The key of the chunk's KV behind the default prefix, in the version that it names in `context`."""
+        """Return the cache key of the chunk's KV after the default prefix, in the variant that its `context` names."""
         return self.key_of(*self._chunk_ids(chunk))
 
     def key_of(self, token_ids: Sequence[int], behind: IngestionContext = NO_CONTEXT) -> str:
-        """`key` of a chunk that is token ids already, in the version that is computed behind `context_texts`."""
+        """Return the cache key of a chunk given as token ids, after the ingestion context `behind`."""
         context = KEY_CONTEXTS[behind.policy]
         return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, context)
 
     def has_kv(self, chunk_ids: Sequence[int]) -> bool:
-        """Whether the KV of a chunk of these ids, alone behind the default prefix, is in the store."""
+        """Return True if the store has the KV of a chunk of these ids, prefilled alone after the default prefix."""
         return self.store.contains(self.key_of(chunk_ids))
 
     def is_stored(self, chunk: Part) -> bool:
-        """Whether the chunk's KV behind the default prefix is in the store, in the version that it names."""
+        """Return True if the store has the chunk's KV after the default prefix, in the variant that its `context`
+        names.
+        """
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk behind the default prefix and what it names in `context` and `context_texts`, and store its
-        slice.
+        """Prefill one chunk after the default prefix and its ingestion context, and store its slice. Return the bytes
+        stored.
 
-        Bytes stored; 0 if it was there. Raises UsageError for a similar version without the texts it is behind.
+        Returns 0 if it was stored already. Raises UsageError for a similar variant without `context_texts`.
         """
         token_ids, behind = self._chunk_ids(chunk)
         self.add_known([chunk])
         return self.precompute_ids(token_ids, behind)
 
     def add_known(self, chunks: Iterable[Part]) -> None:
-        """Have chunks found in prompts from now on."""
+        """Add chunks to those that are matched in prompts."""
         self.check_process()
         texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
         for text in texts:
@@ -237,12 +243,15 @@ class EngineBase(ABC):
 
     @abstractmethod
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """`precompute` of a chunk that is token ids already, behind what is."""
+        """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
+
+        Returns 0 if it was stored already.
+        """
 
     def forget(self, chunk: Part) -> bool:
-        """Drop the chunk's KV behind the default prefix; whether it was stored.
+        """Delete the chunk's KV after the default prefix. Return True if it was stored.
 
-        It is found in prompts no longer, unless this is its similar version.
+        The chunk is no longer matched in prompts, unless only its similar variant was deleted.
         """
         named = as_chunk(chunk)
         if named.context != "similar":
@@ -254,13 +263,13 @@ class EngineBase(ABC):
         return was_stored
 
     def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], IngestionContext]:
-        """The chunk's ids, and what it is to be computed behind."""
+        """Return the chunk's token ids and its ingestion context."""
         for text in (chunk.text, *chunk.context_texts) if isinstance(chunk, Chunk) else (chunk,):
             check_unicode(text, "a chunk")
         return self.renderer.chunk_ids(as_chunk(chunk).text), self._ingestion_context(chunk)
 
     def _ingestion_context(self, chunk: Part) -> IngestionContext:
-        """What the version of a chunk that it names is computed behind."""
+        """Return the ingestion context of the variant that a chunk names."""
         if isinstance(chunk, Chunk) and chunk.context == "similar":
             return IngestionContext("similar", self.renderer.context_parts(chunk.context_texts))
         return NO_CONTEXT
@@ -268,7 +277,7 @@ class EngineBase(ABC):
     # -- answering
 
     def _check_prompt(self, prompt: Prompt, stop: Sequence[str]) -> None:
-        """Raise EngineClosedError, or UsageError for text that is no Unicode."""
+        """Raise EngineClosedError, or UsageError for text that is not valid Unicode."""
         if self.closed:
             raise EngineClosedError(f"the engine of {self.name} is closed; load it again")
         for chunk in prompt.chunks:
@@ -304,21 +313,22 @@ class EngineBase(ABC):
 
     @property
     def shadow(self) -> ShadowCounters:
-        """How often answers were full prefill's, as far as `load_engine(shadow=P)` had both run."""
+        """Counters of shadow comparisons, which `load_engine(shadow=P)` turns on."""
         return self._shadow.counters
 
     def flush_shadow(self) -> None:
-        """Wait until full prefill has run beside every request chosen so far."""
+        """Wait until the shadow comparison of every sampled request has run."""
         self._shadow.flush()
 
     def flush(self) -> None:
-        """Wait until background precomputation has caught up; raises what failed there."""
+        """Wait until the background precompute is done; raise its latest error."""
         if self._backfill is not None:
             self._backfill.flush()
 
     def close(self) -> None:
-        """Finish background work. Streams that are still open end at their next token, as "cancelled"; a closed engine
-        answers no more. Safe to call again.
+        """Finish background work. Safe to call again.
+
+        Open streams end at their next token, with finish reason "cancelled". A closed engine answers no more requests.
         """
         if not self.is_usable:
             return
@@ -339,7 +349,7 @@ class EngineBase(ABC):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """Neither pickled nor copied: a model, threads and open files are not values."""
+        """Raise TypeError: a model, threads and open files can be neither pickled nor copied."""
         raise TypeError(
             f"{type(self).__name__} holds a model, threads and locks of this process; it cannot be pickled or copied. "
             "Send what load_engine takes and load it there; BlendLLM(model=..., store=...) does so by itself"

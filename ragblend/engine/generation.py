@@ -1,7 +1,7 @@
 """One request from its first logits to its last word, for an engine that decodes token by token itself.
 
-An `Answer` is taken from step to step by the engine's loop (see `loop`); a `GenerationStream` is what its caller reads.
-Knows reports, sampling and text; nothing of how KV is stored or fused.
+The engine's loop (see `loop`) runs an `Answer` step by step; a `GenerationStream` is what the caller reads. Depends on
+reports, sampling and text, not on how KV is stored or fused.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MAX_UNREAD_PIECES = 16
 
 @dataclass(slots=True)
 class Conversation:
-    """KV of one conversation so far, so that earlier turns are an exact prefix of the next. Held by the caller.
+    """KV of one conversation so far, so that earlier turns are an exact prefix of the next. The caller holds it.
 
-    It may hold fused, hence approximate, KV: exact with respect to this conversation, and never stored.
+    It may contain fused, hence approximate, KV: exact with respect to this conversation, and never stored.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -50,25 +50,25 @@ class EngineKeywords(GenerationKeywords, total=False):
 
 
 class TokenConstraint(Protocol):
-    """Holds one answer to a grammar, token by token."""
+    """Constraint of one answer to a grammar, token by token."""
 
     ended: bool  # the answer is complete, and nothing may follow
 
-    def mask_logits(self, logits: Tensor) -> Tensor: ...  # [vocabulary], what may not come next at minus infinity
+    def mask_logits(self, logits: Tensor) -> Tensor: ...  # [vocabulary], tokens that may not follow at minus infinity
     def accept_token(
         self, token: int, max_tokens: int
-    ) -> list[int]: ...  # it, and up to `room` in all that can only follow it
+    ) -> list[int]: ...  # `token` and the forced tokens after it, `max_tokens` in all
 
 
 class Grammar(Protocol):
-    """What answers are held to: one grammar, a guide for each answer."""
+    """Grammar that answers must follow. `guide` returns a constraint for one answer."""
 
     def guide(self) -> TokenConstraint: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt and how it is answered: `options` are what was asked for, mode, rule and ratio what is to run."""
+    """One prompt and its settings: `options` as requested; `mode`, `rule` and `ratio` as resolved."""
 
     prompt: MatchedPrompt
     mode: Mode
@@ -85,27 +85,27 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class PrefillResult:
-    """The KV of a prompt, its last token's logits [vocabulary], and what it took."""
+    """KV of a prompt, its last token's logits [vocabulary], and the report of the prefill."""
 
     fused: FusedKV
     logits: Tensor
     report: BlendReport
     misses: tuple[ChunkRun, ...] = ()  # runs whose chunks are not stored
     recomputed: Tensor | None = None  # positions of the chunk tokens recomputed through the last layer
-    attention: Tensor | None = None  # [T] float32, where the question looked, if the rule asked it
+    attention: Tensor | None = None  # [T] float32, the query probe's attention, if the rule runs one
     read_s: Mapping[int, float] = field(default_factory=dict)  # per placed chunk, by its first position: reading its KV
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """What a stream waits for: the logits [vocabulary] that follow `tokens`, which are to go behind `fused`."""
+    """Next decode step of an answer: append `tokens` to `fused`, compute the logits [vocabulary] after them."""
 
     tokens: Sequence[int]
     fused: FusedKV
 
 
 class LookupObserver(Protocol):
-    """Wants to know which chunks of an answered prompt were stored, until it is settled."""
+    """Receiver of the lookup results of answered prompts, until `is_settled`."""
 
     is_settled: bool
 
@@ -113,7 +113,7 @@ class LookupObserver(Protocol):
 
 
 class AnswerLoop(Protocol):
-    """Makes answers, on a thread of its own; see `loop.EngineLoop`."""
+    """Decoding loop, which runs answers in a separate thread; see `loop.EngineLoop`."""
 
     def start(self, answers: Sequence[Answer]) -> None: ...
     def cancel(self, answer: Answer) -> None: ...
@@ -121,7 +121,7 @@ class AnswerLoop(Protocol):
 
 
 class DecodingEngine(Protocol):
-    """What a GenerationStream needs of its engine."""
+    """Methods and properties of an engine that a GenerationStream requires."""
 
     @property
     def renderer(self) -> Renderer: ...
@@ -142,13 +142,13 @@ class DecodingEngine(Protocol):
 
 
 OnEnd = Callable[[PrefillResult, Generation], None]
-"""Called once an answer has ended, cancelled ones too. The KV has the answer's tokens behind the prompt's by then."""
+"""Called once an answer has ended, also a cancelled one. The KV then has the answer's tokens after the prompt's."""
 
 
 class Answer:
-    """One answer while the engine loop makes it; a GenerationStream is what its caller holds.
+    """One answer inside the engine loop. The caller holds its GenerationStream.
 
-    `advance` takes it to the step that it needs next. Its texts go to `pieces`, a None after the last one.
+    `advance` runs it up to its next decode step. Its texts are put into `pieces`, followed by None.
     """
 
     def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None) -> None:
@@ -171,7 +171,9 @@ class Answer:
         self._steps = self._run()
 
     def advance(self, logits: Tensor | BaseException | None = None) -> None:
-        """Go on, with the logits [vocabulary] of `step` or their error, to the next step or to the end."""
+        """Run up to the next decode step or the end. `logits`: those [vocabulary] of `step`, or the error of computing
+        them.
+        """
         if self.is_cancelled:
             self.end()
         if self.ended.is_set():
@@ -192,18 +194,18 @@ class Answer:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it waits for its reader before its next step."""
+        """True if the answer must not decode further until the caller has read more of it."""
         is_behind = self.is_streamed and self.pieces.qsize() >= MAX_UNREAD_PIECES
         return is_behind and not self.is_cancelled and not self._engine.closed
 
     def end_if_cancelled(self) -> bool:
-        """End it where its caller has left; whether it has ended."""
+        """End the answer if its caller has cancelled it. Return True if the answer has ended."""
         if self.is_cancelled:
             self.end()
         return self.ended.is_set()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End it as far as it came. Safe to call again."""
+        """End the answer with its text so far, and with `error` if one is given. Safe to call again."""
         if self.ended.is_set():
             return
         try:
@@ -281,15 +283,15 @@ class Answer:
 
 
 CancelCheck = Callable[[Answer], bool]
-"""Asked after every piece of an answer whether that one is to be broken off; what it raises is the answer's error."""
+"""Called after every piece of an answer; True ends the answer. An exception that it raises is the answer's error."""
 
 
 class GenerationStream:
-    """An answer as it is made. Iterating yields text; `result` is complete when the iteration ends.
+    """An answer in progress. Iterating yields text; `result` is complete when the iteration ends.
 
-    The engine's loop makes the answer from `start`, or the first `next`, on; one that is read waits for its reader
-    after MAX_UNREAD_PIECES texts. When the engine is closed the answer ends, at the next token, with what there is:
-    "cancelled", and no error.
+    The engine's loop decodes the answer from `start`, or the first `next`, on. If the stream is read, decoding pauses
+    while MAX_UNREAD_PIECES texts are unread. When the engine is closed, the answer ends at the next token with its text
+    so far, finish reason "cancelled" and no error.
     """
 
     def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
@@ -300,11 +302,11 @@ class GenerationStream:
         self._is_started = False
 
     def start(self) -> None:
-        """Have the loop make the answer, and return at once. Safe to call again."""
+        """Start decoding in the engine's loop, and return at once. Safe to call again."""
         start_streams([self])
 
     def wait(self) -> BaseException | None:
-        """Return the error of the answer, which was started, or None, when it has ended."""
+        """Wait until the started answer has ended. Return its error, or None."""
         self._answer.is_streamed = False
         self._engine.loop.wake()
         self._answer.ended.wait()
@@ -328,7 +330,7 @@ class GenerationStream:
         raise StopIteration if error is None else error
 
     def close(self) -> None:
-        """Stop generating, and return when that has ended. The result keeps what was made so far."""
+        """Cancel the answer, and return when it has ended. The result keeps the text so far."""
         if self._is_started:
             self._engine.loop.cancel(self._answer)
         else:
@@ -340,7 +342,10 @@ class GenerationStream:
 
 
 def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None) -> None:
-    """Have the loop of their engine make the answers of `streams` together, save those that were started."""
+    """Start the answers of `streams`, all of one engine, together in its loop; those started before are skipped.
+
+    `cancel_check` is called after every piece of text; if it returns True, the answer ends.
+    """
     fresh = [stream for stream in streams if not stream._is_started]
     for stream in fresh:
         stream._engine.check_process()
@@ -353,7 +358,7 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
 
 
 class Backfill:
-    """Precomputes missed chunks in the background, one at a time, so a request waits for at most one chunk.
+    """Precomputes missed chunks in the background, one at a time, so that a request waits for at most one chunk.
 
     `worker` runs them.
     """
@@ -374,7 +379,7 @@ class Backfill:
                 log.debug("a missed chunk is not stored: %s", error)
 
     def flush(self) -> None:
-        """Wait for what is queued; raises the latest error there was since the last call."""
+        """Wait for the queued chunks; raise the latest error since the last call."""
         with self._lock:
             pending, self._pending = self._pending, []
         wait(pending)

@@ -210,7 +210,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
                 known.close()  # it may hold a removed file open
             try:
                 with open_registry(disk) as registry:
-                    registry.drop_damaged()
+                    registry.remove_damaged_rows()
                     is_sound = not registry.find_problems()
             except CorruptError:
                 is_sound = False

@@ -113,10 +113,10 @@ class Renderer:
     def render(self, prompt: Prompt) -> list[int]:
         """Return the ids of a prompt, up to where the model's answer begins.
 
-        They are those of `tokenizer.apply_chat_template`, for plain text those of `tokenizer(text)`. For a template
-        that knows no tools they are described in the system message. Turns that the template refuses are given to it
-        with neighbours of one role as one, then with the system text at the front of the first user turn. Raises
-        UsageError where it refuses those as well.
+        They are those of `tokenizer.apply_chat_template`, for plain text those of `tokenizer(text)`. If the template
+        has no support for tools, the system message describes them. If the template rejects the turns, adjacent turns
+        of one role are merged; if it rejects those, too, the system prompt moves to the start of the first user turn.
+        Raises UsageError if the template rejects all of these.
         """
         if not prompt.is_chat:
             return self.render_text(prompt.messages[0].content)
@@ -159,7 +159,7 @@ class Renderer:
 
     @cached_property
     def tail_ids(self) -> tuple[int, ...]:
-        """The ids that the template writes after the content of the last user message."""
+        """Ids that the template writes after the content of the last user message."""
         rendered = self._render([{"role": "user", "content": _PROBE}])
         return rendered.ids_within(rendered.text.rindex(_TAIL) + len(_TAIL), len(rendered.text))
 
@@ -230,7 +230,7 @@ class Renderer:
 
     @cached_property
     def _rewrites_contents(self) -> bool:
-        """Whether the template changes the whitespace inside of a content."""
+        """True if the template changes the whitespace inside a message's content."""
         probe = f"{_HEAD}  two\nthree{CHUNK_SEPARATOR}{_TAIL}"
         return probe not in self._apply_template([{"role": "user", "content": probe}])
 
@@ -246,7 +246,7 @@ class Renderer:
 
     @cached_property
     def answer_lead(self) -> str:
-        """The whitespace that the template writes before an answer; the model writes it and no user wants to see it."""
+        """Whitespace that the template puts before an answer; "" if none. `decode` removes it from an answer."""
         asked = [{"role": "user", "content": "x"}]
         try:
             begun = self._apply_template(asked)
@@ -293,7 +293,7 @@ class Renderer:
 
     @cached_property
     def calls(self) -> CallFormat:
-        """How this model writes calls of tools."""
+        """Format in which this model writes tool calls."""
         return self._own_call_format or HERMES
 
     @cached_property
@@ -307,7 +307,9 @@ class Renderer:
 
     @cached_property
     def _own_call_format(self) -> CallFormat | None:
-        """As the template writes calls; None where it knows no tools, or writes arguments otherwise than as JSON."""
+        """Call format of the template; None if it has no support for tools, or writes arguments in another form than
+        JSON.
+        """
         return find_call_format(self._apply_template) if "tools" in self._template else None
 
     # --- the template ---
@@ -408,7 +410,7 @@ class Renderer:
 
 
 def is_markup(text: str) -> bool:
-    """Whether an added token that is not marked special steers the model all the same, as `<tool_call>` does.
+    """Return True if an added token controls the model although it is not marked special, as `<tool_call>` does.
 
     Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
 

@@ -1,6 +1,6 @@
-"""What clients may send and get under `/v1/ragblend/documents`, as pydantic models, and how a body is read.
+"""Pydantic models of requests and responses under `/v1/ragblend/documents`, and the parsers of request bodies.
 
-Strict: a field of another type, or one that is not known, is refused with its name. Knows neither HTTP nor documents.
+Strict: a field of another type, or an unknown one, is rejected by its name. Depends on neither HTTP nor documents.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DocumentInput(_Strict):
         return self
 
     def to_sent(self, collection: str) -> SentDocument:
-        """The document as it is recorded."""
+        """Return the document as the server records it."""
         body = self.model_dump(include={"text", "chunks", "chunk_size", "vectors"}, exclude_none=True)
         texts = json.dumps([self.text, self.chunks, self.chunk_size])
         digest = hashlib.blake2b(texts.encode(), digest_size=_DIGEST_CHARS // 2).hexdigest()
@@ -87,7 +87,7 @@ class DocumentsInput(_Strict):
 
 
 class DeletionInput(_Strict):
-    """Documents to remove: those of these `ids`, or without them all of the `collection` that is named."""
+    """Documents to delete: those of these `ids`; without `ids`, all documents of the `collection`."""
 
     collection: Collection = "default"
     ids: Annotated[list[Name], Field(min_length=1, max_length=100_000)] | None = None
@@ -100,14 +100,14 @@ class DeletionInput(_Strict):
 
 
 class Accepted(BaseModel):
-    """Documents are recorded, and will be stored. GET with this `ingestion` tells how far they are."""
+    """Response to a POST whose documents are recorded for ingestion. GET with this `ingestion` returns progress."""
 
     ingestion: str
     num_documents: int
 
 
 class StoredCounts(BaseModel):
-    """Chunks and their tokens, entries of KV that were stored before and now, and the bytes of the latter."""
+    """Numbers of chunks, of their tokens, of entries stored before and by this ingestion, and the latter's bytes."""
 
     num_chunks: int
     num_tokens: int
@@ -117,7 +117,7 @@ class StoredCounts(BaseModel):
 
 
 class CollectionCounts(StoredCounts):
-    """How many documents are stored, pending and failed, and how many are worked on, or will be."""
+    """Numbers of stored, pending and failed documents, and of those that are still being processed."""
 
     num_stored: int
     num_pending: int
@@ -126,7 +126,7 @@ class CollectionCounts(StoredCounts):
 
 
 class DocumentReason(BaseModel):
-    """Why a document is not stored; or stored, and holds no chunk."""
+    """Reason why a document is not stored, or is stored without a chunk."""
 
     collection: str
     id: str
@@ -135,8 +135,10 @@ class DocumentReason(BaseModel):
 
 
 class Summary(BaseModel):
-    """The documents of a namespace. `reasons` names at most 1,000; `batch` says how many chunks of those that are being
-    computed, whoever's they are, are done."""
+    """Documents of a namespace, by collection. `reasons` has at most 1,000 entries.
+
+    `batch` has the number of chunks that the server prefills now, for all clients together, and the number done.
+    """
 
     collections: dict[str, CollectionCounts]
     reasons: list[DocumentReason]
@@ -144,7 +146,7 @@ class Summary(BaseModel):
 
 
 class DocumentStatus(StoredCounts, DocumentReason):
-    """One document. `num_kv`: the entries that the store has of it now, in every variant."""
+    """One document. `num_kv`: number of its entries in the store now, in every variant."""
 
     version: str
     ingestion: str
@@ -153,7 +155,7 @@ class DocumentStatus(StoredCounts, DocumentReason):
 
 
 class Removed(BaseModel):
-    """How many documents were there, and how many entries of KV nobody needs any more."""
+    """Numbers of deleted documents, and of entries that no document needs any more."""
 
     num_documents: int
     num_kv: int
@@ -163,8 +165,10 @@ _COLLECTION: TypeAdapter[str] = TypeAdapter(Collection)
 
 
 def read_documents(body: bytes, content_type: str, collection: str | None) -> list[SentDocument]:
-    """The documents of a POST: one JSON object, or JSON lines with one document in each, for which `collection` names
-    theirs. Raises UsageError, which says where the body is wrong.
+    """Return the documents of a POST body: one JSON object, or JSON lines with one document per line.
+
+    `collection` is that of JSON lines; a JSON object contains its own. Raises UsageError with the position of the
+    error.
     """
     if "ndjson" in content_type or "jsonl" in content_type or "json-lines" in content_type:
         named = _validated(lambda: _COLLECTION.validate_python(collection or "default"), "the collection")
@@ -189,7 +193,7 @@ def read_documents(body: bytes, content_type: str, collection: str | None) -> li
 
 
 def read_deletion(body: bytes) -> DeletionInput:
-    """The body of a DELETE. Raises UsageError."""
+    """Return the parsed body of a DELETE. Raises UsageError."""
     return _validated(lambda: DeletionInput.model_validate_json(body), "the body")
 
 

@@ -236,7 +236,7 @@ def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry:
     with registry._write_transaction() as connection:
         connection.execute("UPDATE chunk_entries SET namespace = 'other' WHERE entry = 'alone'")
     assert registry.entries_of([(1, 2)], "other") == [[]], "a damaged record is no answer"
-    registry.drop_damaged()
+    registry.remove_damaged_rows()
     assert not registry.has_all_entries
 
 

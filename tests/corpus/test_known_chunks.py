@@ -147,7 +147,7 @@ def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(
         "1 token ids of texts are not what was written"
     ]
     if damage == "ids cut":
-        registry.drop_damaged()
+        registry.remove_damaged_rows()
     add(known, [0, 1, 2, 3])
     assert chunks_found(known, 4) == {0, 1, 2, 3}
     assert registry.find_problems() == []

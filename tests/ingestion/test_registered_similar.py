@@ -227,7 +227,7 @@ def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
         with registry._write_transaction() as connection:
             connection.execute("UPDATE similar_variants SET vector = zeroblob(length(vector))")
         assert any("4 vectors of texts" in line for line in registry.find_problems())
-        registry.drop_damaged()
+        registry.remove_damaged_rows()
         assert registry.find_problems() == []
     assert precompute_documents([*ALL, "Ida Holm lives in Norburg and plays the flute."], engine).num_new_kv == 2
 

@@ -1,9 +1,9 @@
-"""Bring stored KV into the prompt's KV, a layer at a time, ahead of the fusor.
+"""Layer-wise loading of stored KV into the prompt's KV, ahead of the fusor.
 
-One background reader reads, dequantises and places layer i+1 while layer i is fused; KV that is in memory already, as
-it was computed, is placed without a thread where the model computes on the CPU. Layer 0, which would have nothing to
-hide behind, can be computed instead of read. On a GPU the bytes go through pinned memory and on a stream of their own,
-so that they travel while the GPU computes. Knows ChunkKV and tensors; not where they come from.
+One background reader reads, dequantizes and places layer i+1 while layer i is fused. On the CPU, KV that is in memory
+and not quantized is placed without a thread. Layer 0 has no earlier layer whose fusing could hide its loading, so it
+can be computed instead of read. On a GPU the bytes go through pinned memory on a separate stream, so that the copy
+overlaps with computing. Depends on ChunkKV and tensors, not on tiers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _MovableKeys(Protocol):
 
 
 class HostToDeviceCopier:
-    """Brings layers to `device` for the thread that made this one, whichever thread brings them."""
+    """Copies layers to `device` for the thread that created the copier. Any thread may call it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,18 +56,18 @@ class HostToDeviceCopier:
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def in_compute_order(self) -> AbstractContextManager[Any]:
-        """What is run inside goes to the stream of the thread that made this one, behind what that has queued.
+        """Return a context manager that runs GPU work on the creating thread's stream, after the work queued there.
 
-        A thread starts on the device's default stream, which vLLM for one does not compute on: what it wrote there
-        could be read before it is written.
+        A thread starts on the device's default stream, and vLLM computes on another one. Without this, the model could
+        read KV before the reader's thread has written it.
         """
         return torch.cuda.stream(self._computing) if self.overlaps_compute else nullcontext()
 
     def copy_to_device(self, layers: Sequence[StoredLayer]) -> list[StoredLayer]:
-        """The layers on the device, ready to be used there; the same tensors where they are there already.
+        """Return the layers on the device, ready for use; the same tensors if they are there already.
 
-        They travel as one block: a GPU is far slower with many copies of a megabyte than with one of many, and each
-        costs the host a wait.
+        All tensors are copied as one block. A GPU copies many blocks of a megabyte far more slowly than one block of
+        the same size, and the host waits once per copy.
         """
         tensors = [tensor for layer in layers for tensor in layer]
         if not self.overlaps_compute or all(tensor.is_cuda for tensor in tensors):
@@ -92,7 +92,7 @@ class HostToDeviceCopier:
 
 
 def _view_as(raw: Tensor, like: Tensor) -> Tensor:
-    """The first bytes of `raw` [N] uint8 as a tensor of the dtype and shape of `like`."""
+    """Return the first bytes of `raw` [N] uint8 as a tensor of the dtype and shape of `like`."""
     return raw[: like.nbytes].view(like.dtype).view(like.shape)
 
 
@@ -114,9 +114,9 @@ class _Group:
             self.spans.append((slice(start, placement.end), slice(first, taken)))
 
     def read(self, layer: int, transfer: HostToDeviceCopier, computed: Iterator[LayerKV] | None = None) -> LayerKV:
-        """One layer of all chunks, side by side: [H, T of all, D]. Raises DamagedEntryError.
+        """Return one layer of all chunks, concatenated: [H, T of all, D]. Raises DamagedEntryError.
 
-        `computed` has the layer of those that would have to be read, one after the other.
+        `computed` yields the layer of each chunk that is not in memory; those are not read.
         """
         stored = []
         for index, kv in enumerate(self.kvs):
@@ -132,7 +132,9 @@ class _Group:
         return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
 
     def read_through(self, layer: int) -> None:
-        """Read one layer of all chunks for the store's sake. Raises DamagedEntryError."""
+        """Read one layer of all chunks, so that the store verifies and promotes the whole entries. Raises
+        DamagedEntryError.
+        """
         for index, kv in enumerate(self.kvs):
             start_s = perf_counter()
             kv.stored_layer(layer)
@@ -140,7 +142,7 @@ class _Group:
 
 
 class LayerEvent(NamedTuple):
-    """When one layer was read and placed, in `perf_counter` seconds."""
+    """Start and end of one layer's reading and placing, in `perf_counter` seconds."""
 
     layer: int
     start_s: float
@@ -148,29 +150,29 @@ class LayerEvent(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """One request, layer by layer: when each was loaded and when it was fused."""
+    """Load and fuse events of one request, one of each per layer."""
 
     load: tuple[LayerEvent, ...]
     fuse: tuple[LayerEvent, ...]
 
 
 class LayerLoader:
-    """Context manager around one request's loading. Leaving it stops the reader and joins it.
+    """Context manager that loads one request's stored KV. Leaving it stops the reader and joins its thread.
 
-    `wait(layer)` returns when that layer of every placement is in the destination, and raises what the reader
-    raised over it (DamagedEntryError for a damaged entry): what it read before can be used. `ready[layer]` is set once
-    that does not block any more, `done` once leaving does not. `place(layer, keys, rows)` rotates keys to their
-    positions. `depth` bounds how many layers the reader may be ahead of the fusor.
+    `wait(layer)` returns when that layer of every placement is in the destination. It raises the reader's error
+    (DamagedEntryError for a damaged entry); the layers read before the error can be used. `ready[layer]` is set once
+    `wait(layer)` no longer blocks, `done` once leaving no longer blocks. `place(layer, keys, rows)` rotates keys to
+    their positions. `depth` is the number of layers that the reader may be ahead of the fusor.
 
-    `together`: place a layer's chunks in one call, and write those that stand side by side as one. That is a copy
-    more and far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise chunk by chunk.
+    `together`: place all chunks of a layer in one call, and write adjacent chunks as one. That needs one more copy and
+    far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise `place` is called per chunk.
 
-    `first_layer`: pre-RoPE keys and values of layer 0 [H, T, D] for token ids [T], on which alone they depend. Where it
-    is given, `wait(0)` calls it for the chunks that would have to be read, and the reader starts at layer 1. It still
-    reads layer 0, last and for the store's sake, which verifies entries and moves them up whole; leaving waits for it.
+    `first_layer` returns the pre-RoPE keys and values of layer 0 [H, T, D] for token ids [T], which determine them. If
+    it is given, `wait(0)` calls it for the chunks that are not in memory, and the reader starts at layer 1. The reader
+    still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving waits for that.
 
-    `movable` undoes and adds to what `place` does; where it is given, and the destination can be read, there are
-    `read_stored` and `apply_drift`.
+    `movable` rotates keys back and adds drift to them. `read_stored` and `apply_drift` require it, and a destination
+    whose keys and values can be read.
     """
 
     def __init__(
@@ -224,12 +226,12 @@ class LayerLoader:
 
     @property
     def load_s(self) -> float:
-        """Seconds spent reading (or computing layer 0) and placing, overlapped or not."""
+        """Seconds spent reading (or computing layer 0) and placing, whether or not they overlapped with fusing."""
         return sum(event.end_s - event.start_s for event in self.events) + self._read_through_s
 
     @property
     def read_s(self) -> list[float]:
-        """Of that, seconds spent reading each placement's stored KV; placing is done for several at once."""
+        """Seconds spent reading stored KV, one number per placement. They are part of `load_s`."""
         return [seconds for group in self._groups for seconds in group.read_s]
 
     def __enter__(self) -> LayerLoader:
@@ -252,16 +254,18 @@ class LayerLoader:
             raise self._error
 
     def stop(self) -> None:
-        """Have the reader end after what it is reading, without waiting for that."""
+        """Stop the reader after its current read, without waiting for it."""
         self._stopped.set()
         self._ahead.release()
 
     def error_at(self, layer: int) -> BaseException | None:
-        """What `wait` will raise, of a layer that is ready."""
+        """Return the error that `wait` raises for a ready layer; None if it raises none."""
         return self._error if layer in self._failed else None
 
     def wait(self, layer: int) -> None:
-        """Block until `layer` is placed; re-raises the reader's error. A layer waited for before is there at once."""
+        """Block until `layer` is placed; raise the reader's error. Returns at once for a layer that was waited for
+        before.
+        """
         start_s = self._released_s[layer] = perf_counter()
         if layer < self._num_waited:
             return
@@ -277,7 +281,7 @@ class LayerLoader:
         self.stall_s += self._released_s[layer] - start_s
 
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
-        """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see MovableSource."""
+        """Return the pre-RoPE keys and values [H, R, D] at `rows` [R] of a placed layer; see CorrectableLayerSource."""
         assert self._movable is not None
         there = cast("_Readable", self._destination)
         return LayerKV(
@@ -285,7 +289,9 @@ class LayerLoader:
         )
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Add to each row of that layer its shares, `shares` [T, M], of `by` [H, M, D], keys before rotation."""
+        """Add `shares` [T, M] times `drift` [H, M, D] to the rows of the layer, to keys before rotation. None changes
+        nothing.
+        """
         if drift is None:
             return
         assert self._movable is not None
@@ -298,7 +304,9 @@ class LayerLoader:
         there.values(layer)[:, :count] += (shares @ drift.values).to(there.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """Loading and fusing of every layer, given when the fusor was done with each, in `perf_counter` seconds."""
+        """Return the load and fuse events of every layer. `ends_s`: when each layer was fused, in `perf_counter`
+        seconds.
+        """
         spans = zip(self._released_s, ends_s, strict=True)
         return Timeline(tuple(sorted(self.events)), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
 
@@ -335,7 +343,7 @@ class LayerLoader:
         self.events.append(LayerEvent(layer, start_s, perf_counter()))
 
     def _compute_first_layer(self) -> Iterator[LayerKV]:
-        """Layer 0 of the chunks that would have to be read, one after the other."""
+        """Return layer 0 of each chunk that is not in memory, computed from its token ids."""
         assert self._first_layer is not None
         ids = torch.tensor([token for kv in self._far for token in kv.header.token_ids], device=self._device)
         counts = [kv.header.num_tokens for kv in self._far]

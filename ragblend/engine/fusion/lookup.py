@@ -1,14 +1,14 @@
-"""Which tokens a chunk's stored KV may have been computed behind, and which of them a prompt would rather have.
+"""Ingestion contexts of stored KV, and the order in which a prompt looks them up.
 
-A chunk is stored behind the prefix, alone ("none"); besides, behind an *ingestion context* as well, of which the
-chunk's own slice alone is kept, so that it has seen text like that of the prompts it will stand in: behind the most
-similar chunks of the corpus, which are likely to be retrieved with it ("similar"). What a store's chunks are computed
-behind is its policy, which its disk tier remembers.
+A chunk is stored after the prefix alone ("none"). It can also be prefilled after an *ingestion context*, of which only
+the chunk's own slice is kept: the most similar chunks of the corpus, which are likely to be retrieved with it
+("similar"). The chunk has then attended to text similar to that of later prompts. Which of the two a store uses is its
+context policy; its disk tier stores it.
 
-Only what stands in the prompt precisely behind what it was computed behind is exact.
+KV is exact only after precisely the tokens that it was computed after.
 
-Unless told otherwise it is "similar" in a deep model, where that is closest to full prefill on real questions
-(`ragblend bench quality --contexts`, docs/fidelity.md), and "none" in a shallow one, for which nothing was measured.
+The default is "similar" in a deep model, where that is closest to full prefill on real questions (`ragblend bench
+quality --contexts`, docs/fidelity.md). It is "none" in a shallow one, for which there are no measurements.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from ragblend.options import ContextPolicy
 
 
 class IngestionContext(NamedTuple):
-    """What one version of a chunk is computed behind besides the prefix, a text after the other, joints included."""
+    """Chunks, besides the prefix, after which a variant is prefilled: the token ids of each, with those of the chunk
+    delimiter.
+    """
 
     policy: ContextPolicy = "none"
     parts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All of it; prompts cannot tell, so it is not in the key."""
+        """All token ids. They are not in the cache key, because a prompt does not determine them."""
         return tuple(itertools.chain.from_iterable(self.parts))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """`KVHeader.read_context`."""
+        """Number of tokens of each part, for `KVHeader.context`."""
         return tuple(map(len, self.parts))
 
     def validate(self) -> None:
-        """Raise UsageError for a similar version of which nobody said what it is to be behind."""
+        """Raise UsageError for a similar variant without the chunks to prefill it after."""
         if self.policy == "similar" and not self.parts:
             raise UsageError(
                 "a similar version is computed behind the chunks that an index finds; precompute it with its index "
@@ -53,7 +55,7 @@ NO_CONTEXT = IngestionContext()
 
 
 def default_context_policy(num_layers: int) -> ContextPolicy:
-    """What chunks are computed behind where nobody said, and the store remembers nothing.
+    """Return the context policy of a store for which none is configured or stored.
 
     >>> default_context_policy(32), default_context_policy(5)
     ('similar', 'none')
@@ -62,7 +64,7 @@ def default_context_policy(num_layers: int) -> ContextPolicy:
 
 
 class LookupContext(NamedTuple):
-    """What stored KV was computed behind. `exact`: precisely the tokens that stand before the chunk in the prompt."""
+    """Ingestion context in which a chunk is looked up. `exact`: it equals the tokens before the chunk in the prompt."""
 
     token_ids: tuple[int, ...]  # as they are in the key
     match: PrefixMatch  # of the prefix in it
@@ -83,10 +85,10 @@ def lookup_contexts(
     *,
     is_beginning: bool = True,
 ) -> list[LookupContext]:
-    """Contexts to look for the chunk at `start` of a prompt behind, the best first.
+    """Return the contexts in which to look up the chunk at `start` of a prompt, the best first.
 
-    What is exact there is the best, then what the store's `policy` adds, then the chunk alone; each behind one of the
-    `prefixes` after the other. is_beginning: the chunk's first token stands at `start`.
+    The exact context is the best, then that of the store's `policy`, then the chunk alone. Each is tried after every
+    one of the `prefixes` in order. is_beginning: the run at `start` begins with the chunk's first token.
 
     >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
     >>> [(context.token_ids, context.policy) for context in found]

@@ -1,6 +1,6 @@
-"""What fusion asks of a model and of stored KV, as Protocols.
+"""Protocols that fusion requires of a model and of a source of stored KV.
 
-Implemented by `transformers.layers`, `vllm.layers` and `loader`.
+Implemented by `transformers.layers`, `vllm.layers`, `vllm.paged` and `loader`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ragblend.engine.store.kv import LayerKV
 
 
 class PromptKVBuffer(Protocol):
-    """Where a prompt's KV is put together: per layer, keys and values of all its tokens, in prompt order.
+    """Buffer for a prompt's KV: keys and values of all its tokens per layer, in prompt order.
 
-    `keys` and `values` are asked for at the layers where a plan probes or checks, the latest that was waited for.
+    The fusor calls `keys` and `values` only for the layer it waited for last, and only where a plan has a query probe
+    or a check.
     """
 
     length: int  # rows that are valid in every layer
@@ -30,18 +31,20 @@ class PromptKVBuffer(Protocol):
 
 
 class FreshKVHook(NamedTuple):
-    """Who is to be told keys and values of a layer before they are written, and before anybody attends to anything."""
+    """Callback that receives the pre-RoPE keys and values of selected rows. It runs before the layer's KV is written
+    and before attention.
+    """
 
     row_indices: Tensor  # indices into the rows that are run
     callback: Callable[[LayerKV], None]  # gets those rows' pre-RoPE keys, and values, [H, N, D]
 
 
 class LayerSource(Protocol):
-    """Where the fusor waits for stored KV. `wait` returns when the layer is placed in the FusedLayers it was made for.
+    """Source of stored KV. `wait` returns when the layer is placed in the PromptKVBuffer that the source was made for.
 
-    Layers are waited for in ascending order; a layer waited for before is there at once. It raises DamagedEntryError
-    when stored bytes turn out wrong: the request starts again with that chunk as a miss. Once `ready[layer]` is set,
-    waiting for the layer does not block.
+    The fusor waits for layers in ascending order; `wait` returns at once for an earlier layer. It raises
+    DamagedEntryError when stored bytes are damaged: the request starts again with that chunk as a miss. Once
+    `ready[layer]` is set, `wait(layer)` does not block.
     """
 
     @property
@@ -50,31 +53,37 @@ class LayerSource(Protocol):
 
 
 class CorrectableLayerSource(LayerSource, Protocol):
-    """A LayerSource for plans that carry. `apply_drift` works on the layer waited for last, before any row of placed
-    chunks is written there. If any chunk is placed that is not exact, every layer but the first is moved, once."""
+    """LayerSource for plans with drift correction. Every layer but the first is corrected once, if a placed chunk is
+    stale.
+
+    `apply_drift` changes the layer waited for last, before any row of placed chunks is written there.
+    """
 
     def read_stored(
         self, layer: int, rows: Tensor
-    ) -> LayerKV: ...  # of positions [R], where it was waited for and not yet
-    # moved, and not the first: pre-RoPE keys, values [H, R, D]
+    ) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D] at positions [R] of a
+    # layer that was waited for and not corrected yet, and is not the first
     def apply_drift(
         self, layer: int, drift: LayerKV | None, shares: Tensor | None = None
-    ) -> None: ...  # adds `shares` [T, M] of `by` [H, M, D] float32; None: they stay as they are
+    ) -> None: ...  # adds `shares` [T, M] times `drift` [H, M, D] float32; None changes nothing
 
 
 class QueryProbeHook(Protocol):
-    """Sees the queries of the rows that a layer runs and the keys [H, rows[-1] + 1, D] they meet, both rotated. Called
-    once; the queries may be kept, the keys may not. Given the values too, it attends for them: [Hq, Q, D]."""
+    """Callback that receives the rotated queries of a layer's rows and the rotated keys [H, rows[-1] + 1, D].
+
+    It is called once per layer; it may keep the queries, not the keys. If it gets the values, too, it returns the
+    attention output [Hq, Q, D] of the rows.
+    """
 
     def __call__(self, queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None: ...
 
 
 class LayerwiseModel(Protocol):
-    """A decoder whose layers can be run one at a time, over any subset of the prompt's tokens.
+    """Decoder whose layers can be run one at a time, over any subset of the prompt's tokens.
 
-    `rows` are prompt positions [R], ascending; `hidden` is [R, hidden size]. Each row attends to every row of
-    `fused` at or before its own position. `place_keys` may be called from a second thread; the rest runs one
-    request at a time. Nothing here keeps a reference to what it returns.
+    `rows` are prompt positions [R], ascending; `hidden` is [R, hidden size]. Each row attends to every row of `fused`
+    at or before its own position. `place_keys` may be called from a second thread; the other methods run one request at
+    a time. No method keeps a reference to its result.
     """
 
     @property
@@ -89,7 +98,7 @@ class LayerwiseModel(Protocol):
     ) -> Tensor: ...
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None
-    ) -> Tensor: ...  # `run_layer` for rows that may be asked only; `watch` sees their queries and the keys
+    ) -> Tensor: ...  # `run_layer` for rows that may have no blocks; the hook receives their queries and the keys
     def run_layer_keeping_kv(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]: ...  # the same, and the rows' pre-RoPE keys and values [H, R, D]
@@ -97,7 +106,7 @@ class LayerwiseModel(Protocol):
 
 
 class PackedPrefillModel(LayerwiseModel, Protocol):
-    """A LayerwiseModel that also runs several chunks in one pass, each behind the same prefix."""
+    """LayerwiseModel that also runs several chunks in one pass, each after the same prefix."""
 
     def run_packed_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
@@ -105,7 +114,7 @@ class PackedPrefillModel(LayerwiseModel, Protocol):
 
 
 class SelfCheckModel(PackedPrefillModel, Protocol):
-    """A PackingModel that also offers its own, untouched full prefill to be compared with."""
+    """PackedPrefillModel that also offers the model's own full prefill, the reference of the self-check."""
 
     @property
     def like(self) -> Tensor: ...  # an empty tensor of the KV's dtype and device
@@ -116,7 +125,7 @@ class SelfCheckModel(PackedPrefillModel, Protocol):
     ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV
     def chunked_prefill(
         self, token_ids: Tensor, cuts: Sequence[int]
-    ) -> tuple[Tensor, list[LayerKV]]: ...  # the same, by pieces that are cut at those places
+    ) -> tuple[Tensor, list[LayerKV]]: ...  # the same, by pieces between `cuts`
     def self_check_mode(
         self, window: int
-    ) -> AbstractContextManager[None]: ...  # inside, layers that see a window see so many tokens, and no rounding grows
+    ) -> AbstractContextManager[None]: ...  # windowed layers use `window` tokens, and rounding is not amplified

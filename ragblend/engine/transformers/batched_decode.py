@@ -1,8 +1,8 @@
 """One decode step of several prompts: every weight is read once for all of them, every prompt attends to its own KV.
 
-The rows of all prompts go through a layer's norms, projections and MLP as one matrix. Its attention takes each prompt's
-rows by themselves, over that prompt's keys and values where they are: nothing is padded, nothing is copied. Works on
-the model's layers and tensors; knows nothing of requests.
+The rows of all prompts pass a layer's norms, projections and MLP as one matrix. Attention runs per prompt, over that
+prompt's keys and values in place, without padding or copies. Depends on the model's layers and tensors, not on
+requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ repacks the weights for four rows and more, which pays from 16 or so; below six,
 
 
 class SequenceRows(NamedTuple):
-    """Where one prompt's rows are: among the rows that are run, and in the prompt."""
+    """One prompt's rows: their span in the batch and in the prompt."""
 
     span: slice
     prompt_span: slice
@@ -35,7 +35,7 @@ class SequenceRows(NamedTuple):
 
 
 def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.device) -> tuple[SequenceRows, ...]:
-    """The next `counts[i]` rows of each prompt in `fused`, side by side."""
+    """Return the next `counts[i]` rows of each prompt in `fused`, consecutive in the batch."""
     places, begin = [], 0
     for count, each in zip(counts, fused, strict=True):
         there = slice(each.length, each.length + count)
@@ -46,9 +46,9 @@ def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.d
 
 
 class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Writes each prompt's rows into its own KV, from where `attend_batch` takes them.
+    """Cache that writes each prompt's rows into that prompt's own KV. `attend_batch` reads the result from `kv`.
 
-    Of a model with a `latent`, that is what is written, and `attended` is what a layer's queries meet.
+    A model with a `latent` stores the latent; `expand_kv` makes keys and values of it for attention.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """[1, H, R, D] of all prompts' rows; handed on as they came."""
+        """Write the keys and values [1, H, R, D] of all prompts' rows, and return them unchanged."""
         self.kv = []
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
@@ -80,14 +80,17 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
 
 
 class DecodeBatch(NamedTuple):
-    """What attention has to know of the prompts: their rows, and their KV as the layer's cache has just written it."""
+    """Attention input of a batch: the prompts' rows, and the cache with their KV of the current layer."""
 
     sequences: tuple[SequenceRows, ...]
     cache: BatchedDecodeCache
 
 
 def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, sight: AttentionParams = PLAIN) -> Tensor:
-    """Causal attention of rows of several prompts, each over its own prompt's KV: [1, Hq, R, D], as `query` is."""
+    """Return the causal attention [1, Hq, R, D] of several prompts' rows, each over its own prompt's KV.
+
+    `query` is [1, Hq, R, D].
+    """
     outputs = []
     for each, (keys, values) in zip(batch.sequences, batch.cache.kv, strict=True):
         part = query[:, :, each.span]
@@ -99,12 +102,16 @@ def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, sight: 
 
 
 class SmallBatchMatmul(TorchFunctionMode):
-    """Inside, products of FEW_ROWS rows with a weight matrix are made the quicker way; the same up to float noise."""
+    """Torch function mode that multiplies FEW_ROWS rows by a float32 weight on the CPU as `weight @ rows.T`, which is
+    faster.
+
+    Results differ from `nn.functional.linear` by float rounding only.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every operation of torch comes by here."""
+        """Return `func(*args, **kwargs)`; `linear` of few rows is computed transposed."""
         if func is not nn.functional.linear or kwargs or not _is_few(args[0], args[1]):
             return func(*args, **(kwargs or {}))
         rows, weight = args[0], args[1]

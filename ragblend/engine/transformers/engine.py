@@ -1,8 +1,7 @@
-"""Answer prompts from fused KV with a transformers model on one machine.
+"""Engine that answers prompts from fused KV with a transformers model on one machine.
 
-Chunks are precomputed behind the default prefix; a request is settled, prefilled (see `blend`) and decoded. Safe to
-share between threads: one thread runs the model, and answers that are made at the same time are decoded together (see
-`engine.loop`).
+Chunks are precomputed after the default prefix. A request is resolved, prefilled (see `blend`) and decoded. Safe to
+share between threads: one thread runs the model, and concurrent answers are decoded together (see `engine.loop`).
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ log = logging.getLogger(__name__)
 class TransformersEngine(BlendingEngine):
     """Engine over a TransformersLayers model, a Renderer and a KVStore. Use as a context manager, or `close()` it.
 
-    `options` are those of `EngineBase`: system, namespace, on_miss, shadow and what messages say.
+    `options` are the keyword arguments of `EngineBase`, such as system, namespace, on_miss and shadow.
     """
 
     keeps_conversations = True  # `stream` takes `conversation=`
@@ -106,11 +105,12 @@ class TransformersEngine(BlendingEngine):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """`precompute` of each; short chunks share a pass, and the store is written meanwhile.
+        """Yield `precompute`'s result for each chunk. Short chunks share a pass, and the store is written during the
+        next pass.
 
-        Those to be computed behind others come last: by then those are stored. KV is that of `precompute` wherever a
-        row of a matrix product does not depend on how many rows there are (so in float32 on the CPUs tested), elsewhere
-        up to the rounding of such a product.
+        Chunks with an ingestion context come last, after the chunks that it consists of. The KV equals that of
+        `precompute` where a row of a matrix product does not depend on the number of rows, as in float32 on the CPUs
+        tested. Elsewhere it differs by rounding.
         """
         self.add_known(chunks)
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
@@ -123,11 +123,14 @@ class TransformersEngine(BlendingEngine):
             yield from prefill_missing(items, self._is_missing, self._prefill_chunks, self.store.put, limit)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
+        """Load the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
         self.store.prefetch(self.likely_keys(chunks))
 
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """`precompute` of a chunk that is token ids already, behind what is."""
+        """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
+
+        Returns 0 if it was stored already.
+        """
         if not self._is_missing(PrefillItem(token_ids, behind)):
             return 0
         (kv,) = self._prefill_chunks([token_ids], behind)
@@ -141,8 +144,10 @@ class TransformersEngine(BlendingEngine):
     def _prefill_chunks(
         self, chunks: Sequence[tuple[int, ...]], behind: IngestionContext = NO_CONTEXT
     ) -> list[MemoryKV]:
-        """The KV of chunks of token ids behind the default prefix and `context_texts`, each for itself, all in one
-        pass."""
+        """Return the KV of chunks given as token ids, prefilled in one pass.
+
+        Each is prefilled separately after the default prefix and the ingestion context `behind`.
+        """
         behind.validate()
         prefix_ids, dtype = self.default_prefix_ids + behind.token_ids, dtype_name(self.layers.dtype)
         headers = []
@@ -170,10 +175,10 @@ class TransformersEngine(BlendingEngine):
         return stream.result
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[EngineKeywords]) -> list[Generation]:
-        """`generate` of each, their tokens decoded together, `max_num_seqs` at a time.
+        """Return `generate`'s result for each prompt; `max_num_seqs` prompts are decoded together.
 
-        Where the memory tier has no room for the chunks of all, prompts that share chunks are answered one behind the
-        other (see `many`). Raises the first error there was, once the others have ended.
+        If the chunks of all prompts do not fit the memory tier, prompts that share chunks are answered consecutively
+        (see `batch_order`). Raises the first error after the other answers have ended.
         """
         streams = {place: self.stream(prompts[place], **options) for place in self._grouped(prompts)}
         for error in self.run_to_end(list(streams.values())):
@@ -184,7 +189,7 @@ class TransformersEngine(BlendingEngine):
     def run_to_end(
         self, streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None
     ) -> list[BaseException | None]:
-        """Make the answers of all `streams`, beside whatever else is being answered, and return the error of each."""
+        """Run all `streams` to their end, together with other answers. Return the error of each, or None."""
         try:
             if self.store.remote_tiers:
                 # What is fetched for a prompt is held until its prefill: so no more than a few are fetched ahead.
@@ -200,7 +205,7 @@ class TransformersEngine(BlendingEngine):
             raise
 
     def _grouped(self, prompts: Sequence[Prompt]) -> Sequence[int]:
-        """The order in which prompts are to be answered, by place."""
+        """Return the indices of the prompts in the order in which to answer them."""
         memory = next((tier for tier in self.store.tiers if isinstance(tier, MemoryStore)), None)
         if memory is None or len(self.store.tiers) == 1 or len(prompts) < 3:
             return range(len(prompts))
@@ -216,10 +221,10 @@ class TransformersEngine(BlendingEngine):
         return order_by_shared_chunks(keys, nbytes, memory.capacity_bytes)
 
     def stream(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> GenerationStream:
-        """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
+        """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.
 
-        Options are checked here, before the first piece. Closing the stream early frees the engine, and closing the
-        engine ends the stream.
+        Options are checked before the first piece. Closing the stream early frees the engine, and closing the engine
+        ends the stream.
         """
         request = self.request(prompt, **options)
         if not self._shadow.share or request.mode not in ("blend", "reuse"):
@@ -238,10 +243,10 @@ class TransformersEngine(BlendingEngine):
         conversation: Conversation | None = None,
         **options: Unpack[GenerationKeywords],
     ) -> EngineRequest:
-        """What to answer and how, rendered, matched and checked; `prefill` takes it for logits without an answer.
+        """Return a checked request: the rendered and matched prompt with its settings. `prefill` returns its logits.
 
         `options` are GenerationOptions. With a `conversation`, earlier turns are not prefilled again. Raises
-        PromptTooLongError beyond the model's context, UsageError for bad values.
+        PromptTooLongError beyond the model's context length, UsageError for invalid values.
         """
         generation_options = GenerationOptions(**options)
         self._check_prompt(prompt, generation_options.stops)
@@ -270,7 +275,9 @@ class TransformersEngine(BlendingEngine):
 
     @torch.inference_mode()
     def _decode(self, steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
-        """`decode_step` of each, at once; of several they are the same up to float noise."""
+        """Return `decode_step`'s logits for each step. Several steps run as one batch, with results equal up to float
+        rounding.
+        """
         if len(steps) == 1:
             tokens, fused = steps[0].tokens, steps[0].fused
             rows = torch.arange(fused.length, fused.length + len(tokens), device=self.layers.device)
@@ -285,7 +292,7 @@ class TransformersEngine(BlendingEngine):
         return logits.unbind()
 
     def close(self) -> None:
-        """Finish background work, the store's within its time limit, and release the threads."""
+        """Finish background work, the store's within its timeout, and release the threads."""
         if not self.is_usable:
             return
         super().close()
@@ -293,6 +300,6 @@ class TransformersEngine(BlendingEngine):
 
 
 def generation_stop_ids(model: Any) -> frozenset[int]:
-    """Ids that end an answer, by the model's generation config."""
+    """Return the ids that end an answer, from the model's generation config."""
     end: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return frozenset(end if isinstance(end, list) else [end] if end is not None else [])

@@ -1,11 +1,11 @@
-"""What differs between decoder families, and which decoders cannot be fused. A MODEL FAMILY IS ADDED HERE.
+"""Differences between decoder families, and the decoders that cannot be fused. A MODEL FAMILY IS ADDED HERE.
 
-Most families (Llama, Mistral, Qwen2, Qwen3, Gemma, Granite, ...) are made of the same parts under the same names and
-need nothing. One that makes its keys and values otherwise is a subclass of `AttentionFamily` in FAMILIES; the families
-that the tests run are a table in tests/tiny_models.py. Every model passes `self_check` against its own prefill when
+Most families (Llama, Mistral, Qwen2, Qwen3, Gemma, Granite, ...) consist of the same parts under the same names and
+need no code. A family that computes keys and values otherwise is a subclass of `AttentionFamily` in FAMILIES.
+tests/tiny_models.py lists the families that the tests run. Every model passes `self_check` against its own prefill when
 it is loaded.
 
-Knows transformers' modules by their attributes.
+Depends on the attributes of transformers' modules.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurren
 
 
 class AttentionFamily:
-    """How one model's layers make keys and values: separate projections, and a norm of each head's keys, if any."""
+    """Computation of keys and values by separate projections, with an optional norm of each head's keys."""
 
     key_module = "k_proj"  # the module whose output `keys_from_output` makes pre-RoPE keys of
     half_tables = False  # whether the rotary module gives each angle once, for both dimensions that it turns
@@ -48,27 +48,31 @@ class AttentionFamily:
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Whether a layer's attention is made like that."""
+        """Return True if this family describes a layer's attention."""
         return hasattr(attention, "k_proj") and hasattr(attention, "v_proj")
 
     def projections(self, attention: Any) -> list[nn.Module]:
-        """The modules that make keys and values, for what running them costs."""
+        """Return the modules that compute keys and values, to estimate their cost."""
         return [attention.k_proj, attention.v_proj]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Pre-RoPE keys, after a QK-norm, and values, [R, H, D] each, of `normed` [R, hidden size]."""
+        """Return pre-RoPE keys (after a QK-norm) and values, [R, H, D] each, of `normed` [R, hidden size]."""
         keys = self.split_heads(attention.k_proj(normed))
         if hasattr(attention, "k_norm"):
             keys = attention.k_norm(keys)
         return keys, self.split_heads(attention.v_proj(normed))
 
     def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
-        """[R, H, D] of what the tapped module put out. Normed once more: some norm [R, H, D], others [H, R, D]."""
+        """Return the pre-RoPE keys [R, H, D], given the output of the module `key_module`.
+
+        The QK-norm is applied again here, because the model's own norm returns [R, H, D] in some models, [H, R, D] in
+        others.
+        """
         keys = self.split_heads(output)
         return attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
 
     def split_heads(self, projected: Tensor) -> Tensor:
-        """[R, H * D] -> [R, H, D]."""
+        """Return [R, H * D] as [R, H, D]."""
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
 
@@ -79,20 +83,20 @@ class PackedQKVProjection(AttentionFamily):
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Whether there is one matrix."""
+        """Return True if the attention has one packed projection."""
         return hasattr(attention, "qkv_proj")
 
     def projections(self, attention: Any) -> list[nn.Module]:
-        """That matrix."""
+        """Return the packed projection."""
         return [attention.qkv_proj]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """The last two parts of its output [R, (Hq + 2H) * D]."""
+        """Return the last two parts of the projection's output [R, (Hq + 2H) * D]."""
         qkv, width = attention.qkv_proj(normed), self.num_kv_heads * self.head_dim
         return self.split_heads(qkv[..., -2 * width : -width]), self.split_heads(qkv[..., -width:])
 
     def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
-        """The keys' part."""
+        """Return the keys' part of the projection's output."""
         width = self.num_kv_heads * self.head_dim
         return self.split_heads(output[..., -2 * width : -width])
 
@@ -104,57 +108,57 @@ class JointHeadNorm(AttentionFamily):
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Whether the norm is as wide as all heads."""
+        """Return True if the norm is as wide as all heads together."""
         weight = getattr(getattr(attention, "k_norm", None), "weight", None)  # a norm may have none (NanoChat)
         width, projection = 0 if weight is None else weight.numel(), getattr(attention, "k_proj", None)
         return bool(width) and width == getattr(projection, "out_features", 0) != getattr(attention, "head_dim", 0)
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm comes before the heads are told apart."""
+        """Return keys, normed before they are split into heads, and values."""
         return self.split_heads(attention.k_norm(attention.k_proj(normed))), self.split_heads(attention.v_proj(normed))
 
     def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
-        """They are normed."""
+        """Return the output of the norm, split into heads."""
         return self.split_heads(output)
 
 
 class ClippedQKV(AttentionFamily):
-    """Keys and values within bounds (OLMo)."""
+    """Keys and values clipped to a bound (OLMo)."""
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Whether there are bounds."""
+        """Return True if the config has a bound."""
         return getattr(getattr(attention, "config", None), "clip_qkv", None) is not None
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """The projections, clipped."""
+        """Return the projections, clipped."""
         bound = attention.config.clip_qkv
         keys, values = super().keys_and_values(attention, normed)
         return keys.clamp(-bound, bound), values.clamp(-bound, bound)
 
     def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
-        """The projection is tapped before it is clipped."""
+        """Return the keys clipped, because `output` is read before the model clips it."""
         bound = attention.config.clip_qkv
         return super().keys_from_output(attention, output).clamp(-bound, bound)
 
 
 class SinkAttention(AttentionFamily):
-    """Sinks in the softmax, and angles given once (gpt-oss)."""
+    """Attention sinks in the softmax, and rotary tables of half the width (gpt-oss)."""
 
     half_tables = True
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Whether its heads have sinks."""
+        """Return True if the attention's heads have sinks."""
         return hasattr(attention, "sinks") and super().fits(attention)
 
 
 class LatentAttention(AttentionFamily):
-    """One latent vector per token, of which each layer expands keys and values of all heads, and one rotated part of
-    the keys that they share: MLA (DeepSeek V3, GLM-4 MoE Lite).
+    """Multi-head latent attention, MLA (DeepSeek V3, GLM-4 MoE Lite).
 
-    Held as one head, the rotated part as keys, the latent after its norm as values: expanding it is linear, so whatever
-    moves the latent by a sum of changes moves keys and values by the sum of theirs.
+    A token has one latent vector, which each layer expands into the keys and values of all heads, and one rotated part
+    of the keys, which all heads share. The store contains them as one head: the rotated part as keys, the normed latent
+    as values. The expansion is linear, so drift correction of the latent corrects the expanded keys and values, too.
     """
 
     key_module = "kv_a_proj_with_mqa"
@@ -167,41 +171,41 @@ class LatentAttention(AttentionFamily):
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Whether it keeps the latent and expands it, and sees everything before it: an index chooses (DSA)."""
+        """Return True if the attention stores and expands the latent, and attends to all earlier tokens (no DSA)."""
         parts = ("kv_a_proj_with_mqa", "kv_a_layernorm", "expand_kv")
         return all(hasattr(attention, part) for part in parts) and not hasattr(attention, "indexer")
 
     def projections(self, attention: Any) -> list[nn.Module]:
-        """The one that makes the latent: what expands it is part of attention."""
+        """Return the projection to the latent. The expansion is part of attention, not of making KV."""
         return [attention.kv_a_proj_with_mqa]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Of its output [R, rank + D] the last, and the first, normed."""
+        """Return the rotary part as keys [R, 1, D], before rotation, and the normed latent as values [R, 1, rank]."""
         projected = attention.kv_a_proj_with_mqa(normed)
         latent = attention.kv_a_layernorm(projected[..., : self.rank])
         return self.keys_from_output(attention, projected), latent[..., None, :]
 
     def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
-        """The part that is rotated."""
+        """Return the rotary part [R, 1, D] of the projection's output [R, rank + D], before rotation."""
         keys = output[..., None, self.rank :]
         return _apart(keys) if self.in_pairs else keys
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
-        """What a layer gives its cache, [1, T, D]: the latent for keys, the rotated part, taken apart, for values."""
+        """Return what a layer passes to its cache in the stored form: the rotary part as keys, the latent as values."""
         return LayerKV(cached.values, cached.keys)
 
     def from_stored(self, held: LayerKV) -> LayerKV:
-        """What a layer wants of its cache: `to_stored`, undone."""
+        """Return stored KV in the form that a layer reads from its cache; the inverse of `to_stored`."""
         return LayerKV(held.values, held.keys)
 
     def expand_kv(self, layers: Sequence[Any], layer: int, held: LayerKV) -> LayerKV:
-        """The keys, rotated, and values [heads, T, D] that queries meet: the layer itself expands what is held."""
+        """Return the rotated keys and the values [heads, T, D] for attention, expanded by the layer's own module."""
         keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(held)))
         return LayerKV(keys[0], values[0])
 
 
 class InterleavedLatentAttention(LatentAttention):
-    """MLA whose neighbouring dimensions turn, by complex numbers, and stay where they are (DeepSeek V2)."""
+    """MLA that rotates adjacent dimensions as complex numbers and leaves them in their order (DeepSeek V2)."""
 
     half_tables = complex_tables = True
 
@@ -211,20 +215,20 @@ class InterleavedLatentAttention(LatentAttention):
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """By its name: nothing else about it is different."""
+        """Return True for the model type deepseek_v2. Its modules do not differ from those of other MLA models."""
         return super().fits(attention) and attention.config.model_type == "deepseek_v2"
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
-        """Here the dimensions that turn together are half the width apart."""
+        """Return the stored form, with the two dimensions of each rotated pair half the width apart."""
         return LayerKV(_apart(cached.values), cached.keys)
 
     def from_stored(self, held: LayerKV) -> LayerKV:
-        """Neighbours again, as the queries have them."""
+        """Return the form that a layer reads, with the two dimensions of each rotated pair adjacent."""
         return LayerKV(held.values, torch.stack(held.keys.chunk(2, dim=-1), dim=-1).flatten(-2))
 
 
 def _apart(pairs: Tensor) -> Tensor:
-    """[..., D], of neighbours that turn together first those that come first."""
+    """Return [..., D] with the first dimension of every adjacent pair in the first half, the other in the second."""
     return torch.cat((pairs[..., 0::2], pairs[..., 1::2]), dim=-1)
 
 
@@ -241,33 +245,37 @@ FAMILIES: tuple[type[AttentionFamily], ...] = (
 
 
 def family_of(model: Any) -> AttentionFamily:
-    """How `model` makes keys and values. Raises UnsupportedModelError unless every layer can be fused exactly."""
+    """Return the attention family of `model`. Raises UnsupportedModelError unless every layer can be fused exactly."""
     reject_unsupported_model(model)
     attention = text_decoder(model).layers[0].self_attn
     return next(family(model.config.get_text_config()) for family in FAMILIES if family.fits(attention))
 
 
 def text_decoder(model: Any) -> Any:
-    """A model's decoder: at `.model`, or within it where the model reads images too (Gemma 3). None: neither."""
+    """Return a model's decoder: `.model`, or the language model within it for models that read images (Gemma 3); None
+    if neither exists.
+    """
     inner = getattr(model, "model", None)
     return getattr(inner, "language_model", inner)
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """A config's settings of RoPE by layer type (Gemma 3); those that all layers share are under ""."""
+    """Return a config's RoPE settings by layer type (Gemma 3); under "" if all layers share them."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     by_type = {kind: dict(each) for kind, each in found.items() if isinstance(each, Mapping)}
     return by_type or {"": found}
 
 
 def context_length(config: Any) -> int:
-    """Longest prompt plus answer at which all keys can be placed. Raises UnsupportedModelError as `exact_context`."""
+    """Return the longest prompt plus answer, in tokens, at which all keys can be placed. Raises UnsupportedModelError
+    as `exact_context`.
+    """
     longest = config.max_position_embeddings
     return min(exact_context(each, longest) for each in rope_parameters(config).values())
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Of every layer, how many tokens a token sees, itself among them; None where that is all of the context."""
+    """Return the attention window of every layer, in tokens with the token itself; None without a window."""
     window = getattr(config, "sliding_window", None)
     count: int = config.num_hidden_layers
     if not window or window >= context_length(config):
@@ -277,7 +285,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def reject_unsupported_model(model: Any) -> None:
-    """Raise UnsupportedModelError, naming the layer type and the way out, unless every layer can be fused exactly."""
+    """Raise UnsupportedModelError, with the layer type and the fix, unless every layer can be fused exactly."""
     config, name = model.config.get_text_config(), type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ())
     unsupported_types = sorted(kinds - {"full_attention", WINDOWED})

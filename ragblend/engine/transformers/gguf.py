@@ -1,7 +1,7 @@
-"""GGUF files: which names mean one, what transformers needs for it, and what it leaves out.
+"""GGUF files: their names, the arguments that transformers needs, and the settings that it does not read.
 
-transformers reads weights, config, tokenizer and chat template out of the file, and dequantises the weights, so that
-the model is a plain one of the chosen dtype. Knows the first bytes of the format; no tensors.
+transformers reads weights, config, tokenizer and chat template from the file, and dequantizes the weights. The result
+is an ordinary model of the chosen dtype. Depends on the first bytes of the format, not on tensors.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _HEAD_BYTES = 1 << 26  # metadata and the table of tensors stand before the tens
 
 
 class GgufReference(NamedTuple):
-    """A GGUF by name: `file` in `place`, a directory or a Hugging Face repo; a file of this machine has none."""
+    """Reference to a GGUF: `file` in `place`, which is a directory or a Hugging Face repo, and "" for a local file."""
 
     place: str
     file: str
 
 
 def parse_gguf_reference(model: str) -> GgufReference | None:
-    """What `model` means if it names a GGUF.
+    """Return the GGUF that `model` names; None if it names none.
 
     >>> parse_gguf_reference("org/repo:model-Q4_K_M.gguf"), parse_gguf_reference("org/repo")
     (GgufReference(place='org/repo', file='model-Q4_K_M.gguf'), None)
@@ -50,14 +50,19 @@ def parse_gguf_reference(model: str) -> GgufReference | None:
 
 
 def require_gguf() -> None:
-    """Raise ImportError, with what to type, unless the packages are installed by which transformers reads a GGUF."""
+    """Raise ImportError, with the install command, unless the packages with which transformers reads a GGUF are
+    installed.
+    """
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise ImportError(f"a GGUF needs {' and '.join(missing)}: pip install 'ragblend[gguf]'")
 
 
 def dequantised() -> dict[str, Any]:
-    """The argument by which transformers unpacks all weights, where it would keep some in blocks."""
+    """Return the keyword arguments that make transformers dequantize all weights.
+
+    Newer versions would leave some weights in quantized blocks. Older ones always dequantize; for them it is {}.
+    """
     try:
         from transformers import GgufConfig
     except ImportError:  # older ones always unpack
@@ -66,7 +71,7 @@ def dequantised() -> dict[str, Any]:
 
 
 def reject_unread_rope(path: Path, config: Any) -> None:
-    """Raise UnsupportedModelError if the file scales its RoPE and `config`, which was made of it, does not."""
+    """Raise UnsupportedModelError if the file scales its RoPE and `config`, which transformers made of it, does not."""
     known = getattr(config, "rope_parameters", None) or {}
     found = _rope_scaling(path)
     if found and known.get("rope_type", "default") == "default":
@@ -78,7 +83,7 @@ def reject_unread_rope(path: Path, config: Any) -> None:
 
 
 def _rope_scaling(path: Path) -> str:
-    """How the file says that its RoPE is scaled; "" where it is not."""
+    """Return the file's setting that scales its RoPE; "" if it has none."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if content.find(b"rope_freqs.weight", 0, _HEAD_BYTES) >= 0:
             return "rope_freqs.weight"
@@ -94,7 +99,7 @@ def _rope_scaling(path: Path) -> str:
 
 @contextmanager
 def without_bar() -> Iterator[None]:
-    """No bar of its own while transformers dequantises."""
+    """Hide the progress bar that transformers shows while it dequantizes."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
     bar: Any = reader.tqdm

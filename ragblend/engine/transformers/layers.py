@@ -1,8 +1,8 @@
 """A transformers decoder as a LayerwiseModel: its own layers, run one at a time over any subset of tokens.
 
-The seam is `Cache.update`: a cache whose `update` scatters the fresh rows into the fused KV and returns the whole
-layer turns any standard decoder layer into a partial-prefill layer. Attention over scattered rows is plugged in
-through transformers' attention registry; norms, projections, QK-norm, GQA and MLP stay the model's code.
+The extension point is `Cache.update`: a cache whose `update` scatters the fresh rows into the fused KV and returns the
+whole layer turns any standard decoder layer into a partial-prefill layer. Attention over scattered rows is registered
+in transformers' attention registry. Norms, projections, QK-norm, GQA and MLP are the model's code.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAX_CACHED_TABLES = 4
 
 
 class PackedSpans(NamedTuple):
-    """Chunks side by side in one sequence, each behind the same prefix and unseen by the others."""
+    """Spans of chunks packed into one sequence. Each attends to the same prefix and to itself only."""
 
     prefix: LayerKV  # [H, P, D], keys rotated
     spans: tuple[slice, ...]  # where each chunk's rows are, one after the other
@@ -75,9 +75,10 @@ def attend_packed(
     scale: float | None,
     sight: AttentionParams = PLAIN,
 ) -> Tensor:
-    """Causal attention of packed chunks: `query` [1, Hq, R, D]; `keys`, `values` [1, H, R, D] are the chunks' alone.
+    """Return the causal attention [1, Hq, R, D] of packed chunks.
 
-    Each row sees the prefix, and its own chunk up to itself, of both what is within its window. Returns [1, Hq, R, D].
+    `query` is [1, Hq, R, D]; `keys` and `values` [1, H, R, D] are those of the chunks, without the prefix. Each row
+    attends to the prefix and to its own chunk up to itself, in both cases within the attention window.
     """
     outputs = []
     for span in packed.spans:
@@ -93,10 +94,11 @@ def attend_packed(
 def attend_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **kwargs: Any
 ) -> Tensor:
-    """The attention that the model's own file spells out, for what no kernel of transformers' knows: [B, R, Hq, D].
+    """Return the attention [B, R, Hq, D] of the model's own eager code, for models that no kernel of transformers
+    supports.
 
-    Some rows at a time, or its probabilities would take gigabytes. seen: [B, 1, R, T] bool, or added to scores, where 0
-    is seen, as transformers makes it for a model that is eager of its own; None is causal.
+    Rows are processed in parts, because the probabilities of all rows would take gigabytes. seen: [B, 1, R, T] bool, or
+    the additive mask that transformers makes for an eager model (0: visible); None is causal.
     """
     attend = sys.modules[type(module).__module__].eager_attention_forward
     num_rows, num_keys = query.shape[2], key.shape[2]
@@ -129,9 +131,11 @@ def _attention(
     whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The model's own attention `whole`, except where a layer runs scattered rows, packed chunks or several prompts.
+    """Return the output of the model's own attention `whole`, except for scattered rows, packed chunks or several
+    prompts.
 
-    Layers hand over a soft cap of scores, and sinks as `s_aux`. Their window is in the mask, and in `blend_window`.
+    Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. Their window is in the mask and in
+    `blend_window`.
     """
     sight = AttentionParams(blend_window, softcap, s_aux)
     if blend_packed is not None:
@@ -153,14 +157,16 @@ def _attention(
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """The eager attention of the model's own file: models of several families may be loaded, and share a name."""
+    """Return the output of the eager attention of the module's own file: loaded models of several families share its
+    name.
+    """
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
     return attended
 
 
 def _install_attention(model: Any) -> None:
-    """Have `model` run `_attention`, with the implementation that it has for its own forward inside."""
+    """Make `model` use `_attention`, which calls the attention implementation that the model had before."""
     own = model.config._attn_implementation or "sdpa"
     if own.startswith(ATTENTION):  # another engine's: both do the same
         return
@@ -171,7 +177,7 @@ def _install_attention(model: Any) -> None:
 
 
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Stored KV in, fused KV out: `update` writes the fresh rows and returns the layer up to the last of them."""
+    """Cache over fused KV: `update` writes the fresh rows and returns the layer up to the last of them."""
 
     def __init__(
         self,
@@ -189,7 +195,7 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scatter [1, H, R, D] and return [1, H, end, D] of keys and values."""
+        """Write [1, H, R, D] at the rows; return keys and values [1, H, end, D]."""
         rows, end = self._turns.rows, self._turns.end
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
@@ -207,7 +213,7 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
 
 class _PackedCache(Cache):  # type: ignore[misc]
-    """Keeps what the packed chunks' values are, and hands keys and values on as they came."""
+    """Cache that keeps the packed chunks' values, and returns keys and values unchanged."""
 
     values: Tensor  # [H, R, D]
 
@@ -218,7 +224,7 @@ class _PackedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """[1, H, R, D] each."""
+        """Keep the values; return keys and values [1, H, R, D] unchanged."""
         fresh = LayerKV(key_states[0], value_states[0])
         self.values = (fresh if self._latent is None else self._latent.to_stored(fresh)).values
         return key_states, value_states
@@ -226,7 +232,7 @@ class _PackedCache(Cache):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False)
 class _RotaryTables:
-    """The rotation of some rows."""
+    """Cosine and sine of some rows' rotation."""
 
     rows: Tensor  # positions [R]
     kind: str  # of layers, where they turn by angles of their own
@@ -236,7 +242,9 @@ class _RotaryTables:
 
     @cached_property
     def inverse(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [R, rotary dimensions] that undo it, made at the first use: decoding has none."""
+        """Cosine and sine [R, rotary dimensions] of the inverse rotation. They are made at the first use, because
+        decoding needs none.
+        """
         return inverse_tables(self.cos, self.sin)
 
 
@@ -279,14 +287,14 @@ class TransformersLayers:
         """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[R, hidden size] for ids [R]."""
+        """Return the embeddings [R, hidden size] of ids [R]."""
         if self._adapters:
             self._check_adapters()
         hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._family.embedding_multiplier
         return hidden
 
     def _check_adapters(self) -> None:
-        """Raise RagblendError if the model's owner has switched adapters: stored KV would be another model's."""
+        """Raise RagblendError if the model's adapters changed since loading: stored KV would be another model's."""
         if active_adapters(self.model) != self._adapters:
             raise RagblendError(
                 "the model's adapters are not those any more with which its engine was made, whose KV is in the store; "
@@ -294,18 +302,20 @@ class TransformersLayers:
             )
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
-        """Pre-RoPE keys (after QK-norm) and values, [H, R, D]: one norm and the projections, no attention."""
+        """Return pre-RoPE keys (after QK-norm) and values, [H, R, D], from one norm and the projections, without
+        attention.
+        """
         block = self._layers[layer]
         keys, values = self._family.keys_and_values(block.self_attn, block.input_layernorm(hidden))
         return LayerKV(keys.transpose(0, 1), values.transpose(0, 1))
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
-        """Pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; float32 inside, cast once."""
+        """Return the pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; computed in float32, cast once."""
         turns = self._turns_of(rows, self._kinds[layer])
         return rotate(keys, turns.cos, turns.sin)
 
     def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
-        """What `place_keys` has rotated to `rows` [R], before that: pre-RoPE keys [H, R, D]."""
+        """Return the pre-RoPE keys [H, R, D] of `keys` that `place_keys` has rotated to `rows` [R]."""
         turns = self._turns_of(rows, self._kinds[layer])
         return rotate(keys, *turns.inverse)
 
@@ -317,14 +327,16 @@ class TransformersLayers:
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshKVHook | None = None
     ) -> Tensor:
-        """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
+        """Return [R, hidden size] of one decoder layer over the tokens at `rows`; their K/V replace those rows of
+        `fused`.
+        """
         cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), hook, self._latent)
         return self._run(layer, hidden, rows, cache, blend_rows=rows)
 
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None
     ) -> Tensor:
-        """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
+        """Return `run_layer`'s result; `probe_hook` receives the queries and keys of the layer's own attention."""
         cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), latent=self._latent)
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=probe_hook)
 
@@ -351,17 +363,18 @@ class TransformersLayers:
     def run_layer_keeping_kv(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
-        """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
+        """Return `run_layer`'s result, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
         hidden, keys = self._run_capturing_keys(layer, lambda: self.run_layer(layer, hidden, rows, fused))
         return hidden, LayerKV(keys, fused.values(layer)[:, rows])
 
     def run_packed_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
-        """One decoder layer over chunks side by side: `hidden` [R, hidden size], of which `spans` are one chunk each.
+        """Return [R, hidden size] of one decoder layer over packed chunks, and their pre-RoPE keys and values [H, R,
+        D].
 
-        `rows` [R] are the positions behind `prefix`, counted anew in every chunk. Each chunk sees the prefix and
-        itself. Also returns their pre-RoPE keys and values [H, R, D]. Leaves `prefix` as it is.
+        `hidden` is [R, hidden size], of which each of `spans` is one chunk. `rows` [R] are positions after `prefix`;
+        they start again in every chunk. Each chunk attends to the prefix and to itself. `prefix` is not changed.
         """
         length, cache = prefix.length, _PackedCache(self._latent)
         behind = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
@@ -372,8 +385,11 @@ class TransformersLayers:
         return hidden, LayerKV(keys, cache.values)
 
     def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
-        """The next tokens of several prompts, one at least of each, through all layers: the logits [B, vocabulary] of
-        what follows each. Their K/V go behind the `length` rows of each prompt's `fused`; the lengths stay."""
+        """Run the next tokens of several prompts, at least one of each, through all layers. Return logits [B,
+        vocabulary].
+
+        Their K/V are written after the `length` rows of each prompt's `fused`; the lengths are not changed.
+        """
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
         joined = DecodeBatch(places, BatchedDecodeCache(places, self._latent, self.expand_kv))
         rows = torch.cat([each.rows for each in places])
@@ -384,7 +400,7 @@ class TransformersLayers:
             return self.logits(hidden[[each.span.stop - 1 for each in places]])
 
     def _run_capturing_keys(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """What `run` returns, and the pre-RoPE keys [H, R, D] that the layer computed meanwhile."""
+        """Return the result of `run`, and the pre-RoPE keys [H, R, D] that the layer computed in it."""
         attention = self._layers[layer].self_attn
         tapped: list[Tensor] = []
         source = getattr(attention, self._family.key_module)
@@ -397,7 +413,7 @@ class TransformersLayers:
         return hidden, keys.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: [R, vocabulary] in float32."""
+        """Return the logits [R, vocabulary] in float32, from the final norm and the head."""
         logits: Tensor = self.model.lm_head(self._decoder.norm(hidden)) / self._family.logits_scaling
         softcap = self._family.logits_softcap
         if softcap is not None:
@@ -405,13 +421,17 @@ class TransformersLayers:
         return logits.float()
 
     def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
-        """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
+        """Run the model's own forward over ids [T]. Return the last token's logits [vocabulary] float32, and rotated KV
+        per layer.
+        """
         if self._adapters:
             self._check_adapters()
         return self.chunked_prefill(token_ids, ())
 
     def chunked_prefill(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
-        """`full_prefill`, by the same forward over the pieces between `cuts`, each over the KV of those before it."""
+        """Return `full_prefill`'s result, from forward passes over the pieces between `cuts`, each over the KV of
+        earlier ones.
+        """
         # A cache made without the config: one made with it deletes the tokens that have left a layer's window.
         cache, logits = DynamicCache(), torch.empty(0)
         with_cache = {self._model_cache_argument: cache}
@@ -426,9 +446,10 @@ class TransformersLayers:
 
     @contextmanager
     def self_check_mode(self, window: int) -> Iterator[None]:
-        """Inside, layers that see a window see that many tokens: a short prompt shows what a long one would.
+        """Change the model inside the block, so that the self-check's short prompt shows all deviations of a long one.
 
-        And in half precision all experts take part in every token: where a rounding chooses others, it is no rounding.
+        Layers with an attention window use one of `window` tokens. In half precision, every token uses all experts,
+        because a rounding difference that changes the choice of experts would be amplified.
         """
         own, windows = getattr(self.config, "sliding_window", None), self._windows
         routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
@@ -452,7 +473,9 @@ class TransformersLayers:
                     router.topk_group = groups
 
     def _turns_of(self, rows: Tensor, kind: str) -> _RotaryTables:
-        """The rotation of `rows` [R], in any order, gathered once for all layers of a kind that get the same tensor."""
+        """Return the rotation of `rows` [R], in any order; gathered once for all layers of a kind that get the same
+        tensor.
+        """
         remembered = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
         for turns in remembered:
             if turns.rows is rows and turns.kind == kind:
@@ -465,7 +488,7 @@ class TransformersLayers:
         return turns
 
     def _make_tables(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
-        """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included; kept."""
+        """Return the model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
         # Doubling keeps re-computation rare while decoding moves one position at a time.
         size = min(max(2 * length, 512), max(self.context_length, length))
         positions = torch.arange(size, device=self.device)[None]

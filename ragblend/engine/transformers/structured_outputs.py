@@ -1,8 +1,8 @@
-"""Hold an answer to a JSON schema, a regular expression or a grammar while it is decoded, by llguidance.
+"""Constrained decoding by llguidance: an answer follows a JSON schema, a regular expression or a grammar.
 
-`GrammarCompiler.compile` checks what was asked for, `CompiledGrammar.guide` makes what follows one answer: it masks the
-logits before a token is chosen, and names the tokens that can only be what comes next, which then need no step of their
-own. Knows tokenizers and logits. Knows nothing about prompts, tools or KV.
+`GrammarCompiler.compile` validates the request, and `CompiledGrammar.guide` returns a constraint for one answer. The
+constraint masks the logits before a token is chosen. It also returns forced tokens, which need no decode step. Depends
+on tokenizers and logits, not on prompts, tools or KV.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class GrammarCompiler:
         self._refused: Refused = lru_cache(MAX_CACHED_MASKS)(_refused)
 
     def compile(self, request: Mapping[str, Any]) -> CompiledGrammar:
-        """The grammar of `structured_outputs`. Raises UsageError for a schema, an expression or a grammar that is none,
-        and ImportError, with what to type, where llguidance is missing."""
+        """Return the grammar of `structured_outputs`. Raises UsageError for an invalid schema, expression or grammar.
+
+        Raises ImportError with the command to install llguidance if it is missing.
+        """
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -141,7 +143,7 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """One grammar over one model's tokens; as many answers may follow it as like, at the same time."""
+    """One grammar over one model's tokens. Any number of answers may use it at the same time."""
 
     def __init__(self, tokenizer: Any, grammar: str, refused: Refused) -> None:
         self._tokenizer, self._grammar, self._refused = tokenizer, grammar, refused
@@ -150,12 +152,15 @@ class CompiledGrammar:
         self._num_guides = 0
 
     def guide(self) -> TokenGuide:
-        """What holds one answer to it."""
+        """Return a new constraint for one answer."""
         return TokenGuide(self.matcher(), self._refused)
 
     def matcher(self) -> Any:
-        """A matcher at the start of the grammar. It shares what is known of the grammar's words with those before it,
-        which makes masks several times as fast; from time to time that is forgotten, because it only grows."""
+        """Return an llguidance matcher at the start of the grammar.
+
+        It is a copy that shares the cached token masks of earlier matchers, which makes masks several times as fast.
+        The cache only grows, so it is dropped after every FORGOTTEN_AFTER matchers.
+        """
         from llguidance import LLMatcher
 
         with self._lock:
@@ -166,22 +171,23 @@ class CompiledGrammar:
 
 
 class TokenGuide:
-    """Follows one answer; see `engine.generation.Guide`."""
+    """Constraint of one answer; see `engine.generation.TokenConstraint`."""
 
     def __init__(self, matcher: Any, refused: Refused) -> None:
         self.ended = False
         self._matcher, self._refused = matcher, refused
 
     def mask_logits(self, logits: Tensor) -> Tensor:
-        """`logits` [vocabulary] with those of tokens that may not come next at minus infinity.
+        """Return `logits` [vocabulary] with those of tokens that may not follow at minus infinity.
 
-        Rows that a padded vocabulary has beyond the tokenizer's words are among those."""
+        These include the rows of a padded vocabulary beyond the tokenizer's tokens.
+        """
         bits = self._matcher.compute_bitmask()
         self._check()
         return logits.masked_fill(self._refused(bits, len(logits), logits.device), float("-inf"))
 
     def accept_token(self, token: int, max_tokens: int) -> list[int]:
-        """Take `token`; it, and behind it the tokens that are forced, up to `room` in all."""
+        """Accept `token`. Return it and the forced tokens after it, `max_tokens` in all."""
         if not self._matcher.consume_token(token):
             self._check()
         forced = self._matcher.compute_ff_tokens()[: max_tokens - 1] if max_tokens > 1 else []
@@ -197,7 +203,7 @@ class TokenGuide:
 
 
 def _refused(bits: bytes, size: int, device: torch.device) -> Tensor:
-    """[size] bool: what may not come, of llguidance's mask with a bit for every word that may."""
+    """Return a bool mask [size] of the tokens that may not follow, from llguidance's bit mask of those that may."""
     packed = ~np.frombuffer(bits, dtype=np.uint8)
     return torch.from_numpy(np.unpackbits(packed, bitorder="little", count=size).view(np.bool_)).to(device)
 

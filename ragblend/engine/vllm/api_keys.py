@@ -1,4 +1,4 @@
-"""Who may ask a vLLM server for what: API keys, each bound to a namespace and to rights.
+"""API keys of a vLLM server, each bound to a namespace and to rights.
 
     open = ["/health"]                 # answered without a key; by default nothing is
 
@@ -6,10 +6,9 @@
     namespace = "acme"
     rights = ["ask", "ingest"]         # admin: every route, and both of these
 
-Two places ask here. The HTTP side, before anything else sees the request: is there a key, and may it have this route?
-And the door to the engine, behind which nothing knows of keys: whatever way a request came, `bind_namespace` puts the
-key's namespace on it, and refuses one that names another. The engine takes no request without that stamp. Knows HTTP's
-paths and headers; imports neither vLLM nor a web framework.
+Keys are checked in two places. The HTTP middleware checks each request's key and route first. Before a request enters
+the engine, `bind_namespace` adds the key's namespace to it, or rejects it if it names another one. The engine rejects
+requests without that field. Depends on HTTP's paths and headers; imports neither vLLM nor a web framework.
 """
 
 from __future__ import annotations
@@ -62,18 +61,18 @@ _ROUTES: Mapping[str, Right] = {"/v1/ragblend/prefetch": "ask", "/v1/ragblend/fo
 
 
 class ForbiddenError(UsageError):
-    """What a key has no right to."""
+    """Request that the API key does not allow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What one key may do, and in whose name."""
+    """Namespace and rights of one key."""
 
     namespace: str
     rights: frozenset[Right]
 
     def has_right(self, right: Right) -> bool:
-        """Whether the key has `right`."""
+        """Return True if the key has `right`."""
         return right in self.rights or "admin" in self.rights
 
     def require_right(self, right: Right, what: str) -> None:
@@ -83,42 +82,44 @@ class Grant:
             raise ForbiddenError(f"{what} needs the right {right!r}, and this API key has: {has}")
 
     def can_access(self, namespace: str | None) -> bool:
-        """Whether stored KV of `namespace` (None: not known) is this key's to ask about. An admin's is all."""
+        """Return True if the key may query KV stored under `namespace`; for None, an unknown one, only for an admin."""
         return "admin" in self.rights or (namespace is not None and belongs_to(namespace, self.namespace))
 
 
 @dataclass(slots=True)
 class AuthContext:
-    """One HTTP request under way, and why it was refused at the engine's door, if it was."""
+    """Key of one HTTP request in progress. `rejection_reason`: why the engine request was rejected, or ""."""
 
     grant: Grant
     rejection_reason: str = ""
 
 
 current_auth: ContextVar[AuthContext | None] = ContextVar("ragblend_asking", default=None)
-"""The request that this task works for. Set before vLLM sees it; tasks that vLLM starts for it inherit it."""
+"""Request that the current task serves. Set before vLLM gets the request; tasks that vLLM starts for it inherit it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The keys of a server. Read once, when it starts: it is started again to take a key away."""
+    """API keys of a server. The server reads them when it starts, so that removing a key requires a restart."""
 
     grants: Mapping[bytes, Grant]  # by the key's SHA-256
     open_paths: frozenset[str] = field(default_factory=frozenset)
 
     def is_open(self, method: str, path: str) -> bool:
-        """Whether anybody gets an answer."""
+        """Return True if the path is answered without a key."""
         return method in ("GET", "HEAD") and path in self.open_paths
 
     def grant_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Grant | None:
-        """What the key allows that a request brings, as `Authorization: Bearer` or `x-api-key`; None: no such key."""
+        """Return the grant of a request's key (`Authorization: Bearer` or `x-api-key`); None without a valid key."""
         header_values = {name.lower(): value for name, value in headers}
         scheme, _, token = header_values.get(b"authorization", b"").partition(b" ")
         key = token.strip() if scheme.lower() == b"bearer" else header_values.get(b"x-api-key", b"")
         return self.grants.get(hashlib.sha256(key).digest()) if key else None
 
     def check_route(self, grant: Grant, method: str, path: str) -> None:
-        """Raise ForbiddenError where the key may not have the route. Routes that are not known here are an admin's."""
+        """Raise ForbiddenError if the key may not call the route. Routes that are not listed here require the right
+        admin.
+        """
         if ("GET" if method == "HEAD" else method, path) in _ANY_KEY:
             return
         if method == "POST" and path in _ENGINE and (grant.has_right("ask") or grant.has_right("ingest")):
@@ -130,9 +131,9 @@ class ApiKeys:
 
 
 def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
-    """The `kv_transfer_params` that go to the engine for a request with `given` ones: the key's namespace on them.
+    """Return the `kv_transfer_params` for the engine: `transfer_params` with the key's namespace.
 
-    Raises ForbiddenError for another namespace, or where the key lacks the right. What is not for ragblend is dropped.
+    Raises ForbiddenError for another namespace, or if the key lacks the right. Fields of other connectors are dropped.
 
     >>> acme = Grant("acme", frozenset({"ask"}))
     >>> bind_namespace({"ragblend": {"mode": "prefix"}}, acme)
@@ -156,7 +157,9 @@ def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
 
 
 def read_keys(path: str | Path) -> ApiKeys:
-    """The keys file, TOML or JSON. Raises UsageError or NotFoundError, also where others may read it."""
+    """Return the keys of a TOML or JSON file. Raises NotFoundError, and UsageError also if other users can read the
+    file.
+    """
     path = user_path(path, "--api-keys-file")
     try:
         with os.fdopen(open_file(path), "rb") as stream:
@@ -181,7 +184,7 @@ def read_keys(path: str | Path) -> ApiKeys:
 
 
 def parse_keys(values: object) -> ApiKeys:
-    """Keys from the file's contents. Raises UsageError, which quotes no key."""
+    """Return the keys in a file's contents. Raises UsageError, whose message contains no key."""
     if not isinstance(values, dict) or not isinstance(values.get("keys"), dict) or not values["keys"]:
         raise UsageError('give it a table per key: [keys."KEY"], namespace = "NAME", rights = ["ask", "ingest"]')
     unknown = sorted(set(values) - {"keys", "open"})

@@ -1,9 +1,9 @@
-"""The door of a vLLM server with keys: each HTTP request's key is read here, and held against what reaches the engine.
+"""API key enforcement in a vLLM server: reads the key of each HTTP request and checks each engine request against it.
 
-vLLM has many routes that end in its engine, and several ways to put `kv_transfer_params` into one of them. What a
-request says of its namespace is judged in front of the engine's own `generate`, through which all of them go, by the
-key that this task works for. Some streams have begun by then: what stands in the usual place of a body is judged before
-vLLM reads it. Knows ASGI and vLLM's engine client; the rights are in `tenants`.
+vLLM has many routes that end in its engine, and several ways to put `kv_transfer_params` into a request. All of them
+call the engine's `generate`. The namespace is therefore checked there, with the key of the request that the current
+task serves. Some responses have begun by then, so `kv_transfer_params` at the top level of a body are also checked
+before vLLM reads the body. Depends on ASGI and vLLM's engine client; `api_keys` defines the rights.
 """
 
 from __future__ import annotations
@@ -33,27 +33,30 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def gate_of(app: Any) -> AuthGate | None:
-    """The gate of vLLM's application; None for a server without keys."""
+    """Return the gate of vLLM's application; None for a server without keys."""
     transfer = app.state.vllm_config.kv_transfer_config
     path = ((transfer.kv_connector_extra_config if transfer is not None else None) or {}).get("keys")
     return AuthGate(read_keys(path), app.state.engine_client) if path else None
 
 
 def current_grant() -> Grant | None:
-    """What the key allows of the request that is being answered; None for a server without keys."""
+    """Return the rights of the current request's key; None for a server without keys."""
     found = current_auth.get()
     return found.grant if found is not None else None
 
 
 class AuthGate:
-    """Lets in who has a key, and to the engine what the key allows. `engine_client` is vLLM's, changed in place."""
+    """Middleware of a vLLM server that rejects requests without a key, and engine requests that the key does not allow.
+
+    `engine_client` is vLLM's; the constructor changes it in place (see `guard_engine`).
+    """
 
     def __init__(self, keys: ApiKeys, engine_client: Any) -> None:
         self._keys = keys
         guard_engine(engine_client)
 
     def wrap_app(self, app: App) -> App:
-        """`app` behind the gate."""
+        """Return `app` with a check of each request: 401 without a valid key, 403 without the right."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             method, path = scope.get("method", "WEBSOCKET"), path_of(scope)
@@ -84,7 +87,10 @@ class AuthGate:
 
 
 def guard_engine(engine_client: Any) -> None:
-    """Have `engine_client` take only what a key allows, with the key's namespace on it."""
+    """Change `engine_client` in place: it raises ForbiddenError for requests that the key does not allow.
+
+    `generate` also adds the key's namespace to the request's `kv_transfer_params`.
+    """
     generate, encode = engine_client.generate, engine_client.encode
 
     def stamped_generate(prompt: Any, sampling_params: Any, *rest: Any, **more: Any) -> Any:
@@ -113,7 +119,7 @@ def _bind_params(transfer_params: object) -> dict[str, Any]:
 
 
 async def _validate_body(receive: Receive, grant: Grant) -> Receive:
-    """`receive` again, after the body was read. Raises ForbiddenError for a namespace that is not the key's."""
+    """Return a `receive` that replays the checked body. Raises ForbiddenError for another key's namespace."""
     messages, body = [await receive()], bytearray()
     while messages[-1]["type"] == "http.request":
         body += messages[-1].get("body", b"")
@@ -134,7 +140,7 @@ async def _validate_body(receive: Receive, grant: Grant) -> Receive:
 
 
 def _wrap_send(scope: Scope, send: Send, request: AuthContext) -> Send:
-    """`send`, that answers 403 in the place of whatever vLLM makes of a refusal at the engine's door."""
+    """Return a `send` that answers 403 instead of vLLM's own response when the engine request was rejected."""
     has_begun, is_refused = False, False
 
     async def sending(message: MutableMapping[str, Any]) -> None:
@@ -162,11 +168,13 @@ async def _send_error(scope: Scope, send: Send, status: int, reason: str) -> Non
 
 
 def path_of(scope: Scope) -> str:
-    """The route's path, without what a proxy put before it (vLLM's --root-path)."""
+    """Return the route's path without the prefix of a proxy (vLLM's --root-path)."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _is_preflight(scope: Scope) -> bool:
-    """A browser's question, which carries no key, whether it may ask: answered before any route is reached."""
+    """Return True for a browser's CORS preflight request. It carries no key and is answered before any route is
+    reached.
+    """
     names = {name.lower() for name, _ in scope["headers"]}
     return scope.get("method") == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names

@@ -1,9 +1,9 @@
-"""What both vLLM engines share: a prompt to token ids and parameters, tokens back to text and a report.
+"""Code shared by both vLLM engines: a prompt to token ids and parameters, tokens back to text and a report.
 
-`VllmEngineBase` is the Engine without a way to reach vLLM; `client` (over HTTP) and `engine` (in this process) add
-that. Text is cut into ids and put together again here, never by vLLM, so every engine answers the same characters.
+`VllmEngineBase` is the Engine without a connection to vLLM; `client` (over HTTP) and `engine` (in this process) add
+that. Text is tokenized and detokenized here, never by vLLM, so every engine returns the same characters.
 
-Knows matched prompts, reports and the connector's parameters. Knows neither HTTP nor vLLM.
+Depends on matched prompts, reports and the connector's parameters, not on HTTP or vLLM.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
-    """One prompt as vLLM gets it, and how its answer is to be read."""
+    """One prompt with the connector's parameters and the generation options."""
 
     prompt: MatchedPrompt
     params: BlendParams
@@ -57,13 +57,13 @@ class VllmRequest:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any]:
-        """What goes to the connector."""
+        """The request's parameters for the connector, as a JSON object."""
         return {PARAMS_KEY: self.params.as_dict()}
 
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What came from vLLM in one step. `finish_reason` is set on the last; `report` where the connector sent one."""
+    """Output of one step of vLLM. The last one has `finish_reason`; `report` is set if the connector sent one."""
 
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
@@ -73,7 +73,7 @@ class OutputDelta:
 
 @dataclass(slots=True)
 class ServedModelInfo:
-    """What an engine must know of its model. `stop_ids` end an answer and are no part of it."""
+    """Facts about the served model. `stop_ids` end an answer and are not part of it."""
 
     name: str
     fingerprint: str
@@ -84,9 +84,10 @@ class ServedModelInfo:
 
 
 class VllmStream:
-    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends.
+    """An answer in progress. Iterating yields text; `result` is complete when the iteration ends.
 
-    When the engine is closed it ends, at the next token, with what there is: "cancelled", and no error.
+    When the engine is closed, the answer ends at the next token with its text so far, finish reason "cancelled" and no
+    error.
     """
 
     def __init__(self, engine: VllmEngineBase, request: VllmRequest) -> None:
@@ -108,7 +109,7 @@ class VllmStream:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stop generating. The result keeps what was made so far."""
+        """Stop generating. The result keeps the text so far."""
         self._pieces.close()
 
     def _run(self) -> Generator[str]:
@@ -157,7 +158,7 @@ class VllmStream:
                 self._engine.consider_shadow(request, result)
 
     def _until_closed(self, deltas: Iterator[OutputDelta]) -> Iterator[OutputDelta]:
-        """`deltas` up to the moment when the engine is closed."""
+        """Yield `deltas` until the engine is closed."""
         with suppress(EngineClosedError):
             for delta in deltas:
                 if self._engine.closed:
@@ -168,8 +169,8 @@ class VllmStream:
 class VllmEngineBase(EngineBase):
     """The Engine protocol over a vLLM that runs the ragblend connector. Safe to share between threads.
 
-    A missing chunk is sent to be precomputed alone, in the background, unless `on_miss` is "inline". Conversations are
-    prompts like others: chunks of earlier turns are fused again. `options` are those of `EngineBase`.
+    A missing chunk is precomputed alone, by a request in the background, unless `on_miss` is "inline". A conversation
+    is an ordinary prompt: chunks of earlier turns are fused again. `options` are those of `EngineBase`.
     """
 
     blends = True  # False: an ordinary vLLM, which prefills everything
@@ -182,7 +183,7 @@ class VllmEngineBase(EngineBase):
 
     @abstractmethod
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """Send `request`; what comes back, as it comes. Closing the generator aborts the request."""
+        """Send `request` and yield its output as it arrives. Closing the generator aborts the request."""
 
     @property
     def context_length(self) -> int:
@@ -197,7 +198,9 @@ class VllmEngineBase(EngineBase):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """`precompute` of each, several on their way at once; those to be computed behind others last."""
+        """Yield `precompute`'s result for each chunk, several requests at once; chunks with an ingestion context come
+        last.
+        """
         self.add_known(chunks)
         behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
         first = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.context_texts)]
@@ -209,18 +212,22 @@ class VllmEngineBase(EngineBase):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Bring the KV of a later request's chunks into the memory of vLLM's workers, in the background.
+        """Load the KV of a later request's chunks into the memory of vLLM's workers, in the background. Returns at
+        once.
 
-        A hint: what goes wrong costs speed and is told in the log. Returns without waiting for it.
+        A failure only costs speed; it is logged.
         """
         self.prefetch_keys(self.likely_keys(chunks))
 
     @abstractmethod
     def prefetch_keys(self, keys: list[str]) -> None:
-        """Tell the workers to prefetch `keys`."""
+        """Send a prefetch of `keys` to the workers."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """`precompute` of a chunk that is token ids already, behind what is."""
+        """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
+
+        Returns 0 if it was stored already. Raises RagblendError if vLLM did not store it.
+        """
         key = self.key_of(token_ids, behind)
         if not token_ids or self.store.contains(key):
             return 0
@@ -242,7 +249,9 @@ class VllmEngineBase(EngineBase):
         return len(token_ids) * self.bytes_per_token
 
     def _ingestion(self, token_ids: tuple[int, ...], behind: IngestionContext) -> MatchedPrompt:
-        """What vLLM is sent to compute a version of a chunk: the chunks that it is to be behind are chunks, too."""
+        """Return the prompt that computes a variant: the chunks of the ingestion context and the chunk itself are its
+        runs.
+        """
         behind.validate()
         num_joint = len(self.renderer.separator_ids)
         ids, runs = [*self.default_prefix_ids], list[ChunkRun]()
@@ -263,17 +272,17 @@ class VllmEngineBase(EngineBase):
         return stream.result
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmStream:
-        """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
+        """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.
 
-        Options are checked here, before anything is sent. Closing the stream early aborts the request.
+        Options are checked before the request is sent. Closing the stream early aborts the request.
         """
         return VllmStream(self, self.request(prompt, **options))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmRequest:
-        """What to answer and how, matched and checked. `options` are GenerationOptions.
+        """Return a checked request: the matched prompt with its parameters. `options` are GenerationOptions.
 
-        A `recompute_ratio` of None or "auto" becomes a number where the store is: in the connector.
-        Raises PromptTooLongError beyond the model's context, UsageError for bad values.
+        The connector resolves a `recompute_ratio` of None or "auto", because it has access to the store. Raises
+        PromptTooLongError beyond the model's context length, UsageError for invalid values.
         """
         generation_options = GenerationOptions(**options)
         if generation_options.logprobs:
@@ -307,8 +316,10 @@ class VllmEngineBase(EngineBase):
         self.backfill(prompt.runs[parts[0]] for parts, chunk in chunks if not chunk.hit)
 
     def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
-        """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out
-        tokens, so what a sampled one would have been is not known."""
+        """Submit a shadow comparison of `request`, if it is sampled. Only greedy and complete answers are compared.
+
+        vLLM returns tokens without their distribution, so a sampled answer has no reference.
+        """
         params = request.params
         if params.mode not in ("blend", "reuse") or request.options.temperature or answer.finish_reason == "cancelled":
             return
@@ -323,8 +334,10 @@ class VllmEngineBase(EngineBase):
 
 
 def sampling(options: GenerationOptions) -> dict[str, Any]:
-    """What vLLM is told of penalties, bias and limits, by its own names; it would take what is left out from the
-    model's generation_config, which the other engine does not."""
+    """Return vLLM's sampling parameters for top-k, min-p, penalties and bias, all of them set.
+
+    vLLM would take an absent one from the model's generation_config, which the transformers engine does not use.
+    """
     bias = {int(token): float(value) for token, value in (options.logit_bias or {}).items()}
     return {
         "top_k": options.top_k or 0,
@@ -339,7 +352,7 @@ def sampling(options: GenerationOptions) -> dict[str, Any]:
 def blend_params(
     prompt: MatchedPrompt, mode: Mode, rule: str, ratio: RatioChoice, namespace: str, seed: int = 0
 ) -> BlendParams:
-    """What the connector is told about `prompt`."""
+    """Return the connector's parameters for `prompt`."""
     return BlendParams(mode, rule, ratio, (), namespace, seed, (), len(prompt.prefix_ids)).with_runs(prompt.runs)
 
 
@@ -348,7 +361,7 @@ def _spans(runs: Sequence[ChunkRun]) -> tuple[tuple[int, int], ...]:
 
 
 def _number(ratio: RatioChoice) -> float:
-    """The ratio, as far as it is known on this side."""
+    """Return the ratio; 0 if the connector resolves it."""
     return 0.0 if ratio is None or isinstance(ratio, str) else ratio
 
 
@@ -357,7 +370,7 @@ def _finish_reason(reason: str | None) -> FinishReason:
 
 
 def _fill_cached(report: BlendReport, request: VllmRequest, num_cached_tokens: int) -> None:
-    """What vLLM's own prefix cache spared; the connector does not see it."""
+    """Add the tokens of vLLM's own prefix cache to the report; the connector does not count them."""
     if report.mode != "prefix" or not num_cached_tokens:
         return
     report.num_prefix_tokens = report.num_reused_tokens = num_cached_tokens
@@ -368,7 +381,7 @@ def _fill_cached(report: BlendReport, request: VllmRequest, num_cached_tokens: i
 
 
 def _merge_connector_report(report: BlendReport, connector_report: BlendReport, prompt: MatchedPrompt) -> None:
-    """What the connector tells; what only this side knows (sources, times seen from here) stays."""
+    """Copy the connector's report into `report`, except for fields that only the client knows (sources, times)."""
     for name in {each.name for each in fields(BlendReport)} - _OWN:
         setattr(report, name, getattr(connector_report, name))
     if len(connector_report.chunks) == len(prompt.runs):

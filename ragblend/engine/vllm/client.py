@@ -1,7 +1,7 @@
-"""An engine over HTTP: a vLLM server started by `ragblend serve`, driven through `/v1/completions` with token ids.
+"""Engine over HTTP: drives a vLLM server, started by `ragblend serve`, through `/v1/completions` with token ids.
 
-Text becomes ids here and ids become text here; the server sees ids and chunk spans only. Read `VllmClient.deltas`
-first. Knows HTTP, server-sent events and vLLM's fields. Knows nothing about KV.
+Text is tokenized and detokenized here; the server receives ids and chunk spans only. Read `VllmClient.deltas` first.
+Depends on HTTP, server-sent events and vLLM's fields, not on KV.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _is_address(url: str) -> bool:
 
 
 class ServerFacts(NamedTuple):
-    """What a server says of itself. `fingerprint` is empty for a vLLM without ragblend."""
+    """Facts that a server reports about itself. `fingerprint` is empty for a vLLM without ragblend."""
 
     model: str  # the name requests must give
     root: str  # where the server has it from
@@ -74,7 +74,7 @@ class ServerFacts(NamedTuple):
 
 
 class Connection:
-    """One server: requests with the API key, retries and readable errors. Safe to share between threads."""
+    """Connection to one server: sends the API key, retries, raises readable errors. Safe to share between threads."""
 
     def __init__(
         self,
@@ -107,7 +107,9 @@ class Connection:
 
     @contextmanager
     def open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
-        """A response whose body is still to be read. Tried again until its head has arrived, not afterwards."""
+        """Yield a response whose body is not read yet. The request is retried until the head has arrived, not
+        afterwards.
+        """
         with self._counted():
             with self._translated():
                 response = self._send(method, path, body)
@@ -121,12 +123,12 @@ class Connection:
                 response.close()
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON object a request answers with."""
+        """Return the JSON object that a request answers with."""
         with self.open(method, path, body) as response:
             return self._object(response.read(), path)
 
     def close(self) -> None:
-        """Free the sockets. Whoever waits for the server in another thread gets EngineClosedError at once."""
+        """Close the sockets. Threads that wait for the server get EngineClosedError at once."""
         self._closed.set()
         for stream in list(self._streams) if self._num_open else ():
             # Closing a socket does not wake a thread that reads from it; shutting it down does.
@@ -135,7 +137,7 @@ class Connection:
         self._http.close()
 
     def _note_stream(self, event: str, info: Mapping[str, Any]) -> None:
-        """httpcore's trace of a request: keep the streams that it opens."""
+        """Record the network streams that a request opens; a trace callback of httpcore."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._streams.add(info["return_value"])
 
@@ -186,7 +188,7 @@ class Connection:
             raise named from error
 
     def _map_network_error(self, error: Exception) -> RagblendError | None:
-        """What a failure of the network means here; None for anything else."""
+        """Return the RagblendError for a network failure; None for any other error."""
         if isinstance(error, httpx.TimeoutException):
             found = (
                 f"did not answer in time ({type(error).__name__}); look at its log, or wait longer (timeout=SECONDS)"
@@ -235,9 +237,9 @@ class Connection:
 
 
 def server_facts(connection: Connection, model: str = "") -> ServerFacts:
-    """What the server at the other end runs: `model` where it has several names, one of them that.
+    """Return the facts of the server that `connection` leads to. `model` selects one of several served names.
 
-    Raises BackendUnreachableError when nothing answers.
+    Raises BackendUnreachableError if nothing answers.
     """
     models = connection.json("GET", "/v1/models").get("data")
     if not isinstance(models, list) or not models or not all(isinstance(entry, dict) for entry in models):
@@ -262,10 +264,10 @@ def server_facts(connection: Connection, model: str = "") -> ServerFacts:
 
 
 class ServerStore(KVStore):
-    """The server's store, seen through its HTTP interface: what is there and what is to go, never the KV itself.
+    """Store of a server, queried and changed through its HTTP interface. KV is never transferred.
 
-    `root` is a directory of this machine where the texts of ingested chunks are remembered; None keeps them in memory.
-    Of a server that does not blend nothing is stored, and nothing is asked.
+    `root` is a local directory for the texts of ingested chunks; None keeps them in memory. For a server that does not
+    blend, no request is sent and every key is a miss.
     """
 
     is_remote = True
@@ -287,16 +289,18 @@ class ServerStore(KVStore):
 
     @property
     def counters(self) -> StoreCounters:
-        """Nothing is counted here."""
+        """Zero: nothing is counted here."""
         return StoreCounters()
 
     def contains(self, key: str) -> bool:
-        """Whether the server's store has `key`."""
+        """Return True if the server's store has `key`."""
         stored = self._ask("stored", key).get("stored")
         return bool(stored and stored[0])
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
-        """Whether the server's store has each; it asks its far tiers within its own time limit."""
+        """Return, for each key, True if the server's store has it. The server applies its own timeout; `until_s` is
+        ignored.
+        """
         found: list[bool] = []
         for start in range(0, len(keys), CONTAINS_BATCH):
             batch = list(keys[start : start + CONTAINS_BATCH])
@@ -305,15 +309,15 @@ class ServerStore(KVStore):
         return found
 
     def delete(self, key: str) -> bool:
-        """Remove `key` from the server's store; whether it was there."""
+        """Remove `key` from the server's store. Return True if it was stored."""
         return bool(self._ask("forget", key).get("num_removed"))
 
     def read_context(self) -> ContextPolicy | None:
-        """What the server said that its chunks are computed behind; it notes what is ingested first."""
+        """Return the context policy that the server reported; None if it has none. The first ingestion sets it."""
         return self._policy
 
     def put_context(self, policy: ContextPolicy) -> None:
-        """The same from now on. Raises UsageError where the server has another."""
+        """Use `policy` as the server's context policy from now on. Raises UsageError if the server has another one."""
         if policy != (self._policy or policy):
             raise UsageError(
                 f"the store of the server at {self._connection.url} keeps its chunks in the context {self._policy!r}; "
@@ -325,19 +329,19 @@ class ServerStore(KVStore):
         return self._connection.json("POST", f"/v1/ragblend/{route}", {"keys": keys}) if self._blends else {}
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Never: KV stays on the server."""
+        """Return None: KV stays on the server."""
         return None
 
     def put(self, kv: ChunkKV) -> None:
-        """Never: the server computes its KV itself."""
+        """Raise RagblendError: the server computes its KV itself."""
         raise RagblendError(f"KV cannot be sent to {self._connection.url}; have it computed there: ragblend ingest")
 
     def keys(self) -> Iterator[str]:
-        """Not listed over HTTP."""
+        """Return no keys: HTTP offers no list of them."""
         return iter(())
 
     def nbytes(self) -> int:
-        """Not known here."""
+        """Return 0: the size is not known here."""
         return 0
 
 
@@ -381,13 +385,15 @@ class VllmClient(VllmEngineBase):
         super().__init__(renderer, store, own, **options)
 
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """One streamed completion. Closing the generator closes the connection, on which the server aborts."""
+        """Yield the deltas of one streamed completion. Closing the generator closes the connection; the server then
+        aborts.
+        """
         with self.connection.open("POST", "/v1/completions", self.body(request)) as response:
             for event in events(response.iter_lines()):
                 yield delta(event, self.connection.url)
 
     def body(self, request: VllmRequest) -> dict[str, Any]:
-        """The JSON body of a completion request."""
+        """Return the JSON body of a completion request."""
         options = request.options
         body: dict[str, Any] = {
             "model": self.served_model,
@@ -412,7 +418,9 @@ class VllmClient(VllmEngineBase):
         return body
 
     def prefetch_keys(self, keys: list[str]) -> None:
-        """One call, which the server answers at once; a replica behind a balancer does it for itself alone."""
+        """Send one prefetch request, which the server answers at once. With a load balancer, only one replica
+        prefetches.
+        """
         if not self.blends or not keys:
             return
         try:
@@ -423,10 +431,10 @@ class VllmClient(VllmEngineBase):
     def send_documents(
         self, collection: str, documents: Sequence[Mapping[str, Any]], progress: Callable[[str, int, int | None], None]
     ) -> tuple[Counter[str], list[dict[str, str]]]:
-        """Have the server store documents, as `POST /v1/ragblend/documents` takes them, and wait until it has. Return
-        its counts, and the `reasons` of documents that are not stored, or hold nothing.
+        """Send documents to `POST /v1/ragblend/documents`, and wait until the server has stored them.
 
-        Raises RagblendError for a server that takes none, and what the requests raise.
+        Return its counts, and the `reasons` of documents that are not stored or have no chunk. Raises RagblendError for
+        a server without ragblend, and the errors of the requests.
         """
         self._check_blends()
         total, reasons = Counter[str](), list[dict[str, str]]()
@@ -453,7 +461,7 @@ class VllmClient(VllmEngineBase):
         return total, reasons
 
     def remove_documents(self, collection: str, ids: Sequence[str]) -> int:
-        """Have the server remove documents. Return how many entries of KV went."""
+        """Delete documents from the server. Return the number of deleted entries."""
         if not ids or not self.blends:
             return 0
         body = {"collection": collection, "ids": list(ids)}
@@ -471,7 +479,9 @@ class VllmClient(VllmEngineBase):
             )
 
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """`precompute` of a chunk that is token ids already. Raises RagblendError for a vLLM without ragblend."""
+        """Prefill and store a chunk given as token ids. Return the bytes stored. Raises RagblendError for a vLLM
+        without ragblend.
+        """
         self._check_blends()
         return super().precompute_ids(token_ids, behind)
 
@@ -484,7 +494,7 @@ class VllmClient(VllmEngineBase):
 
 
 def _batches(documents: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """The documents in pieces that one request may carry."""
+    """Yield the documents in batches, each small enough for one request."""
     batch: list[Mapping[str, Any]] = []
     num_chars = 0
     for document in documents:
@@ -499,7 +509,7 @@ def _batches(documents: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[st
 
 
 def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream. Raises BackendUnreachableError when it ends without `[DONE]`.
+    """Yield the JSON objects of a server-sent event stream. Raises BackendUnreachableError if it ends without `[DONE]`.
 
     >>> list(events(['data: {"a": 1}', '', ': keep-alive', 'data: [DONE]']))
     [{'a': 1}]
@@ -522,7 +532,9 @@ def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def delta(event: Mapping[str, Any], url: str = "the server") -> OutputDelta:
-    """One event of a completion stream. Raises RagblendError for one that reports a failure."""
+    """Return one event of a completion stream as an OutputDelta. Raises RagblendError for an event that reports a
+    failure.
+    """
     if "error" in event:
         raise RagblendError(f"{url} failed while answering: {_message(json.dumps(event))}; look at the server's log")
     report = report_from(event.get("kv_transfer_params"))
@@ -533,7 +545,7 @@ def delta(event: Mapping[str, Any], url: str = "the server") -> OutputDelta:
 
 
 def _message(text: str) -> str:
-    """What a server says in an error's body: vLLM's and OpenAI's forms, else its beginning.
+    """Return the message in an error's body, in vLLM's or OpenAI's form, else the beginning of the body.
 
     >>> _message('{"error": {"message": "too long"}}'), _message("oops")
     ('too long', 'oops')

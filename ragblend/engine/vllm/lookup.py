@@ -1,8 +1,8 @@
-"""Which chunks a request has, and which of them are stored on this machine, found out beside vLLM's scheduling.
+"""Lookup of a request's chunks on this machine, in threads next to vLLM's scheduler.
 
-On a slow disk, or one behind a network, a header takes as long as a layer. So it is read by threads: who schedules
-waits for `PATIENCE_S`, which a local disk does not use up, and otherwise looks again at a later step. Knows keys and
-stores, and has prompts matched; knows neither vLLM nor what becomes of what it finds.
+On a slow or network disk, reading a header takes as long as a layer's computation. Threads therefore read it. The
+scheduler waits for `PATIENCE_S`, which is enough for a local disk, and otherwise polls at a later step. Depends on
+keys, stores and the prompt matcher, not on vLLM.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NUM_LOOKUPS = 4  # requests that are looked up at the same time
 
 
 class LookupResult(NamedTuple):
-    """What is stored of a prompt's chunks, and keys of what the remote tier may have instead.
+    """Stored chunks of a prompt, and keys that only the remote tier may have.
 
-    `params` are the request's, with the chunks that were found in its ids; `match_s`: seconds that took.
+    `params` are the request's, with the chunks that were matched in its ids; `match_s`: seconds of matching, or None.
     """
 
     params: BlendParams
@@ -42,10 +42,10 @@ class LookupResult(NamedTuple):
 
 
 class ChunkLookup:
-    """Looks chunks up in `disk`, behind the contexts that the store's policy and `config` name.
+    """Looks chunks up in `disk`, in the ingestion contexts of the store's policy and of `config`.
 
-    fingerprint: of the model, whose num_layers decide the default policy. `matcher` finds chunks in prompts that name
-    none; without one there are none. `close` ends the threads.
+    `fingerprint` is that of the model, whose `num_layers` determine the default policy. `matcher` finds chunks in
+    prompts that name none; without it, those prompts have no chunks. `close` ends the threads.
     """
 
     def __init__(
@@ -67,20 +67,21 @@ class ChunkLookup:
             self._pool.submit(matcher.find_runs, (), config.namespace)  # the first request finds the index built
 
     def start(self, ids: Sequence[int], params: BlendParams, *, asks_remote: bool) -> Future[LookupResult]:
-        """Have the prompt `ids` looked up.
+        """Start the lookup of the prompt `ids`, and return the future of its result.
 
-        asks_remote: nothing but `missing` is looked for where anything is missing that another machine may have.
+        asks_remote: if the remote tier may have better entries than this machine, the result has only their keys,
+        `missing`.
         """
         return self._pool.submit(self._find, ids, params, asks_remote)
 
     def close(self) -> None:
-        """Give up what nobody has begun."""
+        """Cancel the lookups that have not begun, and close the matcher."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._matcher is not None:
             self._matcher.close()
 
     def context(self) -> ContextPolicy:
-        """What the store's chunks are computed behind, as far as is known."""
+        """Return the store's context policy: the configured one, else the stored one, else the model's default."""
         if self._config.context is not None:
             return self._config.context
         try:
@@ -115,7 +116,7 @@ class ChunkLookup:
     def _candidates(
         self, ids: Sequence[int], params: BlendParams
     ) -> Iterator[tuple[int, int, list[tuple[str, LookupContext]]]]:
-        """For each chunk where it is, and the keys that it may be stored under, the best one first."""
+        """Yield the start and end of each chunk, and the keys that it may be stored under, the best one first."""
         if not params.spans:
             return
         prefixes, policy = (params.prefix_ids(ids), self.prefix_ids), self.context()
@@ -126,7 +127,7 @@ class ChunkLookup:
             yield start, end, list(zip(keys, found, strict=True))
 
     def _missing(self, candidates: Sequence[tuple[int, int, list[tuple[str, LookupContext]]]]) -> tuple[str, ...]:
-        """Keys not on this machine that would be better than what is."""
+        """Return the keys that are better than the best one on this machine."""
         missing: dict[str, None] = {}
         for _, _, keys in candidates:
             for key, _ in keys:
@@ -141,7 +142,7 @@ class ChunkLookup:
         params: BlendParams,
         candidates: Sequence[tuple[int, int, list[tuple[str, LookupContext]]]],
     ) -> Iterator[StoredSpan]:
-        """Stored chunks of the prompt, each from the best context that it is stored behind."""
+        """Yield the stored chunks of the prompt, each from its best stored context."""
         for place, (start, end, keys) in enumerate(candidates):
             chunk_ids, chunk_start = params.chunk_ids(ids, place), params.chunk_start(place)
             for key, context in keys:
@@ -152,7 +153,9 @@ class ChunkLookup:
                     break
 
     def _find_for_ingestion(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
-        """What an ingestion finds stored: the chunk itself, or else those of the chunks that it is to be behind."""
+        """Return the stored entries for an ingestion: the chunk's own, else those of the chunks in its ingestion
+        context.
+        """
         *behind, own = params.spans
         prefix_ids = tuple(ids[: params.spans[0][0]])
         own_key = self._key(ids, len(behind), params, prefix_ids, KEY_CONTEXTS[params.context])
@@ -167,7 +170,7 @@ class ChunkLookup:
         )
 
     def _persist_policy(self, policy: ContextPolicy) -> None:
-        """Have the store remember what is ingested into it, where it remembers nothing and nobody has said."""
+        """Store the ingested chunk's context policy, unless one is configured or the store has "similar"."""
         self.context()  # reads it again
         if policy == "none" or self._config.context is not None or self._remembered not in (None, "none"):
             return

@@ -1,6 +1,8 @@
-"""One request's KV in vLLM's paged cache: stored chunks are placed in its blocks, what is read again is kept aside.
+"""One request's KV in vLLM's paged cache: stored chunks are placed in its blocks; layers that are read again are also
+kept as tensors.
 
-`PagedKV` is written to, `PagedSource` reads ahead for it. Knows blocks, slots and `layers`; nothing of rules and plans.
+`PagedSource` reads the chunks ahead and places them in `PagedKV`. Depends on blocks, slots and `layers`, not on rules
+and plans.
 """
 
 from __future__ import annotations
@@ -26,19 +28,20 @@ if TYPE_CHECKING:
 
 
 class PlacedLayer(NamedTuple):
-    """One layer of a stored chunk, keys before rotation, and where it goes."""
+    """One layer of a stored chunk, keys before rotation, and its rows in the prompt."""
 
     rows: slice
     kv: LayerKV
 
 
 class PagedKV:
-    """FusedLayers over one request's blocks. `length` rows are valid.
+    """PromptKVBuffer over one request's blocks. `length` rows are valid.
 
-    Reading blocks back is slow, so of the layers in `kept` the one that was placed last stays at hand, with what is
-    written to it. `num_behind` rows behind the `num_rows` that have blocks are only asked: they
-    stand nowhere else. The first `num_resident` rows are in the blocks already: they are never written, and are read
-    into a kept layer from there. `whole` is the layer of which all that was placed is at hand as it was placed last.
+    Reading blocks back is slow. The most recently placed layer of those in `kept` is therefore also held as a tensor,
+    the resident layer, which `write` updates. The last `num_behind` rows, after the `num_rows` rows with blocks, exist
+    only in the resident layer: they are those of a query probe. The first `num_resident` rows are in the blocks
+    already. They are never written, and are copied from the blocks into the resident layer. `whole` is the layer whose
+    placed rows are all resident; None if there is none.
     """
 
     def __init__(
@@ -67,17 +70,21 @@ class PagedKV:
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
-        """Keys [H, capacity, D] of the kept layer placed last, valid where placed or written; empty for others."""
+        """Return the resident layer's keys [H, capacity, D], valid in placed and written rows; an empty tensor for
+        another layer.
+        """
         kept = self._resident_kv(layer)
         return kept.keys.transpose(0, 1) if kept is not None else self._nothing
 
     def values(self, layer: int) -> Tensor:
-        """Values [H, capacity, D] of the kept layer placed last, valid where placed or written; empty for others."""
+        """Return the resident layer's values [H, capacity, D], valid in placed and written rows; an empty tensor for
+        another layer.
+        """
         kept = self._resident_kv(layer)
         return kept.values.transpose(0, 1) if kept is not None else self._nothing
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
+        """Write rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         kept = self._resident_kv(layer)
         if kept is not None:
@@ -91,22 +98,26 @@ class PagedKV:
     def place(
         self, layer: int, stored: Sequence[PlacedLayer], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> None:
-        """Put stored (pre-RoPE) KV at its rows in the blocks, and keep it at hand where the layer is read.
+        """Write stored (pre-RoPE) KV to its rows in the blocks, and to the resident layer if `layer` is kept.
 
-        With `by` [H, M, D] and `shares` [T, M], each row with its shares of it, before rotation, added.
+        `shares` [T, M] times `drift` [H, M, D] is added to each row, before rotation.
         """
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
 
     def place_resident_only(self, layer: int, stored: Sequence[PlacedLayer]) -> None:
-        """`place` at hand alone, in a kept layer: its blocks are left for `place` to fill, once it is known by what."""
+        """Write stored KV to the resident layer alone, if `layer` is kept. `place` fills the blocks once the drift is
+        known.
+        """
         for _ in self._placed(layer, stored):
             pass
 
     def _placed(
         self, layer: int, stored: Sequence[PlacedLayer], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> Iterator[tuple[slice, LayerKV]]:
-        """Runs of rows, with their keys, rotated, and their values, [R, H, D]: made in one go where there is room."""
+        """Yield runs of rows with their rotated keys and their values, [R, H, D]. In a kept layer, adjacent chunks are
+        one run.
+        """
         for rows, parts in _side_by_side(stored) if layer in self._kept else ((each.rows, [each]) for each in stored):
             room = self._target_buffer(layer, rows, parts[0].kv)
             for span, kv in parts:
@@ -120,7 +131,9 @@ class PagedKV:
             yield rows, room
 
     def _target_buffer(self, layer: int, rows: slice, like: LayerKV) -> LayerKV:
-        """Where those rows of the layer go: [R, H, D]."""
+        """Return tensors [R, H, D] for those rows of the layer: views of the resident layer if `layer` is kept, else
+        new ones.
+        """
         shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in like]
         if layer not in self._kept:
             return LayerKV(*(self._nothing.new_empty(rows.stop - rows.start, *shape) for shape in shapes))
@@ -141,13 +154,15 @@ class PagedKV:
         )
 
     def place_all(self, placement: Placement) -> None:
-        """Put every layer of one chunk in its place; the rows up to its end are valid then."""
+        """Place every layer of one chunk; the rows up to its end are valid afterwards."""
         for layer in range(self._layers.num_layers):
             self.place(layer, [PlacedLayer(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
     def should_attend_together(self, layer: int, rows: Tensor, has_hook: bool) -> bool:
-        """Whether `rows` had better attend over what is at hand of the layer, and can: once told, all of it is."""
+        """Return True if `rows` can attend over the resident layer in one call, and that is faster than over the
+        blocks.
+        """
         if layer not in self._kept or not (has_hook or self.whole == layer):
             return False
         if self._much is None or self._much[0] is not rows:
@@ -155,8 +170,10 @@ class PagedKV:
         return self._much[1]
 
     def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
-        """`rows` ready to be run, `together` over what is at hand; remembered, because most layers run the same rows as
-        the one before."""
+        """Return the attention calls for `rows`; `together`: over the resident layer.
+
+        The result is cached, because most layers run the same rows as the layer before.
+        """
         if self._last is None or self._last[0] is not rows or self._last[1] != together:
             cut = self._layers.split_shared_calls([rows]) if together else self._cut(rows)
             self._last = (rows, together, cut)
@@ -167,31 +184,35 @@ class PagedKV:
 
 
 class _ReadBuffer:
-    """What the reader has read, until it is waited for. The loader knows this and not its owner: in a circle both, and
-    the request's layers with them, would stay until the garbage collector's next round."""
+    """Layers that the reader has read and `wait` has not placed yet.
+
+    The loader references this buffer, not its owner: in a reference cycle, the owner and the request's layers would
+    stay in memory until the next garbage collection.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, list[PlacedLayer]] = {}
 
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
-        """Called by the loader: keep one chunk's layer."""
+        """Store one chunk's layer. The loader calls it."""
         self.layers.setdefault(layer, []).append(PlacedLayer(rows, LayerKV(keys, values)))
 
 
 class PagedSource:
-    """LayerSource that reads ahead in a thread and places in the caller's: vLLM's cache has one writer.
+    """LayerSource that reads ahead in a thread and places in the caller's thread, because vLLM's cache has one writer.
 
-    Use as a context manager; leaving it stops the reader. Layer 0 of chunks that would have to be read is computed,
-    but only by a rank that is alone: the embedding is a sum over ranks, which all of them must call, and what one has
-    in memory another may have to read. What one of several ranks could not read counts as damaged for all of them.
+    Use as a context manager; leaving it stops the reader. Layer 0 of chunks that are not in memory is computed instead
+    of read, but only with a single rank. The embedding is a sum over ranks, which all ranks must call, and a chunk that
+    one rank has in memory may be on another rank's disk. An entry that one of several ranks cannot read counts as
+    damaged for all of them.
 
-    On a GPU the reader brings layers there, beside what the GPU computes. Leaving with an error does not wait for what
-    is being read: the reader writes nowhere but here. `done` is set once it has ended.
+    On a GPU the reader copies layers to the device while the GPU computes. Leaving with an error does not wait for the
+    current read, because the reader writes only to its own buffer. `done` is set once the reader has ended.
 
-    `moves`: every layer but the first will be moved, so chunks that may move get into the blocks only then. Until that
-    they stay in host memory, all layers of them, because the question is asked in the last before the first is moved.
-    Those in the memory tier are there anyway; of those read from disk this holds what was read, a layer less with each
-    one moved.
+    `moves`: drift correction changes every layer but the first, so chunks that are not exact are placed in the blocks
+    only then. Until then all their layers are in host memory, because the query probe runs through them before the
+    first one is corrected. Chunks in the memory tier need no further memory; of those from disk this holds the layers
+    read and not yet corrected.
     """
 
     def __init__(
@@ -215,21 +236,21 @@ class PagedSource:
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose layer-0 keys and values are computed instead of read."""
+        """Number of tokens whose layer-0 keys and values are computed instead of read."""
         return self._loader.num_computed
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """As `LayerLoader.timeline`: here a layer is loaded once it is read, and placing it counts as fusing."""
+        """Return `LayerLoader.timeline`. A layer counts as loaded once it is read; placing it counts as fusing."""
         return self._loader.timeline(ends_s)
 
     @property
     def load_s(self) -> float:
-        """Seconds of reading, overlapped or not, and of placing."""
+        """Seconds of reading, whether or not they overlapped with fusing, and of placing."""
         return self._loader.load_s + self._place_s
 
     @property
     def stall_s(self) -> float:
-        """Seconds that fusing waited for."""
+        """Seconds for which fusing waited."""
         return self._loader.stall_s + self._place_s
 
     def wait(self, layer: int) -> None:
@@ -253,7 +274,7 @@ class PagedSource:
         self._place_s += perf_counter() - start_s
 
     def _agree(self, layer: int) -> None:
-        """Raise on every rank what the reader of one of them met, or they would part ways."""
+        """Raise the error of one rank's reader on every rank, because all ranks must take the same path."""
         self.ready[layer].wait()
         error = self._loader.error_at(layer)
         keys = [placement.kv.header.key for placement in self._placements]
@@ -268,7 +289,9 @@ class PagedSource:
         raise own or DamagedEntryError(bad, "as another rank read it")
 
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
-        """Pre-RoPE keys and values [H, R, D] at `rows` [R], ascending, that wait to be moved: see MovableSource."""
+        """Return the pre-RoPE keys and values [H, R, D] at `rows` [R], ascending, of chunks not yet corrected (see
+        CorrectableLayerSource).
+        """
         places, parts = on_host(rows), list[LayerKV]()
         for span, kv in self._waiting[layer]:
             mine = places[bisect_left(places, span.start) : bisect_left(places, span.stop)]
@@ -277,7 +300,9 @@ class PagedSource:
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Place what waited for it, with its shares, `shares` [T, M], of `by` [H, M, D] added before rotation."""
+        """Place the layer's chunks that are not exact, with `shares` [T, M] times `drift` [H, M, D] added before
+        rotation.
+        """
         start_s = perf_counter()
         self._paged.place_resident_only(
             layer, self._staying.pop(layer, [])
@@ -299,12 +324,12 @@ class PagedSource:
 
 
 def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:
-    """Pre-RoPE keys and values [H, T, D] of layer 0."""
+    """Return the pre-RoPE keys and values [H, T, D] of layer 0."""
     return layers.project_kv(0, layers.embed(token_ids.to(layers.device)))
 
 
 def _side_by_side(stored: Sequence[PlacedLayer]) -> Iterator[tuple[slice, list[PlacedLayer]]]:
-    """Chunks in ascending order as runs without a gap."""
+    """Yield runs of adjacent chunks, in ascending order: the rows of the run, and its chunks."""
     run: list[PlacedLayer] = []
     for each in stored:
         if run and run[-1].rows.stop != each.rows.start:

@@ -1,6 +1,6 @@
-"""The exactness gates inside vLLM, run over its own model and paged cache before it serves the first request.
+"""Exactness gates inside vLLM, run over its own model and paged cache before the first request.
 
-As `self_check`, with vLLM's plain prefill for a reference. Read `self_check` first.
+The gates are those of `fusion.self_check`, with vLLM's plain prefill as the reference. Read that module first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ _RUNS_OF_SMALL_CALLS = 6
 
 @torch.inference_mode()
 def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) -> None:
-    """Raise UnsupportedModelError unless fusing reproduces vLLM's own prefill. Before any request: uses blocks 1...
+    """Raise UnsupportedModelError unless fusing reproduces vLLM's own prefill. Overwrites the KV blocks from 1 on.
 
-    A chunk right behind its prefix changes nothing; recomputing everything over stale KV gives full prefill;
-    recomputing scattered tokens over exact KV changes nothing, in one call and in several that are planned together.
-    Judged by what the tokens after them come out as. And those tokens come out the same when they are asked ahead,
-    without blocks, over what is placed and over what is read out of the blocks.
+    Must run before the first request. Each gate compares the hidden states of the question tokens with the reference:
+
+    - A chunk placed directly after its prefix gives full prefill.
+    - Recomputing all tokens over stale KV gives full prefill.
+    - Recomputing scattered tokens over exact KV gives full prefill, in one call and in several planned together.
+    - A query probe, whose rows have no blocks, gives the same over placed KV and over KV read from the blocks.
     """
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     needed = -(-total // layers.block_size)
@@ -46,7 +48,7 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
 
 
 def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -> dict[str, float]:
-    """Relative error of each gate."""
+    """Return the relative error of each gate, by its name."""
     ids = torch.randint(vocabulary, (total,), generator=torch.Generator().manual_seed(0)).to(layers.device)
     everything, context = torch.arange(total, device=layers.device), total - QUESTION_TOKENS
     question = everything[context:]
@@ -133,7 +135,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
 
 @contextmanager
 def _small_calls(layers: VllmLayers, max_rows: int) -> Iterator[None]:
-    """Split rows into several calls, which are all planned before the first one runs, as those of long prompts are."""
+    """Split rows into several calls, all planned before the first one runs, as the calls of long prompts are."""
     limits = layers.max_rows, layers.max_runs
     layers.max_rows, layers.max_runs = min(limits[0], max_rows), min(limits[1], _RUNS_OF_SMALL_CALLS)
     try:
@@ -143,5 +145,5 @@ def _small_calls(layers: VllmLayers, max_rows: int) -> Iterator[None]:
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference as a share of the largest expected value."""
+    """Return the largest difference as a share of the largest expected value."""
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))

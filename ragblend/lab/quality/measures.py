@@ -103,11 +103,11 @@ def decode_answer(
 def score_tokens(
     engine: TransformersEngine, prompt: MatchedPrompt, fused: FusedKV, answer_ids: Sequence[int]
 ) -> Tensor:
-    """Return the log-probabilities [A, vocabulary] float64 at the positions of the A tokens `answer_ids`, each after
-    the previous ones.
+    """Return the log-probabilities [A, vocabulary] float64 of each of the A tokens `answer_ids`, given the earlier
+    ones.
 
-    Runs the tokens after the last chunk, and all `answer_ids` except the last, over `fused`, which keeps their rows.
-    Over the KV of a blend, the question's rows are the same as there, because they always run through all layers.
+    Runs the tokens after the last chunk, and all `answer_ids` except the last, over `fused`, and writes their rows
+    there. Rerunning the question tokens does not change the KV of a blend, which ran them through all layers, too.
     """
     layers, start = engine.layers, prompt.runs[-1].end if prompt.runs else 0
     ids = [*prompt.token_ids[start:], *answer_ids[:-1]]
