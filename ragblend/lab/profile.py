@@ -216,6 +216,7 @@ class _VllmSubject:
         """Return the seconds until the first token is sampled."""
         params = blend_params(prompt, mode, rule, ratio, self._engine.namespace)
         num_hits = 0
+        self._engine.reset_prefix_cache()  # it keeps what a blend of this prompt left
         start_s = perf_counter()
         for delta in self._engine.deltas(VllmRequest(prompt, params, GenerationOptions(max_tokens=1))):
             num_hits = delta.report.num_chunk_hits if delta.report is not None else num_hits

@@ -96,7 +96,7 @@ def test_a_damaged_chunk_of_the_context_is_computed_again(vllm):
     before = [tuple(disk.get(vllm.key(similar)).layer(layer)) for layer in range(6)]
     vllm.forget(similar)
     key = vllm.key(Chunk(a, context="none"))
-    path = next(disk.root.glob(f"*/{key}*"))
+    path = next(disk.kv_dir.glob(f"*/{key}*"))
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     vllm.precompute(similar)
     for (keys, values), layer in zip(before, range(6), strict=True):

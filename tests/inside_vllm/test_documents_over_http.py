@@ -78,7 +78,8 @@ class Served:
             answer = client.completions.create(
                 model="demo", prompt=prompt, max_tokens=4, temperature=0, extra_body=extra
             )
-        return int((answer.model_extra or {})["kv_transfer_params"]["ragblend"]["num_chunk_hits"])
+        params = (answer.model_extra or {})["kv_transfer_params"]  # none for a prompt without a stored chunk
+        return 0 if params is None else int(params["ragblend"]["num_chunk_hits"])
 
     def keys(self) -> list[str]:
         return list(DiskStore(self.home / "kv").keys())

@@ -21,7 +21,7 @@ def test_vllm_is_profiled_and_planned_with(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     store = tmp_path / "kv"
-    place = ("--store", str(store), "--backend", "vllm", "--threads", "1", "--json")
+    place = ("--model", "demo", "--store", str(store), "--backend", "vllm", "--threads", "1", "--json")
     options = ("--vllm-options", json.dumps({"kv_cache_memory_bytes": 64 << 20}))
     assert run_command("profile", "--num-chunks", "4", "--chunk-tokens", "60", "--repeats", "1", *options, *place) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

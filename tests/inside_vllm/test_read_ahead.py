@@ -30,6 +30,7 @@ def test_chunks_of_a_request_that_waits_for_its_turn_are_read_meanwhile(
         memory, disk = connector_worker()._store.tiers
         for key in list(memory.keys()):
             memory.delete(key)
+        llm.reset_prefix_cache()  # it keeps what was blended
         core, done = llm.llm_engine, {}
         ids, params = blending()
         long = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)

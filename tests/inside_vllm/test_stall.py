@@ -108,6 +108,7 @@ def params(rule: str, mode: str = "blend") -> dict[str, Any]:
 def add(llm: Any, name: str, ids: list[int], wanted: dict[str, Any] | None, max_tokens: int) -> None:
     from vllm import SamplingParams
 
+    llm.reset_prefix_cache()  # it keeps what an earlier blend of the prompt left
     given = {"kv_transfer_params": {"ragblend": wanted}} if wanted is not None else None
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=given)
     llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
