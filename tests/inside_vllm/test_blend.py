@@ -243,7 +243,8 @@ def test_stale_chunks_do_change_the_answer(served):
 def test_a_batch_equals_its_requests_one_by_one(served):
     family, llm = served
     plain, patchy = plain_prompt(), patchy_prompt()
-    prompts = [  # those without parameters begin otherwise: what they leave in vLLM's prefix cache is of no use to others
+    # Those without parameters begin otherwise, so that no other is left to what they leave in vLLM's prefix cache.
+    prompts = [
         (plain.ids, blend_params(plain, 0.15)),
         (plain.ids[1:], None),
         (patchy.ids, blend_params(patchy, 0.3, "cacheblend_k")),

@@ -47,7 +47,8 @@ class IngestionContext(NamedTuple):
         if self.policy == "similar" and not self.parts:
             raise UsageError(
                 "a similar version is computed behind the chunks that an index finds; precompute it with its index "
-                "(ragblend.ingest, ragblend precompute), or name them: Chunk(TEXT, context='similar', context_texts=(...))"
+                "(ragblend.ingest, ragblend precompute), or name them: "
+                "Chunk(TEXT, context='similar', context_texts=(...))"
             )
 
 
