@@ -32,6 +32,8 @@ A, B = (
 )
 COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}  # the demo model gets lost in blank lines
 SIZES = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "structured_outputs_config": COMPACT}
+# Chunks as short as these would be left to vLLM's prefix cache, which has the turns before them.
+UNCACHED = {"enable_prefix_caching": False}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -86,14 +88,14 @@ live.__annotations__ = {"who": Literal["George Keller", "Julia Bishop"], "return
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = ("--max-model-len", "1024", "--structured-outputs-config", json.dumps(COMPACT))
-    with served_demo(tmp_path_factory.mktemp("serve"), *options) as server:
+    with served_demo(tmp_path_factory.mktemp("serve"), *options, "--no-enable-prefix-caching") as server:
         yield server.url
 
 
 @pytest.fixture(scope="module", params=["server", "process"])
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatBlend]:
     store: Path = tmp_path_factory.mktemp("own") / "kv"
-    options: dict[str, Any] = {"backend": "vllm", "vllm_options": SIZES}
+    options: dict[str, Any] = {"backend": "vllm", "vllm_options": SIZES | UNCACHED}
     if request.param == "server":
         options = {"backend": request.getfixturevalue("url")}
     with pytest.MonkeyPatch.context() as patch:
