@@ -212,11 +212,11 @@ def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEng
         with open_vllm(config, num_prompts=2, memory_gib=memory_gib, store=disk.root) as (served, vocab_size):
             worker = worker_of_this_process()
 
-            def read_anew_from(store: KVStore) -> None:
+            def read_uncached_from(store: KVStore) -> None:
                 served.reset_prefix_cache()  # it keeps what an earlier blend of the prompt left
                 worker.read_from(store)
 
-            yield StoreSwitchableEngine(served, vocab_size, vllm_card(), read_anew_from, worker)
+            yield StoreSwitchableEngine(served, vocab_size, vllm_card(), read_uncached_from, worker)
         return
     with engine_for(config.shape, disk, find_dtype(config.dtype)) as engine:
 
