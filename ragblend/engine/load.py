@@ -347,6 +347,7 @@ def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_m
         held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         raise StoreMismatchError(
             f"{path} holds KV of {held}, the engine runs {facts['model']} ({facts['dtype']}), which would find nothing "
-            f"there. Add it: ragblend precompute --model {facts['model']} --store {path}; or use another `store`"
+            f"there. Use another folder (`store`), or, if `ragblend ingest` filled this one, add the model's KV: "
+            f"ragblend precompute --model {facts['model']} --store {path}"
         )
     disk.put_model(fingerprint, facts)
