@@ -187,10 +187,13 @@ def test_two_tabs_take_turns_and_one_that_is_closed_in_the_middle_holds_up_nobod
 
 @pytest.mark.slow
 def test_an_answer_can_be_stopped(page: Page) -> None:
-    page.ask(QUESTION)
-    page.until(lambda: page["go"].text == "Stop")
-    page["go"].click()
-    page.until(lambda: page.is_idle)
+    for _ in range(5):  # an answer of the embedded model may end before the click
+        page.ask(QUESTION)
+        page.until(lambda: page["go"].text == "Stop")
+        page["go"].click()
+        page.until(lambda: page.is_idle)
+        if page["ask-problem"].text:
+            break
     assert page["ask-problem"].text == "Stopped."
     page.ask(QUESTION)
     page.until(lambda: page.is_idle and page["prompt"].is_displayed())
