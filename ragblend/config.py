@@ -52,7 +52,13 @@ USER_ONLY_SETTINGS = ("remote", "store_key_file", "trust_remote_code")
 """Settings that no folder's file may set, whatever to."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
 _WITHOUT_FLAG = (
-    *("memory_gib", "disk_gib", "kv_dir", "remote_timeout_s", "store_key_file", "max_file_mib", "gpus_per_worker"),
+    "memory_gib",
+    "disk_gib",
+    "kv_dir",
+    "remote_timeout_s",
+    "store_key_file",
+    "max_file_mib",
+    "gpus_per_worker",
 )
 """Settings that no command has a flag for: the environment sets them."""
 _ARGUMENT_FLAGS = {  # arguments of functions that are no settings, and the flag that sets each

@@ -165,6 +165,11 @@ def best_score(measure: Any, found: str, golds: Iterable[str]) -> float | None:
     return max(scores, default=None)
 
 
+def exact_match(found: str, gold: str) -> float:
+    """Return 1.0 if both texts are equal once normalised, else 0.0."""
+    return float(normalize_answer(found) == normalize_answer(gold))
+
+
 def contains_answer(found: str, gold: str) -> float:
     """Return 1.0 if the normalized text contains the normalized gold answer, else 0.0.
 

@@ -46,6 +46,7 @@ from ragblend.lab.quality.measures import (
     answer_f1,
     best_score,
     contains_answer,
+    exact_match,
     generate_answer,
     kl,
     loss,
@@ -76,6 +77,7 @@ class QualityRecord(NamedTuple):
     agreement: float  # share of those tokens that are also the most likely ones here
     gold_loss: float  # per token of the first gold answer
     token_f1: float  # of the greedy answer with the best gold answer, normalized as SQuAD does
+    exact_match: float
     contains_answer: float  # 1.0 if the greedy answer contains a gold one, else 0.0
     rouge_l: float
     charged_budget: float
@@ -192,9 +194,9 @@ class Expected(NamedTuple):
     def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: MatchedPrompt) -> QualityRecord:
         """Return the measures of an answer. `seen`: full prefill's answer scored over its KV, for prompt `asked`."""
         far = score_fidelity(seen, self.reading)
-        f1, contains, overlap = (
+        f1, match, contains, overlap = (
             math.nan if (score := best_score(measure, found.text, self.case.answers)) is None else score
-            for measure in (answer_f1, contains_answer, rouge_l)
+            for measure in (answer_f1, exact_match, contains_answer, rouge_l)
         )
         return QualityRecord(
             kl(self.full.log_probs, found.log_probs),
@@ -202,6 +204,7 @@ class Expected(NamedTuple):
             far.agreement,
             _gold_loss(engine, found, asked, self.gold_ids),
             f1,
+            match,
             contains,
             overlap,
             found.report.charged_budget,
@@ -334,11 +337,12 @@ def table_lines(result: QualityResult) -> list[str]:
         lines += [
             "",
             f"{kind:<32}{'charged':>8}{'first-token KL':>22}{'answer KL':>22}{'agree':>7}{'gold loss':>10}{'F1':>7}"
-            f"{'answer':>7}{'ROUGE':>7}{'recovered':>10}{'TTFT s':>8}",
+            f"{'exact':>7}{'answer':>7}{'ROUGE':>7}{'recovered':>10}{'TTFT s':>8}",
         ]
         for run in (run for run in runs if run["kind"] == kind):
             cells = [f"{run[m]:.3f} [{run[f'{m}_low']:.3f}, {run[f'{m}_high']:.3f}]" for m in MEASURES[:2]]
-            words = "".join(f"{_number(run[name]):>7}" for name in ("token_f1", "contains_answer", "rouge_l"))
+            compared = ("token_f1", "exact_match", "contains_answer", "rouge_l")
+            words = "".join(f"{_number(run[name]):>7}" for name in compared)
             share = "-" if run["recovered_gold_loss"] is None else f"{run['recovered_gold_loss']:.0%}"
             lines.append(
                 f"{label_of(run):<32}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"

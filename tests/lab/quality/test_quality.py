@@ -34,6 +34,7 @@ from ragblend.lab.quality.measures import (
     answer_f1,
     best_score,
     contains_answer,
+    exact_match,
     generate_answer,
     kl,
     loss,
@@ -54,8 +55,9 @@ from ragblend.lab.quality.study import (
 QUESTIONS = Path(__file__).parents[3] / "data" / "questions"
 RUN_KEYS = {
     "mode", "rule", "ratio", "context", "kind", "num_questions", "first_token_kl", "first_token_kl_low",
-    "first_token_kl_high", "answer_kl", "agreement", "gold_loss", "gold_loss_low", "token_f1", "contains_answer",
-    "rouge_l", "charged_budget", "charged_budget_32", "ttft_s", "recovered_gold_loss", "recovered_token_f1",
+    "first_token_kl_high", "answer_kl", "agreement", "gold_loss", "gold_loss_low", "token_f1", "exact_match",
+    "contains_answer", "rouge_l", "charged_budget", "charged_budget_32", "ttft_s", "recovered_gold_loss",
+    "recovered_token_f1",
 }  # fmt: skip
 
 
@@ -166,6 +168,8 @@ def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine: Transf
 
 
 def test_words_are_compared_as_squad_compares_them_with_the_best_of_the_gold_answers() -> None:
+    assert exact_match("The Eiffel Tower.", "eiffel tower") == 1.0
+    assert exact_match("Eiffel", "eiffel tower") == 0.0
     assert contains_answer("The Eiffel Tower, as it is called.", "eiffel tower") == 1.0
     assert contains_answer("Eiffel towers", "eiffel tower") == 0.0
     assert answer_f1("the Eiffel tower in Paris", "Eiffel Tower") == pytest.approx(2 / 3)
@@ -266,7 +270,7 @@ def test_auto_is_not_below_the_papers_rule_at_an_equal_ratio_on_the_embedded_mod
     auto = next(key[1] for key in runs if key[0] == "blend" and key[1] != "cacheblend")
     for ratio in (0.1, 0.15):
         mine, paper = runs["blend", auto, ratio], runs["blend", "cacheblend", ratio]
-        assert mine["contains_answer"] >= paper["contains_answer"]
+        assert mine["exact_match"] >= paper["exact_match"]
         assert mine["first_token_kl"] <= paper["first_token_kl"]
 
 
