@@ -171,7 +171,7 @@ class CompiledGrammar:
 
 
 class TokenGuide:
-    """Constraint of one answer; see `engine.generation.TokenConstraint`."""
+    """Constraint of one answer to a grammar, token by token. `ended`: the answer is complete, nothing may follow."""
 
     def __init__(self, matcher: Any, refused: Refused) -> None:
         self.ended = False
