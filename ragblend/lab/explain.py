@@ -18,10 +18,11 @@ from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.fuse import relative_deviation
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.generation import EngineKeywords, EngineRequest, GenerationStream, PrefillResult
-from ragblend.engine.report import BlendReport, ChunkReport, Generation, Mode, RatioChoice
+from ragblend.engine.report import BlendReport, ChunkReport, Generation
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.options import Mode, RatioChoice
 from ragblend.prompt.match import SegmentKind
 from ragblend.prompt.types import Prompt
 

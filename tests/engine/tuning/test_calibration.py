@@ -215,10 +215,12 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
         assert load_calibration(tmp_path, "f00d", (1, 2, 3)) is None
         assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None)[:2] == (AUTO, DEFAULT_RATIO)
         assert calibrations.resolve_request_tuning((1, 2, 3), NO_PROBE_RULE, None).fit is None
-    (line,) = caplog.messages
-    assert left.name in line
-    assert "ragblend no longer has its rule 'repair'; make it again: ragblend calibrate" in line
-    assert list(DiskStore(tmp_path).verify_metadata(calibration_error)) == []
+    for line in caplog.messages:
+        assert left.name in line
+        assert "has rule 'repair' at layer 1; there is no such rule here; make it again: ragblend calibrate" in line
+    (problem,) = DiskStore(tmp_path).verify_metadata(calibration_error)
+    assert problem.key.endswith(left.name)
+    assert "there is no such rule here" in problem.reason
     save(tmp_path)  # made again, it has the same name
     assert load_calibration(tmp_path, "f00d", (1, 2, 3)) == CALIBRATION
 
