@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
-from ragblend.engine.fusion.packing import (
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.prefill import (
     CPU_PASS_TOKENS,
     GPU_PASS_TOKENS,
     LEAST_PASS_TOKENS,
     PrefillItem,
+    prefill_chunks,
     prefill_missing,
 )
-from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import (
     CancelCheck,

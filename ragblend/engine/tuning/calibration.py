@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, find_rule
+from ragblend.engine.fusion.rules import RULES, find_rule
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.metadata import CALIBRATIONS_DIR
@@ -284,14 +284,13 @@ class CalibrationCache:
 
 
 class RequestTuning(NamedTuple):
-    """How to answer one request. `fit` is what was measured of that rule at that layer; None: nothing was.
+    """How to answer one request. `fit` is what was measured of that rule; None: nothing was.
 
     `is_auto_ratio`: the caller left the ratio open, so it may be raised where recompute costs no time.
     """
 
     rule: str
     ratio: float
-    check_layer: int
     fit: RuleFit | None
     is_auto_ratio: bool
 
@@ -302,19 +301,17 @@ def resolve_request_tuning(
     rule: str = "auto",
     ratio: RatioChoice = None,
 ) -> RequestTuning:
-    """Rule, ratio and check layer of a request that asks for `rule` and `ratio`.
+    """Return rule and ratio of a request that asks for `rule` and `ratio`.
 
     What is asked for counts. An "auto" rule is the calibration's best, or `rules`'s default; a ratio of None or "auto"
     is what was fitted, or the rule's default. Raises UsageError for a rule or a ratio that does not exist.
     """
     known = find_rule(rule, num_layers)
     fit = calibration.fit_of(rule) if calibration is not None else None
-    name, least, check_layer = (
-        (known.name, known.ratio, CHECK_LAYER) if fit is None else (fit.rule, fit.ratio, fit.check_layer)
-    )
+    name, least = (known.name, known.ratio) if fit is None else (fit.rule, fit.ratio)
     if ratio is None or RATIO.validate("recompute_ratio", ratio) == "auto":
-        return RequestTuning(name, least, check_layer, fit, is_auto_ratio=True)
-    return RequestTuning(name, float(ratio), check_layer, fit, is_auto_ratio=False)
+        return RequestTuning(name, least, fit, is_auto_ratio=True)
+    return RequestTuning(name, float(ratio), fit, is_auto_ratio=False)
 
 
 def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:
