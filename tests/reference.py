@@ -1,7 +1,7 @@
 """A second CacheBlend, written from the paper (Yao et al., EuroSys 2025, sections 4.2, 4.3); no code of ragblend's.
 
 Plain loops over query tokens, with a stock transformers model's own projections, norms, rotary module and MLP (Llama,
-Mistral, Phi-3 with full rotation, Qwen2, Qwen3, all of them with sliding windows too, Gemma 2, Gemma 3, gpt-oss; and
+Mistral, Phi-3 with full rotation, Qwen2, Qwen3, all of them with sliding windows too, Gemma 2, 3 and 4, gpt-oss; and
 with latents instead of keys and values DeepSeek V2, V3 and GLM-4 MoE Lite). Slow and obvious on purpose.
 
 Of a latent, k is the part of the keys that heads share and v the latent after its norm, both of one head: on them
@@ -52,9 +52,13 @@ class Reference:
         self.decoder, self.head = model.model, model.lm_head
         self.computed_alone = COMPUTED_ALONE.setdefault(model, {})
         self.config = config = model.config
-        self.num_layers = config.num_hidden_layers
-        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.is_gemma4 = config.model_type == "gemma4_text"
+        self.depth = config.num_hidden_layers
+        self.num_layers = self.depth - (getattr(config, "num_kv_shared_layers", None) or 0)  # those that make KV
+        first = config.per_layer_config[0]  # of Gemma 4, where heads differ by layer; else of all
+        self.dim = getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.scale = getattr(config, "query_pre_attn_scalar", self.dim) ** -0.5  # Gemma 2 and 3 have their own
+        self.scale = 1.0 if self.is_gemma4 else self.scale
         self.is_latent = hasattr(config, "kv_lora_rank")
         if self.is_latent:
             self.dim, rope = config.qk_nope_head_dim + config.qk_rope_head_dim, config.rope_parameters
@@ -62,7 +66,7 @@ class Reference:
                 self.dim**-0.5 * (1 + 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1))) ** 2
             )
         window = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.depth
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
     def project(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,6 +83,8 @@ class Reference:
             latent = attention.kv_a_proj_with_mqa(normed)[:, None]
             v = attention.kv_a_layernorm(latent[..., : self.config.kv_lora_rank])
             return q.reshape(len(hidden), -1, self.dim), latent[..., self.config.kv_lora_rank :], v
+        if self.is_gemma4:
+            return self.project_gemma4(attention, normed)
         if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix of all three
             config = attention.config
             heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -90,6 +96,16 @@ class Reference:
             q, k = attention.q_norm(q), attention.k_norm(k)
         return q, k, v
 
+    def project_gemma4(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`project`, with heads of the layer's own size; k and v of a layer that makes none are empty."""
+        q, nothing = attention.q_proj(normed).unflatten(-1, (-1, attention.head_dim)), normed.new_empty(0)
+        if attention.is_kv_shared_layer:
+            return attention.q_norm(q), nothing, nothing
+        k = attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim))
+        v = k if attention.v_proj is None else attention.v_proj(normed).view_as(k)
+        v = v / (v.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt()
+        return attention.q_norm(q), attention.k_norm(k), v
+
     def rope(self, layer: int, states: Tensor, positions: list[int]) -> Tensor:
         """[T, heads, D] at `positions`, by the model's own rotary module and function."""
         if self.is_latent:
@@ -98,6 +114,8 @@ class Reference:
         which = [self.config.layer_types[layer]] if by_type else []
         cos, sin = self.decoder.rotary_emb(states, torch.tensor([positions]), *which)
         turn = sys.modules[type(self.decoder).__module__].apply_rotary_pos_emb
+        if self.is_gemma4:
+            return turn(states[None], cos, sin, unsqueeze_dim=2)[0]
         turned, _ = turn(states.transpose(0, 1)[None], states.transpose(0, 1)[None], cos, sin)
         return turned[0].transpose(0, 1)
 
@@ -125,17 +143,41 @@ class Reference:
         return torch.cat((own, keys.expand(-1, own.shape[1], -1)), -1), values
 
     def finish(
-        self, layer: int, hidden: Tensor, q: Tensor, positions: list[int], keys: Tensor, values: Tensor
+        self, layer: int, hidden: Tensor, q: Tensor, ids: list[int], positions: list[int], keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attention token by token, each over everything up to itself, then the rest of the layer."""
+        """Attention token by token, each over everything up to itself, then the rest of the layer. `ids` of all
+        positions of the prompt.
+        """
         block = self.decoder.layers[layer]
         attended = block.self_attn.o_proj(self.output(layer, q, positions, keys, values).flatten(1))
+        if self.is_gemma4:
+            return self.finish_gemma4(layer, hidden + block.post_attention_layernorm(attended), ids, positions)
         if hasattr(block, "pre_feedforward_layernorm"):  # Gemma 2 and 3 norm what a block puts out, too
             hidden = hidden + block.post_attention_layernorm(attended)
             return hidden + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(hidden)))
         hidden = hidden + attended
         output = block.mlp(block.post_attention_layernorm(hidden)[None])  # experts want a batch dimension
         return hidden + (output[0][0] if isinstance(output, tuple) else output[0])
+
+    def finish_gemma4(self, layer: int, hidden: Tensor, ids: list[int], positions: list[int]) -> Tensor:
+        """MLP, and experts beside it; then what the layer has to say about each token, whatever stands before it."""
+        block, config, decoder = self.decoder.layers[layer], self.config, self.decoder
+        output = block.mlp(block.pre_feedforward_layernorm(hidden))
+        if config.enable_moe_block:
+            _, weights, experts = block.router(hidden)
+            chosen = block.experts(block.pre_feedforward_layernorm_2(hidden), experts, weights)
+            output = block.post_feedforward_layernorm_1(output) + block.post_feedforward_layernorm_2(chosen)
+        hidden = hidden + block.post_feedforward_layernorm(output)
+        if config.hidden_size_per_layer_input:
+            tokens, width = torch.tensor([ids[position] for position in positions]), config.hidden_size_per_layer_input
+            part = slice(layer * width, (layer + 1) * width)
+            looked_up = decoder.embed_tokens_per_layer.weight[tokens, part] * width**0.5
+            projected = decoder.embed_tokens(tokens) @ decoder.per_layer_model_projection.weight[part].T
+            projected = decoder.per_layer_projection_norm(projected * config.hidden_size**-0.5)
+            gate = block.act_fn(block.per_layer_input_gate(hidden))
+            added = block.per_layer_projection(gate * (projected + looked_up) / math.sqrt(2))
+            hidden = hidden + block.post_per_layer_input_norm(added)
+        return hidden * block.layer_scalar
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[vocabulary] of the last of `hidden` [T, hidden size]."""
@@ -157,7 +199,7 @@ class Reference:
             q, k, v = self.project(layer, hidden)
             kept.append((k[len(behind) :], v[len(behind) :]))
             q, k = self.rope(layer, q, positions), self.rope(layer, k, positions)
-            hidden = self.finish(layer, hidden, q, positions, k, v)
+            hidden = self.finish(layer, hidden, q, behind + ids, positions, k, v)
         return kept
 
     def ask(
@@ -177,7 +219,7 @@ class Reference:
             met, _ = self.heads(layer, layer_keys, layer_values)
             seen.append(torch.stack([self.weights(layer, *row, met) for row in zip(rows, queries, strict=True)]))
             keys[layer][fresh], values[layer][fresh] = layer_keys[fresh], layer_values[fresh]
-            hidden = self.finish(layer, hidden, q, fresh, layer_keys, layer_values)
+            hidden = self.finish(layer, hidden, q, ids, fresh, layer_keys, layer_values)
         return seen
 
     def weights(self, layer: int, q: Tensor, position: int, keys: Tensor) -> Tensor:
@@ -228,9 +270,10 @@ class Reference:
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
-        _, k, v = self.project(0, self.decoder.embed_tokens(torch.tensor(ids[:1])))
+        first = self.decoder.embed_tokens(torch.tensor(ids[:1]))
+        likes = [self.project(layer, first)[1:] for layer in range(self.num_layers)]
         keys, values, before_rope = (
-            [torch.zeros(len(ids), *like.shape[1:]) for _ in range(self.num_layers)] for like in (k, v, k)
+            [torch.zeros(len(ids), *like[which].shape[1:]) for like in likes] for which in (0, 1, 0)
         )
         candidates, computed, edges, start = set(), set(), set(), 0
         chunk_of: dict[int, int] = {}
@@ -296,7 +339,13 @@ class Reference:
                 running = [running[row] for row in rows]
                 hidden, q, k, v = hidden[rows], q[rows], k[rows], v[rows]
             keys[layer][running], values[layer][running] = k, v
-            hidden = self.finish(layer, hidden, q, running, keys[layer], values[layer])
+            hidden = self.finish(layer, hidden, q, ids, running, keys[layer], values[layer])
+        for layer in range(self.num_layers, self.depth):  # Gemma 4: over the KV of the last layer of the same type
+            kinds = self.config.layer_types
+            source = max(index for index in range(self.num_layers) if kinds[index] == kinds[layer])
+            q, _, _ = self.project(layer, hidden)
+            q = self.rope(layer, q, running)
+            hidden = self.finish(layer, hidden, q, ids, running, keys[source], values[source])
         logits = self.logits(hidden)
         return Blended(logits, sorted(candidates), keys, values)
 

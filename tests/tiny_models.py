@@ -15,6 +15,7 @@ from transformers.models.gemma3 import (
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
 )
+from transformers.models.gemma4 import Gemma4Config, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4TextConfig
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
@@ -116,6 +117,7 @@ LATENT: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 FAMILIES |= LATENT
 
+_GEMMA4_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
     # Windows of half the prompts that the tests fuse, and soft caps at which scores bend.
     "gemma2": (
@@ -133,6 +135,38 @@ WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
         Gemma3TextConfig,
         Gemma3ForCausalLM,
         {"sliding_window": 52, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+    ),
+    "gemma4": (  # E2B: per-layer inputs; the last two of eight layers use the KV of earlier ones
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "sliding_window": 57,
+            "num_hidden_layers": 8,
+            "num_kv_shared_layers": 2,
+            "layer_types": [*_GEMMA4_TYPES, "sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4_moe": (  # 26B-A4B: experts; one projection for keys and values of global layers
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "sliding_window": 58,
+            "layer_types": _GEMMA4_TYPES,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+            "use_bidirectional_attention": "vision",
+        },
     ),
     "gpt_oss": (
         GptOssConfig,
@@ -183,6 +217,9 @@ def make_model(config_class: type, model_class: type, seed: int = 0, **changes: 
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
             else:
                 parameter.mul_(2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # Gemma 4: as with norms
+                buffer.mul_(0.8)
     return model
 
 

@@ -66,17 +66,23 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the keys and values [1, H, R, D] of all prompts' rows, and return them unchanged."""
-        self.kv = []
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
             fresh = self._latent.to_stored(fresh)
         for span, there, _, fused in self._places:
             fused.write(layer_idx, there, fresh.keys[:, span], fresh.values[:, span])
-            whole = LayerKV(fused.keys(layer_idx)[:, : there.stop], fused.values(layer_idx)[:, : there.stop])
-            if self._expand_kv is not None:
-                whole = self._expand_kv(layer_idx, whole)
-            self.kv.append((whole.keys[None], whole.values[None]))
+        self.read(layer_idx)
         return key_states, value_states
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Make `kv` that of a layer. Return the first prompt's: attention reads `kv` in place of what is returned."""
+        self.kv = []
+        for _, there, _, fused in self._places:
+            whole = LayerKV(fused.keys(layer)[:, : there.stop], fused.values(layer)[:, : there.stop])
+            if self._expand_kv is not None:
+                whole = self._expand_kv(layer, whole)
+            self.kv.append((whole.keys[None], whole.values[None]))
+        return self.kv[0]
 
 
 class DecodeBatch(NamedTuple):

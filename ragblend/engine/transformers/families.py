@@ -22,7 +22,7 @@ from ragblend.errors import UnsupportedModelError
 
 _FIX_HINT = (
     "ragblend fuses decoders whose layers are all attention with RoPE, over everything or a sliding window: Llama, "
-    "Mistral, Qwen2, Qwen3, Phi-3, Gemma 1 to 3, gpt-oss, DeepSeek V2 and V3 and their relatives"
+    "Mistral, Qwen2, Qwen3, Phi-3, Gemma 1 to 4, gpt-oss, DeepSeek V2 and V3 and their relatives"
 )
 
 WINDOWED = "sliding_attention"
@@ -37,11 +37,11 @@ class AttentionFamily:
     key_module = "k_proj"  # the module whose output `keys_from_output` makes pre-RoPE keys of
     half_tables = False  # whether the rotary module gives each angle once, for both dimensions that it turns
     complex_tables = False  # and as one complex number
+    shares_kv = False  # whether layers exchange keys and values in the argument `shared_kv_states`
 
     def __init__(self, config: Any) -> None:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
-        self.kv_shape = (self.num_kv_heads, self.head_dim, self.head_dim)  # H, D of keys, D of values, as they are held
         self.embedding_multiplier: float = getattr(config, "embedding_multiplier", 1.0) or 1.0  # Granite
         self.logits_scaling: float = getattr(config, "logits_scaling", 1.0) or 1.0  # Granite
         self.logits_softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma 2
@@ -50,6 +50,10 @@ class AttentionFamily:
     def fits(cls, attention: Any) -> bool:
         """Return True if this family describes a layer's attention."""
         return hasattr(attention, "k_proj") and hasattr(attention, "v_proj")
+
+    def kv_shape(self, attention: Any) -> tuple[int, int, int]:
+        """Return H, D of keys and D of values of a layer, as they are stored."""
+        return self.num_kv_heads, self.head_dim, self.head_dim
 
     def projections(self, attention: Any) -> list[nn.Module]:
         """Return the modules that compute keys and values, to estimate their cost."""
@@ -153,6 +157,44 @@ class SinkAttention(AttentionFamily):
         return hasattr(attention, "sinks") and super().fits(attention)
 
 
+class ValueNormAttention(AttentionFamily):
+    """Normed values, heads whose number and size differ by layer, and last layers that attend to the KV of earlier ones
+    (Gemma 4). Of the latter nothing is stored.
+    """
+
+    shares_kv = True
+
+    def __init__(self, config: Any) -> None:
+        # The config of one layer: that of all layers raises an error when it is asked for sizes that differ.
+        super().__init__(getattr(config, "per_layer_config", [config])[0])
+
+    @classmethod
+    def fits(cls, attention: Any) -> bool:
+        """Return True if the values have a norm, or are those of another layer."""
+        return hasattr(attention, "v_norm") or uses_other_kv(attention)
+
+    def kv_shape(self, attention: Any) -> tuple[int, int, int]:
+        """Return H and D of this layer."""
+        heads = attention.config.num_attention_heads // attention.num_key_value_groups
+        return heads, attention.head_dim, attention.head_dim
+
+    def projections(self, attention: Any) -> list[nn.Module]:
+        """Return the projections. Some layers have one for both keys and values."""
+        return [each for each in (attention.k_proj, attention.v_proj) if each is not None]
+
+    def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values after the norms; values are the keys' projection where a layer has one for both."""
+        projected = attention.k_proj(normed)
+        values = projected if attention.v_proj is None else attention.v_proj(normed)
+        values = values.unflatten(-1, (-1, attention.head_dim))
+        return self.keys_from_output(attention, projected), attention.v_norm(values)
+
+    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+        """Return the projection, split into heads of this layer's size and normed."""
+        keys: Tensor = attention.k_norm(output.unflatten(-1, (-1, attention.head_dim)))
+        return keys
+
+
 class LatentAttention(AttentionFamily):
     """Multi-head latent attention, MLA (DeepSeek V3, GLM-4 MoE Lite).
 
@@ -166,7 +208,7 @@ class LatentAttention(AttentionFamily):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.rank: int = config.kv_lora_rank
-        self.kv_shape = (1, config.qk_rope_head_dim, self.rank)
+        self.rotary_dim: int = config.qk_rope_head_dim
         self.in_pairs: bool = getattr(config, "rope_interleave", False)  # whether neighbours turn, as projected
 
     @classmethod
@@ -174,6 +216,10 @@ class LatentAttention(AttentionFamily):
         """Return True if the attention stores and expands the latent, and attends to all earlier tokens (no DSA)."""
         parts = ("kv_a_proj_with_mqa", "kv_a_layernorm", "expand_kv")
         return all(hasattr(attention, part) for part in parts) and not hasattr(attention, "indexer")
+
+    def kv_shape(self, attention: Any) -> tuple[int, int, int]:
+        """Return one head: the rotated part as keys, the latent as values."""
+        return 1, self.rotary_dim, self.rank
 
     def projections(self, attention: Any) -> list[nn.Module]:
         """Return the projection to the latent. The expansion is part of attention, not of making KV."""
@@ -239,6 +285,7 @@ FAMILIES: tuple[type[AttentionFamily], ...] = (
     SinkAttention,
     InterleavedLatentAttention,
     LatentAttention,
+    ValueNormAttention,
     AttentionFamily,
 )
 """The first that fits is taken."""
@@ -257,6 +304,24 @@ def text_decoder(model: Any) -> Any:
     """
     inner = getattr(model, "model", None)
     return getattr(inner, "language_model", inner)
+
+
+def uses_other_kv(attention: Any) -> bool:
+    """Return True if a layer's attention is over the keys and values of another layer."""
+    return getattr(attention, "is_kv_shared_layer", False)
+
+
+def kv_sources(layers: Sequence[Any]) -> tuple[int, ...]:
+    """Return, per layer, the index of the layer whose keys and values it attends to: its own, or in Gemma 4's last
+    layers that of the last layer of the same type that makes any.
+    """
+    sources, makers = [], dict[Any, int]()
+    for index, layer in enumerate(layers):
+        kind = getattr(layer.self_attn, "layer_type", None)
+        if not uses_other_kv(layer.self_attn):
+            makers[kind] = index
+        sources.append(makers[kind])
+    return tuple(sources)
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
@@ -311,11 +376,16 @@ def reject_unsupported_model(model: Any) -> None:
         raise UnsupportedModelError(
             f"{name} lets tokens see later ones (use_bidirectional_attention), so no chunk's KV is its own. {_FIX_HINT}"
         )
-    attentions = [getattr(layer, "self_attn", None) for layer in decoder.layers]
-    undescribed = _undescribed_kv(attentions)
-    if undescribed:
+    if hasattr(decoder, "altup_projections"):
         raise UnsupportedModelError(
-            f"{name} has {' and '.join(undescribed)}, which no family here describes. {_FIX_HINT}"
+            f"{name} has several hidden states per token (AltUp), which no family here describes. {_FIX_HINT}"
+        )
+    attentions = [getattr(layer, "self_attn", None) for layer in decoder.layers]
+    borrows = [uses_other_kv(attention) for attention in attentions]
+    if all(borrows) or borrows != sorted(borrows):
+        raise UnsupportedModelError(
+            f"{name} has layers that use the KV of another model, or make KV after such as use that of another layer. "
+            f"{_FIX_HINT}"
         )
     for index, (layer, attention) in enumerate(zip(decoder.layers, attentions, strict=True)):
         fits = attention is not None and any(family.fits(attention) for family in FAMILIES)
@@ -323,16 +393,3 @@ def reject_unsupported_model(model: Any) -> None:
             kind = type(attention if attention is not None else layer).__name__
             raise UnsupportedModelError(f"layer {index} of {name} is a {kind}, which ragblend cannot fuse. {_FIX_HINT}")
     context_length(config)
-
-
-def _undescribed_kv(attentions: Sequence[Any]) -> list[str]:
-    """Return what a decoder's attention modules do with keys and values that no AttentionFamily does (Gemma 3n, 4)."""
-    found = []
-    if any(hasattr(each, "v_norm") for each in attentions):
-        found.append("values that are normed (v_norm)")
-    sizes = sorted({each.head_dim for each in attentions if hasattr(each, "head_dim")})
-    if len(sizes) > 1:
-        found.append(f"heads of {' and '.join(map(str, sizes))} dimensions in different layers")
-    if any(getattr(each, "is_kv_shared_layer", False) for each in attentions):
-        found.append("layers that use the KV of another layer")
-    return found

@@ -47,6 +47,7 @@ from ragblend.engine.transformers.families import (
     LatentAttention,
     context_length,
     family_of,
+    kv_sources,
     layer_windows,
     rope_parameters,
     text_decoder,
@@ -145,6 +146,10 @@ def _attention(
     if blend_rows is None and (softcap is not None or s_aux is not None):
         bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
         return attend_eager(module, query, key, value, attention_mask, scaling=scaling, **bends), None
+    misses_rows = whole is sdpa_attention_forward and attention_mask is None and 1 < query.shape[2] < key.shape[2]
+    if blend_rows is None and misses_rows:
+        # Gemma 4's last layers get only the queries whose logits are kept. SDPA would take them for the first rows.
+        blend_rows = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=key.device)
     if blend_rows is None:
         output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
@@ -196,7 +201,6 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write [1, H, R, D] at the rows; return keys and values [1, H, end, D]."""
-        rows, end = self._turns.rows, self._turns.end
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
             fresh = self._latent.to_stored(fresh)
@@ -205,8 +209,13 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             cos, sin = self._turns.inverse
             keys = rotate(fresh.keys[:, row_indices], cos[row_indices], sin[row_indices])
             callback(LayerKV(keys, fresh.values[:, row_indices]))
-        self._fused.write(layer_idx, rows, *fresh)
-        whole = LayerKV(self._fused.keys(layer_idx)[:, :end], self._fused.values(layer_idx)[:, :end])
+        self._fused.write(layer_idx, self._turns.rows, *fresh)
+        return self.read(layer_idx)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [1, H, end, D] of a layer, as its attention reads them."""
+        end = self._turns.end
+        whole = LayerKV(self._fused.keys(layer)[:, :end], self._fused.values(layer)[:, :end])
         if self._latent is not None:
             whole = self._latent.from_stored(whole)
         return whole.keys[None], whole.values[None]
@@ -259,7 +268,9 @@ class TransformersLayers:
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)
         self._layers = list(self._decoder.layers)
-        self.num_layers = len(self._layers)
+        self._kv_sources = kv_sources(self._layers)
+        self.num_layers = len(set(self._kv_sources))
+        """Layers that make KV. Those after them attend to it, so only tokens whose logits are read run through them."""
         embedding = self._decoder.embed_tokens.weight
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype  # what is computed in, and so the KV's
@@ -278,20 +289,29 @@ class TransformersLayers:
         self._turns_kept = MAX_CACHED_TABLES * len(ropes)
         self.context_length = context_length(self.config)
         self._windows = layer_windows(self.config)
-        seeing_all = tuple(layer for layer, window in enumerate(self._windows) if window is None)
-        self.global_layers = seeing_all if len(seeing_all) < len(self._layers) else ()
+        seeing_all = tuple(layer for layer in range(self.num_layers) if self._windows[layer] is None)
+        self.global_layers = seeing_all if len(seeing_all) < self.num_layers else ()
         """The layers that see everything, where others see a window only; () where all are alike."""
-        self.kv_shapes = [self._family.kv_shape] * len(self._layers)
+        self.kv_shapes = [self._family.kv_shape(layer.self_attn) for layer in self._layers[: self.num_layers]]
+        self._layer_input_size: int = getattr(self.config, "hidden_size_per_layer_input", None) or 0
         kv_modules = self._family.projections(self._layers[0].self_attn)
         self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
         """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings [R, hidden size] of ids [R]."""
+        """Return the embeddings [R, hidden size] of ids [R].
+
+        A model with per-layer inputs (Gemma 4) adds a vector of the token's to every layer. They are appended to the
+        embedding, in the order of the layers, and each layer returns those of the layers after it.
+        """
         if self._adapters:
             self._check_adapters()
         hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._family.embedding_multiplier
-        return hidden
+        if not self._layer_input_size:
+            return hidden
+        of_tokens = self._decoder.get_per_layer_inputs(token_ids[None], None)
+        inputs = self._decoder.project_per_layer_inputs(hidden[None], of_tokens)  # [1, R, layers, size]
+        return torch.cat((hidden, inputs[0].flatten(1)), dim=1)
 
     def _check_adapters(self) -> None:
         """Raise RagblendError if the model's adapters changed since loading: stored KV would be another model's."""
@@ -306,6 +326,7 @@ class TransformersLayers:
         attention.
         """
         block = self._layers[layer]
+        hidden = hidden[:, : self.config.hidden_size]
         keys, values = self._family.keys_and_values(block.self_attn, block.input_layernorm(hidden))
         return LayerKV(keys.transpose(0, 1), values.transpose(0, 1))
 
@@ -328,10 +349,12 @@ class TransformersLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshKVHook | None = None
     ) -> Tensor:
         """Return [R, hidden size] of one decoder layer over the tokens at `rows`; their K/V replace those rows of
-        `fused`.
+        `fused`. After the last layer that makes KV, the layers that attend to earlier KV are run, too.
         """
         cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), hook, self._latent)
-        return self._run(layer, hidden, rows, cache, blend_rows=rows)
+        for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
+            hidden = self._run(index, hidden, rows, cache, blend_rows=rows)
+        return hidden
 
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None
@@ -347,6 +370,13 @@ class TransformersLayers:
         cos, sin = turns.cos[None, :, :width], turns.sin[None, :, :width]
         is_complex = self._family.complex_tables
         embeddings = torch.complex(cos, sin) if is_complex else (cos.to(hidden.dtype), sin.to(hidden.dtype))
+        if self._family.shares_kv:
+            source, kind = self._kv_sources[layer], self._layers[layer].self_attn.layer_type
+            how["shared_kv_states"] = {} if source == layer else {kind: cache.read(source)}
+        later_inputs = hidden[:, self.config.hidden_size + self._layer_input_size :]
+        if self._layer_input_size:
+            how["per_layer_input"] = hidden[None, :, self.config.hidden_size :][..., : self._layer_input_size]
+            hidden = hidden[:, : self.config.hidden_size]
         output = self._layers[layer](
             hidden[None],
             attention_mask=None,
@@ -357,14 +387,17 @@ class TransformersLayers:
             **{self._layer_cache_argument: cache},
             **how,
         )
-        hidden = output[0] if isinstance(output, tuple) else output
-        return hidden[0]
+        hidden = (output[0] if isinstance(output, tuple) else output)[0]
+        return torch.cat((hidden, later_inputs), dim=1) if later_inputs.shape[1] else hidden
 
     def run_layer_keeping_kv(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
-        """Return `run_layer`'s result, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
-        hidden, keys = self._run_capturing_keys(layer, lambda: self.run_layer(layer, hidden, rows, fused))
+        """Return the layer's output, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), latent=self._latent)
+        hidden, keys = self._run_capturing_keys(
+            layer, lambda: self._run(layer, hidden, rows, cache, blend_rows=rows)
+        )
         return hidden, LayerKV(keys, fused.values(layer)[:, rows])
 
     def run_packed_layer(
@@ -395,7 +428,7 @@ class TransformersLayers:
         rows = torch.cat([each.rows for each in places])
         with SmallBatchMatmul():
             hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
-            for layer in range(self.num_layers):
+            for layer in range(len(self._layers)):
                 hidden = self._run(layer, hidden, rows, joined.cache, blend_joined=joined)
             return self.logits(hidden[[each.span.stop - 1 for each in places]])
 

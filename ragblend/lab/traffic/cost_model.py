@@ -134,6 +134,11 @@ def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
     kind = getattr(torch, str(named).removeprefix("torch."), None) or torch.bfloat16
     if getattr(text, "kv_lora_rank", None):
         return int(text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * kind.itemsize)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(text.num_hidden_layers * heads * head_dim * 2 * kind.itemsize)
+    num_layers = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    num_numbers = 0
+    for layer in range(num_layers):
+        one = text.per_layer_config[layer] if hasattr(text, "per_layer_config") else text  # sizes may differ (Gemma 4)
+        heads = getattr(one, "num_key_value_heads", None) or one.num_attention_heads
+        head_dim = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
+        num_numbers += 2 * heads * head_dim
+    return int(num_numbers * kind.itemsize)

@@ -26,7 +26,10 @@ from ragblend.engine.transformers.layers import TransformersLayers, cache_argume
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
 INDEPENDENT = ("llama", "mistral", "phi3", "qwen2", "qwen3", *LATENT, *WINDOWED)
-GLOBAL = {"gemma2": (1, 3, 5), "gemma3": (2, 5), "gpt_oss": (1, 3, 5), "qwen2_window": (0, 1, 2)}
+GLOBAL = {
+    "gemma2": (1, 3, 5), "gemma3": (2, 5), "gemma4": (2, 5), "gemma4_moe": (2, 5), "gpt_oss": (1, 3, 5),
+    "qwen2_window": (0, 1, 2),
+}  # fmt: skip
 RATIOS = (0.05, 0.15, 0.5)
 ATOL = 1e-4
 
