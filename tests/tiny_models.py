@@ -15,7 +15,13 @@ from transformers.models.gemma3 import (
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
 )
-from transformers.models.gemma4 import Gemma4Config, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4TextConfig
+from transformers.models.gemma4 import (
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4VisionConfig,
+)
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
@@ -220,6 +226,9 @@ def make_model(config_class: type, model_class: type, seed: int = 0, **changes: 
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # Gemma 4: as with norms
                 buffer.mul_(0.8)
+        if model.config.model_type == "gemma4_text":  # it does not scale scores: its norm of queries has learned to
+            for layer in model.model.layers:
+                layer.self_attn.q_norm.weight.mul_(2 * layer.self_attn.head_dim**-0.5)
     return model
 
 
@@ -234,7 +243,23 @@ def make_gemma3_that_sees() -> Any:
         text_config=text.config, vision_config=eye, image_token_index=VOCABULARY - 1, mm_tokens_per_image=4,
         tie_word_embeddings=False,
     )  # fmt: skip
-    model = Gemma3ForConditionalGeneration(config).eval()
+    return _with_text_of(text, Gemma3ForConditionalGeneration(config))
+
+
+def make_gemma4_that_sees() -> Any:
+    """The family "gemma4" within the class that reads images too, with an eye of one layer."""
+    config_class, model_class, changes = FAMILIES["gemma4"]
+    text = make_model(config_class, model_class, **changes)
+    eye = Gemma4VisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, position_embedding_size=64,
+    )  # fmt: skip
+    config = Gemma4Config(text_config=text.config, vision_config=eye, tie_word_embeddings=False)
+    return _with_text_of(text, Gemma4ForConditionalGeneration(config))
+
+
+def _with_text_of(text: Any, model: Any) -> Any:
+    """`model` with the weights of the decoder `text`."""
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
-    return model
+    return model.eval()

@@ -186,12 +186,12 @@ class ValueNormAttention(AttentionFamily):
         """Return keys and values after the norms; values are the keys' projection where a layer has one for both."""
         projected = attention.k_proj(normed)
         values = projected if attention.v_proj is None else attention.v_proj(normed)
-        values = values.unflatten(-1, (-1, attention.head_dim))
+        values = values.view(*values.shape[:-1], -1, attention.head_dim)
         return self.keys_from_output(attention, projected), attention.v_norm(values)
 
     def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the projection, split into heads of this layer's size and normed."""
-        keys: Tensor = attention.k_norm(output.unflatten(-1, (-1, attention.head_dim)))
+        keys: Tensor = attention.k_norm(output.view(*output.shape[:-1], -1, attention.head_dim))
         return keys
 
 
@@ -299,8 +299,8 @@ def family_of(model: Any) -> AttentionFamily:
 
 
 def text_decoder(model: Any) -> Any:
-    """Return a model's decoder: `.model`, or the language model within it for models that read images (Gemma 3); None
-    if neither exists.
+    """Return a model's decoder: `.model`, or the language model within it for models that read images (Gemma 3 and 4);
+    None if neither exists.
     """
     inner = getattr(model, "model", None)
     return getattr(inner, "language_model", inner)

@@ -395,9 +395,7 @@ class TransformersLayers:
     ) -> tuple[Tensor, LayerKV]:
         """Return the layer's output, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
         cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), latent=self._latent)
-        hidden, keys = self._run_capturing_keys(
-            layer, lambda: self._run(layer, hidden, rows, cache, blend_rows=rows)
-        )
+        hidden, keys = self._run_capturing_keys(layer, lambda: self._run(layer, hidden, rows, cache, blend_rows=rows))
         return hidden, LayerKV(keys, fused.values(layer)[:, rows])
 
     def run_packed_layer(
@@ -488,6 +486,9 @@ class TransformersLayers:
         routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
         routers = [] if self.dtype == torch.float32 else routers
         chosen = [(router.top_k, getattr(router, "topk_group", None)) for router in routers]
+        num_chosen = getattr(self.config, "top_k_experts", None)  # where Gemma 4's routers read it
+        if num_chosen and self.dtype != torch.float32:
+            self.config.top_k_experts = self.config.num_experts
         if any(windows):
             self.config.sliding_window = window  # from which transformers makes its masks
             self._windows = tuple(window if each is not None else None for each in windows)
@@ -500,6 +501,8 @@ class TransformersLayers:
         finally:
             if any(windows):
                 self.config.sliding_window, self._windows = own, windows
+            if num_chosen:
+                self.config.top_k_experts = num_chosen
             for router, (count, groups) in zip(routers, chosen, strict=True):
                 router.top_k = count
                 if hasattr(router, "topk_group"):

@@ -65,6 +65,7 @@ def test_prompts_of_any_lengths_get_the_logits_and_the_kv_that_each_gets_alone(
     [
         "llama",
         "gemma3",
+        "gemma4",
         "gpt_oss",
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma2", "qwen3_moe", "phi3")),
     ],

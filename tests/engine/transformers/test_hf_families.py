@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, WINDOWED, make_gemma3_that_sees, make_model
+from tiny_models import FAMILIES, WINDOWED, make_gemma3_that_sees, make_gemma4_that_sees, make_model
 
 from ragblend.engine.fusion.self_check import TOLERANCE, self_check
 from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
@@ -36,7 +36,7 @@ ROWS = [
 BUILT_AS = {  # of the families in tiny_models, where a class is several rows
     "Llama 2 and 3.x": "llama3_scaling", "Mistral v0.2 and later": "mistral", "Mistral v0.1": "mistral_window",
     "Qwen2 with windows": "qwen2_window", "Qwen3 with windows": "qwen3_window", "Phi-3-mini-4k": "phi3_window",
-    "DeepSeek V2-Lite": "deepseek_v2_lite",
+    "DeepSeek V2-Lite": "deepseek_v2_lite", "Gemma 4 with experts": "gemma4_moe",
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -73,14 +73,18 @@ BUILT_WITH: dict[str, dict[str, Any]] = {
     "OLMo 3": PER_TYPE,
     "EXAONE 4": PER_TYPE,
 }  # fmt: skip
+THAT_SEE = {
+    "Gemma3ForConditionalGeneration": make_gemma3_that_sees,
+    "Gemma4ForConditionalGeneration": make_gemma4_that_sees,
+}
 # A row with one of these words is refused by its layers' types, without weights.
-BY_TYPE_ALONE = ("index", "recurrent", "convolutions", "blocks", "learned", "normed values")
+BY_TYPE_ALONE = ("index", "recurrent", "convolutions", "blocks", "learned", "AltUp")
 
 
 def tiny(row: Row) -> Any:
     """A random model of the row's class: as tests/tiny_models.py makes the family, or with few dimensions."""
-    if row.class_name == "Gemma3ForConditionalGeneration":
-        return make_gemma3_that_sees()
+    if row.class_name in THAT_SEE:
+        return THAT_SEE[row.class_name]()
     model_class = getattr(transformers, row.class_name)
     if any(word in row.difference for word in BY_TYPE_ALONE):
         kinds = {"layer_types": ["conv"] * 32} if row.model == "LFM 2" else {}
@@ -112,8 +116,8 @@ def test_the_class_is_what_its_row_says(row, monkeypatch: pytest.MonkeyPatch):
         load(model)
     state = "one state of everything"
     reasons = {
-        "index": "with an index", "recurrent": state, "convolutions": state, "normed values": "values that are normed",
-        "two sizes": "heads of 256 and 512 dimensions", "the KV of another layer": "layers that use the KV of another",
+        "index": "with an index", "recurrent": state, "convolutions": state,
+        "AltUp": "several hidden states per token",
     }  # fmt: skip
     assert all(reason in str(error.value) for word, reason in reasons.items() if word in row.difference)
 

@@ -320,6 +320,24 @@ def test_a_model_keeps_its_own_eager_attention_whatever_is_loaded_later(loaded_l
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
+def test_logits_of_some_tokens_are_those_of_all_where_layers_drop_the_others(stock_model, tiny_layers):
+    """Gemma 4's layers without KV of their own run only tokens whose logits are kept, the last ones."""
+    ids = torch.randint(3, 300, (1, 40), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        expected = stock_model("gemma4")(ids).logits[:, -5:]
+        found = tiny_layers("gemma4").model(ids, logits_to_keep=5).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_layers_that_use_the_kv_of_others_have_none(tiny_layers):
+    """Of eight layers of Gemma 4, six make KV, in heads of two sizes; reuse and blending run through those alone."""
+    layers = tiny_layers("gemma4")
+    assert layers.num_layers == 6
+    assert layers.kv_shapes == [(2, 16, 16), (2, 16, 16), (2, 32, 32)] * 2
+    assert layers.global_layers == (2, 5)
+    assert tiny_layers("gemma4_moe").kv_shapes == [(2, 16, 16), (2, 16, 16), (1, 24, 24)] * 2
+
+
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
 def test_wrapping_a_model_leaves_its_generate_as_it_was(family, stock_model, tiny_layers):
     ids = torch.randint(3, 300, (2, 60), generator=torch.Generator().manual_seed(2))

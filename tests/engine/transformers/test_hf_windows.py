@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import WINDOWED, make_gemma3_that_sees
+from tiny_models import WINDOWED, make_gemma3_that_sees, make_gemma4_that_sees
 from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import cache_argument
 from ragblend.engine.transformers.model import inspect_model, model_fingerprint
 from ragblend.lab.explain import explain
+from ragblend.lab.traffic.cost_model import kv_bytes_per_token
+from ragblend.options import ModelOptions
 from ragblend.prompt.types import Chunk, Prompt
 
 
@@ -49,6 +51,7 @@ def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(fami
     with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
         assert all(engine.precompute(chunk) > 0 for chunk in CHUNKS)
     with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
+        assert engine.bytes_per_token == kv_bytes_per_token(path, ModelOptions(dtype="float32"))
         ids = engine.renderer.render(PROMPT)
         assert len(ids) > 2 * 30
         expected = greedy(stock_model(family), ids, 8)
@@ -60,15 +63,18 @@ def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(fami
         assert report.chunks[0].exact
 
 
-def test_gemma_3_that_reads_images_too_answers_text_as_its_decoder_alone(stock_model, make_tokenizer, tmp_path):
-    model = make_gemma3_that_sees()
+@pytest.mark.parametrize(("family", "make"), [("gemma3", make_gemma3_that_sees), ("gemma4", make_gemma4_that_sees)])
+def test_gemma_that_reads_images_too_answers_text_as_its_decoder_alone(
+    family, make, stock_model, make_tokenizer, tmp_path
+):
+    model = make()
     model.config.text_config.sliding_window = 30
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    assert "Gemma3ForConditionalGeneration" in inspect_model(tmp_path / "model")
+    assert f"{family.title()}ForConditionalGeneration" in inspect_model(tmp_path / "model")
     with load_engine(str(tmp_path / "model"), tmp_path / "kv", on_miss="inline") as engine:
         list(engine.precompute_all(CHUNKS))
-        expected = greedy(stock_model("gemma3"), engine.renderer.render(PROMPT), 8)
+        expected = greedy(stock_model(family), engine.renderer.render(PROMPT), 8)
         for options in ({"mode": "full"}, {"mode": "prefix"}, {"recompute_ratio": 1.0}):
             assert engine.generate(PROMPT, max_tokens=8, **options).token_ids == expected
 
@@ -124,6 +130,8 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, st
         ("qwen2_window", {"layer_types": ["full_attention"] * 6}),
         ("gemma2", {"attn_logit_softcapping": 30.0}),
         ("gemma2", {"query_pre_attn_scalar": 16}),
+        ("gemma4", {"num_kv_shared_layers": 1}),
+        ("gemma4_moe", {"attention_k_eq_v": False}),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}),
     ],
 )
