@@ -74,7 +74,7 @@ def is_secret(name: str) -> bool:
 
 
 def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for people: those whose name says that they are secret are hidden, URLs are cut.
+    """Return options for display: values of secret options are hidden, URLs are cut.
 
     >>> hide_secrets({"hf_token": "abc", "remote": "redis://:abc@cache", "memory_gib": 2})
     {'hf_token': '***', 'remote': 'redis://***@cache', 'memory_gib': 2}
@@ -91,7 +91,7 @@ def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redact_command(words: list[str]) -> list[str]:
-    """A command for people: values of flags that are secret are hidden, URLs are cut.
+    """Return a command for display: values of secret flags are hidden, URLs are cut.
 
     >>> redact_command(["vllm", "--api-key", "abc", "--hf-token=abc", "--port", "80"])
     ['vllm', '--api-key', '***', '--hf-token=***', '--port', '80']
@@ -123,7 +123,7 @@ def _redact_url(url: str) -> str:
 
 
 def _pieces(url: str) -> Iterator[str]:
-    """Whatever of a URL may not stand in a message, as it may be spelled there."""
+    """Return the secret parts of a URL, in each spelling in which a message may contain them."""
     scheme = _SCHEME.match(url)
     rest = url[scheme.end() :] if scheme else url
     before, _, after = rest.rpartition("@")

@@ -236,7 +236,7 @@ def test_windows_cover_everything_in_order_and_fit(sizes: list[int], room: int, 
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"window_tokens": 5000}, "context has room for"),
+        ({"window_tokens": 5000}, "leave 1000 tokens"),
         ({"window_tokens": 200, "overlap_tokens": 200}, "cannot overlap"),
         ({"window_tokens": 200, "chunk_tokens": 150, "overlap_tokens": 60}, "cannot overlap"),
     ],

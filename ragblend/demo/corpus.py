@@ -71,7 +71,7 @@ class Corpus:
         return tuple(sorted(found))
 
     def write(self, out: Path) -> None:
-        """Write every record and the questions; whatever else is in `out` stays."""
+        """Write every record and the questions. Other files in `out` are kept."""
         for record in self.records:
             write_output(out / record.filename, record.markdown.encode(), "--dir DIR")
         lines = "".join(f"{question.line}\n" for question in self.questions)
@@ -86,7 +86,7 @@ def sample_corpus() -> Corpus:
 
 
 def questions_about(texts: Iterable[str], count: int, seed: int = 0) -> list[str]:
-    """At most `count` of the corpus' questions that `texts` answer, or say nothing of, in random order.
+    """Return at most `count` of the corpus' questions about `texts`, in random order.
 
     For `ragblend calibrate` with the embedded model, which understands no other questions.
     """

@@ -1,7 +1,7 @@
-"""A document longer than the context, in windows that overlap: which chunks each of them holds, and what fits.
+"""Overlapping windows over a document that is longer than the context: the chunks of each, and the token budget.
 
-Windows are made of whole chunks, so that what two of them share is stored once and reused in both. Knows chunks and
-token counts. Knows no framework, and does not answer. Read `windows_of` first.
+Windows are made of whole chunks, so that chunks in two windows are stored once and reused in both. Depends on chunks
+and token counts, not on frameworks. Read `windows_of` first.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from ragblend.engine.api import Engine
 
 CHUNK_TOKENS = 256
-"""Of a document's chunks at most, in windows that are large enough."""
-_CHUNKS_PER_WINDOW = 4  # at least, unless a chunk size is given: fewer leave no choice where a window begins
-_OVERLAP = 0.1  # of a window, unless said otherwise
+"""Largest default size of a chunk, in tokens."""
+_CHUNKS_PER_WINDOW = 4  # least number by default: with fewer chunks, windows cannot overlap by a small share
+_OVERLAP = 0.1  # default share of a window that the next one repeats
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentWindow:
-    """Neighbouring chunks of a document, or of several in a row, that one prompt holds."""
+    """Adjacent chunks of one document, or of several documents in order, for one prompt."""
 
     chunks: tuple[Chunk, ...]
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where it stands: its first and last source, and the characters there."""
+        """Sources of its first and last chunk, and the characters where it starts and ends in them."""
         first, last = self.chunks[0], self.chunks[-1]
         return {"source": first.source, "start": first.start, "last_source": last.source, "end": last.end}
 
@@ -40,23 +40,23 @@ class DocumentWindow:
 def windows_of(
     texts: Iterable[tuple[str, str]],
     engine: Engine,
-    room: int,
+    budget: int,
     *,
     window_tokens: int | None = None,
     overlap_tokens: int | None = None,
     chunk_tokens: int | None = None,
 ) -> list[DocumentWindow]:
-    """Windows over documents, given as text and source, of which each takes at most `room` tokens of a prompt.
+    """Return windows of at most `budget` prompt tokens over documents, which are given as (text, source).
 
-    window_tokens: tokens of a window, all there is room for unless given. overlap_tokens: at least so many of them it
-    shares with the one before, a tenth unless given. chunk_tokens: tokens of a chunk, at most. Raises UsageError for
-    sizes that fit nowhere.
+    window_tokens: tokens of a window; default `budget`. overlap_tokens: least number of tokens that a window shares
+    with the previous one; default a tenth. chunk_tokens: largest tokens of a chunk. Raises UsageError for sizes that
+    do not fit each other.
     """
-    size = room if window_tokens is None else window_tokens
-    if not 0 < size <= room:
+    size = budget if window_tokens is None else window_tokens
+    if not 0 < size <= budget:
         raise UsageError(
-            f"window_tokens is {window_tokens}, and the context has room for {room} beside question, instructions and "
-            "answer; choose between 1 and that, or lower max_tokens"
+            f"window_tokens is {window_tokens}, but question, instructions and answer leave {budget} tokens of the "
+            f"context; choose 1 to {budget}, or lower max_tokens"
         )
     overlap = int(size * _OVERLAP) if overlap_tokens is None else overlap_tokens
     joint = len(engine.renderer.separator_ids)
@@ -74,20 +74,22 @@ def windows_of(
     return [DocumentWindow(tuple(chunks[start:end])) for start, end in spans]
 
 
-def spans_of(sizes: Sequence[int], room: int, overlap: int) -> list[tuple[int, int]]:
-    """Which of the chunks, of these sizes, each window holds: as many as there is room for, and at its front those of
-    the window before that are at least `overlap` together, where there is room for a further one.
+def spans_of(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[int, int]]:
+    """Return [start, end) of each window over chunks of these sizes: as many chunks as `budget` allows.
 
-    >>> spans_of([3, 3, 3, 3, 3], room=9, overlap=3)
+    A window begins with chunks of the previous one that have at least `overlap` tokens together, if a further chunk
+    then still fits.
+
+    >>> spans_of([3, 3, 3, 3, 3], budget=9, overlap=3)
     [(0, 3), (2, 5)]
-    >>> spans_of([3, 3, 3], room=6, overlap=0), spans_of([5, 5, 5], room=6, overlap=1)
+    >>> spans_of([3, 3, 3], budget=6, overlap=0), spans_of([5, 5, 5], budget=6, overlap=1)
     ([(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)])
     """
     spans: list[tuple[int, int]] = []
     start = 0
     while True:
         end = start + 1
-        while end < len(sizes) and sum(sizes[start : end + 1]) <= room:
+        while end < len(sizes) and sum(sizes[start : end + 1]) <= budget:
             end += 1
         spans.append((start, end))
         if end == len(sizes):
@@ -95,18 +97,19 @@ def spans_of(sizes: Sequence[int], room: int, overlap: int) -> list[tuple[int, i
         following = end
         while following > start + 1 and sum(sizes[following:end]) < overlap:
             following -= 1
-        while following < end and sum(sizes[following : end + 1]) > room:
+        while following < end and sum(sizes[following : end + 1]) > budget:
             following += 1
         start = following
 
 
 def chunk_token_budget(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
-    """Tokens of chunks that fit into a prompt with `text` behind them, and an answer."""
-    beside = len(engine.renderer.render(Prompt(["."], text, system)))
-    room = engine.context_length - beside - answer_tokens
-    if room < 1:
+    """Return the tokens of chunks that fit into a prompt with `text` after them, and an answer. Raises UsageError if
+    none is left."""
+    num_other = len(engine.renderer.render(Prompt(["."], text, system)))
+    budget = engine.context_length - num_other - answer_tokens
+    if budget < 1:
         raise UsageError(
-            f"question and instructions take {beside} tokens and the answer {answer_tokens}, of a context of "
-            f"{engine.context_length}; lower max_tokens or say less"
+            f"question and instructions take {num_other} tokens and the answer {answer_tokens}, but the context has "
+            f"{engine.context_length}; lower max_tokens or shorten the instructions"
         )
-    return room
+    return budget
