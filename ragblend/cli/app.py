@@ -134,12 +134,10 @@ def demo(
         print_json(facts)
 
 
-for _command in (ingest, precompute, remove, ask, chat, search, doctor):
+for _command in (demo, ui, doctor, ingest, precompute, remove, ask, chat, search, explain):  # in the order of GROUPS
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign):
-    app.command()(_command)
-for _command in (calibrate, profile, plan, analyze):
+for _command in (stats, verify, gc, pin, unpin, push, init_key, sign, calibrate, profile, plan, analyze):
     app.command()(_command)
 app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
 set_help_layout(app)

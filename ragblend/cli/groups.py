@@ -114,15 +114,10 @@ class SectionedHelpGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands."""
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        for heading, group in groupby(commands, key=lambda each: _heading(each[0])):
+        for heading, names in groupby(self.list_commands(ctx), key=_heading):
+            commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):
-                formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in group if command])
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the commands by group; those of no group come last, in the order in which they were added."""
-        names, ordered = super().list_commands(ctx), [name for group in GROUPS.values() for name in group]
-        return [name for name in ordered if name in names] + [name for name in names if name not in ordered]
+                formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in commands if command])
 
 
 def _heading(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, as text or as one JSON object; progress and the log on stderr.
+"""Output of the commands: results on stdout, as text or as one JSON object; progress and the log on stderr.
 
 Importing this module loads neither torch nor a framework, so that `ragblend --help` is fast.
 """

@@ -248,7 +248,7 @@ _LOSS_MESSAGES = {
 
 
 class GcReport(NamedTuple):
-    """What `collect_garbage` removed, or would remove: the fields of `GcResult`, the registered texts and the pins."""
+    """Entries and files that `collect_garbage` removed, or would remove, with the registered texts and the pins."""
 
     evicted: tuple[str, ...]
     num_quarantined: int

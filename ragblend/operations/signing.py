@@ -23,7 +23,7 @@ from ragblend.ingestion.sync import Progress, ignore_progress
 
 @dataclass(slots=True)
 class SignReport:
-    """What `sign_store` did. `refused`: entries that are damaged or of unexpected shapes, by key."""
+    """Result of `sign_store`. `refused`: entries that are damaged or of unexpected shapes, by key."""
 
     num_signed: int = 0
     num_known: int = 0  # already signed with the key

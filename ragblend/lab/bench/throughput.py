@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class StreamingEngine(Protocol):
-        """What answers requests: an engine, or a test's."""
+        """Engine that answers requests."""
 
         def deltas(self, request: VllmRequest) -> Generator[OutputDelta]: ...  # noqa: D102
 
