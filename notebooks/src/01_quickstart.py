@@ -12,7 +12,7 @@
 # # Quickstart: stored KV, put right
 #
 # **You learn** how to ingest documents, ask a question in the four modes, and read the report of what was reused. It
-# takes one minute on a CPU, offline.
+# takes less than a minute on a CPU, offline.
 #
 # A chunk's KV cache, computed once and alone, can be reused in any prompt. Reused *as it is*, it gives wrong answers if
 # a chunk refers to another one. Recomputing about 15 % of the chunk tokens corrects most of them.

@@ -12,7 +12,7 @@
 # # LangChain: swap one object
 #
 # **You learn** how to use stored KV in a LangChain chain by replacing its LLM and nothing else, and what
-# `create_blend_chain` adds. It takes one minute on a CPU, offline, with the embedded model of a made-up world.
+# `create_blend_chain` adds. It takes less than a minute on a CPU, offline, with the embedded model of a made-up world.
 #
 # The chunks that a chain puts into its prompt are found in the prompt's token ids, and their stored KV is reused.
 

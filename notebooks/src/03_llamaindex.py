@@ -12,7 +12,7 @@
 # # LlamaIndex: nodes are chunks
 #
 # **You learn** how to query with `BlendQueryEngine`, and how your own LlamaIndex query engine reuses stored KV once its
-# `llm` is ragblend's. It takes one minute on a CPU, offline, with the embedded model of a made-up world.
+# `llm` is ragblend's. It takes less than a minute on a CPU, offline, with the embedded model of a made-up world.
 
 # %%
 from itertools import pairwise

@@ -11,7 +11,8 @@
 # %% [markdown]
 # # Bring your own model
 #
-# **You learn** how to use your own model, and how ragblend checks it. It takes one minute with the embedded model.
+# **You learn** how to use your own model, and how ragblend checks it. It takes less than a minute with the embedded
+# model.
 #
 # Any standard decoder that transformers loads works without training or conversion (Llama, Mistral, Qwen2, Qwen3,
 # Phi-3, Gemma, Granite, ...). With every token recomputed it gives full prefill's result.
