@@ -59,13 +59,13 @@ def test_a_value_out_of_range_is_refused_before_anything_is_built(config: type, 
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "config"), [(throughput.BENCHMARK, ThroughputConfig()), (ttft.BENCHMARK, TtftConfig(shape="tiny"))]
+    ("subject", "config"), [(throughput.BENCHMARK, ThroughputConfig()), (ttft.BENCHMARK, TtftConfig(shape="tiny"))]
 )
 def test_a_missing_matplotlib_is_named_before_anything_is_measured(
-    benchmark: Benchmark, config: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: Benchmark, config: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    unmeasured = benchmark._replace(measure=lambda *_: pytest.fail("measured first"))
+    unmeasured = subject._replace(measure=lambda *_: pytest.fail("measured first"))
     with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
         unmeasured.run(config, plot=tmp_path / "plot.png", echo=lambda line: None)
 
