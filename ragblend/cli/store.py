@@ -141,7 +141,7 @@ def verify(
             repair_remote(tier, settings.store, report.damaged_remote, kv_dir=settings.kv_dir)
         tier.close()
     if repair and report.has_problems:
-        from ragblend.engine.store.disk import CONTEXT_FILE
+        from ragblend.engine.store.metadata import CONTEXT_FILE
         from ragblend.operations.maintenance import drop_damaged_defaults, repair_store
 
         drop_damaged_defaults(report, settings.store)  # before an engine asks for them

@@ -15,12 +15,12 @@ from typing import Any
 from ragblend.corpus.checked_database import remove_database
 from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, Question, sample_corpus
 from ragblend.engine.load import load_engine
-from ragblend.engine.report import MODES
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError
 from ragblend.files.places import user_path
 from ragblend.index import ChunkIndex, SearchHit, open_index
+from ragblend.options import MODES
 from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_documents
 from ragblend.prompt.types import Prompt
 

@@ -23,7 +23,6 @@ from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine, remembered_model
-from ragblend.engine.report import Mode
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV, load_into_memory
@@ -38,7 +37,7 @@ from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.options import GenerationOptions
+from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 
 Ids = tuple[int, ...]

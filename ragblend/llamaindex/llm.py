@@ -81,7 +81,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         """Context window and names, which decide how LlamaIndex packs prompts."""
         return LLMMetadata(
             context_window=self.engine.context_length,
-            num_output=self._merge_options({}).max_tokens,
+            num_output=self._options({}).max_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.model,
             is_function_calling_model=self.is_chat_model,

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from ragblend.corpus.chunk_registry import REGISTRY_FILE, drop_registry, open_registry
 from ragblend.engine.api import Engine
-from ragblend.engine.store.disk import (
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.metadata import (
     CALIBRATIONS_DIR,
     CONTEXT_FILE,
     DEFAULTS_FILE,
@@ -21,9 +23,7 @@ from ragblend.engine.store.disk import (
     MODELS_DIR,
     PINS_DIR,
     PREFIXES_DIR,
-    DiskStore,
 )
-from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import calibration_error

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from ragblend.config import Settings
 from ragblend.engine.load import register_model, remembered_model
-from ragblend.engine.store.disk import DiskStore, prefix_name
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.metadata import prefix_name
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.engine.vllm.launch import (

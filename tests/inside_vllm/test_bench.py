@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ingest_vllm import bench_ingest_vllm
-from ragblend.engine.report import MODES
 from ragblend.lab.bench import load, throughput, ttft
 from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
+from ragblend.options import MODES
 
 PREFIX, CHUNK, BLOCK = 16, 128, 128  # tokens of the system text and of a chunk, and of vLLM's blocks on a CPU
 

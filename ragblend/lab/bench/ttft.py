@@ -15,7 +15,7 @@ from time import process_time
 from typing import Any, NamedTuple
 
 from ragblend.engine.api import Engine
-from ragblend.engine.report import BlendReport, Mode
+from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.tiered import MemoryStore
@@ -42,7 +42,7 @@ from ragblend.lab.bench.common.workloads import (
     torch_threads,
 )
 from ragblend.lab.plots import plot_ttft
-from ragblend.options import ModelOptions
+from ragblend.options import Mode, ModelOptions
 from ragblend.prompt.types import Prompt
 
 _NO_LIMIT_BYTES = 1 << 50  # the memory tier holds everything that the benchmark precomputes

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.generation import EngineRequest, PrefillResult
-from ragblend.engine.report import BlendReport, Mode
+from ragblend.engine.report import BlendReport
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.options import ContextPolicy
+from ragblend.options import ContextPolicy, Mode
 from ragblend.prompt.match import MatchedPrompt
 
 
