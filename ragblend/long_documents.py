@@ -357,7 +357,7 @@ def windows_of(
             "chunk_tokens that together are smaller than a window"
         )
     count = engine.renderer.count_tokens
-    chunks = [chunk for text, source in texts for chunk in split(Document(text, source), count, largest)]
+    chunks = [chunk for text, source in texts for chunk in split(SourceDocument(text, source), count, largest)]
     if not chunks:
         raise UsageError("the document is empty; give one with text")
     spans = spans_of([count(chunk.text) + joint for chunk in chunks], size, overlap)
