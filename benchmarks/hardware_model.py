@@ -6,8 +6,8 @@
 A layer takes as long as the slower of its arithmetic and its memory traffic (the roofline model: Williams, Waterman,
 Patterson, CACM 2009), part by part, and stored KV comes over the bus meanwhile. Peaks are from NVIDIA's data sheets;
 `--efficiency` is the share of them that is reached. Recomputed tokens stand where chance puts them, so nearly each is a
-run of its own, the worst case; that a GPU's cache spares some reading is left out. Runs are cut as
-the engine cuts them. `host s` is what the host needs beside the GPU, and `as run` what remains where
+run of its own, the worst case; that a GPU's cache spares some reading is left out. What is read of the KV cache is
+counted by the engine's own functions. `host s` is what the host needs beside the GPU, and `as run` what remains where
 that takes longer: it starts every kernel, and brings stored KV to the device, a layer at a time. Its figures are those
 that `benchmarks.gpu` measured of transformers. Read `reckon`.
 """
@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
-from ragblend.engine.vllm.attention_calls import cut_runs
+from ragblend.engine.vllm.attention_calls import kv_reads_per_run, kv_reads_shared
 
 BYTES = 2  # of a bfloat16
 ASKED_SHARE = 0.8  # of the layers, which the question runs through first
@@ -31,9 +30,6 @@ ATTENTION_TILE = 128  # queries that share one reading of the keys in a full pre
 # Of the host, as in data/results/gpu-h100.json: kernels and copies started in a layer of `ask`, seconds of each, and
 # bytes a second of KV that is brought to the device in reuse of 32,768 tokens (`load_s`).
 LAUNCHES_PER_LAYER, LAUNCH_S, LOADED_PER_S = 190, 9e-6, 8.5e9
-
-TILE_ROWS = 64
-"""Rows that share one reading of keys: in attention kernels, and in `attention.attend_rows` on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -95,28 +91,6 @@ def full(model: Model, tokens: int) -> list[Cost]:
         Cost(model.linear_flops(tokens), model.weights * BYTES),
         Cost(model.attention_flops(tokens * (tokens + 1) / 2), read * model.kv_bytes),
     ]
-
-
-def kv_reads_per_run(places: Sequence[int]) -> int:
-    """Tokens whose keys and values are read where every run of `places`, ascending, reads for itself.
-
-    A long run is read for in tiles, as in attention kernels.
-
-    >>> kv_reads_per_run([9, 19, 20, 21])
-    32
-    """
-    return sum(
-        places[end - 1] + 1 for group in cut_runs(places, max_rows=TILE_ROWS, max_runs=len(places)) for _, end in group
-    )
-
-
-def kv_reads_shared(places: Sequence[int]) -> int:
-    """Tokens whose keys and values are read where TILE_ROWS of the rows, ascending, share one reading.
-
-    >>> kv_reads_shared([9, 19, 20, 21])
-    22
-    """
-    return sum(places[min(start + TILE_ROWS, len(places)) - 1] + 1 for start in range(0, len(places), TILE_ROWS))
 
 
 def recomputed(model: Model, rows: list[int], together: bool) -> list[Cost]:

@@ -115,7 +115,7 @@ def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[Engine
 
 
 class Agreement(NamedTuple):
-    """How close an answer is to full prefill's. `first_token_kl`: KL(full || answer) of the first token, nats."""
+    """Closeness of an answer to full prefill's. `first_token_kl`: KL(full || answer) of the first token, nats."""
 
     answers_identical: bool
     first_token_agrees: bool

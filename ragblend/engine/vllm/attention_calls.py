@@ -1,7 +1,8 @@
-"""How scattered rows are cut into calls of a layer.
+"""How scattered rows are cut into calls of a layer, and what reading their keys and values costs either way.
 
-To vLLM's backend each run of rows is a request, so each reads all KV before it once more. Where the layer is kept at
-hand, many rows share one reading instead (`attention.attend_rows`). Works on positions, not on the contents of tensors.
+To vLLM's backend each run of rows is a request of its own, so each reads all that stands before it once more. Where the
+layer is at hand, many rows can share one reading instead (`attention.attend_rows`): that is the cheaper way where there
+are many short runs far down a prompt, and a device waits for its memory. Knows positions, nothing of tensors' contents.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 _WORKSPACE_BYTES = 1 << 22
+
+TILE_ROWS = 64
+"""Rows that share one reading of keys: in attention kernels, and in `attention.attend_rows` on a CPU."""
 
 
 class RequestRows(NamedTuple):
@@ -87,3 +91,25 @@ def plan_state(metadata: Any) -> object:
         return id(value), [(name, state(getattr(value, name, None))) for name in names]
 
     return state(metadata)
+
+
+def kv_reads_per_run(places: Sequence[int]) -> int:
+    """Tokens whose keys and values are read where every run of `places`, ascending, reads for itself.
+
+    A long run is read for in tiles, as in attention kernels.
+
+    >>> kv_reads_per_run([9, 19, 20, 21])
+    32
+    """
+    return sum(
+        places[end - 1] + 1 for group in cut_runs(places, max_rows=TILE_ROWS, max_runs=len(places)) for _, end in group
+    )
+
+
+def kv_reads_shared(places: Sequence[int]) -> int:
+    """Tokens whose keys and values are read where TILE_ROWS of the rows, ascending, share one reading.
+
+    >>> kv_reads_shared([9, 19, 20, 21])
+    22
+    """
+    return sum(places[min(start + TILE_ROWS, len(places)) - 1] + 1 for start in range(0, len(places), TILE_ROWS))

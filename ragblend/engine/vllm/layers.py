@@ -30,7 +30,7 @@ from ragblend.engine.fusion.attention import AttentionParams, ProbeQueries, atte
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshKVHook, QueryProbeHook
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
-from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs
+from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_per_run, kv_reads_shared
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     reject_kv_groups,
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 _DIGITS = 128  # of one number in the paged cache: bfloat16 has all whole numbers up to 256
 _APART = 1 << 32  # between the positions of two requests, so that no run spans both
 
+# How many times more of the cache rows must read as runs than together, for ours to attend instead of the backend. On a
+# CPU never: its kernel is quicker than ours on few rows and on many (`benchmarks.scattered`). On a GPU a reckoning, not
+# a measurement: what reads eight times less is not slower by as much (docs/vllm.md).
+_TOGETHER_CPU, _TOGETHER_GPU = math.inf, 8.0
+
 
 class _StopError(Exception):
     """Ends a layer once its keys and values are known."""
@@ -57,8 +62,10 @@ def _stop() -> None:
 class VllmLayers:
     """LayerwiseModel over `model` as a vLLM worker holds it, with this rank's share of the KV heads.
 
-    max_rows, max_runs: rows and pseudo requests of one call at most; both exact, they bound the workspace. Raises
-    UnsupportedModelError for layers or an attention backend that cannot be driven from outside.
+    max_rows, max_runs: rows and pseudo requests of one call at most; both exact, they bound the workspace. Scattered
+    rows that would read `together_from` times as much of the cache as together attend together, over what is at hand;
+    None: what suits the device. Raises UnsupportedModelError for layers or an attention backend that cannot be driven
+    from outside.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class VllmLayers:
         *,
         max_rows: int = 8192,
         max_runs: int = 1024,
+        together_from: float | None = None,
     ) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -101,6 +109,8 @@ class VllmLayers:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.max_rows, self.max_runs = max_rows, max_runs
+        usual = _TOGETHER_CPU if self.device.type == "cpu" else _TOGETHER_GPU
+        self.together_from = usual if together_from is None else together_from
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
@@ -134,13 +144,9 @@ class VllmLayers:
         return self._kv_share
 
     @property
-    def attends_together(self) -> bool:
-        """Whether scattered rows attend together, over layers that are kept at hand, and not by runs in the backend.
-
-        On a CPU the backend's kernel is quicker on few rows and on many (`benchmarks.scattered`). A GPU waits for its
-        memory, of which runs read more (`benchmarks.hardware_model`): a calculation, not a measurement.
-        """
-        return self.device.type != "cpu"
+    def may_attend(self) -> bool:
+        """Whether rows ever attend together here, so that every layer is worth being kept at hand."""
+        return self.together_from < math.inf
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[R, 1, hidden size] for ids [R]."""
@@ -176,7 +182,7 @@ class VllmLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshKVHook | None = None
     ) -> Tensor:
         """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
-        together = fused.should_attend_together(layer, hook is not None)
+        together = fused.should_attend_together(layer, rows, hook is not None)
         pieces = fused.attention_calls(rows, together)
         return self._run_pieces(layer, hidden, pieces, [hook] if hook is not None else [], [fused])
 
@@ -187,7 +193,8 @@ class VllmLayers:
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
         fused = [cast("PagedKV", run.fused) for run in runs]
         together = all(
-            each.should_attend_together(run.layer, run.hook is not None) for each, run in zip(fused, runs, strict=True)
+            each.should_attend_together(run.layer, run.rows, run.hook is not None)
+            for each, run in zip(fused, runs, strict=True)
         )
         known, were_together, pieces = self._joined
         is_known = len(known) == len(rows) and all(mine is each for mine, each in zip(known, rows, strict=True))
@@ -303,6 +310,13 @@ class VllmLayers:
                     parts.append(RequestRows(owner, here, rows[owner][mine], on_host(rows[owner])[mine]))
             pieces.append(AttentionCall(span, joined[span], parts=tuple(parts)))
         return pieces
+
+    def should_share_reads(self, rows: Tensor) -> bool:
+        """Whether rows [R], ascending, had better attend together."""
+        if not self.may_attend or not len(rows):
+            return False
+        places = on_host(rows)
+        return kv_reads_per_run(places) >= self.together_from * kv_reads_shared(places)
 
     def own_heads(self, kv: ChunkKV) -> ChunkKV:
         """This rank's heads of a stored chunk."""

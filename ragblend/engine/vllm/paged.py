@@ -75,6 +75,7 @@ class PagedKV:
         self._resident_layer: tuple[int, LayerKV] | None = None
         self.whole: int | None = None
         self._last: tuple[Tensor, bool, list[AttentionCall]] | None = None
+        self._much: tuple[Tensor, bool] | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
@@ -167,9 +168,15 @@ class PagedKV:
             self.place(layer, [PlacedLayer(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
-    def should_attend_together(self, layer: int, has_hook: bool) -> bool:
-        """Return True if rows of `layer` attend over the resident layer in one call, and not over the blocks."""
-        return self._layers.attends_together and layer in self._kept and (has_hook or self.whole == layer)
+    def should_attend_together(self, layer: int, rows: Tensor, has_hook: bool) -> bool:
+        """Return True if `rows` can attend over the resident layer in one call, and that is faster than over the
+        blocks.
+        """
+        if layer not in self._kept or not (has_hook or self.whole == layer):
+            return False
+        if self._much is None or self._much[0] is not rows:
+            self._much = rows, self._layers.should_share_reads(rows)
+        return self._much[1]
 
     def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
         """Return the attention calls for `rows`; `together`: over the resident layer.
@@ -268,7 +275,7 @@ class PagedSource:
         self._paged.place(layer, staying)
         if waiting:
             self._waiting[layer] = waiting
-            if self._layers.attends_together:
+            if self._layers.may_attend:
                 self._staying[layer] = staying
             self._paged.place_resident_only(layer, waiting)
         elif read:

@@ -411,7 +411,7 @@ class BlendWorker:
     def _paged(self, job: BlendJob, plan: FusePlan) -> PagedKV:
         """The request's blocks, and what the plan reads of some layers at hand."""
         kept = {check.layer for check in plan.checks}
-        if self.layers.attends_together and 0 < plan.checks[-1].ratio < 1:
+        if self.layers.may_attend and 0 < plan.checks[-1].ratio < 1:
             kept.update(range(self.layers.num_layers))
         if not plan.probe_layers:
             return PagedKV(self.layers, job.block_ids, job.end, kept, num_resident=job.num_resident)

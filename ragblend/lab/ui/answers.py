@@ -1,4 +1,4 @@
-"""Answer a question in every mode, one after the other, each compared with full prefill; blend again at another ratio.
+"""Answer a question in every mode in turn, each compared with full prefill; blend again at another ratio.
 
 The functions report through a job's events. Works with engines, the index and explanations; does not depend on HTTP.
 """
