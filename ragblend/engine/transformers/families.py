@@ -158,15 +158,15 @@ class SinkAttention(AttentionFamily):
 
 
 class ValueNormAttention(AttentionFamily):
-    """Normed values, heads whose number and size differ by layer, and last layers that attend to the KV of earlier ones
-    (Gemma 4). Of the latter nothing is stored.
+    """Normed values, and heads whose number and size differ by layer (Gemma 4). Its last layers attend to the KV of
+    earlier ones, and nothing is stored for them.
     """
 
     shares_kv = True
 
     def __init__(self, config: Any) -> None:
         # The config of one layer: that of all layers raises an error when it is asked for sizes that differ.
-        super().__init__(getattr(config, "per_layer_config", [config])[0])
+        super().__init__(config.per_layer_config[0])
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
@@ -313,14 +313,14 @@ def uses_other_kv(attention: Any) -> bool:
 
 def kv_sources(layers: Sequence[Any]) -> tuple[int, ...]:
     """Return, per layer, the index of the layer whose keys and values it attends to: its own, or in Gemma 4's last
-    layers that of the last layer of the same type that makes any.
+    layers that of the last layer of the same type with KV of its own.
     """
-    sources, makers = [], dict[Any, int]()
+    sources, latest = [], dict[Any, int]()
     for index, layer in enumerate(layers):
         kind = getattr(layer.self_attn, "layer_type", None)
         if not uses_other_kv(layer.self_attn):
-            makers[kind] = index
-        sources.append(makers[kind])
+            latest[kind] = index
+        sources.append(latest[kind])
     return tuple(sources)
 
 
@@ -381,11 +381,11 @@ def reject_unsupported_model(model: Any) -> None:
             f"{name} has several hidden states per token (AltUp), which no family here describes. {_FIX_HINT}"
         )
     attentions = [getattr(layer, "self_attn", None) for layer in decoder.layers]
-    borrows = [uses_other_kv(attention) for attention in attentions]
-    if all(borrows) or borrows != sorted(borrows):
+    uses_other = [uses_other_kv(attention) for attention in attentions]
+    if all(uses_other) or uses_other != sorted(uses_other):
         raise UnsupportedModelError(
-            f"{name} has layers that use the KV of another model, or make KV after such as use that of another layer. "
-            f"{_FIX_HINT}"
+            f"{name} uses the KV of another model, or has a layer with KV of its own after one that uses another layer's "
+            f"KV. {_FIX_HINT}"
         )
     for index, (layer, attention) in enumerate(zip(decoder.layers, attentions, strict=True)):
         fits = attention is not None and any(family.fits(attention) for family in FAMILIES)

@@ -136,9 +136,8 @@ def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
         return int(text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * kind.itemsize)
     num_layers = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
     num_numbers = 0
-    for layer in range(num_layers):
-        one = text.per_layer_config[layer] if hasattr(text, "per_layer_config") else text  # sizes may differ (Gemma 4)
-        heads = getattr(one, "num_key_value_heads", None) or one.num_attention_heads
-        head_dim = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
+    for layer in text.per_layer_config[:num_layers]:  # sizes may differ (Gemma 4)
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         num_numbers += 2 * heads * head_dim
     return int(num_numbers * kind.itemsize)
