@@ -384,8 +384,7 @@ def reject_unsupported_model(model: Any) -> None:
     uses_other = [uses_other_kv(attention) for attention in attentions]
     if all(uses_other) or uses_other != sorted(uses_other):
         raise UnsupportedModelError(
-            f"{name} uses the KV of another model, or has a layer with KV of its own after one that uses another layer's "
-            f"KV. {_FIX_HINT}"
+            f"{name} uses the KV of another model, or has a layer with KV of its own after one without. {_FIX_HINT}"
         )
     for index, (layer, attention) in enumerate(zip(decoder.layers, attentions, strict=True)):
         fits = attention is not None and any(family.fits(attention) for family in FAMILIES)

@@ -338,6 +338,15 @@ def test_layers_that_use_the_kv_of_others_have_none(tiny_layers):
     assert tiny_layers("gemma4_moe").kv_shapes == [(2, 16, 16), (2, 16, 16), (1, 24, 24)] * 2
 
 
+@pytest.mark.parametrize("layers", [(0,), range(8)], ids=["the first", "all"])
+def test_layers_without_kv_anywhere_but_behind_all_others_are_refused(layers, tiny_model):
+    model = tiny_model("gemma4")
+    for layer in layers:
+        model.model.layers[layer].self_attn.is_kv_shared_layer = True
+    with pytest.raises(UnsupportedModelError, match="KV of another model, or has a layer with KV of its own after"):
+        reject_unsupported_model(model)
+
+
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
 def test_wrapping_a_model_leaves_its_generate_as_it_was(family, stock_model, tiny_layers):
     ids = torch.randint(3, 300, (2, 60), generator=torch.Generator().manual_seed(2))
