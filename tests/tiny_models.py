@@ -225,10 +225,10 @@ def make_model(config_class: type, model_class: type, seed: int = 0, **changes: 
                 parameter.mul_(2)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # Gemma 4: as with norms
-                buffer.mul_(0.8)
+                buffer.mul_(1.2)
         if model.config.model_type == "gemma4_text":  # it does not scale scores: its norm of queries has learned to
             for layer in model.model.layers:
-                layer.self_attn.q_norm.weight.mul_(2 * layer.self_attn.head_dim**-0.5)
+                layer.self_attn.q_norm.weight.mul_(layer.self_attn.head_dim**-0.5)
     return model
 
 
