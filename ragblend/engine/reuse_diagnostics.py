@@ -13,8 +13,6 @@ from itertools import islice
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from ragblend.prompt.match import MatchedPrompt
-
 if TYPE_CHECKING:
     from ragblend.engine.base import EngineBase
 
@@ -43,12 +41,15 @@ class ReuseDiagnostics:
         self._num_missed = 0
         self.is_settled = False  # something was reused, or warned of: later prompts are not looked into
 
-    def record_lookup(self, prompt: MatchedPrompt, hits: Sequence[bool]) -> None:
-        """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored."""
+    def record_lookup(self, num_tokens: int, hits: Sequence[bool], *prefixes: tuple[int, ...]) -> None:
+        """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored.
+
+        `prefixes`: ids that the prompt begins with and chunks may be stored after.
+        """
         if any(hits):
             self.is_settled = True
-        elif hits or prompt.num_tokens >= LONG_PROMPT:
-            self._record_miss(prompt.prefix_ids)
+        elif hits or num_tokens >= LONG_PROMPT:
+            self._record_miss(*prefixes)
 
     def _record_miss(self, *prefixes: tuple[int, ...]) -> None:
         """Warn, if need be, of a prompt of which nothing was reused; `prefixes` are looked for besides the engine's."""

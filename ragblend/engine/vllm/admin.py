@@ -25,7 +25,7 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.vllm.params import belongs_to
-from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.errors import UsageError
 
 PATH = "/v1/ragblend/store"
 MAX_CHUNKS = 1000  # of one answer
@@ -130,29 +130,6 @@ def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
                 if kv is not None and belongs_to(kv.header.namespace, namespace):
                     num_removed += store.delete(key)
     return {"num_removed": num_removed, "num_unread": num_unread}
-
-
-def forget_everywhere(store: TieredStore, keys: list[str]) -> int:
-    """Remove entries here and from the remote tier, and tell the other replicas first; how many were there.
-
-    Raises BackendUnreachableError, with the entries gone from this disk, when the others cannot be told."""
-    failure: BackendUnreachableError | None = None
-    for remote in _remotes(store) if keys else ():
-        try:
-            publish_tombstone(remote, keys=keys)
-        except BackendUnreachableError as error:
-            failure = error
-    num_removed = 0
-    for key in keys:
-        try:
-            num_removed += store.delete(key)
-        except BackendUnreachableError as error:
-            failure = error
-    with closing(open_registry(store)) as registry:
-        registry.remove_entries(keys)  # hashes of what the entries held
-    if failure is not None:
-        raise failure
-    return num_removed
 
 
 def _fields(body: bytes) -> dict[str, Any]:
