@@ -75,7 +75,7 @@ def url(remote: str, home: Path) -> Iterator[str]:
 def engine(url: str) -> Iterator[Any]:
     """Our client, with both chunks ingested through it."""
     with load_engine("demo", backend=url, api_key=KEY) as engine:
-        report = precompute_documents([A, B], engine)
+        report = precompute_documents([A, B], engine, ids=["a.txt", "b.txt"])
         assert report.num_new_kv == 2
         yield engine
 
@@ -95,6 +95,7 @@ def test_our_client_gets_the_answer_from_stored_chunks(engine: Any) -> None:
     for mode, hits in (("full", 0), ("reuse", 2), ("blend", 2)):
         answer = engine.generate(PROMPT, mode=mode, max_tokens=8)
         assert (answer.text, answer.report.num_chunk_hits, answer.report.mode) == ("Kinport", hits, mode)
+    assert [chunk.source for chunk in answer.report.chunks] == ["a.txt", "b.txt"]
     assert 0 < answer.report.num_recomputed_tokens < answer.report.num_reused_tokens
     assert answer.report.num_reused_tokens < answer.report.prompt_tokens
 

@@ -135,7 +135,6 @@ class BlendParams:
 
     def with_runs(self, runs: Sequence[ChunkRun]) -> BlendParams:
         """Return the same wishes for a prompt in which these runs of chunks were found."""
-        runs = runs[:MAX_SPANS]
         around = [(run.chunk_ids[: run.chunk_start], run.chunk_ids[run.chunk_start + run.num_tokens :]) for run in runs]
         return replace(
             self,
