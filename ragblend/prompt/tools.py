@@ -157,6 +157,14 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
+def without_tools(prompt: Prompt) -> Prompt:
+    """Return `prompt` for a model whose template knows no tools."""
+    if prompt.tools:
+        return tools_as_text(prompt)
+    has_results = any(message.role == "tool" or message.calls for message in prompt.messages)
+    return without_tool_turns(prompt) if has_results else prompt
+
+
 def tools_as_text(prompt: Prompt) -> Prompt:
     """Return `prompt` for a model that knows no tools.
 

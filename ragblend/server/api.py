@@ -1,8 +1,8 @@
 """What `ragblend serve` adds to vLLM's HTTP server: documents, facts for clients, and reports in streams.
 
     GET  /v1/ragblend          {"model", "fingerprint", "dtype", "num_layers", "bytes_per_token", "context_length",
-                               "context", "answer_lead", "calls", "calls_shown"}, and with keys the "namespace" of the
-                               one that was sent
+                               "context", "answer_lead", "knows_tools", "calls", "calls_shown"}, and with keys the
+                               "namespace" of the one that was sent
     ...  /v1/ragblend/documents see `routes`
     ...  /v1/ragblend/store    see `admin`
     GET  /ragblend/ready       see `readiness`
@@ -20,6 +20,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -106,6 +107,7 @@ def install_routes(app: Any) -> Readiness:
         add_documents(app, chunks, respond)
     except Exception as error:
         log.warning("this server takes no documents under /v1/ragblend/documents: %s", error)
+    count_reused_tokens(app.state.engine_client)
     for serving, name, place in (
         (getattr(app.state, "openai_serving_completion", None), "completion_stream_generator", 1),
         (getattr(app.state, "openai_serving_chat", None), "chat_completion_stream_generator", 0),
@@ -184,6 +186,7 @@ class ServedChunks:
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,
             "answer_lead": self.renderer.answer_lead,
+            "knows_tools": self.renderer.knows_tools,
             "calls": asdict(self.renderer.calls),
             "calls_shown": asdict(self.renderer.calls_shown),
         }
@@ -214,6 +217,25 @@ class ServedChunks:
             facts["bytes_per_token"] // narrower,
             num_layers=facts["num_layers"],
         )
+
+
+def count_reused_tokens(engine_client: Any) -> None:
+    """Change `engine_client` in place: `cached_tokens` of a complete response are those reused and not recomputed.
+
+    vLLM counts all that the connector filled; it sends the number where it runs with --enable-prompt-tokens-details,
+    and in streams fixes it at the first token, when the report is still to come.
+    """
+    generate = engine_client.generate
+
+    async def counted(*given: Any, **more: Any) -> AsyncIterator[Any]:
+        async with aclosing(generate(*given, **more)) as outputs:
+            async for output in outputs:
+                report = (getattr(output, "kv_transfer_params", None) or {}).get(PARAMS_KEY)
+                if report is not None:
+                    output.num_cached_tokens = report["num_reused_tokens"]
+                yield output
+
+    engine_client.generate = counted
 
 
 def report_in_streams(serving: Any, name: str, place: int) -> None:

@@ -67,7 +67,14 @@ def url(remote: str, home: Path) -> Iterator[str]:
         for name, value in own.items():
             patch.setenv(name, value)
         write_profile(home / "kv", machine(find_checkpoint("demo"), 0.8, serving_facts(None)))
-    with served_demo(home, "--max-model-len", "1024", *(("--remote", remote) if remote else ()), **own) as server:
+    with served_demo(
+        home,
+        "--max-model-len",
+        "1024",
+        "--enable-prompt-tokens-details",
+        *(("--remote", remote) if remote else ()),
+        **own,
+    ) as server:
         yield server.url
 
 
@@ -213,6 +220,8 @@ def test_the_openai_client_gets_the_same_on_every_route(engine: Any, openai: Ope
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == ours.report.prompt_tokens
         report = (answer.model_extra or {})["kv_transfer_params"]["ragblend"]
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == report["num_reused_tokens"]
         for name in ("mode", "num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "rule", "charged_budget"):
             assert report[name] == getattr(ours.report, name), name
     before = metrics(url)["vllm:ragblend_requests_total"]

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any, Unpack
 
-from ragblend.engine.agreement import ShadowReport
 from ragblend.engine.base import LocalEngine
 from ragblend.engine.decoding import StopScanner, TextStream
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
@@ -31,7 +30,6 @@ from ragblend.engine.report import (
     chunk_reports,
     join_runs,
 )
-from ragblend.engine.shadow import same_tokens
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
@@ -209,16 +207,7 @@ class VllmEngineBase(LocalEngine):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Load the KV of a later request's chunks into the memory of vLLM's workers, in the background. Returns at
-        once.
-
-        A failure only costs speed; it is logged.
-        """
-        self.prefetch_keys(self.likely_keys(chunks))
-
-    @abstractmethod
-    def prefetch_keys(self, keys: list[str]) -> None:
-        """Send a prefetch of `keys` to the workers."""
+        """Do nothing: vLLM's workers read ahead what waiting requests will need."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
         """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
@@ -262,7 +251,7 @@ class VllmEngineBase(LocalEngine):
     # -- answering
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
-        """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
+        """Answer `prompt`; `options` are GenerationOptions. Ends at the model's end token or a stop string."""
         stream = self.stream(prompt, **options)
         for _ in stream:
             pass
@@ -313,21 +302,15 @@ class VllmEngineBase(LocalEngine):
         self.backfill(prompt.runs[parts[0]] for parts, chunk in chunks if not chunk.hit)
 
     def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
-        """Submit a shadow comparison of `request`, if it is sampled. Only greedy and complete answers are compared.
-
-        vLLM returns tokens without their distribution, so a sampled answer has no reference.
-        """
+        """Submit a shadow comparison of a greedy and complete `answer` to `request`, if it is sampled."""
         params = request.params
-        if params.mode not in ("blend", "reuse") or request.options.temperature or answer.finish_reason == "cancelled":
-            return
-
-        def compare() -> ShadowReport:
-            full = replace(params, mode="full")
-            stream = VllmStream(self, replace(request, params=full))
-            same = same_tokens(stream, answer)
-            return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
-
-        self._shadow.submit(compare, answer.report)
+        if (
+            params.mode in ("blend", "reuse")
+            and not request.options.temperature
+            and answer.finish_reason != "cancelled"
+        ):
+            full = replace(request, params=replace(params, mode="full"))
+            self._shadow.submit_repeat(lambda: VllmStream(self, full), answer)
 
 
 def blend_params(

@@ -25,11 +25,9 @@ from weakref import WeakSet
 
 import httpx
 
-from ragblend.engine.agreement import ShadowReport
 from ragblend.engine.base import EngineBase
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, Generation
-from ragblend.engine.shadow import same_tokens
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.vllm.params import PARAMS_KEY, report_from, sampling, vllm_structure
 from ragblend.errors import (
@@ -43,7 +41,7 @@ from ragblend.errors import (
 from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, GenerationKeywords, GenerationOptions, is_url
 from ragblend.prompt.match import MatchedPrompt
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.tools import CallFormat
+from ragblend.prompt.tools import CallFormat, without_tools
 from ragblend.prompt.types import Message, Part, Prompt, as_chunk
 from ragblend.redaction import redact
 
@@ -81,6 +79,7 @@ class ServerFacts(NamedTuple):
     context: ContextPolicy = "none"  # what its store's chunks are computed behind
     namespace: str = ""  # that the API key is bound to
     answer_lead: str = ""  # whitespace that the model writes before an answer
+    knows_tools: bool = True  # whether the model's template shows tools
     calls: Mapping[str, str | None] | None = None  # how the model writes tool calls, and how they look in its text
     calls_shown: Mapping[str, str | None] | None = None
 
@@ -108,8 +107,6 @@ class Connection:
         self._first_pause_s = first_pause_s
         self._closed = threading.Event()
         self._streams: WeakSet[Any] = WeakSet()  # network streams that were opened, to wake whoever reads from them
-        self._num_open = 0  # requests under way
-        self._lock = threading.Lock()
         self._http = httpx.Client(
             base_url=base_url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -122,17 +119,16 @@ class Connection:
         """Yield a response whose body is not read yet. The request is retried until the head has arrived, not
         afterwards.
         """
-        with self._counted():
+        with self._translated():
+            response = self._send(method, path, body)
+        try:
             with self._translated():
-                response = self._send(method, path, body)
-            try:
-                with self._translated():
-                    if response.status_code >= 400:
-                        response.read()
-                        raise self._error(response, path)
-                    yield response
-            finally:
-                response.close()
+                if response.status_code >= 400:
+                    response.read()
+                    raise self._error(response, path)
+                yield response
+        finally:
+            response.close()
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object that a request answers with."""
@@ -142,7 +138,7 @@ class Connection:
     def close(self) -> None:
         """Close the sockets. Threads that wait for the server get EngineClosedError at once."""
         self._closed.set()
-        for stream in list(self._streams) if self._num_open else ():
+        for stream in list(self._streams):
             # Closing a socket does not wake a thread that reads from it; shutting it down does.
             with suppress(OSError, AttributeError):
                 stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
@@ -174,16 +170,6 @@ class Connection:
             self._closed.wait(pause_s)
             pause_s *= 2
         raise AssertionError("the last attempt returns or raises")
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with self._lock:
-            self._num_open += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_open -= 1
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -272,6 +258,7 @@ def server_facts(connection: Connection, model: str = "") -> ServerFacts:
         context=context if CONTEXT.accepts(context) else "none",
         namespace=str(own.get("namespace") or ""),
         answer_lead=str(own.get("answer_lead") or ""),
+        knows_tools=own.get("knows_tools") is not False,
         calls=own.get("calls"),
         calls_shown=own.get("calls_shown"),
     )
@@ -454,6 +441,8 @@ class VllmClient(EngineBase):
 
     def body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
         """Return the JSON body of a request, with vLLM's own fields beside OpenAI's."""
+        if not self.facts.knows_tools:
+            prompt = without_tools(prompt)
         body: dict[str, Any] = {
             "model": self.facts.model,
             "max_tokens": options.max_tokens,
@@ -483,10 +472,7 @@ class VllmClient(EngineBase):
         return body
 
     def on_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
-        """Do what follows a complete answer of a server that blends: warnings, named chunks, a shadow comparison.
-
-        Only greedy answers are compared with full prefill: vLLM returns tokens without their distribution.
-        """
+        """Do what follows a complete answer of a server that blends: warnings, named chunks, a shadow comparison."""
         report = answer.report
         if options.mode not in ("blend", "reuse") or report.refused_reason:
             return
@@ -494,13 +480,8 @@ class VllmClient(EngineBase):
         if self._sends_missing and report.num_chunk_hits < len(prompt.chunks):
             self._send_missing(prompt)
         if not options.temperature:
-
-            def compare() -> ShadowReport:
-                stream = ServedStream(self, prompt, replace(options, mode="full"))
-                same = same_tokens(stream, answer)
-                return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
-
-            self._shadow.submit(compare, report)
+            full = replace(options, mode="full")
+            self._shadow.submit_repeat(lambda: ServedStream(self, prompt, full), answer)
 
     # -- documents
 

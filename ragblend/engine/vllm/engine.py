@@ -89,10 +89,6 @@ class VllmEngine(VllmEngineBase):
                 with suppress(RagblendError):  # the loop has ended, and the request with it
                     self._loop.submit(partial(self._loop.abort, request_id))
 
-    def prefetch_keys(self, keys: list[str]) -> None:
-        """Between two engine steps, or at once while vLLM rests."""
-        self._loop.submit(partial(self._loop.prefetch, keys))
-
     def reset_prefix_cache(self) -> bool:
         """Have vLLM forget the prefixes it has cached; False, and nothing forgotten, while a request holds some."""
         answer: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
@@ -305,13 +301,6 @@ class _EngineLoop:
         self._may_stop.discard(request_id)
         if self._answers.pop(request_id, None) is not None:
             self._engine.abort_request([request_id])
-
-    def prefetch(self, keys: list[str]) -> None:
-        """Have the workers read `keys` into their memory."""
-        try:
-            self._engine.collective_rpc("ragblend_prefetch", args=(keys,))
-        except Exception as error:  # somebody's own worker_extension_cls: requests load what they need themselves
-            log.warning("nothing is prefetched: %s", error)
 
     def reset_prefix_cache(self, answer: queue.SimpleQueue[bool | BaseException]) -> None:
         """Have vLLM forget its cached prefixes; whether it did goes to `answer`."""
