@@ -88,7 +88,8 @@ def install_routes(app: Any) -> Readiness:
     async def facts(request: Request) -> Response:
         grant = current_grant()
         namespace = {} if grant is None else {"namespace": grant.namespace}
-        return JSONResponse({**await run_in_threadpool(chunks.facts), **namespace})
+        found = await run_in_threadpool(lambda: {**chunks.facts(), **chunks.answer_facts()})
+        return JSONResponse({**found, **namespace})
 
     async def respond(answer: Callable[[], dict[str, Any]], status: int = 200) -> Response:
         try:
@@ -174,7 +175,7 @@ class ServedChunks:
             return None
 
     def facts(self) -> dict[str, Any]:
-        """What a client needs to read answers, and to tell people what is served."""
+        """What a client needs to tell people what is served."""
         if self._facts:
             return {**self._facts, "context": self._context or self._remembered()}
         checkpoint = find_checkpoint(self._model.model, served_options(self._model))
@@ -185,12 +186,17 @@ class ServedChunks:
             "num_layers": checkpoint.num_layers,
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,
-            "answer_lead": self.renderer.answer_lead,
-            "knows_tools": self.renderer.knows_tools,
-            "calls": asdict(self.renderer.calls),
-            "calls_shown": asdict(self.renderer.calls_shown),
         }
         return self.facts()
+
+    def answer_facts(self) -> dict[str, Any]:
+        """What a client needs to read answers; nothing where the model's tokenizer cannot be had."""
+        try:
+            renderer = self.renderer
+        except RagblendError:
+            return {}
+        forms = {"calls": asdict(renderer.calls), "calls_shown": asdict(renderer.calls_shown)}
+        return {"answer_lead": renderer.answer_lead, "knows_tools": renderer.knows_tools, **forms}
 
     @cached_property
     def renderer(self) -> Renderer:
