@@ -101,7 +101,7 @@ def test_it_ingests_and_answers_from_the_volume_that_the_chart_mounts(pod: Pod, 
     assert list(pod.store.glob("*/*"))
 
 
-def test_who_runs_it_sees_keeps_and_clears_what_is_stored(pod: Pod, engine: Any) -> None:
+def test_who_runs_it_sees_and_clears_what_is_stored(pod: Pod, engine: Any) -> None:
     def ask(method: str, path: str, body: Any = None, **query: str) -> Any:
         headers = {"Authorization": f"Bearer {KEY}"}
         url = f"{pod.url}/v1/ragblend/store{path}"
@@ -121,16 +121,11 @@ def test_who_runs_it_sees_keeps_and_clears_what_is_stored(pod: Pod, engine: Any)
         assert second["next"] is None
         keys = {each["chunks"][0]["key"] for each in (first, second)}
         assert keys == set(DiskStore(pod.store).keys())
-        assert ask("POST", "/pin", {"document": "homes", "keys": sorted(keys)[:1]}) == {"num_keys": 1}
-        assert ask("GET", "")["pins"] == {"homes": 1}
-        assert ask("POST", "/unpin", {"document": "homes"}) == {"unpinned": True}
         assert ask("POST", "/clear", {"namespace": "theirs"}) == {"num_removed": 1, "num_unread": 0}
         assert not other.is_stored(theirs)
         assert engine.is_stored(TEXT)
         assert [each["namespace"] for each in ask("GET", "/chunks")["chunks"]] == [""]
-    assert (
-        ask("GET", "/chunks", limit="0") == ask("POST", "/clear", {}) == ask("POST", "/pin", {"document": "x"}) == 400
-    )
+    assert ask("GET", "/chunks", limit="0") == ask("POST", "/clear", {}) == 400
     assert httpx.get(f"{pod.url}/v1/ragblend/store", timeout=60).status_code == 401
 
 

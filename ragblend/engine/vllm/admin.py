@@ -1,9 +1,7 @@
-"""The store over HTTP, for who runs the server: what is in it, what is kept, and forgetting all of a namespace.
+"""The store over HTTP, for who runs the server: what is in it, and forgetting all of a namespace.
 
     GET  /v1/ragblend/store          what it holds, by namespace; its budget, its pins, its remote tier
     GET  /v1/ragblend/store/chunks   ?namespace=NS&after=KEY&limit=N -> {"chunks": [...], "next": KEY or null}
-    POST /v1/ragblend/store/pin      {"document", "keys"}: the budget never evicts them
-    POST /v1/ragblend/store/unpin    {"document"}
     POST /v1/ragblend/store/clear    {"namespace"}: from every replica's disk and the remote tier ->
                                      {"num_removed", "num_unread"} of this disk and the remote tier, the latter damaged
                                      or not to be had in the remote
@@ -48,8 +46,6 @@ def add_admin(app: Any, store: TieredStore, respond: Respond) -> None:
 
     route("", usage, "GET")
     route("/chunks", chunks, "GET")
-    route("/pin", pin, "POST")
-    route("/unpin", unpin, "POST")
     route("/clear", clear, "POST")
 
 
@@ -94,20 +90,6 @@ def chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
         ],
         "next": shown[-1].key if len(found) > len(shown) else None,
     }
-
-
-def pin(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Keep a document's chunks."""
-    keys = fields.get("keys")
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise UsageError('send {"document": "...", "keys": ["..."]}')
-    store.pin(_text(fields, "document"), keys)
-    return {"num_keys": len(keys)}
-
-
-def unpin(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Let go of them again."""
-    return {"unpinned": store.unpin(_text(fields, "document"))}
 
 
 def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
