@@ -299,11 +299,10 @@ def precompute_chunks(
 def remember_defaults(engine: Engine) -> None:
     """Have the store's folder remember the engine's model and system text for those who name none."""
     disk = disk_tier(engine.store)
-    for folder in store_folders(engine.store):
+    if disk is not None:
         path = Path(engine.name)
         model = str(path.absolute()) if engine.name != "demo" and path.exists() else engine.name
-        known = DiskStore(folder) if disk is None else disk
-        known.put_defaults(StoreDefaults(model, engine.system))
+        disk.put_defaults(StoreDefaults(model, engine.system))
 
 
 def _find_unfit_texts(texts: Iterable[str], engine: Engine) -> dict[str, str]:

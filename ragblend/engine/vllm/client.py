@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn, Unpack
 from urllib.parse import urlencode, urlsplit
@@ -274,11 +275,13 @@ class ServedRenderer:
         if facts.calls and facts.calls_shown:
             self.calls, self.calls_shown = CallFormat(**facts.calls), CallFormat(**facts.calls_shown)  # type: ignore[arg-type]
 
+    @cached_property
+    def _loaded(self) -> Renderer:
+        return self._load()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if "_loaded" not in self.__dict__:
-            self._loaded = self._load()
         return getattr(self._loaded, name)
 
 
@@ -530,7 +533,8 @@ class VllmClient(EngineBase):
             try:
                 self.send_documents(CHUNK_COLLECTION, documents)
             except RagblendError as error:  # the answer is out already
-                log.warning("a missed chunk was not stored: %s", error)
+                level = logging.DEBUG if isinstance(error, EngineClosedError) else logging.WARNING
+                log.log(level, "a missed chunk was not stored: %s", error)
 
         if documents:
             with suppress(RuntimeError):  # the engine is closed, or the interpreter ends
@@ -611,12 +615,9 @@ class VllmClient(EngineBase):
         )
 
     def close(self) -> None:
-        """Close the sockets, then finish background work."""
-        if not self.is_usable:
-            return
-        self.closed = True
-        self.connection.close()
-        self.closed = False
+        """Close the sockets, which ends what waits for the server, and the threads of background work."""
+        if self.is_usable:  # not in a forked process: the sockets are its parent's as well
+            self.connection.close()
         super().close()
 
 
