@@ -120,7 +120,7 @@ class Renderer:
         """
         if not prompt.is_chat:
             return self.render_text(prompt.messages[0].content)
-        if not self.knows_tools:
+        if prompt.uses_tools and not self.knows_tools:
             prompt = without_tools(prompt)
         refusal: UsageError | None = None
         for messages in _arrangements(prompt):

@@ -158,11 +158,8 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def without_tools(prompt: Prompt) -> Prompt:
-    """Return `prompt` for a model whose template knows no tools."""
-    if prompt.tools:
-        return tools_as_text(prompt)
-    has_results = any(message.role == "tool" or message.calls for message in prompt.messages)
-    return without_tool_turns(prompt) if has_results else prompt
+    """Return `prompt`, which uses tools, for a model whose template knows none."""
+    return tools_as_text(prompt) if prompt.tools else without_tool_turns(prompt)
 
 
 def tools_as_text(prompt: Prompt) -> Prompt:

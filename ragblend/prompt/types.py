@@ -105,6 +105,11 @@ class Prompt:
         first = [Message("system", system)] if system else []
         self._set((*first, Message("user", content)), (), named, is_chat=True)
 
+    @property
+    def uses_tools(self) -> bool:
+        """True if there are tools to call, or calls and results in the turns."""
+        return bool(self.tools) or any(message.role == "tool" or message.calls for message in self.messages)
+
     @classmethod
     def from_messages(
         cls,

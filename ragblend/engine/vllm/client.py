@@ -444,7 +444,7 @@ class VllmClient(EngineBase):
 
     def body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
         """Return the JSON body of a request, with vLLM's own fields beside OpenAI's."""
-        if not self.facts.knows_tools:
+        if prompt.uses_tools and not self.facts.knows_tools:
             prompt = without_tools(prompt)
         body: dict[str, Any] = {
             "model": self.facts.model,
@@ -469,9 +469,9 @@ class VllmClient(EngineBase):
         if options.structured_outputs is not None:
             body["structured_outputs"] = vllm_structure(options.structured_outputs)
         if self.blends:
-            wishes = {"mode": options.mode, "rule": options.rule, "ratio": options.recompute_ratio}
-            wishes |= {"namespace": self.namespace, "seed": options.seed or 0}
-            body["kv_transfer_params"] = {PARAMS_KEY: wishes}
+            params = {"mode": options.mode, "rule": options.rule, "ratio": options.recompute_ratio}
+            params |= {"namespace": self.namespace, "seed": options.seed or 0}
+            body["kv_transfer_params"] = {PARAMS_KEY: params}
         return body
 
     def on_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
