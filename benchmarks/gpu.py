@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import batch_decode, hardware_model
-from benchmarks.results import write_result
-from ragblend.cli.options import split_counts, split_names
+from benchmarks.results import split_counts, write_result
+from ragblend.cli.options import split_names
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
 from ragblend.engine.generation import PrefillResult

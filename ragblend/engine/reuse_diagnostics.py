@@ -48,11 +48,8 @@ class ReuseDiagnostics:
         """
         if any(hits):
             self.is_settled = True
-        elif hits or num_tokens >= LONG_PROMPT:
-            self._record_miss(*prefixes)
-
-    def _record_miss(self, *prefixes: tuple[int, ...]) -> None:
-        """Warn, if need be, of a prompt of which nothing was reused; `prefixes` are looked for besides the engine's."""
+        if not hits and num_tokens < LONG_PROMPT:
+            return
         with self._lock:
             if not self.is_settled:
                 self._num_missed += 1
