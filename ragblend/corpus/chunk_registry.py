@@ -268,6 +268,12 @@ class ChunkRegistry:
             row = connection.execute(f"SELECT ids FROM {_IDS} WHERE id = ? AND {_SOUND_IDS}", (number,)).fetchone()
         return np.frombuffer(row[0], "<u4") if row is not None else None
 
+    def documents_with_ids(self, number: int) -> list[str]:
+        """Return the documents that have the text of this number."""
+        query = f"SELECT document FROM {_IDS} JOIN {_HOLDERS} USING (key) WHERE id = ? ORDER BY document"
+        with self._locked() as connection:
+            return [name for (name,) in connection.execute(query, (number,))]
+
     def count_ids(self, tokenizer: str, namespace: str) -> int:
         """Return the number of texts with token ids."""
         query = f"SELECT count(*) FROM {_IDS} WHERE tokenizer = ? AND namespace = ?"

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.prompt.match import ChunkRun, Run, TokenIndex
 
+NAMESPACE_MARK = "@"
+"""Begins the names of a namespace's documents in a registry that namespaces share."""
 _CACHED_CHUNKS = 4096
 
 
@@ -33,6 +36,7 @@ class KnownChunks:
         self._owner = (tokenizer, namespace)
         self._lock = threading.Lock()
         self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
+        self._cached_document = lru_cache(_CACHED_CHUNKS)(self._find_document)
         self._clear()
 
     def add(self, chunks: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -52,14 +56,28 @@ class KnownChunks:
             self._update()
             index = self._index
         runs = index.find_runs(token_ids) if len(index) else []
-        return [_chunk_run(run, ids) for run in runs if (ids := self._cached_ids(run.chunk)) is not None]
+        return [
+            _chunk_run(run, ids, self._cached_document(run.chunk))
+            for run in runs
+            if (ids := self._cached_ids(run.chunk)) is not None
+        ]
 
     def close(self) -> None:
         """Free the registry's file; the next call opens it again, be it the same file or another in its place."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()
+            self._cached_document.cache_clear()
             self._clear()
+
+    def _find_document(self, number: int) -> str:
+        """Return the id of a document of this namespace that has the chunk of this number; "" if there is none."""
+        start = namespace_prefix(self._owner[1])
+        for name in self._registry.documents_with_ids(number):
+            _, slash, document = name.removeprefix(start).partition("/")
+            if slash and name.startswith(start) and (start or not name.startswith(NAMESPACE_MARK)):
+                return document
+        return ""
 
     def _clear(self) -> None:
         self._index = TokenIndex(self._cached_ids)
@@ -72,6 +90,7 @@ class KnownChunks:
         if version == self._version:
             return
         self._cached_ids.cache_clear()  # of removed chunks the index finds no ids, and so no run
+        self._cached_document.cache_clear()
         added = self._registry.ids_after(self._last_number, *self._owner)
         num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)
         if num_removed > len(self._index) // 4:
@@ -82,6 +101,15 @@ class KnownChunks:
         self._version = version
 
 
+def namespace_prefix(namespace: str) -> str:
+    """Return how the names of a namespace's documents begin in a registry that namespaces share.
+
+    >>> namespace_prefix(""), namespace_prefix("a/b")
+    ('', '@a%2Fb/')
+    """
+    return f"{NAMESPACE_MARK}{quote(namespace, safe='')}/" if namespace else ""
+
+
 def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[ChunkRun]:
     """Return the runs of these few chunks in a prompt, in its order; they do not overlap."""
     arrays = [np.asarray(ids) for ids in chunks]
@@ -90,8 +118,8 @@ def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> l
     return [_chunk_run(run, arrays[run.chunk]) for run in index.find_runs(token_ids)]
 
 
-def _chunk_run(run: Run, ids: NDArray[np.integer]) -> ChunkRun:
-    return ChunkRun(tuple(ids.tolist()), run.chunk_start, run.start, run.end)
+def _chunk_run(run: Run, ids: NDArray[np.integer], document: str = "") -> ChunkRun:
+    return ChunkRun(tuple(ids.tolist()), run.chunk_start, run.start, run.end, document=document)
 
 
 _OPEN: WeakValueDictionary[tuple[object, str, str], KnownChunks] = WeakValueDictionary()

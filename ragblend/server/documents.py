@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ragblend.chunker import split
 from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.documents import Document, has_visible_text
 from ragblend.corpus.embedders import FloatArray
+from ragblend.corpus.known_chunks import NAMESPACE_MARK, namespace_prefix
 from ragblend.corpus.vectors import normalize_rows
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
@@ -38,8 +39,6 @@ from ragblend.server.document_table import DocumentTable, SentDocument, StoredCo
 log = logging.getLogger(__name__)
 
 LOCK_FILE = "documents.lock"
-NAMESPACE_MARK = "@"
-"""Begins the collections of a namespace in the store's registry."""
 MAX_REASONS = 1000  # documents whose failure one answer tells
 NO_ROOM = "the store does not hold all of its chunks: give it a larger budget, and send the document again"
 
@@ -280,7 +279,7 @@ class Documents:
 
 def registered_collection(namespace: str, collection: str) -> str:
     """Return the name of a collection in the store's registry, which all namespaces share."""
-    return f"{NAMESPACE_MARK}{quote(namespace, safe='')}/{collection}" if namespace else collection
+    return namespace_prefix(namespace) + collection
 
 
 def owner_of(document: str) -> str:
