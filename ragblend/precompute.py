@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from ragblend.catalog.registry import UNNAMED, DocumentName, open_registry, store_folders
 from ragblend.chunker import Splitter, get_splitter_version, split
-from ragblend.corpus.chunk_registry import open_registry, store_folders
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.embedders import Embedder
 from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
@@ -252,7 +252,8 @@ def precompute_chunks(
         register_texts()
     else:
         with closing(open_registry(engine.store)) as registry:
-            registry.add((text for text, *_ in distinct), index.registry_name if isinstance(index, ChunkIndex) else "")
+            owner = DocumentName(index.registry_name) if isinstance(index, ChunkIndex) else UNNAMED
+            registry.add((text for text, *_ in distinct), owner)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
@@ -384,11 +385,11 @@ def precompute_documents(
         return _send_documents(given, chunks, named, versions or [""] * len(given), collection, engine, progress)
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
-    texts_of: dict[str, list[str]] = {}
-    version_of: dict[str, str] = {}
+    texts_of: dict[DocumentName, list[str]] = {}
+    version_of: dict[DocumentName, str] = {}
     named_as, versioned_as = ids or map(_document_id, given), versions or [""] * len(given)
     for document, chunk, found, version in zip(given, chunks, named_as, versioned_as, strict=True):
-        name = _registered_name(found, collection)
+        name = DocumentName(collection, found) if found else UNNAMED
         version_of[name] = version
         texts_of.setdefault(name, [])  # a document that has nothing to prefill now loses what it had
         if problem := problems.get(chunk.text):
@@ -419,8 +420,10 @@ def precompute_documents(
     report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
     if finder is not None:
         finder.mark_stored(wanted)
-    changed = {name for name, version in version_of.items() if name and version != registry.version_of(name)}
-    replaced = {name: texts for name, texts in texts_of.items() if name in changed or (name and not version_of[name])}
+    changed = {name for name, version in version_of.items() if name.id and version != registry.version_of(name)}
+    replaced = {
+        name: texts for name, texts in texts_of.items() if name in changed or (name.id and not version_of[name])
+    }
     report.num_removed_kv, problem = replace_documents(replaced, engine, registry)
     for name in changed:  # last: killed before, the same call replaces the document again
         registry.set_version(name, version_of[name])
@@ -437,7 +440,7 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
-    named = {_registered_name(each, collection): list[str]() for each in ids}
+    named = {DocumentName(collection, each): list[str]() for each in ids}
     registry = registry_for(engine)
     if is_document_server(engine):
         for name in named:
@@ -524,7 +527,7 @@ def _send_documents(
     # Prompts are matched here, too, by the texts of this machine's folder.
     with closing(open_registry(engine.store)) as registry:
         for name, each in sent.items():
-            registered, version = _registered_name(name, collection), each.get("version", "")
+            registered, version = DocumentName(collection, name), each.get("version", "")
             registry.add(each["chunks"], registered)
             if not version or version != registry.version_of(registered):
                 registry.release(registry.texts_of(registered).difference(map(str.strip, each["chunks"])), registered)
@@ -535,11 +538,6 @@ def _send_documents(
 
 def _document_id(document: Any) -> str:
     return getattr(document, "id", None) or "" if hasattr(document, "page_content") else ""
-
-
-def _registered_name(document_id: str, collection: str) -> str:
-    """Return the name of a document in the chunk registry; "" for one without an id."""
-    return f"{collection}/{document_id}" if document_id else ""
 
 
 def _describe_document(document: Any, chunk: Chunk) -> str:

@@ -12,7 +12,7 @@ from contextlib import closing
 from itertools import chain
 from typing import Any, TypeVar
 
-from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
+from ragblend.catalog.registry import ChunkRegistry, DocumentName, open_registry
 from ragblend.corpus.schema import OrphanedTexts, PendingDeletion, text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.base import record_entry
@@ -48,7 +48,7 @@ def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     with closing(open_registry(engine.store)) as registry:
         if hasattr(engine, "remove_documents"):  # a server deletes what documents had when their new version is sent
             num_removed: int = engine.remove_documents(index.registry_name or "langchain", left.sources)
-            registry.release(left.texts, index.registry_name)
+            registry.release(left.texts, DocumentName(index.registry_name))
             index.schedule_deletions((), left)
             return num_removed, ""
         if left.last_id:
@@ -65,7 +65,7 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 
 def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Note which entries are to go, in place of the texts that they are of."""
-    gone = registry.release(left.texts, index.registry_name)
+    gone = registry.release(left.texts, DocumentName(index.registry_name))
     for source in left.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
@@ -231,7 +231,7 @@ def find_orphaned_keys(
 
 
 def replace_documents(
-    texts_of: Mapping[str, Collection[str]], engine: Engine, registry: ChunkRegistry
+    texts_of: Mapping[DocumentName, Collection[str]], engine: Engine, registry: ChunkRegistry
 ) -> tuple[int, str]:
     """Release the texts that these documents, by their registered names, had besides those given here, and delete the
     KV of texts that no document has any more. What `delete_texts_kv` returns.

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, drop_registry, open_registry
+from ragblend.catalog.database import drop_catalog
+from ragblend.catalog.registry import DocumentName, open_registry
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import (
     CALIBRATIONS_DIR,
@@ -35,6 +36,7 @@ from ragblend.errors import (
     RagblendError,
     StoreFullError,
 )
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import NUM_SIMILAR, chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
@@ -126,19 +128,19 @@ def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport
 
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
     """Check the registry of texts, and that the entries exist that it records as stored."""
-    path = disk.root / REGISTRY_FILE
+    path = disk.root / CATALOG_FILE
     try:
         if not path.exists():
             if next(disk.keys(), None) is not None:
-                report.damaged_files[REGISTRY_FILE] = "it is missing, so no stored chunk is found in prompts"
+                report.damaged_files[CATALOG_FILE] = "it is missing, so no stored chunk is found in prompts"
             return
         with open_registry(disk) as registry:
             problems, stored = registry.find_problems(), registry.stored()
     except RagblendError as error:
-        report.damaged_files[REGISTRY_FILE] = str(error)
+        report.damaged_files[CATALOG_FILE] = str(error)
         return
     if problems:
-        report.damaged_files[REGISTRY_FILE] = "; ".join(problems)
+        report.damaged_files[CATALOG_FILE] = "; ".join(problems)
     if not disk.has_evicted:
         models = disk.models()
         for key, fingerprint in stored.items():
@@ -171,10 +173,10 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             engine,
             progress,
             index=index,
-            register_texts=lambda: registry.add(indexed, index.registry_name),
+            register_texts=lambda: registry.add(indexed, DocumentName(index.registry_name)),
         )
         stored = registry.stored()
-    if REGISTRY_FILE in report.damaged_files:
+    if CATALOG_FILE in report.damaged_files:
         engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
         assert disk is not None
@@ -205,7 +207,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
             pin_document(source, engine, index)
     still = {result.key for result in disk.verify_metadata(calibration_error)}
     for place, reason in report.damaged_files.items():
-        if place == REGISTRY_FILE:
+        if place == CATALOG_FILE:
             if (known := getattr(engine, "known_chunks", None)) is not None:
                 known.close()  # it may hold a removed file open
             try:
@@ -218,7 +220,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
                 report.unrepaired.append(reason)
                 continue
             if not is_sound:  # SQLite's own structure is damaged, so deleting rows does not repair it
-                drop_registry(disk.root)
+                drop_catalog(disk.root)
                 report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place]}")
             _record_stored(disk)
         elif place in still:
@@ -244,7 +246,7 @@ _LOSS_MESSAGES = {
     PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
     DEFAULTS_FILE: "say it again: ragblend ingest DOCS --model MODEL",
     CONTEXT_FILE: "chunks are looked for alone until it is said again: ragblend precompute --context ...",
-    REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
+    CATALOG_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
 }
 
 
@@ -327,7 +329,7 @@ def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _LiveChunks) -> tupl
 
 def _unrecord_missing(disk: DiskStore) -> None:
     """Remove missing entries from the registry's record. Comes last: a killed `gc` reports them as missing."""
-    if (disk.root / REGISTRY_FILE).exists():
+    if (disk.root / CATALOG_FILE).exists():
         with open_registry(disk) as registry:
             if gone := [key for key in registry.stored() if not disk.has_file(key)]:
                 registry.remove_stored(gone)

@@ -22,8 +22,9 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
+from ragblend.catalog.registry import DocumentName, open_registry
+from ragblend.catalog.sent_documents import DocumentTable, SentDocument, StoredCounts, WaitingDocument
 from ragblend.chunker import split
-from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.documents import Document, has_visible_text
 from ragblend.corpus.embedders import FloatArray
 from ragblend.corpus.vectors import normalize_rows
@@ -33,7 +34,6 @@ from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import delete_texts_kv
 from ragblend.precompute import DEFAULT_CHUNK_TOKENS, delete_precomputed, precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server.document_table import DocumentTable, SentDocument, StoredCounts, WaitingDocument
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Documents:
                     return 0, 0
                 self._table.begin_removal(namespace, collection, ids)
                 engine, registered = self._engine(namespace), registered_collection(namespace, collection)
-                with self._releasing(engine, namespace, [f"{registered}/{each}" for each in ids]) as removed:
+                with self._releasing(engine, namespace, [DocumentName(registered, each) for each in ids]) as removed:
                     removed.append(delete_precomputed(ids, engine, collection=registered))
                 return self._table.remove(namespace, collection, ids), sum(removed)
         finally:
@@ -134,7 +134,7 @@ class Documents:
             raise NotFoundError(f"there is no document {document_id!r} in the collection {collection!r}")
         engine = self._engine(namespace)
         with closing(open_registry(engine.store)) as registry:
-            texts = registry.texts_of(f"{registered_collection(namespace, collection)}/{document_id}")
+            texts = registry.texts_of(DocumentName(registered_collection(namespace, collection), document_id))
         return {**found, "num_kv": len(_stored_keys([Chunk(text) for text in texts], engine))}
 
     # -- storing
@@ -177,7 +177,7 @@ class Documents:
         try:
             chunks_of = [_cut(row, engine) for row in rows]
             owners = [row for row, chunks in zip(rows, chunks_of, strict=True) for _ in chunks]
-            with self._releasing(engine, first.namespace, [f"{collection}/{row.id}" for row in rows]):
+            with self._releasing(engine, first.namespace, [DocumentName(collection, row.id) for row in rows]):
                 report = precompute_documents(
                     [chunk for chunks in chunks_of for chunk in chunks],
                     engine,
@@ -255,7 +255,7 @@ class Documents:
             yield
 
     @contextmanager
-    def _releasing(self, engine: Engine, namespace: str, names: Iterable[str]) -> Iterator[list[int]]:
+    def _releasing(self, engine: Engine, namespace: str, names: Iterable[DocumentName]) -> Iterator[list[int]]:
         """Delete what these documents, by their registered names, had before and have not afterwards, where only
         documents of other namespaces have it still: their KV is their own. Yields a list for numbers of entries."""
         removed: list[int] = []
@@ -266,7 +266,8 @@ class Documents:
             left = [
                 text
                 for text in sorted(lost)
-                if text in registry and all(owner_of(document) != namespace for document in registry.documents_of(text))
+                if text in registry
+                and all(owner_of(document.collection) != namespace for document in registry.documents_of(text))
             ]
             if left:
 
@@ -283,9 +284,9 @@ def registered_collection(namespace: str, collection: str) -> str:
     return f"{NAMESPACE_MARK}{quote(namespace, safe='')}/{collection}" if namespace else collection
 
 
-def owner_of(document: str) -> str:
-    """Return the namespace of a document by its registered name."""
-    return unquote(document[1:].partition("/")[0]) if document.startswith(NAMESPACE_MARK) else ""
+def owner_of(registered: str) -> str:
+    """Return the namespace of a collection by its name in the registry."""
+    return unquote(registered[1:].partition("/")[0]) if registered.startswith(NAMESPACE_MARK) else ""
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -236,24 +236,27 @@ def test_verify_repairs_what_it_finds_damaged(run, home):
 @pytest.mark.parametrize(
     "damage",
     [
-        ("PRAGMA writable_schema = 1", "DELETE FROM sqlite_master WHERE name = 'holders_by_text'"),  # an index's pages
-        ("UPDATE stored_kv SET key = '../' || key WHERE key = (SELECT min(key) FROM stored_kv)",),
+        (
+            "PRAGMA writable_schema = 1",
+            "DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'",
+        ),
+        ("UPDATE stored_entries SET entry = '../' || entry WHERE entry = (SELECT min(entry) FROM stored_entries)",),
     ],
     ids=["structure", "key"],
 )
 def test_verify_repairs_a_damaged_registry_and_every_text_is_there_again(run, home, damage):
-    path = home / "s" / "texts.sqlite"
+    path = home / "s" / "catalog.sqlite"
 
     def rows():
         with closing(sqlite3.connect(path)) as file:
-            tables = ("registered_texts", "text_holders", "stored_kv", "chunk_token_ids")
+            tables = ("texts", "document_texts", "stored_entries", "token_ids")
             return [sorted(row[-2:] for row in file.execute(f"SELECT * FROM {table}")) for table in tables]
 
     whole = rows()
     with closing(sqlite3.connect(path, isolation_level=None)) as file:
         for statement in damage:
             file.execute(statement)
-    assert list(run.facts("verify", *PLACE, code=4)["damaged_files"]) == ["texts.sqlite"]
+    assert list(run.facts("verify", *PLACE, code=4)["damaged_files"]) == ["catalog.sqlite"]
     assert run("verify", "--repair", *PLACE)[0] == 0
     assert run("verify", *PLACE)[0] == 0
     assert rows() == whole

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import open_store
 from ragblend.errors import RagblendError
 from ragblend.files import store_folder
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import open_index
 from ragblend.operations.maintenance import verify_store
 from ragblend.precompute import ingest
@@ -78,7 +79,7 @@ def test_a_folder_of_kv_alone_becomes_a_store(former: Path) -> None:
     place = (former / "kv").rename(former.parent / "entries")
     disk = DiskStore(place)
     assert sorted(disk.keys()) == KEYS
-    assert {path.name for path in place.iterdir()} == {"kv", "models", "context.json", REGISTRY_FILE}
+    assert {path.name for path in place.iterdir()} == {"kv", "models", "context.json", CATALOG_FILE}
     with open_registry(disk) as registry:
         assert TEXT in registry
 

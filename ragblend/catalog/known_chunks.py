@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.corpus.chunk_registry import ChunkRegistry
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.prompt.match import ChunkRun, Run, TokenIndex
 
 _CACHED_CHUNKS = 4096
