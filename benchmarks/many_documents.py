@@ -28,7 +28,8 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from benchmarks.results import write_result
 from ragblend import ChatBlend, Prompt
-from ragblend.catalog.registry import DocumentName, open_registry
+from ragblend.catalog.registry import open_registry
+from ragblend.catalog.schema import DocumentName
 from ragblend.cli.printing import print_notice
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import key_of

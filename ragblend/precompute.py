@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ragblend.catalog.registry import UNNAMED, DocumentName, open_registry, store_folders
+from ragblend.catalog.registry import open_registry, store_folders
+from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.sent_documents import DocumentTable
 from ragblend.chunker import Splitter, get_splitter_version, split
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.embedders import Embedder
@@ -252,7 +254,9 @@ def precompute_chunks(
         register_texts()
     else:
         with closing(open_registry(engine.store)) as registry:
-            owner = DocumentName(index.registry_name) if isinstance(index, ChunkIndex) else UNNAMED
+            owner = DocumentName(namespace=engine.namespace)
+            if isinstance(index, ChunkIndex):
+                owner = DocumentName(index.registry_name)
             registry.add((text for text, *_ in distinct), owner)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
@@ -389,7 +393,7 @@ def precompute_documents(
     version_of: dict[DocumentName, str] = {}
     named_as, versioned_as = ids or map(_document_id, given), versions or [""] * len(given)
     for document, chunk, found, version in zip(given, chunks, named_as, versioned_as, strict=True):
-        name = DocumentName(collection, found) if found else UNNAMED
+        name = DocumentName(collection if found else "", found, engine.namespace)
         version_of[name] = version
         texts_of.setdefault(name, [])  # a document that has nothing to prefill now loses what it had
         if problem := problems.get(chunk.text):
@@ -440,7 +444,7 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
-    named = {DocumentName(collection, each): list[str]() for each in ids}
+    named = {DocumentName(collection, each, engine.namespace): list[str]() for each in ids}
     registry = registry_for(engine)
     if is_document_server(engine):
         for name in named:
@@ -527,7 +531,7 @@ def _send_documents(
     # Prompts are matched here, too, by the texts of this machine's folder.
     with closing(open_registry(engine.store)) as registry:
         for name, each in sent.items():
-            registered, version = DocumentName(collection, name), each.get("version", "")
+            registered, version = DocumentName(collection, name, engine.namespace), each.get("version", "")
             registry.add(each["chunks"], registered)
             if not version or version != registry.version_of(registered):
                 registry.release(registry.texts_of(registered).difference(map(str.strip, each["chunks"])), registered)
@@ -581,6 +585,43 @@ def find_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = F
             index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; ragblend stats lists them")
     return list(dict.fromkeys(found))
+
+
+def find_added_documents(name: str, engine: Engine) -> list[DocumentName]:
+    """Return the documents of the engine's namespace that `precompute_documents`, a vector store or a client of a
+    server has added and that a person means: by their id, by COLLECTION/ID, or by the collection of all of them.
+
+    Raises UsageError for an id that several collections have.
+    """
+    with closing(open_registry(engine.store)) as registry:
+        known = [each for each in registry.documents() if each.id and each.namespace == engine.namespace]
+    if exact := [each for each in known if name == f"{each.collection}/{each.id}"]:
+        return exact
+    by_id = [each for each in known if each.id == name]
+    if len(by_id) > 1:
+        collections = ", ".join(repr(each.collection) for each in by_id)
+        raise UsageError(f"{name!r} is a document of the collections {collections}; name one: COLLECTION/{name}")
+    return by_id or [each for each in known if each.collection == name]
+
+
+def remove_added_documents(documents: Iterable[DocumentName], engine: Engine) -> tuple[int, int]:
+    """Delete the texts and the KV of documents that `find_added_documents` returned, of which a vector store keeps what
+    it has itself. Return the number of their chunks and of the deleted entries.
+
+    KV of a text that another document has stays. Raises BackendUnreachableError when a remote tier could not be told.
+    """
+    ids_of: dict[str, list[str]] = {}
+    for document in documents:
+        ids_of.setdefault(document.collection, []).append(document.id)
+    num_removed = 0
+    with closing(open_registry(engine.store)) as registry:
+        num_chunks = sum(len(registry.texts_of(document)) for document in documents)
+    for collection, ids in ids_of.items():
+        num_removed += delete_precomputed(ids, engine, collection=collection)
+        for folder in store_folders(engine.store):
+            with DocumentTable(folder) as sent:
+                sent.remove(engine.namespace, collection, ids)
+    return num_chunks, num_removed
 
 
 def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> tuple[int, int]:

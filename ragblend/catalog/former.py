@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from sqlalchemy import Connection, Table, select
 
@@ -24,6 +25,7 @@ from ragblend.catalog.schema import (
     TEXTS,
     TOKEN_IDS,
     VARIANTS,
+    DocumentName,
     text_key,
     with_checksum,
 )
@@ -33,7 +35,7 @@ from ragblend.files.store_folder import FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"((?:@[^/]*/)?(?:\w+\(.*?\)|[^/]*))/(.*)", re.DOTALL)
+_NAME = re.compile(r"(?:@([^/]*)/)?(\w+\(.*?\)|[^/]*)/(.*)", re.DOTALL)
 _OR_REPAIR = "Or ragblend verify --repair --store "
 _VARIANT_TABLES = ("similar_variants", "similar_versions")  # the latter of versions 3 and 4
 
@@ -96,17 +98,17 @@ def _copy_registry(former: sqlite3.Connection, connection: Connection) -> str:
     _insert_missing(
         connection,
         DOCUMENTS,
-        ("collection", "id"),
+        DocumentName._fields,
         [
-            with_checksum(DOCUMENTS, collection=name[0], id=name[1], version=versions.get(name, ""))
+            with_checksum(DOCUMENTS, **name._asdict(), version=versions.get(name, ""))
             for name in dict.fromkeys([*(name for name, _ in owners), *versions])
         ],
     )
     _insert_missing(
         connection,
         DOCUMENT_TEXTS,
-        ("collection", "id", "key"),
-        [with_checksum(DOCUMENT_TEXTS, collection=name[0], id=name[1], key=key) for name, key in owners],
+        (*DocumentName._fields, "key"),
+        [with_checksum(DOCUMENT_TEXTS, **name._asdict(), key=key) for name, key in owners],
     )
     _insert_missing(
         connection,
@@ -155,11 +157,11 @@ def _insert_missing(connection: Connection, table: Table, key: tuple[str, ...], 
         connection.execute(table.insert(), new)
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Return the collection and the id of a document that earlier versions named by both with a slash between.
+def _split(name: str) -> DocumentName:
+    """Return the name of a document, which earlier versions wrote with slashes between its parts.
 
-    >>> _split("langchain/a/b"), _split("@tenant/notes/1"), _split("Chroma(path=/a/b)/1"), _split("index:12")
-    (('langchain', 'a/b'), ('@tenant/notes', '1'), ('Chroma(path=/a/b)', '1'), ('index:12', ''))
+    >>> [tuple(_split(name)) for name in ("langchain/a/b", "@tenant/notes/1", "Chroma(path=/a/b)/1", "index:12")]
+    [('langchain', 'a/b', ''), ('notes', '1', 'tenant'), ('Chroma(path=/a/b)', '1', ''), ('index:12', '', '')]
     """
     found = _NAME.fullmatch(name)
-    return (found[1], found[2]) if found is not None else (name, "")
+    return DocumentName(found[2], found[3], unquote(found[1] or "")) if found is not None else DocumentName(name)

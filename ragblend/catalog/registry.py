@@ -27,10 +27,13 @@ from ragblend.catalog.schema import (
     DOCUMENT_TEXTS,
     DOCUMENTS,
     ENTRY_CHUNKS,
+    INDEX_MARK,
     STORED_ENTRIES,
     TEXTS,
     TOKEN_IDS,
+    UNNAMED,
     VARIANTS,
+    DocumentName,
     batches,
     checked_columns,
     existing,
@@ -41,17 +44,6 @@ from ragblend.catalog.schema import (
 )
 from ragblend.errors import is_unicode
 from ragblend.files.store_folder import CATALOG_FILE
-
-
-class DocumentName(NamedTuple):
-    """What a document is named by: its id in a collection. An index is one document, whose id is ""."""
-
-    collection: str = ""
-    id: str = ""
-
-
-UNNAMED = DocumentName()
-"""The owner of texts that come without an id."""
 
 
 class SimilarVariant(NamedTuple):
@@ -87,20 +79,24 @@ _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
 _HAS_TEXT = select(TEXTS.c.number).where(*_of(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_among(TEXTS.c.key))
 _OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_among(DOCUMENT_TEXTS.c.key))
-_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(*_of(DOCUMENT_TEXTS, "collection", "id"))
+_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(*_of(DOCUMENT_TEXTS, *DocumentName._fields))
+_KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
+    (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
+    | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
+)
 _KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_among(STORED_ENTRIES.c.entry))
 _TEXTS_OF = (
     select(TEXTS.c.text)
     .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
-    .where(*_of(DOCUMENT_TEXTS, "collection", "id"))
+    .where(*_of(DOCUMENT_TEXTS, *DocumentName._fields))
 )
-_DISOWN = delete(DOCUMENT_TEXTS).where(*_of(DOCUMENT_TEXTS, "collection", "id", "key"))
-_OWNERS_OF = (
-    select(DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
-    .where(*_of(DOCUMENT_TEXTS, "key"))
-    .order_by(DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
+_TEXTS_OF_DOCUMENTS = select(TEXTS.c.text).where(
+    TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key).where(DOCUMENT_TEXTS.c.id != ""))
 )
-_DOCUMENT = _checked(DOCUMENTS, *_of(DOCUMENTS, "collection", "id"))
+_DISOWN = delete(DOCUMENT_TEXTS).where(*_of(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
+_OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentName._fields]
+_OWNERS_OF = select(*_OWNER_COLUMNS).where(*_of(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
+_DOCUMENT = _checked(DOCUMENTS, *_of(DOCUMENTS, *DocumentName._fields))
 _CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(*_of(ENTRY_CHUNKS, "entry"))
 _ENTRIES_OF = _checked(ENTRY_CHUNKS, *_of(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(ENTRY_CHUNKS.c.entry)
 _VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checked_columns(VARIANTS))
@@ -159,10 +155,38 @@ class ChunkRegistry(Catalog):
 
     def documents(self) -> dict[DocumentName, int]:
         """Return the number of texts of each document that has some."""
-        name = (DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
+        query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
         with self._locked() as connection:
-            rows = connection.execute(select(*name, func.count()).group_by(*name).order_by(*name))
-            return {DocumentName(collection, document_id): count for collection, document_id, count in rows}
+            return {DocumentName(*name): count for *name, count in connection.execute(query)}
+
+    def count_collections(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of documents and chunks by collection, of all but indexes: what documents have that came
+        with an id, or the texts that came without one. The collection of a namespace has that in parentheses.
+        """
+        counts: dict[str, dict[str, int]] = {}
+        for document, num_chunks in self.documents().items():
+            if not document.is_index:
+                name = document.collection or "texts without an id"
+                name += f" (namespace {document.namespace})" if document.namespace else ""
+                found = counts.setdefault(name, {"num_documents": 0, "num_chunks": 0})
+                found["num_documents"] += bool(document.id)
+                found["num_chunks"] += num_chunks
+        return counts
+
+    def texts_of_documents(self) -> list[str]:
+        """Return the texts of the documents that frameworks, or clients of a server, have added by an id."""
+        with self._locked() as connection:
+            return [*connection.execute(_TEXTS_OF_DOCUMENTS).scalars()]
+
+    def last_number(self) -> int:
+        """Return the number of the text that was added last, of those that are there; 0 for none."""
+        with self._locked() as connection:
+            return connection.execute(select(func.max(TEXTS.c.number))).scalar() or 0
+
+    def texts_after(self, number: int) -> list[str]:
+        """Return the texts that were added after the one of `number`."""
+        with self._locked() as connection:
+            return [*connection.execute(select(TEXTS.c.text).where(TEXTS.c.number > number)).scalars()]
 
     # --- changing it: adding what is known writes nothing ---
 
@@ -199,21 +223,29 @@ class ChunkRegistry(Catalog):
     def set_version(self, document: DocumentName, version: str) -> None:
         """Record the version of a document; "" removes the record."""
         with self._write() as connection:
-            connection.execute(delete(DOCUMENTS).where(*_of(DOCUMENTS, "collection", "id")), _parameters(document))
+            connection.execute(delete(DOCUMENTS).where(*_of(DOCUMENTS, *DocumentName._fields)), _parameters(document))
             if version:
                 _insert(connection, DOCUMENTS, [with_checksum(DOCUMENTS, **document._asdict(), version=version)])
 
     def preview_release(self, texts_of: Mapping[DocumentName, Iterable[str]]) -> list[str]:
-        """Return the texts that no document would have if each of these documents had the texts given here alone."""
+        """Return the texts that no document of their namespace would have if each of these documents had the texts
+        given here alone."""
         lost: dict[str, set[DocumentName]] = {}
         with self._locked():
             for document, texts in texts_of.items():
                 for text in self.texts_of(document) - set(map(_normalize, texts)):
                     lost.setdefault(text, set()).add(document)
-            return sorted(text for text, losing in lost.items() if losing.issuperset(self.documents_of(text)))
+            return sorted(text for text, losing in lost.items() if self._is_released(text, losing))
+
+    def _is_released(self, text: str, losing: set[DocumentName]) -> bool:
+        namespaces = {document.namespace for document in losing}
+        owners = self.documents_of(text)
+        return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
 
     def release(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> list[str]:
-        """Remove texts from a document. Return those that no other document has; they are deleted."""
+        """Remove texts from a document. Return those that no other document has; they are deleted. Of those that only
+        documents of other namespaces have, the token ids of this one are deleted.
+        """
         released = {text_key(text): text for text in map(_normalize, texts)}
         if not released:
             return []
@@ -222,6 +254,11 @@ class ChunkRegistry(Catalog):
             kept = existing(connection, _OWNED_KEYS, released)
             gone = [text for key, text in released.items() if key not in kept]
             self.remove(gone)
+            elsewhere = kept - existing(connection, _KEYS_OF_NAMESPACE, released, b_namespace=document.namespace)
+            if elsewhere:
+                values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
+                connection.execute(delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "namespace", "key")), values)
+                self._num_id_changes += 1
         return gone
 
     def remove(self, texts: Iterable[str]) -> int:
@@ -458,7 +495,7 @@ def _as_variant(row: Any) -> SimilarVariant:
 
 
 def _parameters(document: DocumentName) -> dict[str, object]:
-    return {"b_collection": document.collection, "b_id": document.id}
+    return {f"b_{name}": value for name, value in document._asdict().items()}
 
 
 def _insert(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> None:

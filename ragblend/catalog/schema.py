@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     Column,
@@ -30,6 +30,28 @@ from ragblend.files.sqlite import row_checksum
 
 SCHEMA_VERSION = 1
 METADATA = MetaData()
+
+
+INDEX_MARK = "index:"
+"""Begins the collections of indexes."""
+
+
+class DocumentName(NamedTuple):
+    """What a document is named by: its id in a collection of a namespace. Texts that come without an id belong to the
+    document "". So do those of an index, whose collection is the index and which has no namespace.
+    """
+
+    collection: str = ""
+    id: str = ""
+    namespace: str = ""
+
+    @property
+    def is_index(self) -> bool:
+        """True for what stands for all documents of an index."""
+        return self.collection.startswith(INDEX_MARK) and not self.id
+
+
+UNNAMED = DocumentName()
 
 
 class Blob(UserDefinedType[bytes]):
@@ -81,20 +103,17 @@ TEXTS = Table(
 )
 DOCUMENTS = _checked_table(
     "documents",
-    _text("collection"),
-    _text("id"),
-    _text("version"),
-    key="collection id",
-    checked="collection id version",
+    *(_text(name) for name in (*DocumentName._fields, "version")),
+    key="collection id namespace",
+    checked="collection id namespace version",
 )
 """Documents, each by its id in a collection. `version`: "" where nobody named one."""
 DOCUMENT_TEXTS = _checked_table(
     "document_texts",
-    _text("collection"),
-    _text("id"),
+    *(_text(name) for name in DocumentName._fields),
     _blob("key"),
-    key="collection id key",
-    checked="collection id key",
+    key="collection id namespace key",
+    checked="collection id namespace key",
 )
 """The owners of each text."""
 Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)

@@ -12,7 +12,8 @@ from contextlib import closing
 from itertools import chain
 from typing import Any, TypeVar
 
-from ragblend.catalog.registry import ChunkRegistry, DocumentName, open_registry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.schema import DocumentName
 from ragblend.corpus.schema import OrphanedTexts, PendingDeletion, text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.base import record_entry
@@ -142,7 +143,7 @@ def keys_to_delete(
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}
     if texts and everywhere:
-        namespace, joint = getattr(engine, "namespace", ""), engine.renderer.separator_ids
+        namespace, joint = engine.namespace, engine.renderer.separator_ids
         text_of = {engine.renderer.chunk_ids(text): text for text in texts}
         _record_earlier_entries(engine, registry)
         for ids, text in text_of.items():
@@ -234,13 +235,14 @@ def replace_documents(
     texts_of: Mapping[DocumentName, Collection[str]], engine: Engine, registry: ChunkRegistry
 ) -> tuple[int, str]:
     """Release the texts that these documents, by their registered names, had besides those given here, and delete the
-    KV of texts that no document has any more. What `delete_texts_kv` returns.
+    KV of texts that no document of the engine's namespace has any more. What `delete_texts_kv` returns.
     """
     gone = registry.preview_release(texts_of)
 
     def unregister() -> None:
         for name, texts in texts_of.items():
             registry.release(registry.texts_of(name).difference(map(str.strip, texts)), name)
+        registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in gone)  # others' texts stay
 
     removed = delete_texts_kv(gone, engine, registry, unregister)
     if gone:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragblend.catalog.database import drop_catalog
-from ragblend.catalog.registry import DocumentName, open_registry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.schema import DocumentName
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import (
     CALIBRATIONS_DIR,
@@ -117,7 +118,11 @@ def verify_store(
 
 def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport) -> None:
     """Count the entries that no chunk needs and the chunks without KV, and list the outdated similar variants."""
-    used = _load_live_chunks(index)
+    try:
+        with open_registry(disk) as registry:
+            used = _load_live_chunks(index, registry)
+    except CorruptError:  # which is in the report already
+        return
     if used is None:
         return
     found = _EntrySummary()
@@ -272,9 +277,10 @@ def collect_garbage(
 ) -> GcReport:
     """Remove leftovers and damaged files; with `index` also entries that it does not use; then KV beyond `max_bytes`.
 
-    Unused are, for every model and prefix: KV of chunks that no document has and KV computed after such a chunk, their
-    registered texts, and the pins of documents that are not indexed. Documents may be ingested during the run; their
-    entries are kept. Raises RagblendError if the index's tokenizer cannot be loaded.
+    Unused are, for every model and prefix: KV of chunks that no document has (of the index, of a framework's store or
+    of a server) and KV computed after such a chunk, their registered texts, and the pins of documents that are not
+    indexed. Documents may be ingested during the run; their entries are kept. Raises RagblendError if the index's
+    tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if index is None:
@@ -283,21 +289,22 @@ def collect_garbage(
             _unrecord_missing(disk)
         return GcReport(*result)
     with open_index(index) as opened, open_registry(disk) as registry:
-        used = _load_live_chunks(opened)
+        used = _load_live_chunks(opened, registry)
         if used is None:
             raise RagblendError(
                 f"the tokenizer that {index} was made with cannot be loaded, so orphans cannot be told; "
                 "run ragblend gc without --orphans, or make the model available"
             )
-        kept = {text.strip() for _, text in opened.texts()}
+        kept = {text.strip() for _, text in opened.texts()}.union(registry.texts_of_documents())
         if dry_run:
             unwanted = set(_find_orphans(disk.headers(), used))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             texts = tuple(text for text in registry.texts() if text not in kept)
             return GcReport(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
-        orphans, freed_bytes = _drop_orphans(disk, opened, used)
-        with opened.write_transaction():
+        orphans, freed_bytes = _drop_orphans(disk, opened, registry, used)
+        with opened.write_transaction(), registry.block_additions():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
+            kept.update(registry.texts_of_documents(), registry.texts_after(used.last_text))
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
             registry.remove_ids_without_text()
@@ -312,14 +319,16 @@ def collect_garbage(
     return GcReport(*result, texts, pins)
 
 
-def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _LiveChunks) -> tuple[list[str], int]:
+def _drop_orphans(
+    disk: DiskStore, index: ChunkIndex, registry: ChunkRegistry, used: _LiveChunks
+) -> tuple[list[str], int]:
     """Delete the entries that no chunk in use needs. Return their keys and the freed bytes."""
     dropped, freed_bytes = list[str](), 0
     pending = list(_find_orphans(disk.headers(), used))
     while pending:
-        with index.write_transaction():  # chunks indexed from here on find their KV, or prefill it
-            if fresh := index.texts_since(used.generation):
-                used = used.add_texts(fresh, index.manifest.generation)
+        with index.write_transaction(), registry.block_additions():  # chunks added later find their KV, or prefill it
+            if fresh := [*index.texts_since(used.generation), *registry.texts_after(used.last_text)]:
+                used = used.add_texts(fresh, index.manifest.generation, registry.last_number())
                 pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
             freed_bytes += disk.delete_many(batch)
@@ -430,23 +439,27 @@ def push_store(
 
 
 class _LiveChunks(NamedTuple):
-    """Id sequences of the chunks indexed at `generation`, and the ids between two chunks of a prompt."""
+    """Id sequences of the chunks that were indexed at `generation` or belong to a document, and the ids between two
+    chunks of a prompt."""
 
     ids: set[tuple[int, ...]]
     joint: tuple[int, ...]
     generation: int
+    last_text: int  # the number of the registry's last text
     renderer: Renderer
 
-    def add_texts(self, texts: Iterable[str], generation: int) -> _LiveChunks:
-        """Return these chunks and those of `texts`, which were indexed later."""
-        return self._replace(ids=self.ids.union(map(self.renderer.chunk_ids, texts)), generation=generation)
+    def add_texts(self, texts: Iterable[str], generation: int, last_text: int) -> _LiveChunks:
+        """Return these chunks and those of `texts`, which were added later."""
+        ids = self.ids.union(map(self.renderer.chunk_ids, texts))
+        return self._replace(ids=ids, generation=generation, last_text=last_text)
 
 
-def _load_live_chunks(index: ChunkIndex) -> _LiveChunks | None:
+def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks | None:
     """Return the chunks in use, as ids of the index's tokenizer; None if the tokenizer cannot be loaded."""
     from ragblend.engine.transformers.model import load_tokenizer
 
-    made = index.manifest  # read before the texts, so that texts indexed meanwhile have a later generation
+    # Read before the texts, so that those of another process have a later generation and number.
+    made, last_text = index.manifest, registry.last_number()
     try:
         tokenizer, _ = load_tokenizer(made.tokenizer)
     except RagblendError:
@@ -454,5 +467,7 @@ def _load_live_chunks(index: ChunkIndex) -> _LiveChunks | None:
     renderer = Renderer(tokenizer)
     if renderer.fingerprint != made.tokenizer_fingerprint:
         return None
-    ids = {renderer.chunk_ids(text) for _, text in index.texts()}
-    return _LiveChunks(ids, renderer.separator_ids, made.generation, renderer)
+    texts = {text for _, text in index.texts()}.union(registry.texts_of_documents())
+    return _LiveChunks(
+        set(map(renderer.chunk_ids, texts)), renderer.separator_ids, made.generation, last_text, renderer
+    )

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ragblend import open_index
-from ragblend.catalog.registry import ChunkRegistry, DocumentName, SimilarVariant, open_registry
+from ragblend.catalog.registry import ChunkRegistry, SimilarVariant, open_registry
+from ragblend.catalog.schema import DocumentName
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
@@ -63,6 +64,19 @@ def test_a_text_that_two_documents_release_together_is_previewed(registry: Chunk
     registry.add([LONG], SECOND)
     assert registry.preview_release({FIRST: []}) == []
     assert registry.preview_release({FIRST: [], SECOND: []}) == [LONG]
+
+
+def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(registry: ChunkRegistry) -> None:
+    mine, other = DocumentName("notes", "1", "mine"), DocumentName("notes", "1", "other")
+    for name in (mine, other):
+        registry.add([LONG, "short"], name)
+        registry.add_ids([(LONG, range(9)), ("short", range(8))], "t", name.namespace)
+    registry.add(["short"], DocumentName("index:1"))
+    assert registry.preview_release({mine: []}) == [LONG], "whose KV in this namespace is deleted; an index has all"
+    assert registry.release([LONG, "short"], mine) == []
+    assert registry.texts_of(other) == {LONG, "short"}
+    assert [registry.has_ids(LONG, "t", namespace) for namespace in ("mine", "other")] == [False, True]
+    assert registry.has_ids("short", "t", "mine")
 
 
 def test_lone_surrogates_are_skipped_not_fatal(registry: ChunkRegistry) -> None:
@@ -220,7 +234,7 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry, ChunkRegistry(tmp_path / CATALOG_FILE) as other:
         assert list(registry.texts()) == [BASALT, SLATE, CHALK]
         assert other.documents() == {
-            DocumentName("@tenant/notes", "1"): 1,
+            DocumentName("notes", "1", "tenant"): 1,
             DocumentName("index:1f"): 2,
             DocumentName("langchain", "a/b"): 1,
         }

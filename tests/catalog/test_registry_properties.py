@@ -8,7 +8,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis.strategies import lists, sampled_from, tuples
 
-from ragblend.catalog.registry import ChunkRegistry, DocumentName
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import DocumentName
 from ragblend.files.store_folder import CATALOG_FILE
 
 TEXTS = [f"text {number}" for number in range(6)]

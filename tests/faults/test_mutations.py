@@ -26,7 +26,8 @@ from commands import run_command
 from places import text_about
 
 from ragblend import Prompt, load_engine
-from ragblend.catalog.registry import UNNAMED, open_registry
+from ragblend.catalog.registry import open_registry
+from ragblend.catalog.schema import DocumentName
 from ragblend.corpus.checked_database import remove_database
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
@@ -141,7 +142,7 @@ def told(work: Path) -> dict[str, Any]:
             "vectors": vectors,
             "texts": sorted(registry.texts()),
             "stored": registry.stored(),
-            "held": sorted(registry.texts_of(UNNAMED)),
+            "held": sorted(registry.texts_of(DocumentName())),
             "token ids": sorted(tuple(ids) for _, ids in registry.ids_after(0, demo_tokenizer(), "")),
         }
 
