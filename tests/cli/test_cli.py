@@ -18,15 +18,17 @@ from pathlib import Path
 
 import pytest
 from commands import INGEST, PLACE, CommandRunner, ingest_sample
+from langchain_core.documents import Document
 from servers import RedisServer, running_redis
 
-from ragblend import __version__
+from ragblend import __version__, load_engine
 from ragblend.cli import app as cli
 from ragblend.cli.options import parse_workers
 from ragblend.cli.session import terminal_log
 from ragblend.corpus.checked_database import remove_database
 from ragblend.demo import WEIGHTS
 from ragblend.errors import UsageError
+from ragblend.precompute import precompute_documents
 
 MODES = ("full", "prefix", "reuse", "blend")
 SHORT = ("-k", "4", "--max-tokens", "8")
@@ -462,6 +464,28 @@ def test_remove_pin_and_unpin_take_a_file_a_folder_or_a_record(docs, run, name, 
     assert (stats["num_stored_chunks"], stats["pinned"]) == (len(left), [])
 
 
+def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
+    place = ("--store", str(tmp_path / "added"))
+    with load_engine("demo", place[1]) as engine:
+        texts = {"1": "Alice Kern works for Nexon.", "2": "Bob Stahl lives in Wesstad."}
+        documents = [Document(text, id=name) for name, text in texts.items()]
+        precompute_documents(documents, engine, collection="people")
+        precompute_documents(documents[:1], engine, collection="staff")
+    facts = run.facts("stats", *place)
+    assert facts["collections"] == {
+        "people": {"num_documents": 2, "num_chunks": 2},
+        "staff": {"num_documents": 1, "num_chunks": 1},
+    }
+    assert (facts["num_documents"], facts["embedder"], facts["num_stored_chunks"]) == (0, None, 2)
+    assert "collection people: 2 documents, 2 chunks" in run("stats", *place)[1]
+    explained = run.facts("explain", "Where does Bob Stahl live?", "-k", "2", "--max-tokens", "2", *place)
+    assert {each["source"] for each in explained["sources"]} == {"people/1", "people/2"}
+    assert run("remove", "1", *place)[0] == 2, "two collections have it"
+    assert run.facts("remove", "staff/1", *place)["num_kv"] == 0
+    assert run.facts("remove", "people", *place)["num_kv"] == 2
+    assert run("stats", *place)[0] == 3
+
+
 def test_gc_of_orphans_says_what_it_takes(docs, run):
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     remove_database(docs.parent / "s")
@@ -601,7 +625,16 @@ def test_version(run):
 
 
 def test_import_ragblend_loads_nothing_heavy():
-    heavy = ["torch", "transformers", "langchain_core", "llama_index", "vllm", "faiss", "sentence_transformers"]
+    heavy = [
+        "torch",
+        "transformers",
+        "langchain_core",
+        "llama_index",
+        "vllm",
+        "faiss",
+        "sentence_transformers",
+        "sqlalchemy",
+    ]
     script = f"import sys, ragblend, ragblend.cli.app; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
