@@ -11,7 +11,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -108,7 +108,7 @@ class Catalog:
     def _locked(self) -> Iterator[Connection]:
         """Hold the lock; yield the connection."""
         with self._lock, wrap_sqlite_errors(self.path or Path(), fix_hint(self.path)), _dbapi_errors():
-            if self._connection is None:
+            if self._connection is None or self._connection.invalidated:  # by an interruption
                 self._connection = _open(self.path)
                 self._num_openings += 1
             yield self._connection
@@ -126,8 +126,9 @@ class Catalog:
                 yield connection
                 connection.exec_driver_sql("COMMIT")
             except BaseException:
-                if _sqlite(connection).in_transaction:
-                    connection.exec_driver_sql("ROLLBACK")
+                if not connection.invalidated and _sqlite(connection).in_transaction:
+                    with suppress(DBAPIError):
+                        connection.exec_driver_sql("ROLLBACK")
                 raise
             finally:
                 self._is_writing = False
@@ -214,7 +215,8 @@ def _open(path: Path | None) -> Connection:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise to_write_error(error, path) from error
-    is_kept = path is not None and (os.access(path.parent, os.W_OK) or path.exists())
+    is_writable = folder is not None and os.access(folder, os.W_OK)
+    is_kept = path is not None and (is_writable or path.exists())
     if is_kept and path is not None:
         _create_private(path)
     token = _PATH.set(path if is_kept else None)
@@ -224,7 +226,7 @@ def _open(path: Path | None) -> Connection:
         _PATH.reset(token)
     try:
         _check_schema(connection, path)
-        if folder is not None:
+        if folder is not None and (is_writable or not is_kept):
             read_former_files(folder, connection, is_kept=is_kept)
     except BaseException:
         connection.close()

@@ -43,7 +43,7 @@ from ragblend.catalog.schema import (
     with_checksum,
 )
 from ragblend.errors import is_unicode
-from ragblend.files.store_folder import CATALOG_FILE
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE
 
 
 class SimilarVariant(NamedTuple):
@@ -525,6 +525,16 @@ def store_folders(store: Any) -> list[Path]:
     """Return the local folders in which a KVStore stores its files."""
     roots = (getattr(tier, "root", None) for tier in getattr(store, "tiers", (store,)))
     return [root for root in roots if isinstance(root, Path)]
+
+
+def has_registry(root: Path) -> bool:
+    """Return True if a store's folder has a registry, be it one of an earlier version."""
+    return any((root / name).exists() for name in (CATALOG_FILE, FORMER_REGISTRY_FILE))
+
+
+def read_registry(store: Any) -> ChunkRegistry:
+    """Return the registry of a KVStore that may have none: then an empty one in memory, and no file is created."""
+    return open_registry(store) if all(map(has_registry, store_folders(store))) else ChunkRegistry()
 
 
 def open_registry(store: Any) -> ChunkRegistry:

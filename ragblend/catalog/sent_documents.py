@@ -100,11 +100,12 @@ class DocumentTable(Catalog):
                 return []
             is_next = (_ROW.body.is_not(None), _ROW.namespace == owner.namespace, _ROW.collection == owner.collection)
             query = select(*columns).where(*is_next).order_by(_ROW.number).limit(limit)
-            for *values, body in connection.execute(query):
-                max_chars -= len(body)
-                if found and max_chars < 0:
-                    break
-                found.append(WaitingDocument._make([*values, json.loads(body)]))
+            with connection.execute(query) as rows:
+                for *values, body in rows:
+                    max_chars -= len(body)
+                    if found and max_chars < 0:
+                        break
+                    found.append(WaitingDocument._make([*values, json.loads(body)]))
         return found
 
     def finish(self, document: WaitingDocument, counts: StoredCounts, reason: str, *, is_stored: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragblend.catalog.database import drop_catalog
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.registry import ChunkRegistry, has_registry, open_registry, read_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import (
@@ -119,7 +119,7 @@ def verify_store(
 def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport) -> None:
     """Count the entries that no chunk needs and the chunks without KV, and list the outdated similar variants."""
     try:
-        with open_registry(disk) as registry:
+        with read_registry(disk) as registry:
             used = _load_live_chunks(index, registry)
     except CorruptError:  # which is in the report already
         return
@@ -133,9 +133,8 @@ def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport
 
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
     """Check the registry of texts, and that the entries exist that it records as stored."""
-    path = disk.root / CATALOG_FILE
     try:
-        if not path.exists():
+        if not has_registry(disk.root):
             if next(disk.keys(), None) is not None:
                 report.damaged_files[CATALOG_FILE] = "it is missing, so no stored chunk is found in prompts"
             return
@@ -338,7 +337,7 @@ def _drop_orphans(
 
 def _unrecord_missing(disk: DiskStore) -> None:
     """Remove missing entries from the registry's record. Comes last: a killed `gc` reports them as missing."""
-    if (disk.root / CATALOG_FILE).exists():
+    if has_registry(disk.root):
         with open_registry(disk) as registry:
             if gone := [key for key in registry.stored() if not disk.has_file(key)]:
                 registry.remove_stored(gone)
