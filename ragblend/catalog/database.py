@@ -53,7 +53,7 @@ class Catalog:
         self._lock = threading.RLock()
         self._connection: Connection | None = None
         self._is_writing = False
-        self._num_openings = 0
+        self._num_changes = 0  # those that this object's classes count: data_version leaves out its own commits
         _OPEN_CATALOGS.add(self)
         with self._locked():  # fail here rather than at the first prompt
             pass
@@ -64,6 +64,12 @@ class Catalog:
             if self._connection is not None and self.path is not None:
                 self._connection.close()
                 self._connection = None
+
+    def version(self) -> tuple[int, int]:
+        """Return a value that changes with every change that another process or object makes, and with each of this
+        one's to token ids."""
+        with self._locked() as connection:
+            return int(connection.exec_driver_sql("PRAGMA data_version").scalar_one()), self._num_changes
 
     def truncate_log(self) -> None:
         """Remove deleted rows from the file's write-ahead log, where they remain until other processes have stopped
@@ -106,12 +112,17 @@ class Catalog:
 
     @contextmanager
     def _locked(self) -> Iterator[Connection]:
-        """Hold the lock; yield the connection."""
-        with self._lock, wrap_sqlite_errors(self.path or Path(), fix_hint(self.path)), _dbapi_errors():
-            if self._connection is None or self._connection.invalidated:  # by an interruption
-                self._connection = _open(self.path)
-                self._num_openings += 1
-            yield self._connection
+        """Hold the lock; yield the connection. The database's own errors are raised in place of SQLAlchemy's."""
+        with self._lock, wrap_sqlite_errors(self.path or Path(), fix_hint(self.path)):
+            try:
+                if self._connection is None or self._connection.invalidated:  # by an interruption
+                    self._connection = _open(self.path)
+                    self._num_changes += 1  # data_version counts from the beginning
+                yield self._connection
+            except DBAPIError as error:
+                if isinstance(error.orig, sqlite3.Error):
+                    raise error.orig from error
+                raise
 
     @contextmanager
     def _transaction(self, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[Connection]:
@@ -136,10 +147,6 @@ class Catalog:
     def _write(self) -> AbstractContextManager[Connection]:
         """Hold the lock in a transaction, which excludes other processes; yield the connection."""
         return self._transaction("IMMEDIATE")
-
-    def _data_version(self) -> int:
-        """Return a number that changes with every commit of another connection, while this one stays open."""
-        return int(_sqlite(self._connection).execute("PRAGMA data_version").fetchone()[0])
 
     def _damaged_rows(self) -> dict[str, list[tuple[Any, ...]]]:
         """Return the primary keys of the rows that are not what was written, by what they are."""
@@ -191,17 +198,6 @@ def _connect() -> sqlite3.Connection:
 def _sqlite(connection: Connection | None) -> sqlite3.Connection:
     assert connection is not None
     return cast("sqlite3.Connection", connection.connection.dbapi_connection)
-
-
-@contextmanager
-def _dbapi_errors() -> Iterator[None]:
-    """Raise the database's own errors in place of SQLAlchemy's."""
-    try:
-        yield
-    except DBAPIError as error:
-        if isinstance(error.orig, sqlite3.Error):
-            raise error.orig from error
-        raise
 
 
 def _open(path: Path | None) -> Connection:

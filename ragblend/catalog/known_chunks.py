@@ -68,7 +68,7 @@ class KnownChunks:
 
     def _update(self) -> None:
         """Bring the index to the state of the registry."""
-        version = self._registry.ids_version()
+        version = self._registry.version()
         if version == self._version:
             return
         self._cached_ids.cache_clear()  # of removed chunks the index finds no ids, and so no run

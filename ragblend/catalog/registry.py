@@ -120,10 +120,6 @@ _SET_VARIANT_STORED = update(VARIANTS).where(*_of(VARIANTS, "entry")).values(is_
 class ChunkRegistry(Catalog):
     """Texts of ingested chunks, in the catalogue `path`, or in memory if it is None. See `Catalog`."""
 
-    def __init__(self, path: str | Path | None = None) -> None:
-        self._num_id_changes = 0  # by this object, whose connection does not count its own commits
-        super().__init__(path)
-
     # --- what it holds ---
 
     def texts(self) -> Iterator[str]:
@@ -258,7 +254,7 @@ class ChunkRegistry(Catalog):
             if elsewhere:
                 values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
                 connection.execute(delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "namespace", "key")), values)
-                self._num_id_changes += 1
+                self._num_changes += 1
         return gone
 
     def remove(self, texts: Iterable[str]) -> int:
@@ -271,7 +267,7 @@ class ChunkRegistry(Catalog):
             num_removed = len(existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
             for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
                 connection.execute(delete(table).where(*_of(table, "key")), keys)
-            self._num_id_changes += 1
+            self._num_changes += 1
             return num_removed
 
     @contextmanager
@@ -307,7 +303,7 @@ class ChunkRegistry(Catalog):
                     if new:
                         connection.execute(_DELETE_IDS, [{**owner, "b_key": key} for key in new])
                     _insert(connection, TOKEN_IDS, (with_checksum(TOKEN_IDS, **owner, key=k, ids=rows[k]) for k in new))
-                    self._num_id_changes += 1
+                    self._num_changes += 1
 
     def remove_ids(self, text: str, tokenizer: str, namespace: str) -> None:
         """Delete the token ids of a text."""
@@ -315,19 +311,13 @@ class ChunkRegistry(Catalog):
             owner = {"tokenizer": tokenizer, "namespace": namespace}
             with self._write() as connection:
                 connection.execute(_DELETE_IDS, {**owner, "b_key": text_key(text.strip())})
-                self._num_id_changes += 1
+                self._num_changes += 1
 
     def remove_ids_without_text(self) -> None:
         """Delete the token ids of chunks that prompts named and no document has added."""
         with self._write() as connection:
             connection.execute(delete(TOKEN_IDS).where(TOKEN_IDS.c.key.not_in(select(TEXTS.c.key))))
-            self._num_id_changes += 1
-
-    def ids_version(self) -> tuple[int, int]:
-        """Return a value that changes with every change of the token ids, by whichever process."""
-        with self._locked():
-            # The first number counts the commits of other connections, and only as long as this one is open.
-            return self._data_version(), self._num_id_changes + self._num_openings
+            self._num_changes += 1
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
         """Return the number and the token ids of each text added after the one of `number`, from intact rows."""
