@@ -24,7 +24,6 @@ from sqlalchemy.exc import DBAPIError
 from ragblend.catalog.former import read_former_files
 from ragblend.catalog.schema import (
     CHECKED_TABLES,
-    DOCUMENTS,
     ENTRY_CHUNKS,
     META,
     METADATA,
@@ -243,7 +242,7 @@ def _check_schema(connection: Connection, path: Path | None) -> None:
         connection.exec_driver_sql("COMMIT")
         schema = _read_schema(connection)
     tables = {name for kind, name, _ in schema if kind == "table"}
-    if tables.isdisjoint(METADATA.tables.keys() - {DOCUMENTS.name}):  # an index has documents, too
+    if tables.isdisjoint(METADATA.tables):
         raise StoreMismatchError(
             f"{path} is not a catalogue (it holds the tables {', '.join(sorted(tables))}); "
             "choose another folder for the store: `store='OTHER_DIR'`"

@@ -18,17 +18,18 @@ from sqlalchemy import Connection, Table, select
 
 from ragblend.catalog.schema import (
     DOCUMENT_TEXTS,
-    DOCUMENTS,
     ENTRY_CHUNKS,
     SENT_DOCUMENTS,
     STORED_ENTRIES,
     TEXTS,
     TOKEN_IDS,
     VARIANTS,
+    VERSIONS,
     DocumentName,
     text_key,
     with_checksum,
 )
+from ragblend.errors import RagblendError
 from ragblend.files.directory import remove_file
 from ragblend.files.sqlite import connect, row_checksum, transaction, wrap_sqlite_errors
 from ragblend.files.store_folder import FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
@@ -47,17 +48,21 @@ def read_former_files(folder: Path, connection: Connection, *, is_kept: bool) ->
     """
     for name, copy in ((FORMER_REGISTRY_FILE, _copy_registry), (FORMER_SERVER_FILE, _copy_sent_documents)):
         path = folder / name
-        if path.exists():
-            fix = f"Delete it and ingest the documents again: stored KV is found, not recomputed. {_OR_REPAIR}{folder}"
-            with wrap_sqlite_errors(path, fix):
-                with closing(connect(path, fix)) as former:
-                    with transaction(former, "IMMEDIATE" if is_kept else "DEFERRED"), _transaction(connection):
-                        what = copy(former, connection)
-                    if is_kept:
-                        former.execute("PRAGMA journal_mode = DELETE").fetchall()
-                if is_kept:
-                    remove_file(path)
-            log.warning("%s was written by an earlier version: its %s are in the catalogue now", path, what)
+        if not path.exists():
+            continue
+        fix = f"Delete it and ingest the documents again: stored KV is found, not recomputed. {_OR_REPAIR}{folder}"
+        try:
+            with wrap_sqlite_errors(path, fix), closing(connect(path, fix)) as former:
+                with transaction(former, "IMMEDIATE" if is_kept else "DEFERRED"), _transaction(connection):
+                    what = copy(former, connection)
+        except RagblendError:
+            if path.exists():
+                raise
+            continue  # another process has read it in
+        if is_kept:
+            for suffix in ("-wal", "-shm", ""):
+                remove_file(Path(f"{path}{suffix}"))
+        log.warning("%s was written by an earlier version: its %s are in the catalogue now", path, what)
 
 
 @contextmanager
@@ -93,17 +98,12 @@ def _copy_registry(former: sqlite3.Connection, connection: Connection) -> str:
     ]
     num_damaged += former.execute("SELECT count(*) FROM registered_texts").fetchone()[0] - len(texts)
     _insert_missing(connection, TEXTS, ("key",), texts)
-    versions = {_split(name): version for name, version in rows("document_versions", "document, version", 2)}
+    versions = [
+        with_checksum(VERSIONS, **_split(name)._asdict(), version=version)
+        for name, version in rows("document_versions", "document, version", 2)
+    ]
+    _insert_missing(connection, VERSIONS, DocumentName._fields, versions)
     owners = [(_split(name), key) for name, key in rows("text_holders", "document, key", 2)]
-    _insert_missing(
-        connection,
-        DOCUMENTS,
-        DocumentName._fields,
-        [
-            with_checksum(DOCUMENTS, **name._asdict(), version=versions.get(name, ""))
-            for name in dict.fromkeys([*(name for name, _ in owners), *versions])
-        ],
-    )
     _insert_missing(
         connection,
         DOCUMENT_TEXTS,

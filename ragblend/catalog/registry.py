@@ -25,7 +25,6 @@ from sqlalchemy import Connection, Select, Table, bindparam, delete, func, inser
 from ragblend.catalog.database import Catalog
 from ragblend.catalog.schema import (
     DOCUMENT_TEXTS,
-    DOCUMENTS,
     ENTRY_CHUNKS,
     INDEX_MARK,
     STORED_ENTRIES,
@@ -33,6 +32,7 @@ from ragblend.catalog.schema import (
     TOKEN_IDS,
     UNNAMED,
     VARIANTS,
+    VERSIONS,
     DocumentName,
     batches,
     checked_columns,
@@ -96,7 +96,7 @@ _TEXTS_OF_DOCUMENTS = select(TEXTS.c.text).where(
 _DISOWN = delete(DOCUMENT_TEXTS).where(*_of(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
 _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentName._fields]
 _OWNERS_OF = select(*_OWNER_COLUMNS).where(*_of(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
-_DOCUMENT = _checked(DOCUMENTS, *_of(DOCUMENTS, *DocumentName._fields))
+_VERSION = _checked(VERSIONS, *_of(VERSIONS, *DocumentName._fields))
 _CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(*_of(ENTRY_CHUNKS, "entry"))
 _ENTRIES_OF = _checked(ENTRY_CHUNKS, *_of(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(ENTRY_CHUNKS.c.entry)
 _VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checked_columns(VARIANTS))
@@ -213,15 +213,15 @@ class ChunkRegistry(Catalog):
     def version_of(self, document: DocumentName) -> str:
         """Return the version of a document that `set_version` recorded; "" for none."""
         with self._locked() as connection:
-            row = connection.execute(_DOCUMENT, _parameters(document)).first()
+            row = connection.execute(_VERSION, _parameters(document)).first()
         return str(row.version) if row is not None and is_intact(row) else ""
 
     def set_version(self, document: DocumentName, version: str) -> None:
         """Record the version of a document; "" removes the record."""
         with self._write() as connection:
-            connection.execute(delete(DOCUMENTS).where(*_of(DOCUMENTS, *DocumentName._fields)), _parameters(document))
+            connection.execute(delete(VERSIONS).where(*_of(VERSIONS, *DocumentName._fields)), _parameters(document))
             if version:
-                _insert(connection, DOCUMENTS, [with_checksum(DOCUMENTS, **document._asdict(), version=version)])
+                _insert(connection, VERSIONS, [with_checksum(VERSIONS, **document._asdict(), version=version)])
 
     def preview_release(self, texts_of: Mapping[DocumentName, Iterable[str]]) -> list[str]:
         """Return the texts that no document of their namespace would have if each of these documents had the texts

@@ -101,13 +101,13 @@ TEXTS = Table(
     _text("text"),
     sqlite_autoincrement=True,
 )
-DOCUMENTS = _checked_table(
-    "documents",
+VERSIONS = _checked_table(
+    "document_versions",
     *(_text(name) for name in (*DocumentName._fields, "version")),
     key="collection id namespace",
     checked="collection id namespace version",
 )
-"""Documents, each by its id in a collection. `version`: "" where nobody named one."""
+"""The version that each document has, where its caller named one."""
 DOCUMENT_TEXTS = _checked_table(
     "document_texts",
     *(_text(name) for name in DocumentName._fields),
@@ -172,7 +172,7 @@ SENT_DOCUMENTS = Table(
 Index("sent_documents_waiting", SENT_DOCUMENTS.c.number, sqlite_where=SENT_DOCUMENTS.c.body.is_not(None))
 
 CHECKED_TABLES = {
-    "documents": DOCUMENTS,
+    "versions of documents": VERSIONS,
     "owners of texts": DOCUMENT_TEXTS,
     "stored entries": STORED_ENTRIES,
     "token ids of texts": TOKEN_IDS,
