@@ -52,9 +52,13 @@ def read_former_files(folder: Path, connection: Connection, *, is_kept: bool) ->
             continue
         fix = f"Delete it and ingest the documents again: stored KV is found, not recomputed. {_OR_REPAIR}{folder}"
         try:
-            with wrap_sqlite_errors(path, fix), closing(connect(path, fix)) as former:
-                with transaction(former, "IMMEDIATE" if is_kept else "DEFERRED"), _transaction(connection):
-                    what = copy(former, connection)
+            with (
+                wrap_sqlite_errors(path, fix),
+                closing(connect(path, fix)) as former,
+                transaction(former, "IMMEDIATE" if is_kept else "DEFERRED"),
+                _transaction(connection),
+            ):
+                what = copy(former, connection)
         except RagblendError:
             if path.exists():
                 raise
