@@ -222,7 +222,7 @@ def _open(path: Path | None) -> Connection:
     try:
         _check_schema(connection, path)
         if folder is not None and (is_writable or not is_kept):
-            read_former_files(folder, connection, is_kept=is_kept)
+            read_former_files(folder, _sqlite(connection), is_kept=is_kept)
     except BaseException:
         connection.close()
         raise
