@@ -22,6 +22,9 @@ from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.errors import UnsupportedModelError
 
 _RUNS_OF_SMALL_CALLS = 6
+_TF32_TOLERANCE = 1e-2
+"""Allowed error in float32 on a GPU, where vLLM's Triton attention multiplies in TF32, which keeps 10 bits: 0.0015 was
+measured on an H100. A wrong mask is off by ten times as much."""
 
 
 @torch.inference_mode()
@@ -39,11 +42,13 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
     needed = -(-total // layers.block_size)
     if num_blocks <= needed:  # block 0 is vLLM's null block
         raise UnsupportedModelError(f"{name} got {num_blocks} blocks of KV cache; its self-check needs {needed + 1}")
+    in_tf32 = layers.dtype == torch.float32 and layers.device.type == "cuda"
+    allowed = _TF32_TOLERANCE if in_tf32 else TOLERANCE[layers.dtype]
     for gate, error in _gates(layers, vocabulary, list(range(1, needed + 1)), total).items():
-        if not error <= TOLERANCE[layers.dtype]:  # NaN fails too
+        if not error <= allowed:  # NaN fails too
             raise UnsupportedModelError(
                 f"{name} in vLLM fails the exactness check of {gate}: relative error {error:.2g}, allowed "
-                f"{TOLERANCE[layers.dtype]:g}. Serve it without the ragblend connector"
+                f"{allowed:g}. Serve it without the ragblend connector"
             )
 
 

@@ -93,7 +93,8 @@ def running(settings: Settings, open_: Any = None, find: Any = retrieve) -> Iter
     thread.start()
     site = Site(f"http://127.0.0.1:{listening.getsockname()[1]}", desk, settings)
     try:
-        while site.state()["status"] == "loading":
+        # The model is there a moment before its loading has left the queue, in which the first question would wait.
+        while (state := site.state())["status"] == "loading" or state["now"] is not None:
             time.sleep(0.05)
         yield site
     finally:
