@@ -68,7 +68,8 @@ class Catalog:
         """Return a value that changes with every change that another process or object makes, and with each of this
         one's to token ids."""
         with self._locked() as connection:
-            return int(connection.exec_driver_sql("PRAGMA data_version").scalar_one()), self._num_changes
+            opened = cast("sqlite3.Connection", connection.connection.dbapi_connection)  # each prompt asks for this
+            return int(opened.execute("PRAGMA data_version").fetchone()[0]), self._num_changes
 
     def truncate_log(self) -> None:
         """Remove deleted rows from the file's write-ahead log, where they remain until other processes have stopped
