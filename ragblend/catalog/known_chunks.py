@@ -33,6 +33,8 @@ class KnownChunks:
         self._owner = (tokenizer, namespace)
         self._lock = threading.Lock()
         self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
+        self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text: registry.has_ids(text, tokenizer, namespace))
+        self._version_of_texts: tuple[int, int] | None = None
         self._clear()
 
     def add(self, chunks: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -44,7 +46,14 @@ class KnownChunks:
         self._registry.remove_ids(text, *self._owner)
 
     def __contains__(self, text: object) -> bool:
-        return isinstance(text, str) and self._registry.has_ids(text, *self._owner)
+        if not isinstance(text, str):
+            return False
+        with self._lock:
+            version = self._registry.version()
+            if version != self._version_of_texts:
+                self._has_text.cache_clear()
+                self._version_of_texts = version
+            return self._has_text(text)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the runs of chunks in a prompt, in its order; they do not overlap."""
