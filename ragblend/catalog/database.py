@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 from weakref import WeakSet
 
-from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, select
+from sqlalchemy import Connection, Engine, NullPool, Row, Select, create_engine, delete, select
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.former import read_former_files
@@ -123,6 +123,11 @@ class Catalog:
                 if isinstance(error.orig, sqlite3.Error):
                     raise error.orig from error
                 raise
+
+    def _rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
+        """Return the rows that a query finds."""
+        with self._locked() as connection:
+            return connection.execute(query, values).all()
 
     @contextmanager
     def _transaction(self, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[Connection]:

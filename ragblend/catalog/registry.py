@@ -100,18 +100,14 @@ _VERSION = _checked(VERSIONS, *_of(VERSIONS, *DocumentName._fields))
 _CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(*_of(ENTRY_CHUNKS, "entry"))
 _ENTRIES_OF = _checked(ENTRY_CHUNKS, *_of(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(ENTRY_CHUNKS.c.entry)
 _VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checked_columns(VARIANTS))
-_VARIANTS_AFTER = (
+_VARIANTS = (
     select(*_VARIANT_COLUMNS)
     .join(TEXTS, TEXTS.c.key == VARIANTS.c.key)
-    .where(VARIANTS.c.number > bindparam("number"), *_of(VARIANTS, "embedder"))
+    .where(*_of(VARIANTS, "embedder"))
     .order_by(VARIANTS.c.number)
 )
-_MISSING_VARIANTS = (
-    select(*_VARIANT_COLUMNS)
-    .join(TEXTS, TEXTS.c.key == VARIANTS.c.key)
-    .where(VARIANTS.c.is_stored == 0, *_of(VARIANTS, "embedder"))
-    .order_by(VARIANTS.c.number)
-)
+_VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
+_MISSING_VARIANTS = _VARIANTS.where(VARIANTS.c.is_stored == 0)
 _VARIANT = _checked(VARIANTS, *_of(VARIANTS, "entry", "embedder"))
 _COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(*_of(VARIANTS, "embedder"))
 _SET_VARIANT_STORED = update(VARIANTS).where(*_of(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
@@ -124,36 +120,29 @@ class ChunkRegistry(Catalog):
 
     def texts(self) -> Iterator[str]:
         """Return every text, stripped, in the order in which they were added."""
-        with self._locked() as connection:
-            return iter(connection.execute(select(TEXTS.c.text).order_by(TEXTS.c.number)).scalars().all())
+        return (row.text for row in self._rows(select(TEXTS.c.text).order_by(TEXTS.c.number)))
 
     def __len__(self) -> int:
-        with self._locked() as connection:
-            return connection.execute(select(func.count()).select_from(TEXTS)).scalar_one()
+        return int(self._rows(select(func.count()).select_from(TEXTS))[0][0])
 
     def __contains__(self, text: object) -> bool:
         return self._has_key(text_key(_normalize(text) if isinstance(text, str) else ""))
 
     def _has_key(self, key: bytes) -> bool:
-        with self._locked() as connection:
-            return connection.execute(_HAS_TEXT, {"b_key": key}).first() is not None
+        return bool(self._rows(_HAS_TEXT, b_key=key))
 
     def texts_of(self, document: DocumentName) -> set[str]:
         """Return the texts that belong to a document."""
-        with self._locked() as connection:
-            return {*connection.execute(_TEXTS_OF, _parameters(document)).scalars()}
+        return {row.text for row in self._rows(_TEXTS_OF, **_parameters(document))}
 
     def documents_of(self, text: str) -> list[DocumentName]:
         """Return the documents that have a text."""
-        with self._locked() as connection:
-            rows = connection.execute(_OWNERS_OF, {"b_key": text_key(_normalize(text))})
-            return [DocumentName(*row) for row in rows]
+        return [DocumentName(*row) for row in self._rows(_OWNERS_OF, b_key=text_key(_normalize(text)))]
 
     def documents(self) -> dict[DocumentName, int]:
         """Return the number of texts of each document that has some."""
         query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
-        with self._locked() as connection:
-            return {DocumentName(*name): count for *name, count in connection.execute(query)}
+        return {DocumentName(*row[:-1]): row[-1] for row in self._rows(query)}
 
     def count_collections(self) -> dict[str, dict[str, int]]:
         """Return the numbers of documents and chunks by collection, of all but indexes: what documents have that came
@@ -171,18 +160,15 @@ class ChunkRegistry(Catalog):
 
     def texts_of_documents(self) -> list[str]:
         """Return the texts of the documents that frameworks, or clients of a server, have added by an id."""
-        with self._locked() as connection:
-            return [*connection.execute(_TEXTS_OF_DOCUMENTS).scalars()]
+        return [row.text for row in self._rows(_TEXTS_OF_DOCUMENTS)]
 
     def last_number(self) -> int:
         """Return the number of the text that was added last, of those that are there; 0 for none."""
-        with self._locked() as connection:
-            return connection.execute(select(func.max(TEXTS.c.number))).scalar() or 0
+        return self._rows(select(func.max(TEXTS.c.number)))[0][0] or 0
 
     def texts_after(self, number: int) -> list[str]:
         """Return the texts that were added after the one of `number`."""
-        with self._locked() as connection:
-            return [*connection.execute(select(TEXTS.c.text).where(TEXTS.c.number > number)).scalars()]
+        return [row.text for row in self._rows(select(TEXTS.c.text).where(TEXTS.c.number > number))]
 
     # --- changing it: adding what is known writes nothing ---
 
@@ -212,9 +198,8 @@ class ChunkRegistry(Catalog):
 
     def version_of(self, document: DocumentName) -> str:
         """Return the version of a document that `set_version` recorded; "" for none."""
-        with self._locked() as connection:
-            row = connection.execute(_VERSION, _parameters(document)).first()
-        return str(row.version) if row is not None and is_intact(row) else ""
+        rows = self._rows(_VERSION, **_parameters(document))
+        return next((str(row.version) for row in rows if is_intact(row)), "")
 
     def set_version(self, document: DocumentName, version: str) -> None:
         """Record the version of a document; "" removes the record."""
@@ -321,28 +306,22 @@ class ChunkRegistry(Catalog):
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
         """Return the number and the token ids of each text added after the one of `number`, from intact rows."""
-        owner = {"number": number, "tokenizer": tokenizer, "namespace": namespace}
-        with self._locked() as connection:
-            rows = connection.execute(_IDS_AFTER, owner).all()
+        rows = self._rows(_IDS_AFTER, number=number, tokenizer=tokenizer, namespace=namespace)
         return [(row.number, np.frombuffer(row.ids, "<u4")) for row in rows if is_intact(row[1:])]
 
     def read_ids(self, number: int) -> NDArray[np.uint32] | None:
         """Return the token ids of the text of this number; None if it was deleted or its row is damaged."""
-        with self._locked() as connection:
-            row = connection.execute(_IDS_OF_NUMBER, {"b_number": number}).first()
-        return np.frombuffer(row.ids, "<u4") if row is not None and is_intact(row) else None
+        rows = self._rows(_IDS_OF_NUMBER, b_number=number)
+        return next((np.frombuffer(row.ids, "<u4") for row in rows if is_intact(row)), None)
 
     def count_ids(self, tokenizer: str, namespace: str) -> int:
         """Return the number of texts with token ids."""
-        with self._locked() as connection:
-            return connection.execute(_COUNT_IDS, {"tokenizer": tokenizer, "namespace": namespace}).scalar_one()
+        return int(self._rows(_COUNT_IDS, tokenizer=tokenizer, namespace=namespace)[0][0])
 
     def has_ids(self, text: str, tokenizer: str, namespace: str) -> bool:
         """Return True if an intact row has the token ids of this text."""
-        values = {"b_key": text_key(_normalize(text)), "tokenizer": tokenizer, "namespace": namespace}
-        with self._locked() as connection:
-            row = connection.execute(_IDS_OF_TEXT, values).first()
-        return row is not None and is_intact(row)
+        key = text_key(_normalize(text))
+        return any(map(is_intact, self._rows(_IDS_OF_TEXT, b_key=key, tokenizer=tokenizer, namespace=namespace)))
 
     # --- the stored entries ---
 
@@ -369,9 +348,8 @@ class ChunkRegistry(Catalog):
         """Return the key of every entry that was stored and not deleted since, with its model's fingerprint; intact
         rows only: a damaged key may name no file at all.
         """
-        with self._locked() as connection:
-            rows = connection.execute(_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
-            return {row.entry: row.fingerprint for row in rows if is_intact(row)}
+        rows = self._rows(_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
+        return {row.entry: row.fingerprint for row in rows if is_intact(row)}
 
     # --- which chunks an entry holds or was computed after ---
 
@@ -395,10 +373,8 @@ class ChunkRegistry(Catalog):
 
     def entries_of(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
         """Return for each chunk the entries that hold it, or were computed after it, from intact rows."""
-        with self._locked() as connection:
-            values = ({"b_ids_hash": _ids_hash(ids), "b_namespace": namespace} for ids in chunks)
-            found = (connection.execute(_ENTRIES_OF, each) for each in values)
-            return [[row.entry for row in rows if is_intact(row)] for rows in found]
+        found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
+        return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
     def remove_entries(self, entries: Iterable[str]) -> None:
         """Remove the records of entries that were deleted."""
@@ -408,8 +384,7 @@ class ChunkRegistry(Catalog):
     @property
     def has_all_entries(self) -> bool:
         """Return True if every entry in the store's folder is recorded, also those that an earlier version stored."""
-        with self._locked() as connection:
-            return connection.execute(_CHUNKS_OF_ENTRY, {"b_entry": ""}).first() is not None
+        return bool(self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
     def set_has_all_entries(self) -> None:
         """Record that every entry in the store's folder is recorded."""
@@ -423,38 +398,31 @@ class ChunkRegistry(Catalog):
 
         Variants up to `number` and damaged rows are left out.
         """
-        with self._locked() as connection:
-            rows = connection.execute(_VARIANTS_AFTER, {"number": number, "b_embedder": embedder}).all()
+        rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
         return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
 
     def count_variants(self, embedder: str) -> int:
         """Return the number of variants whose vectors this embedder made."""
-        with self._locked() as connection:
-            return connection.execute(_COUNT_VARIANTS, {"b_embedder": embedder}).scalar_one()
+        return int(self._rows(_COUNT_VARIANTS, b_embedder=embedder)[0][0])
 
     def missing_variants(self, embedder: str) -> list[SimilarVariant]:
         """Return the variants that are requested and not stored, from intact rows."""
-        with self._locked() as connection:
-            rows = connection.execute(_MISSING_VARIANTS, {"b_embedder": embedder}).all()
+        rows = self._rows(_MISSING_VARIANTS, b_embedder=embedder)
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
     def has_variant(self, entry: str, embedder: str) -> bool:
         """Return True if an intact row records the variant with a vector of this embedder."""
-        with self._locked() as connection:
-            row = connection.execute(_VARIANT, {"b_entry": entry, "b_embedder": embedder}).first()
-        return row is not None and is_intact(row)
+        return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
 
     def similar_entries(self) -> list[str]:
         """Return the keys of the entries of stored variants."""
         query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
-        with self._locked() as connection:
-            return [*connection.execute(query).scalars()]
+        return [row.entry for row in self._rows(query)]
 
     def has_similar_entries(self) -> bool:
         """Return True if a variant is stored."""
         query = select(VARIANTS.c.number).where(VARIANTS.c.is_stored != 0).limit(1)
-        with self._locked() as connection:
-            return connection.execute(query).first() is not None
+        return bool(self._rows(query))
 
     def record_similar(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
         """Record requested variants. They replace earlier records of the same entries."""

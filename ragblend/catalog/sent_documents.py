@@ -118,8 +118,7 @@ class DocumentTable(Catalog):
     def ids(self, namespace: str, collection: str) -> list[str]:
         """Return the ids of the documents of a collection."""
         query = select(_ROW.id).where(*_chosen(namespace, collection)).order_by(_ROW.number)
-        with self._locked() as connection:
-            return [*connection.execute(query).scalars()]
+        return [row.id for row in self._rows(query)]
 
     def begin_removal(self, namespace: str, collection: str, ids: Sequence[str]) -> None:
         """Record that documents are being removed: from now on they are neither waiting nor stored."""
@@ -147,8 +146,7 @@ class DocumentTable(Catalog):
         sums |= {column.name: func.sum(column) for column in _COUNTS}
         chosen = _chosen(namespace, collection, ingestion)
         query = select(_ROW.collection, *sums.values()).where(*chosen).group_by(_ROW.collection)
-        with self._locked() as connection:
-            return {row[0]: dict(zip(sums, row[1:], strict=True)) for row in connection.execute(query)}
+        return {row[0]: dict(zip(sums, row[1:], strict=True)) for row in self._rows(query)}
 
     def with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int
@@ -157,15 +155,13 @@ class DocumentTable(Catalog):
         chosen = (*_chosen(namespace, collection, ingestion), _ROW.reason != "")
         columns = (_ROW.collection, _ROW.id, _STATUS.label("status"), _ROW.reason)
         query = select(*columns).where(*chosen).order_by(_ROW.number).limit(limit)
-        with self._locked() as connection:
-            return [dict(row) for row in connection.execute(query).mappings()]
+        return [row._asdict() for row in self._rows(query)]
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
         """Return what is known of a document, and its `status`; None where there is none."""
         query = select(*_FACTS, _STATUS.label("status")).where(*_OF_DOCUMENT)
-        with self._locked() as connection:
-            row = connection.execute(query, _key(namespace, collection, document_id)).mappings().first()
-        return {**row, "metadata": json.loads(row["metadata"])} if row is not None else None
+        rows = self._rows(query, **_key(namespace, collection, document_id))
+        return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None
 
 
 _STATUSES = ("stored", "pending", "failed")
