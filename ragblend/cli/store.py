@@ -159,9 +159,9 @@ def verify(
         tier.close()
     if repair and report.has_problems:
         from ragblend.engine.store.disk import CONTEXT_FILE
-        from ragblend.operations.maintenance import drop_damaged_defaults, repair_store
+        from ragblend.operations.maintenance import drop_unreadable_files, repair_store
 
-        drop_damaged_defaults(report, settings.store)  # before an engine asks for them
+        drop_unreadable_files(report, settings.store)
 
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")

@@ -197,11 +197,22 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     return repaired.num_new_kv
 
 
-def drop_damaged_defaults(report: VerifyReport, store: str | Path) -> None:
-    """Drop what the store remembers of its latest ingestion where that is damaged."""
+def drop_unreadable_files(report: VerifyReport, store: str | Path) -> None:
+    """Drop what keeps an engine from opening the store: damaged defaults, and a catalogue that cannot be opened."""
     if DEFAULTS_FILE in report.damaged_files:
         DiskStore(store, create=False).delete_metadata(DEFAULTS_FILE)
         report.dropped.append(f"{DEFAULTS_FILE} is dropped: {_LOSS_MESSAGES[DEFAULTS_FILE]}")
+    if CATALOG_FILE in report.damaged_files:
+        disk = DiskStore(store, create=False)
+        try:
+            open_registry(disk).close()
+        except CorruptError:
+            _drop_catalog(report, disk)
+
+
+def _drop_catalog(report: VerifyReport, disk: DiskStore) -> None:
+    drop_catalog(disk.root)
+    report.dropped.append(f"{CATALOG_FILE} is dropped: {_LOSS_MESSAGES[CATALOG_FILE]}")
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
@@ -224,8 +235,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
                 report.unrepaired.append(reason)
                 continue
             if not is_sound:  # SQLite's own structure is damaged, so deleting rows does not repair it
-                drop_catalog(disk.root)
-                report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place]}")
+                _drop_catalog(report, disk)
             _record_stored(disk)
         elif place in still:
             disk.delete_metadata(place)
@@ -250,7 +260,7 @@ _LOSS_MESSAGES = {
     PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
     DEFAULTS_FILE: "say it again: ragblend ingest DOCS --model MODEL",
     CONTEXT_FILE: "chunks are looked for alone until it is said again: ragblend precompute --context ...",
-    CATALOG_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
+    CATALOG_FILE: "the index's texts are registered anew, those of frameworks and servers as they are added again",
 }
 
 
