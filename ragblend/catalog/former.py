@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
@@ -25,27 +26,30 @@ _SENT = (
     "namespace, collection, id, ingestion, version, stored_version, metadata, body, reason, num_chunks, num_tokens, "
     "num_known_kv, num_new_kv, new_kv_bytes"
 )
+_VARIANTS = "entry, key, embedder, vector, is_stored, checksum"
 _COPIES = {
-    FORMER_REGISTRY_FILE: {
-        "texts (key, text)": "key, text FROM registered_texts ORDER BY id",
-        "document_texts (collection, id, namespace, key, checksum)": (
+    FORMER_REGISTRY_FILE: (
+        ("texts (key, text)", "key, text FROM registered_texts ORDER BY id"),
+        (
+            "document_texts (collection, id, namespace, key, checksum)",
             f"{_OWNER}, key, row_checksum({_OWNER}, key) FROM text_holders "
-            "WHERE checksum IS row_checksum(document, key)"
+            "WHERE checksum IS row_checksum(document, key)",
         ),
-        "document_versions (collection, id, namespace, version, checksum)": (
+        (
+            "document_versions (collection, id, namespace, version, checksum)",
             f"{_OWNER}, version, row_checksum({_OWNER}, version) FROM document_versions "
-            "WHERE checksum IS row_checksum(document, version)"
+            "WHERE checksum IS row_checksum(document, version)",
         ),
-        "stored_entries (entry, fingerprint, checksum)": "key, fingerprint, checksum FROM stored_kv",
-        "entry_chunks (ids_hash, namespace, entry, checksum)": "* FROM chunk_entries",
-        "variants (entry, key, embedder, vector, is_stored, checksum)": (
-            "entry, key, embedder, vector, is_stored, checksum FROM similar_variants ORDER BY id"
+        ("stored_entries (entry, fingerprint, checksum)", "key, fingerprint, checksum FROM stored_kv"),
+        ("entry_chunks (ids_hash, namespace, entry, checksum)", "* FROM chunk_entries"),
+        (f"variants ({_VARIANTS})", f"{_VARIANTS} FROM similar_variants ORDER BY id"),
+        (f"variants ({_VARIANTS})", f"{_VARIANTS} FROM similar_versions ORDER BY entry"),  # of a yet earlier one
+        (
+            "token_ids (tokenizer, namespace, key, ids, checksum)",
+            "tokenizer, namespace, key, ids, checksum FROM chunk_token_ids ORDER BY id",
         ),
-        "token_ids (tokenizer, namespace, key, ids, checksum)": (
-            "tokenizer, namespace, key, ids, checksum FROM chunk_token_ids ORDER BY id"
-        ),
-    },
-    FORMER_SERVER_FILE: {f"sent_documents ({_SENT})": f"{_SENT} FROM documents ORDER BY number"},
+    ),
+    FORMER_SERVER_FILE: ((f"sent_documents ({_SENT})", f"{_SENT} FROM documents ORDER BY number"),),
 }
 """By file: the columns into which rows are read, and what is selected for them."""
 _NAME = re.compile(r"(?:@([^/]*)/)?(\w+\(.*?\)|[^/]*)/(.*)", re.DOTALL)
@@ -76,17 +80,17 @@ def read_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: 
         log.warning("%s was written by an earlier version: its %s are in the catalogue now", path, what)
 
 
-def _copy(former: sqlite3.Connection, connection: sqlite3.Connection, copies: dict[str, str]) -> int:
+def _copy(former: sqlite3.Connection, connection: sqlite3.Connection, copies: Sequence[tuple[str, str]]) -> int:
     """Copy the tables. Return the number of rows of the first."""
     former.create_function("name_part", 2, lambda document, part: _split(str(document))[part], deterministic=True)
     with transaction(former, "DEFERRED"), transaction(connection, "IMMEDIATE"):
         tables = {name for (name,) in former.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        for target, selected in copies.items():
+        for target, selected in copies:
             if selected.partition(" FROM ")[2].partition(" ")[0] in tables:
                 marks = ", ".join("?" * (target.count(",") + 1))
                 insert = f"INSERT OR IGNORE INTO {target} VALUES ({marks})"
                 connection.executemany(insert, former.execute(f"SELECT {selected}"))
-        table = next(iter(copies)).partition(" ")[0]
+        table = copies[0][0].partition(" ")[0]
         return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
 
