@@ -19,8 +19,8 @@ from typing import Any
 
 import typer
 
-from benchmarks.results import write_result
-from ragblend.cli.options import split_counts, split_names
+from benchmarks.results import split_counts, write_result
+from ragblend.cli.options import split_names
 from ragblend.cli.printing import print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import Generation
@@ -28,7 +28,7 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.hardware import card_lines, hardware_card
-from ragblend.lab.bench.common.output import Column, format_table, print_progress
+from ragblend.lab.bench.common.output import Column, format_table
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import engine_for, make_engine, make_prompts
 from ragblend.options import ModelOptions
@@ -163,7 +163,7 @@ def main(
         work = make_prompts(*lengths, max(counts), engine.layers.config.vocab_size, seed, 2 * num_chunks)
         for chunk in work.chunks:
             engine.precompute(chunk)
-        runs += measure(engine, work.prompts, counts, answer_tokens, repeats, print_progress)
+        runs += measure(engine, work.prompts, counts, answer_tokens, repeats, print_notice)
         engine.close()
     config = {
         "dtype": "float32", "num_chunks": num_chunks, "chunk_tokens": chunk_tokens, "question_tokens": question_tokens,

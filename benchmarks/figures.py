@@ -1,6 +1,6 @@
 """The CacheBlend paper's figure 12 (Yao et al., EuroSys 2025) on your model: quality over time to first token.
 
-    python -m benchmarks.figures --model MODEL --data musique --questions 40 --out FILE.json --plot FILE.png
+    python -m benchmarks.figures --model MODEL --data musique --num-questions 40 --out FILE.json --plot FILE.png
 
 It is `ragblend bench quality`, with its options, and with ways to ask that fuse nothing beside its modes and rules
 (`benchmarks.baselines`). Read `run_figure` first.
@@ -20,13 +20,14 @@ from typer import Option
 
 from benchmarks.baselines import BASELINES, Baseline, ask_baseline
 from ragblend.cli.lab.bench import config_from, options_of
-from ragblend.cli.lab.options import PlotOption
-from ragblend.cli.printing import print_line
+from ragblend.cli.options import PlotOption
+from ragblend.cli.printing import print_line, progress_bars
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.output import Echo, ProgressCallback, ignore_progress, run_benchmark
+from ragblend.lab.bench.common.output import Benchmark, Echo
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, score_tokens
@@ -59,13 +60,13 @@ class FigureConfig(QualityConfig):
                 raise UsageError(f"baseline is {baseline!r}; choose from {', '.join(BASELINES)}")
 
 
-def run_figure(config: FigureConfig, notify: ProgressCallback = ignore_progress) -> QualityResult:
+def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) -> QualityResult:
     """What `bench quality` finds, and a run for each baseline."""
 
     def also(base: TransformersEngine, prompt: Prompt, case: QaCase) -> dict[Configuration, QualityRecord]:
         return measure_baselines(base, prompt, case, config.baselines, config.answer_tokens)
 
-    return run_quality(config, notify, also)
+    return run_quality(config, on_progress, also)
 
 
 def measure_baselines(
@@ -85,9 +86,9 @@ def measure_baselines(
 
 def bench_figure(config: FigureConfig, plot: Path | None, out: Path | None, echo: Echo) -> dict[str, Any]:
     """Card and table to `echo`, a picture to `plot`, the JSON object to `out`; returns it."""
-    facts = run_benchmark(
-        config, run_figure, table_lines, echo, plot, lambda facts, path: plot_quality(facts, path, PANELS)
-    )
+    with progress_bars() as progress:
+        benchmark = Benchmark(run_figure, table_lines, lambda facts, path: plot_quality(facts, path, PANELS))
+        facts = benchmark.run(config, echo=echo, plot=plot, on_progress=progress)
     facts |= {"command": "benchmarks.figures", "figure": 12}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -26,11 +26,12 @@ from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.generation import GenerationStream
 from ragblend.engine.load import load_engine
-from ragblend.engine.report import Generation, Mode
+from ragblend.engine.report import Generation
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.intervals import wilson_interval
 from ragblend.lab.quality.data import find_data
+from ragblend.options import Mode
 from ragblend.prompt.types import Prompt
 
 NUM_ENTRIES, PASSAGE_CHARACTERS, ANSWER_TOKENS = 5, 400, 8

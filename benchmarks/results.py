@@ -1,4 +1,4 @@
-"""Write a benchmark's result as JSON."""
+"""Numbers in a benchmark's options, and its result as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from ragblend.cli.options import split_numbers
 from ragblend.cli.printing import print_json
+from ragblend.errors import UsageError
 from ragblend.lab.bench.common.hardware import hardware_card
 
 SCHEMA_VERSION = 1
@@ -22,3 +24,11 @@ def write_result(result: Mapping[str, Any], out: Path | None, device: torch.devi
         print_json(body)
     else:
         out.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def split_counts(text: str) -> list[int]:
+    """Return the whole numbers in a comma-separated option. Raises UsageError for other texts."""
+    numbers = split_numbers(text)
+    if any(number % 1 for number in numbers):
+        raise UsageError(f"{text!r} is not a list of whole numbers; write them like 3,6,9")
+    return [int(number) for number in numbers]

@@ -29,9 +29,10 @@ from benchmarks.results import write_result
 from ragblend import Prompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.decoding import Sampler
-from ragblend.engine.generation import EngineRequest, GenerationStream, PrefillResult, TokenConstraint
+from ragblend.engine.generation import EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.report import Generation
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.structured_outputs import TokenGuide
 from ragblend.lab.bench.common.hardware import card_lines, hardware_card
 
 SCHEMA: dict[str, Any] = {
@@ -143,7 +144,7 @@ def decoded(
     request: EngineRequest,
     prefilled: PrefillResult,
     tokens: Sequence[int],
-    guide: TokenConstraint | None,
+    guide: TokenGuide | None,
 ) -> tuple[float, float]:
     """Seconds to decode `tokens` behind a prompt one by one, each chosen as ever, and those of them in `guide`."""
     sampler, logits, in_guide_s = Sampler(request.options), prefilled.logits, 0.0

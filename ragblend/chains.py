@@ -1,7 +1,7 @@
 """LangChain retrieval over a ragblend index, and chains that name every retrieved document as a chunk.
 
-`create_blend_chain` takes any LangChain retriever: a chunk's KV is found by its tokens, not by where it was retrieved.
-Knows langchain-core, the index and `ragblend.llm`. Knows nothing about vector stores (see `ragblend.vectorstores`).
+`create_blend_chain` takes any LangChain retriever, because a chunk's KV is found by its tokens. Depends on
+langchain-core, the index and `ragblend.llm`, not on vector stores (see `ragblend.vectorstores`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from langchain.agents.middleware import AgentMiddleware, ModelRequest
 
 RetrieverLike = Runnable[str, list[Document]] | Callable[[str], list[Document]]
-"""A LangChain retriever, or anything else that turns a question into documents."""
+"""A LangChain retriever, or a function from a question to documents."""
 
 REPHRASE_PROMPT = ChatPromptTemplate.from_messages(
     [("system", REPHRASE), MessagesPlaceholder("chat_history"), ("human", "{input}")]
 )
-"""How `create_history_aware_blend_chain` asks for a question that stands alone."""
+"""Prompt of `create_history_aware_blend_chain` for a question that needs no earlier turn."""
 
 
 class BlendRetriever(BaseRetriever):
@@ -69,7 +69,7 @@ class BlendRetriever(BaseRetriever):
     order: Literal["score", "document"] = "score"
 
     def model_post_init(self, context: Any, /) -> None:
-        """Open the index when a folder was given."""
+        """Open the index if it is given as a folder."""
         super().model_post_init(context)
         if isinstance(self.index, str | Path):
             self.index = open_index(self.index)
@@ -106,13 +106,14 @@ def _document(hit: SearchHit) -> Document:
 def create_blend_chain(
     retriever: RetrieverLike, llm: Runnable[Any, Any], *, system: str | None = None
 ) -> Runnable[Any, dict[str, Any]]:
-    """Question -> documents -> answer; the prompt is the documents and the question, with blank lines between them.
+    """Return a chain question -> documents -> answer. The prompt is the documents and the question, with blank lines
+    between them.
 
-    Invoke it with a question or `{"input": question}`. The result holds `input`, `context` (the documents), `sources`
-    (their distinct sources), `citations` (of each document: file, pages and heading, such as `a.pdf, p. 12, "Leave"`),
-    `answer` and `report` (what was reused). Streaming yields the documents first, then the answer piece by piece, then
-    the report. `llm` is a ChatBlend or BlendLLM; any other chat model gets the same documents as plain text and no
-    report.
+    Invoke it with a question or `{"input": question}`. The result has `input`, `context` (the documents), `sources`
+    (their distinct sources), `citations` (file, pages and heading of each document, such as `a.pdf, p. 12, "Leave"`),
+    `answer` and `report` (a BlendReport as a dictionary). A stream yields the documents, then the answer piece by
+    piece, then the report. `llm` is a ChatBlend or BlendLLM; any other chat model is sent the same documents as plain
+    text, and there is no report.
     """
     return _chain(RunnableLambda(_as_input), "input", retriever, _chat(llm), system).with_config(run_name="blend_chain")
 
@@ -124,13 +125,14 @@ def create_history_aware_blend_chain(
     system: str | None = None,
     rephrase: Runnable[dict[str, Any], str] | Callable[[dict[str, Any]], str] | None = None,
 ) -> Runnable[Any, dict[str, Any]]:
-    """`create_blend_chain` for conversations: input `{"input": question, "chat_history": [messages]}`.
+    """Return `create_blend_chain` for conversations: input `{"input": question, "chat_history": [messages]}`.
 
-    With a history, `rephrase` turns both into the question to search for, which the result has as `search_query`; by
-    default the llm does it with REPHRASE_PROMPT. A model too small to rephrase wants `rephrase=lambda x: x["input"]`.
+    If there is a history, `rephrase` converts both to the question to search for, which the result has as
+    `search_query`. By default the llm does so with REPHRASE_PROMPT. For a model that is too small, pass
+    `rephrase=lambda x: x["input"]`.
     """
     chat = _chat(llm)
-    # A question on its own holds no chunk, so strictness would refuse it.
+    # A question alone has no chunk, so a strict model would reject it.
     alone = chat.bind(strict=False) if _is_blend_model(chat) else chat
     rewrite = _runnable(rephrase) if rephrase is not None else REPHRASE_PROMPT | alone | StrOutputParser()
     first = RunnableLambda(itemgetter("input"))
@@ -142,7 +144,7 @@ def create_history_aware_blend_chain(
 def _chain(
     asked: Runnable[Any, Any], query: str, retriever: RetrieverLike, chat: Runnable[Any, Any], system: str | None
 ) -> Runnable[Any, dict[str, Any]]:
-    """What is searched for, its field `query` -> the documents -> the message -> what the user sees of it."""
+    """Return the chain input -> documents -> message -> result. `query`: the field of `asked` to search for."""
     return (
         asked
         | RunnablePassthrough.assign(context=RunnableLambda(itemgetter(query)) | _runnable(retriever))
@@ -174,7 +176,7 @@ def _as_input(value: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(system: str | None, as_chunks: bool, given: Mapping[str, Any]) -> list[BaseMessage]:
-    """History, then one user message: the documents and the question."""
+    """Return the messages: system text, history, and one user message of the documents and the question."""
     documents, question = given["context"], given["input"]
     history = convert_to_messages(given.get("chat_history") or [])
     if as_chunks:
@@ -202,7 +204,7 @@ async def _aresults(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict
 
 
 def _result(chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the user sees of one step's output: the message becomes answer and report."""
+    """Yield the result of one step's output: a message becomes answer and report."""
     plain = {name: value for name, value in chunk.items() if name != "message"}
     if "context" in plain:
         sources = (str(document.metadata.get("source") or "") for document in plain["context"])
@@ -246,28 +248,26 @@ def create_long_document_chain(
     combine_prompt: str = COMBINE_PROMPT,
     no_answer: str = NO_ANSWER,
 ) -> Runnable[Any, dict[str, Any]]:
-    """A document longer than the context -> windows that overlap -> an answer from all of them.
+    """Return a chain that answers from a document longer than the context, by overlapping windows over it.
 
-    Invoke it with `{"input": question, "document": document}`, or with the document alone where an `instruction` takes
-    the question's place ("Summarize the document."). A document is a text, a LangChain Document or a list of either. It
-    is cut into chunks (of 256 tokens at most, and a quarter of a window; `chunk_tokens`), each of them prefilled once;
-    windows are whole chunks, as many as fit (`window_tokens`), and share a tenth with the one before
-    (`overlap_tokens`), so that no sentence loses its neighbours. What they share is reused, and so is everything the
-    next time that the document is asked about. `combine`:
+    Invoke it with `{"input": question, "document": document}`, or with the document alone if `instruction` replaces
+    the question ("Summarize the document."). A document is a text, a LangChain Document or a list of either. It is cut
+    into chunks of at most `chunk_tokens` (default: 256, or a quarter of a window), each prefilled once. A window has
+    `window_tokens` (default: as many as fit) in whole chunks and shares `overlap_tokens` (default: a tenth) with the
+    previous one. Shared chunks are reused, and a later question about the document reuses all of them. `combine`:
 
-    - "reduce": every window is asked, then the model makes one answer of theirs, in several rounds if they are many.
-    - "refine": the windows are asked in turn, each with the answer so far.
-    - "rerank": every window is asked; the answer is the one whose tokens the model was surest of.
+    - "reduce": the model answers every window, then combines the answers, in several rounds if they are many.
+    - "refine": the model answers the windows in turn, each with the answer so far.
+    - "rerank": the model answers every window; the result is the answer whose tokens have the highest probability.
 
-    Answers that contain `no_answer` are left out by "reduce" and "rerank"; where those that are left agree, there is
-    nothing to reduce; "" leaves none out. The prompts may be replaced; they know {input}, {no_answer}, and {answer} or
-    {answers}.
+    "reduce" and "rerank" omit answers that contain `no_answer`; "" omits none. If the other answers are equal, nothing
+    is combined. The prompts may have the fields {input}, {no_answer}, and {answer} or {answers}.
 
-    The result holds `input`, `answer`, `windows` (of each, in order: `source`, `start`, `last_source`, `end`, `answer`,
-    its `report`, and for "rerank" the `score`), `tokens` (in all: `num_chunk_tokens`, of them `num_prefilled_tokens`
-    that were not stored, `prompt_tokens`, `num_reused_tokens`, `num_recomputed_tokens`) and, if the last answer was
-    written from the others, its `report`. Streaming yields the windows first, then the answer; `batch` and the async
-    methods work as ever. `llm` is a ChatBlend or BlendLLM, bound or not: windows are counted in its own tokens.
+    The result has `input`, `answer`, `windows` (a dictionary each, in order: `source`, `start`, `last_source`, `end`,
+    `answer`, `report`, and with "rerank" `score`), `tokens` (sums: `num_chunk_tokens`, of which `num_prefilled_tokens`
+    were not stored, `prompt_tokens`, `num_reused_tokens`, `num_recomputed_tokens`) and, if the last answer was
+    combined from others, its `report`. A stream yields the windows, then the answer. `llm` is a ChatBlend or BlendLLM,
+    bound or not, whose tokenizer counts the windows. Raises UsageError for another llm or `combine`.
     """
     if combine not in ("reduce", "refine", "rerank"):
         raise UsageError(f"combine is {combine!r}; choose reduce, refine or rerank")
@@ -292,15 +292,15 @@ def blend_tool(
     name: str = "search_documents",
     description: str = "Search the documents. Returns the passages that may answer the question.",
 ) -> BaseTool:
-    """A retriever as a tool for `create_agent`. Its documents are the ToolMessage's artifact: those that are not stored
-    yet are stored for the next time. See `answer_with` for a model that cannot call tools itself."""
+    """Return a retriever as a tool for `create_agent`. The ToolMessage's artifact is its documents, whose missing KV is
+    stored in the background. See `answer_with` for a model that cannot call tools."""
     return create_retriever_tool(retriever, name, description, response_format="content_and_artifact")
 
 
 def answer_with(llm: ChatBlend | BlendLLM, tool: str | None = None) -> AgentMiddleware[Any, Any]:
-    """Middleware for `create_agent`: the agent's own model calls the tools, `llm` answers from what they returned.
+    """Return middleware for `create_agent`: the agent's model calls the tools, and `llm` answers from their results.
 
-    `llm` takes over when the last message came from `tool` (None: any tool).
+    `llm` is called if the last message is from `tool` (None: from any tool).
     """
     try:
         from langchain.agents.middleware import AgentMiddleware

@@ -1,6 +1,6 @@
-"""LangChain's side of tools and schemas: what `ChatBlend.bind_tools` and `with_structured_output` put together.
+"""LangChain's part of tools and schemas: the runnables of `ChatBlend.bind_tools` and `with_structured_output`.
 
-Knows langchain-core and the shared half (`frameworks.tools`). Knows nothing about engines.
+Depends on langchain-core and `frameworks.tools`, not on engines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def bind_tools(
     strict: bool | None = None,
     **options: Any,
 ) -> Runnable[Any, Any]:
-    """`chat` with tools, in OpenAI's form; `strict` closes their schemas and requires every parameter."""
+    """Return `chat` with tools in OpenAI's form; `strict` closes their schemas and requires every parameter."""
     return chat.bind(
         tools=describe_tools(tools, strict), **{name: value for name, value in options.items() if value is not None}
     )
@@ -44,7 +44,7 @@ def bind_tools(
 def describe_tools(
     tools: Sequence[Mapping[str, Any] | type | Callable[..., Any] | BaseTool], strict: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Tools in OpenAI's form."""
+    """Return tools in OpenAI's form."""
     return [convert_to_openai_tool(tool, strict=strict) for tool in tools]
 
 
@@ -58,7 +58,7 @@ def bind_structured_output(
     tools: Sequence[Any] | None = None,
     **options: Any,
 ) -> Runnable[Any, Any]:
-    """`chat` with answers in the form of `schema`, as `ChatBlend.with_structured_output` describes it."""
+    """Return `chat` with answers in the form of `schema`, as `ChatBlend.with_structured_output` describes."""
     if method not in METHODS:
         raise UsageError(f"method is {method!r}; choose one of {', '.join(METHODS)}")
     if schema is None and method != "json_mode":
@@ -94,7 +94,7 @@ def bind_structured_output(
 
 
 def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
-    """The JSON schema of a Pydantic class, a TypedDict, a function or one that is a dict already."""
+    """Return the JSON schema of a Pydantic class, a TypedDict or a function; a schema that is a dict, as it is."""
     if isinstance(schema, type) and issubclass(schema, BaseModel) and not strict:
         return schema.model_json_schema()  # with its $defs: a schema may refer to itself
     if isinstance(schema, Mapping) and not {"function", "name"} & set(schema) and not strict:
@@ -103,28 +103,28 @@ def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
 
 
 def _with_title(schema: Any) -> Any:
-    """A JSON schema with the title that LangChain asks for, though it says nothing; other schemas as they are."""
+    """Return a JSON schema with the title that LangChain requires; other schemas as they are."""
     if isinstance(schema, Mapping) and not {"function", "title", "name"} & set(schema):
         return {"title": "answer", **schema}
     return schema
 
 
 class _JsonAnswer(JsonOutputParser):
-    """JSON, and all of it: LangChain's own parser completes an answer that was cut. None where a tool was called."""
+    """Parser of complete JSON, because LangChain's own parser completes a cut answer. None if a tool was called."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         return super().parse_result(result, partial=partial) if partial or _is_complete(result) else None
 
 
 class _PydanticAnswer(PydanticOutputParser[Any]):
-    """The same for a Pydantic class."""
+    """Parser of complete JSON for a Pydantic class; None if a tool was called."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         return super().parse_result(result, partial=partial) if partial or _is_complete(result) else None
 
 
 def _is_complete(result: Sequence[Generation]) -> bool:
-    """Whether there is JSON to parse, or a call instead. Raises OutputParserException for an answer that was cut."""
+    """True for JSON, False for a call. Raises OutputParserException for an answer that was cut."""
     text, answer = result[0].text, result[0]
     if not text and isinstance(answer, ChatGeneration) and getattr(answer.message, "tool_calls", None):
         return False
@@ -137,7 +137,7 @@ def _is_complete(result: Sequence[Generation]) -> bool:
 
 
 def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
-    """Content and calls of an AIMessage, from an answer as `form` shows calls; a call that was cut is invalid."""
+    """Return an AIMessage's content and calls from an answer with calls in `form`; a cut call is invalid."""
     said, found = read_answer(text, form)
     calls: list[ToolCall] = []
     invalid: list[InvalidToolCall] = []

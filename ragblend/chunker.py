@@ -1,8 +1,8 @@
 """Documents -> chunks that fit a token budget and from which the document can be rebuilt.
 
-Cuts at paragraphs, then sentences, then words. Counts tokens with a callable from outside, so it imports no tokenizer,
-and takes LangChain or LlamaIndex splitters without importing either. Knows nothing about embeddings, storage or models.
-`split` is the default; `adapt_splitter` lets other people's splitters in; reading files is `documents`.
+Cuts at paragraphs, then sentences, then words. Counts tokens with a callable that the caller passes, and accepts
+LangChain and LlamaIndex splitters without importing either. Does not depend on embeddings, storage or models. `split`
+is the default; `adapt_splitter` wraps other splitters; `corpus.documents` reads files.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ragblend.prompt.types import Chunk
 
 
 class TokenCounter(Protocol):
-    """How the LLM's own tokenizer counts; passed in from outside."""
+    """Token count by the LLM's own tokenizer."""
 
     def __call__(self, text: str, /) -> int:
-        """Number of tokens of `text` alone, without special tokens."""
+        """Return the number of tokens of `text` alone, without special tokens."""
 
 
 class Splitter(Protocol):
-    """What ingestion cuts documents with; `functools.partial(split, count_tokens=...)` is one."""
+    """Function that ingestion cuts documents with, such as `functools.partial(split, count_tokens=...)`."""
 
     def __call__(self, document: Document, /) -> list[Chunk]:
-        """Chunks of one document, in reading order."""
+        """Return the chunks of one document, in reading order."""
 
 
 # Words, and the runs between sentence marks of scripts that put no space after a sentence.
@@ -42,17 +42,17 @@ _WORD = re.compile(r"[^\s。！？]+[。！？]*|[。！？]+")
 
 
 def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512) -> list[Chunk]:
-    """Chunks of at most `max_tokens` tokens, overlap 0: `document.text[chunk.start:chunk.end] == chunk.text`.
+    """Return chunks of at most `max_tokens` tokens, without overlap; a chunk is `document.text[start:end]`.
 
-    Each chunk runs as far as the budget lets it and ends at the last paragraph, else sentence, else line in its second
-    half, else at a word; only a word that exceeds the budget alone is cut inside. It ends after a heading, in a code
-    block or in a row of a table only where nothing else is left from its second quarter on. Rows of records (a CSV, a
-    log) are cut, from two fifths of a chunk on, where a row's own content says, so that a row more changes few chunks.
-    Chunks carry no outer whitespace, and that is all they lose. Their metadata is the document's plus `num_tokens`.
+    A chunk ends at the last paragraph in its second half, else sentence, else line, else at a word. Only a word that
+    exceeds the budget alone is cut inside. A chunk ends after a heading, in a code block or in a row of a table only if
+    its last three quarters have no other end. Rows of records (a CSV, a log) are cut, after two fifths of a chunk, at a
+    row that its own content selects, so that an added row changes few chunks. Chunks lose only outer whitespace. Their
+    metadata is the document's and `num_tokens`.
 
-    A chunk that goes on with a table begins with the table's header row, if that takes at most a quarter of the budget.
+    A chunk that continues a table begins with the table's header row, if that takes at most a quarter of the budget.
     It has `verbatim: False` in its metadata, and its text is the header row, a line break and
-    `document.text[chunk.start:chunk.end]`. Raises UsageError when `max_tokens` is below 1 or one character needs more.
+    `document.text[chunk.start:chunk.end]`. Raises UsageError if `max_tokens` is below 1 or one character needs more.
     """
     if max_tokens < 1:
         raise UsageError(f"chunk size is {max_tokens} tokens; choose 1 or more, for example 256")
@@ -65,7 +65,7 @@ class _Cutter:
     def __init__(self, document: Document, count_tokens: TokenCounter, max_tokens: int) -> None:
         self._document, self._count, self._max_tokens = document, count_tokens, max_tokens
         self._text = text = document.text
-        # One number per word is all that is kept: a text of short words would take many times its size otherwise.
+        # One number per word: a text of short words would otherwise take many times its size in memory.
         self._ends = array("I" if len(text) < 1 << 32 else "Q", (match.end() for match in _WORD.finditer(text)))
         self._layout = Layout(text, document.marks)
         self._budget = _TokenBudget(text, count_tokens, max_tokens)
@@ -113,7 +113,7 @@ class _Cutter:
             return last, num_tokens
         cut = find_best_cut(text, ends, first, last, start, self._layout)
         cut_tokens = num_tokens if cut == last else self._count(header + text[start : ends[cut]])
-        # Fewer characters may be more tokens; then the verified end stands.
+        # Fewer characters may be more tokens; the counted end is used then.
         return (cut, cut_tokens) if cut_tokens <= self._max_tokens else (last, num_tokens)
 
     def _cut_word(self, start: int, end: int) -> tuple[int, int]:
@@ -129,10 +129,10 @@ class _Cutter:
 
 
 class _TokenBudget:
-    """Finds how far a chunk may reach with few counts: guesses by characters per token, then counts the real text.
+    """Finds the end of a chunk with few counts: estimates it by characters per token, then counts the text.
 
-    What is counted grows with the chunk, never with the text: a piece far beyond what tokens usually hold is counted
-    from its beginning, in pieces that grow, until it is known to exceed the budget.
+    The counted characters grow with the chunk, not with the document: a long piece is counted from its beginning, in
+    growing parts, until they exceed the budget.
     """
 
     _MAX_GUESSES = 6
@@ -145,7 +145,7 @@ class _TokenBudget:
         self.probe_chars = max(self._PROBE[0] * max_tokens, self._PROBE[1])
 
     def find_last_end(self, start: int, ends: Sequence[int], first: int, header: str = "") -> tuple[int, int]:
-        """Last index of `ends` from `first` that was counted and fits with `header` before it, and its tokens.
+        """Return the last index of `ends` from `first` that fits with `header` before it, and its tokens.
 
         (first - 1, 0) if none fits."""
         fits, fits_tokens, exceeds = first - 1, 0, len(ends)
@@ -164,7 +164,8 @@ class _TokenBudget:
         return fits, fits_tokens
 
     def _count_up_to(self, start: int, end: int, header: str) -> tuple[int, int]:
-        """Tokens from `start` to `end`, or to an earlier place by which there are too many; and that place."""
+        """Return the tokens from `start` to `end`, or to an earlier position that exceeds the budget; and that
+        position."""
         size = self.probe_chars
         while start + size < end:
             num_tokens = self._count(header + self._text[start : start + size])
@@ -174,20 +175,21 @@ class _TokenBudget:
         return self._count(header + self._text[start:end]), end
 
 
-# --- other people's splitters ----------------------------------------------------------------------------------------
+# --- other splitters --------------------------------------------------------------------------------------------------
 
 
 class _SplitPiece(NamedTuple):
     text: str
-    start: int | None  # where the splitter says it lies
+    start: int | None  # as the splitter reports it
     metadata: dict[str, Any]
 
 
 def adapt_splitter(splitter: Any) -> Splitter:
-    """Any LangChain text splitter, LlamaIndex node parser or callable(Document) as a Splitter, by its methods alone.
+    """Return a LangChain text splitter, LlamaIndex node parser or callable(Document) as a Splitter, by its methods.
 
-    Pieces are looked up in the document to recover their offsets. A piece the splitter rewrote (normalised, prefixed
-    with a header) keeps its text, with `start == end` where the search stood and `verbatim: False` in its metadata.
+    Pieces are searched for in the document to recover their offsets. A piece that the splitter rewrote (normalized,
+    prefixed with a header) keeps its text; its `start` and `end` are the end of the piece before it, and its metadata
+    has `verbatim: False`. Raises UsageError for an object that is no splitter.
     """
     cut = _find_split_function(splitter)
     if cut is None:
@@ -197,32 +199,33 @@ def adapt_splitter(splitter: Any) -> Splitter:
             f"{type(splitter).__name__} is no splitter; pass a LangChain text splitter, a LlamaIndex node parser "
             "or a callable that takes a ragblend.chunker.Document and returns chunks"
         )
-    # With overlap a piece may begin inside the one before; without, searching from its end keeps repeats apart.
+    # With overlap a piece may begin inside the previous one. Without, the search starts at the previous end, so that
+    # repeated texts get different offsets.
     overlap = getattr(splitter, "_chunk_overlap", getattr(splitter, "chunk_overlap", None))
     return _SplitterAdapter(cut, overlap == 0, _describe_splitter(splitter))
 
 
 def get_splitter_version(splitter: Splitter) -> str:
-    """What tells a splitter from one that cuts otherwise: its `version` if it has one, else its name."""
+    """Return the name that identifies how a splitter cuts: its `version` if it has one, else its name."""
     named = getattr(splitter, "version", None) or getattr(splitter, "__qualname__", None) or type(splitter).__qualname__
     return str(named)
 
 
 @dataclass(frozen=True, slots=True)
 class _SplitterAdapter:
-    """Somebody else's splitter as a Splitter. `version`: its name and its settings."""
+    """A framework's splitter as a Splitter. `version`: its name and its settings."""
 
     split: Callable[[Document], Iterable[Any]]
     from_end: bool
     version: str
 
     def __call__(self, document: Document, /) -> list[Chunk]:
-        """Chunks of one document."""
+        """Return the chunks of one document."""
         return _locate_pieces(document, self.split(document), from_end=self.from_end)
 
 
 def _describe_splitter(splitter: Any) -> str:
-    """A splitter's class and those of its settings that are plain values."""
+    """Return a splitter's class and a digest of its settings that are plain values."""
     plain = (str, int, float, bool, type(None))
     settings = {
         name.lstrip("_"): value
@@ -238,7 +241,7 @@ def _find_split_function(splitter: Any) -> Callable[[Document], Iterable[Any]] |
     if hasattr(splitter, "get_nodes_from_documents"):
 
         def nodes(document: Document) -> Iterable[Any]:
-            # Node parsers insist on their own Document class; whoever holds a parser has the module loaded.
+            # Node parsers require their own Document class; a caller with a parser has loaded its module.
             schema = importlib.import_module("llama_index.core.schema")
             pieces: Iterable[Any] = splitter.get_nodes_from_documents([schema.Document(text=document.text)])
             return pieces
@@ -279,10 +282,11 @@ def _locate_pieces(document: Document, items: Iterable[Any], *, from_end: bool) 
 
 
 def _find(text: str, wanted: str, piece: _SplitPiece, search_from: int) -> int:
-    """Where `wanted` starts in `text`, or -1: as told if true and ahead, else the next place, else any (nesting)."""
+    """Return the start of `wanted` in `text`, -1 if it is missing: the splitter's own figure if it is right and after
+    the search position, else the next occurrence, else any (nested pieces)."""
     claimed_start = -1 if piece.start is None else piece.start + len(piece.text) - len(piece.text.lstrip())
     claimed_start = claimed_start if claimed_start >= 0 and text.startswith(wanted, claimed_start) else -1
-    if claimed_start >= search_from:  # LlamaIndex tells an earlier copy of a repeated text
+    if claimed_start >= search_from:  # LlamaIndex may report an earlier copy of a repeated text
         return claimed_start
     ahead = text.find(wanted, search_from)
     return ahead if ahead >= 0 else claimed_start if claimed_start >= 0 else text.find(wanted)

@@ -1,9 +1,9 @@
 """Settings: flags > `RAGBLEND_*` environment > the folder's `ragblend.toml` > the user's own file > defaults.
 
-A folder may come from anywhere, so its file sets what answers look like, and what is inside the folder. What would run
-code, send documents elsewhere or reach into other folders counts from flags, the environment and the user's own
-`$XDG_CONFIG_HOME/ragblend/config.toml` only; in a folder's file it is ignored, and said. A frozen value, checked once,
-at birth.
+A folder may be of unknown origin, so its file may only set how answers are made, and paths inside the folder. Settings
+that run code, send documents elsewhere or name other folders are read from flags, the environment and the user's own
+`$XDG_CONFIG_HOME/ragblend/config.toml` only; in a folder's file they are ignored with a warning. `Settings` are frozen
+and validated when they are created.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONFIG_FILE = "ragblend.toml"
 USER_FILE = "config.toml"
 """The user's own settings, in `user_folder()`."""
 USER_ONLY_SETTINGS = ("remote", "store_key_file", "trust_remote_code")
-"""Settings that no folder's file may set, whatever to."""
+"""Settings that no folder's file may set to any value."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
 _WITHOUT_FLAG = (
     "memory_gib",
@@ -60,7 +60,7 @@ _WITHOUT_FLAG = (
     "max_file_mib",
     "gpus_per_worker",
 )
-"""Settings that no command has a flag for: the environment sets them."""
+"""Settings without a flag: the environment or a file sets them."""
 _ARGUMENT_FLAGS = {  # arguments of functions that are no settings, and the flag that sets each
     "address": "--workers",
     "api_key": "--api-key",
@@ -80,11 +80,11 @@ class Settings(TierOptions):
 
     model: str | None = option(
         None,
-        "'demo', a Hugging Face id, a local path, or a GGUF: file.gguf, repo:file.gguf; else what the store remembers.",
+        "'demo', Hugging Face id, folder or [repo:]FILE.gguf. Default: the store's.",
     )
     backend: str = option(
         "transformers",
-        "transformers, vllm, or a server's http://HOST:PORT (ragblend serve).",
+        "Engine: transformers, vllm, or a server's http://HOST:PORT (ragblend serve).",
         Validator(
             lambda value: value in ("transformers", "vllm") or is_url(value),
             "transformers, vllm or a server's http://HOST:PORT",
@@ -94,15 +94,17 @@ class Settings(TierOptions):
     device: str = copy_option(ModelOptions, "device")
     store: str = option(DEFAULT_STORE, "Directory of the documents and their KV.")
     store_key_file: str | None = None  # signs and checks what is stored; None: what `ragblend init-key` made, if it did
-    embedder: str = option("auto", "minilm, hashing, a Hugging Face id or a path.")  # auto: minilm if installed
-    chunk_size: int | None = option(None, "Most tokens per chunk; else the index's own, 512 in a new one.", at_least(1))
-    max_file_mib: float = option(256.0, "Larger files are not read, which is said; 0: none.", at_least(0, "no limit"))
-    text_field: str = option("", "Field with the text of CSV, JSON and Parquet records, as in body or article.body.")
-    gpus_per_worker: float = option(0.0, "GPUs that each worker of ingestion has for itself.", at_least(0))
+    embedder: str = option("auto", "minilm, hashing, a Hugging Face id or a folder.")  # auto: minilm if installed
+    chunk_size: int | None = option(None, "Most tokens of a chunk. Default: the store's, or 512.", at_least(1))
+    max_file_mib: float = option(
+        256.0, "Largest file to read, in MiB; larger ones are skipped.", at_least(0, "no limit")
+    )
+    text_field: str = option("", "Text field of CSV, JSON, Parquet records: body, article.body.")
+    gpus_per_worker: float = option(0.0, "GPUs of each ingestion worker.", at_least(0))
     context: ContextPolicy | None = option(
         None,
-        "What chunks are computed behind: none, or similar (also behind the two most similar chunks); else what the "
-        "store remembers, or similar for a model of 12 layers or more, none for others.",
+        "Context policy: none, or similar (prefill also after the two most similar chunks). Default: the store's or "
+        "the model's.",
         CONTEXT,
     )
     k: int = option(6, "Chunks retrieved per question.", at_least(1), flag="-k")
@@ -113,12 +115,12 @@ class Settings(TierOptions):
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
-    system: str | None = option(None, "System text that chunks are precomputed behind; else what the store remembers.")
-    namespace: str = option("", "Tenant; never reads another's KV.")
+    system: str | None = option(None, "System text before all chunks. Default: the store's.")
+    namespace: str = option("", "Tenant whose KV is used; no tenant reads another's.")
     trust_remote_code: bool = copy_option(ModelOptions, "trust_remote_code")
     shadow: float = option(
         0.0,
-        "Run full prefill beside this share of the requests, after the answer; 0 to 1.",
+        "Share of requests, 0 to 1, that are compared with full prefill after the answer.",
         SHADOW,
     )
 
@@ -128,28 +130,28 @@ class Settings(TierOptions):
 
     @property
     def generation(self) -> GenerationKeywords:
-        """What `generate` and `stream` take of them."""
+        """The keyword arguments of `generate` and `stream`."""
         return GenerationOptions(self.mode, self.rule, self.ratio, self.max_tokens, self.temperature).keywords
 
     @property
     def model_options(self) -> ModelOptions:
-        """How the model is found and loaded."""
+        """The options for loading the model."""
         return ModelOptions(dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
 
     @property
     def is_served(self) -> bool:
-        """Whether the backend is a server: the KV store is then the server's."""
+        """True if the backend is a server, which then has the KV store."""
         return is_url(self.backend)
 
     def __repr__(self) -> str:
-        """Without passwords, which URLs may hold."""
+        """Return the settings without passwords in URLs."""
         shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
         shown |= {name: value and redact(value) for name, value in shown.items() if name in ("remote", "backend")}
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None = None) -> Settings:
-    """Settings from `flags` (None values are unset), the environment, `directory`'s `ragblend.toml`, the user's own."""
+    """Read settings from `flags` (None is unset), the environment, `ragblend.toml` in `directory` and the user file."""
     folder = directory or Path.cwd()
     own = _read_settings_file(user_folder() / USER_FILE)
     said = read_environment(os.environ) | {name: value for name, value in (flags or {}).items() if value is not None}
@@ -157,18 +159,18 @@ def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None
 
 
 def trusted_setting(name: str) -> Any:
-    """A setting that no folder's file may set: from the environment, else the user's own file; None where unset."""
+    """Return a setting that no folder's file may set, from the environment or the user's file; None if unset."""
     return read_environment(os.environ, (name,)).get(name, _read_settings_file(user_folder() / USER_FILE).get(name))
 
 
 def user_folder() -> Path:
-    """Where the user's own configuration is: `$XDG_CONFIG_HOME/ragblend`, else `~/.config/ragblend`."""
+    """Return the folder of the user's own configuration: `$XDG_CONFIG_HOME/ragblend`, else `~/.config/ragblend`."""
     named, home = Path(os.environ.get("XDG_CONFIG_HOME", "")), os.path.expanduser("~")  # noqa: PTH111 (Path's raises)
     return (named if named.is_absolute() else Path("/", home, ".config")) / "ragblend"  # never below the working folder
 
 
 def _trusted_settings(file_settings: Mapping[str, Any], folder: Path, trusted: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a folder's file counts. `trusted`: what flags, environment and the user's own file say."""
+    """Return a folder file's accepted settings. `trusted`: those of flags, environment and user file."""
     accepted = {}
     for name, value in file_settings.items():
         reason = _rejection_reason(name, value, folder, trusted)
@@ -176,14 +178,14 @@ def _trusted_settings(file_settings: Mapping[str, Any], folder: Path, trusted: M
             accepted[name] = value
         elif name not in trusted:
             log.warning(
-                "%s sets %s, which is ignored: %s. If you want it, say so yourself: its flag, RAGBLEND_%s, or %s",
+                "%s sets %s, which is ignored: %s. To set it, use its flag, RAGBLEND_%s, or %s",
                 folder / CONFIG_FILE, name, reason, name.upper(), user_folder() / USER_FILE,
             )  # fmt: skip
     return accepted
 
 
 def _rejection_reason(name: str, value: Any, folder: Path, trusted: Mapping[str, Any]) -> str:
-    """Why a folder's file may not set `name` to `value`; "" where it may."""
+    """Return why a folder's file may not set `name` to `value`; "" if it may."""
     if name == "trust_remote_code" and value:
         return "it would run code that comes with a model"
     if name == "model" and trusted.get("trust_remote_code"):
@@ -191,11 +193,11 @@ def _rejection_reason(name: str, value: Any, folder: Path, trusted: Mapping[str,
     if name == "embedder" and value not in _EMBEDDERS and (_is_path(value) or (folder / value).exists()):
         return "an embedding model in a folder may bring code"
     if name == "remote":
-        return "your documents' KV would go there, and what is there would be believed"
+        return "your documents' KV would be sent there, and KV from there would be used"
     if name == "backend" and is_url(value):
-        return "your documents and questions would go there, with your API key"
+        return "your documents and questions would be sent there, with your API key"
     if name == "store_key_file":
-        return "who knows the key can write what is believed"
+        return "anyone with the key can write KV that is used"
     if name in ("store", "kv_dir") and not _is_inside(value, folder):
         return "it is outside of that folder"
     if name == "disk_gib" and not _is_inside(trusted.get("store", Settings().store), folder):
@@ -210,7 +212,7 @@ def _is_path(text: str) -> bool:
 def _is_inside(path: str, folder: Path) -> bool:
     try:
         return (folder / Path(path).expanduser()).resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # a loop of links, or no path at all
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or not a path
         return False
 
 
@@ -236,7 +238,7 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
 
 
 def read_environment(environment: Mapping[str, str], names: Collection[str] | None = None) -> dict[str, Any]:
-    """Settings that `environment` has as `RAGBLEND_NAME`: all of them, or those named."""
+    """Return the settings that `environment` has as `RAGBLEND_NAME`: all, or those in `names`."""
     values = {}
     for field in fields(Settings):
         variable = f"RAGBLEND_{field.name.upper()}"

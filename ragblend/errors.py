@@ -1,13 +1,13 @@
-"""Every error a user can meet, each with the process exit code the command line returns for it.
+"""Errors of the package, each with the exit code of the command line.
 
-Messages name the value, the reason and the next thing to type. Knows nothing else of the package.
+Messages contain the value, the reason and the command to type. Does not depend on the rest of the package.
 """
 
 from __future__ import annotations
 
 
 class RagblendError(Exception):
-    """A failure that the caller can act on. `exit_code` is what the command line exits with."""
+    """A failure that the caller can act on. `exit_code`: that of the command line."""
 
     exit_code: int = 1
 
@@ -49,11 +49,11 @@ class BackendUnreachableError(RagblendError, ConnectionError):
 
 
 class EngineClosedError(RagblendError):
-    """The engine was closed before, or while, it was asked. An answer that was being streamed ends quietly instead."""
+    """A call to a closed engine. A stream that is open when the engine is closed ends without an error."""
 
 
 class UnsupportedModelError(RagblendError):
-    """A model whose layers cannot be fused exactly; names the layer type and the way out."""
+    """A model whose layers cannot be fused exactly. The message names the layer type and the fix."""
 
 
 class PromptTooLongError(RagblendError):
@@ -65,7 +65,7 @@ class StoreMismatchError(RagblendError):
 
 
 class StoreFullError(RagblendError):
-    """No room: the disk is full, or one chunk exceeds a tier's byte budget."""
+    """The disk is full, or one chunk exceeds a tier's byte budget."""
 
 
 class StoreNotWritableError(RagblendError):

@@ -1,4 +1,4 @@
-"""How far a share or a mean of a few cases may be from that of many: scipy's 95 % intervals. Knows numbers only."""
+"""95 % confidence intervals of a share and of a mean, by scipy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_RESAMPLES = 1000  # of the bootstrap
 
 
 def wilson_interval(share: float, num: int) -> tuple[float, float]:
-    """Wilson's interval of a share of `num` cases.
+    """Return Wilson's interval of a share of `num` cases.
 
     >>> tuple(round(bound, 3) for bound in wilson_interval(0.95, 100))
     (0.888, 0.978)
@@ -27,7 +27,7 @@ def wilson_interval(share: float, num: int) -> tuple[float, float]:
 def mean_interval(
     values: Sequence[float] | NDArray[np.float64], num_resamples: int = NUM_RESAMPLES
 ) -> tuple[float, float]:
-    """Bootstrap interval of the mean: percentiles over resamples of the values, the same at every call.
+    """Return the bootstrap interval of the mean: percentiles over resamples, the same at every call.
 
     >>> mean_interval([2.0, 2.0, 2.0])
     (2.0, 2.0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self, cast
 from uuid import UUID
@@ -159,13 +158,22 @@ class _LangChainModel(BlendModel):
 
     # --- answers ---
 
-    def _generate(self, prompts: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any) -> Any:
-        return self._reply(prompts, stop, kwargs)
+    def _generate(
+        self,
+        prompts: Any,
+        stop: list[str] | None = None,
+        run_manager: Any = None,
+        *,
+        cancelled: threading.Event | None = None,
+        **call: Any,
+    ) -> Any:
+        """LangChain's result of one call; a set `cancelled` ends it early."""
+        raise NotImplementedError
 
     async def _agenerate(
-        self, prompts: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+        self, prompts: Any, stop: list[str] | None = None, run_manager: Any = None, **call: Any
     ) -> Any:
-        return await run_in_thread(partial(self._reply, prompts, stop, kwargs))
+        return await run_in_thread(lambda cancelled: self._generate(prompts, stop, cancelled=cancelled, **call))
 
     def _stream(
         self,
@@ -198,12 +206,6 @@ class _LangChainModel(BlendModel):
             yield chunk
 
     def _request(self, prompt: Any, stop: list[str] | None, **call: Any) -> Request:
-        raise NotImplementedError
-
-    def _reply(
-        self, prompts: Any, stop: list[str] | None, call: Mapping[str, Any], cancelled: threading.Event | None = None
-    ) -> Any:
-        """The result of one `_generate`; a set `cancelled` ends it early."""
         raise NotImplementedError
 
     def _chunks(self, request: Request, pieces: Iterator[str]) -> Iterator[Any]:
@@ -361,14 +363,16 @@ class ChatBlend(_LangChainModel, BaseChatModel):  # type: ignore[misc]
             run=[info for result in results for info in result.run or ()] or None,
         )
 
-    def _reply(
+    def _generate(  # type: ignore[override]
         self,
-        prompts: list[BaseMessage],
-        stop: list[str] | None,
-        call: Mapping[str, Any],
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: Any = None,
+        *,
         cancelled: threading.Event | None = None,
+        **call: Any,
     ) -> ChatResult:
-        request = self._request(prompts, stop, **call)
+        request = self._request(messages, stop, **call)
         (answers,) = self._answers([request], cancelled)
         return ChatResult(generations=[self._generation(request, each) for each in answers])
 
@@ -467,12 +471,14 @@ class BlendLLM(_LangChainModel, BaseLLM):
             return self._prepare(map(_named_message, prompt.messages), stop=stop, **call)
         return self._prepare(prompt, raw=self.raw, stop=stop, **call)
 
-    def _reply(
+    def _generate(
         self,
         prompts: list[str],
-        stop: list[str] | None,
-        call: Mapping[str, Any],
+        stop: list[str] | None = None,
+        run_manager: Any = None,
+        *,
         cancelled: threading.Event | None = None,
+        **call: Any,
     ) -> LLMResult:
         answers = self._answers([self._request(prompt, stop, **call) for prompt in prompts], cancelled)
         usages = [_usage(result) for results in answers for result in results]

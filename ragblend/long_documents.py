@@ -1,15 +1,17 @@
-"""How `ragblend.chains.create_long_document_chain` asks: every window, then one answer of theirs.
+"""The chain of `ragblend.chains.create_long_document_chain`: an answer from each window, then one from all of them.
 
-Knows langchain-core, `ragblend.llm` and windows. Read `LongDocumentChain.chain` first.
+A document longer than the context is read in overlapping windows. Windows are made of whole chunks, so that chunks in
+two windows are stored once and reused in both. Depends on langchain-core and `ragblend.llm`. Read
+`LongDocumentChain.chain` first.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
@@ -23,10 +25,15 @@ from langchain_core.runnables import (
 )
 from langchain_core.runnables.base import RunnableBindingBase
 
+from ragblend.chunker import split
+from ragblend.corpus.documents import Document as SourceDocument
 from ragblend.errors import UsageError
 from ragblend.frameworks.aio import run_in_thread
-from ragblend.frameworks.windows import DocumentWindow, chunk_token_budget, windows_of
 from ragblend.precompute import precompute_documents
+from ragblend.prompt.types import Chunk, Prompt
+
+if TYPE_CHECKING:
+    from ragblend.engine.api import Engine
 
 _COUNTS = ("prompt_tokens", "num_reused_tokens", "num_recomputed_tokens")
 _NEXT = "\n\n"  # between answers
@@ -35,7 +42,7 @@ _Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dic
 
 @dataclass(frozen=True, slots=True)
 class LongDocumentChain:
-    """What `create_long_document_chain` was told; `chat` is a ChatBlend, bound or not."""
+    """The arguments of `create_long_document_chain`; `chat` is a ChatBlend, bound or not."""
 
     chat: Runnable[Any, Any]
     combine: str
@@ -54,7 +61,7 @@ class LongDocumentChain:
             _check_prompt(name, getattr(self, name), {"input", "no_answer", *filter(None, [more])})
 
     def chain(self) -> Runnable[Any, dict[str, Any]]:
-        """The document's windows, asked -> the last answer -> what the user sees."""
+        """Return the chain: answers from the windows -> the last answer -> the result."""
         return (
             RunnableLambda(self._read, self._aread)
             | RunnablePassthrough.assign(message=RunnableLambda(self._final_answer))
@@ -62,55 +69,56 @@ class LongDocumentChain:
         )
 
     def _read(self, given: Any, config: RunnableConfig) -> dict[str, Any]:
-        rounds, said = self._rounds(*self._prepare_windows(given)), None
+        rounds, answers = self._rounds(*self._prepare_windows(given)), None
         while True:
             try:
-                model, asked = rounds.send(said)
+                model, prompts = rounds.send(answers)
             except StopIteration as end:
                 return dict(end.value)
-            said = model.batch(asked, config)
+            answers = model.batch(prompts, config)
 
     async def _aread(self, given: Any, config: RunnableConfig) -> dict[str, Any]:
-        rounds, said = self._rounds(*await run_in_thread(lambda cancelled: self._prepare_windows(given))), None
+        rounds, answers = self._rounds(*await run_in_thread(lambda cancelled: self._prepare_windows(given))), None
         while True:
             try:
-                model, asked = rounds.send(said)
+                model, prompts = rounds.send(answers)
             except StopIteration as end:
                 return dict(end.value)
-            said = await model.abatch(asked, config)
+            answers = await model.abatch(prompts, config)
 
     def _rounds(self, question: str, windows: Sequence[DocumentWindow], tokens: dict[str, int]) -> _Rounds:
-        """What to ask, and whom, until only the last answer is missing; returns what is known by then."""
-        said: list[AIMessage] = []
+        """Yield each batch of prompts with its model, and receive the answers. Return the state before the last
+        answer."""
+        answered: list[AIMessage] = []
         reports: list[dict[str, Any]] = []  # of prompts without a window
         last: Any
         if self.combine == "refine" or len(windows) == 1:
             for window in windows[:-1]:
-                said += yield self.chat, [self._refine_messages(question, window, said)]
-            last = self.chat, self._refine_messages(question, windows[-1], said)
+                answered += yield self.chat, [self._refine_messages(question, window, answered)]
+            last = self.chat, self._refine_messages(question, windows[-1], answered)
         elif self.combine == "rerank":
-            said += yield (
+            answered += yield (
                 self.chat.bind(logprobs=True),
                 [self._refine_messages(question, window, []) for window in windows],
             )
-            last = max([each for each in said if self._distinct_answers([each])] or said, key=_confidence)
+            last = max([each for each in answered if self._distinct_answers([each])] or answered, key=_confidence)
         else:
-            said += yield self.chat, [self._refine_messages(question, window, []) for window in windows]
-            answers, notes = said, self._distinct_answers(said)
+            answered += yield self.chat, [self._refine_messages(question, window, []) for window in windows]
+            answers, notes = answered, self._distinct_answers(answered)
             while len(groups := self._groups(question, notes)) > 1:
                 answers = yield self._lenient_chat, [self._combine_messages(question, group) for group in groups]
                 reports += map(_report, answers)
                 notes = self._distinct_answers(answers)
             sole_answer = next((each for each in answers if self._distinct_answers([each]) == notes), answers[0])
             last = sole_answer if len(notes) < 2 else (self._lenient_chat, self._combine_messages(question, notes))
-        shown = [{**window.place, **_answer_facts(each)} for window, each in zip(windows, said, strict=False)]
-        if self.combine == "rerank" and said:
-            shown = [{**each, "score": _confidence(answer)} for each, answer in zip(shown, said, strict=True)]
-        shown += [window.place for window in windows[len(said) :]]
+        shown = [{**window.place, **_answer_facts(each)} for window, each in zip(windows, answered, strict=False)]
+        if self.combine == "rerank" and answered:
+            shown = [{**each, "score": _confidence(answer)} for each, answer in zip(shown, answered, strict=True)]
+        shown += [window.place for window in windows[len(answered) :]]
         return {"input": question, "windows": shown, "tokens": tokens, "reports": reports, "last": last}
 
     def _final_answer(self, state: Mapping[str, Any]) -> Any:
-        """The last answer, or who gives it."""
+        """Return the last answer, or a runnable that generates it."""
         if isinstance(state["last"], AIMessage):
             return state["last"]
         model, asked = state["last"]
@@ -119,18 +127,18 @@ class LongDocumentChain:
     # --- windows ---
 
     def _prepare_windows(self, given: Any) -> tuple[str, list[DocumentWindow], dict[str, int]]:
-        """Question, windows, and what of them had to be prefilled; that is stored now."""
+        """Store the document's chunks. Return the question, the windows and the token counts."""
         question, texts = self._parse_input(given)
         engine = self._model.engine
         asked = [self._fill_prompt(self.map_prompt, input=question)]
         if self.combine == "refine":
             asked.append(self._fill_prompt(self.refine_prompt, input=question, answer=""))
-        num_answers = 2 if self.combine == "refine" else 1  # the one so far stands in the prompt
-        room = min(self._remaining_tokens(text, num_answers) for text in asked)
-        windows = windows_of(texts, engine, room, **self.sizes)
+        num_answers = 2 if self.combine == "refine" else 1  # the prompt contains the answer so far
+        budget = min(self._remaining_tokens(text, num_answers) for text in asked)
+        windows = windows_of(texts, engine, budget, **self.sizes)
         chunks = list(dict.fromkeys(chunk for window in windows for chunk in window.chunks))
         count = engine.renderer.count_tokens
-        with self._prefilling:  # questions in one batch are about the same document, as a rule
+        with self._prefilling:  # questions in one batch are usually about the same document
             new = [chunk for chunk in {chunk.text: chunk for chunk in chunks}.values() if not engine.is_stored(chunk)]
             precompute_documents(chunks, self._model)
         tokens = {"num_chunk_tokens": sum(count(chunk.text) for chunk in chunks)}
@@ -156,16 +164,18 @@ class LongDocumentChain:
         ]
 
     def _remaining_tokens(self, text: str, num_answers: int = 1) -> int:
-        """Tokens that are left in a prompt with `text`."""
+        """Return the tokens for chunks in a prompt with `text`."""
         answer_tokens = num_answers * self._model._options(self._bound).max_tokens
         return chunk_token_budget(self._model.engine, self.system or self._model.system, text, answer_tokens)
 
     # --- prompts ---
 
-    def _refine_messages(self, question: str, window: DocumentWindow, said: Sequence[AIMessage]) -> list[BaseMessage]:
-        """The question over a window, and where there are answers so far, the last of them."""
-        if said:
-            text = self._fill_prompt(self.refine_prompt, input=question, answer=said[-1].text.strip())
+    def _refine_messages(
+        self, question: str, window: DocumentWindow, earlier: Sequence[AIMessage]
+    ) -> list[BaseMessage]:
+        """Return the prompt of a question over a window, with the last answer so far, if there is one."""
+        if earlier:
+            text = self._fill_prompt(self.refine_prompt, input=question, answer=earlier[-1].text.strip())
         else:
             text = self._fill_prompt(self.map_prompt, input=question)
         blocks = [
@@ -185,23 +195,21 @@ class LongDocumentChain:
 
     # --- answers ---
 
-    def _distinct_answers(self, said: Sequence[AIMessage]) -> list[str]:
-        """What answers say, each once."""
-        texts = (message.text.strip() for message in said)
+    def _distinct_answers(self, answered: Sequence[AIMessage]) -> list[str]:
+        """Return the texts of answers, each once, without those that contain `no_answer`."""
+        texts = (message.text.strip() for message in answered)
         none = self.no_answer.strip().lower()
         return list(dict.fromkeys(text for text in texts if text and not (none and none in text.lower())))
 
     def _groups(self, question: str, notes: Sequence[str]) -> list[list[str]]:
-        """Answers in groups that fit into a prompt each, of two at least."""
+        """Return the answers in groups of at least two that each fit into a prompt."""
         if len(notes) < 2:
             return []
-        room, groups = (
-            self._remaining_tokens(self._fill_prompt(self.combine_prompt, input=question, answers="")),
-            list[list[str]](),
-        )
+        budget = self._remaining_tokens(self._fill_prompt(self.combine_prompt, input=question, answers=""))
+        groups: list[list[str]] = []
         for note in notes:
             together = _NEXT.join((*(groups[-1] if groups else ()), note))
-            if not groups or (len(groups[-1]) > 1 and len(self._model.engine.renderer.text_ids(together)) > room):
+            if not groups or (len(groups[-1]) > 1 and len(self._model.engine.renderer.text_ids(together)) > budget):
                 groups.append([])
             groups[-1].append(note)
         return groups
@@ -210,7 +218,7 @@ class LongDocumentChain:
 
     @property
     def _lenient_chat(self) -> Runnable[Any, Any]:
-        """For prompts without chunks, which strictness would refuse."""
+        """The model for prompts without chunks, which a strict model would reject."""
         return self.chat.bind(strict=False)
 
     @property
@@ -222,7 +230,7 @@ class LongDocumentChain:
 
     @property
     def _bound(self) -> dict[str, Any]:
-        """What is bound to every call."""
+        """The arguments that are bound to every call."""
         found: dict[str, Any] = {}
         model: Any = self.chat
         while isinstance(model, RunnableBindingBase):
@@ -238,7 +246,9 @@ def _check_prompt(name: str, prompt: str, known: set[str]) -> None:
         wrong = str(error)
     if wrong:
         fields = ", ".join(f"{{{field}}}" for field in sorted(known))
-        raise UsageError(f"{name} cannot be filled in: {wrong}. It knows {fields}; write other braces twice: {{{{ }}}}")
+        raise UsageError(
+            f"{name} cannot be filled in: {wrong}. Its fields: {fields}; write other braces twice: {{{{ }}}}"
+        )
 
 
 def _answer_facts(message: AIMessage) -> dict[str, Any]:
@@ -250,13 +260,13 @@ def _report(message: BaseMessage) -> dict[str, Any]:
 
 
 def _confidence(message: AIMessage) -> float:
-    """Mean log-probability of the answer's tokens, natural logarithm."""
+    """Return the mean log-probability of the answer's tokens, natural logarithm."""
     tokens = message.response_metadata["logprobs"]["content"]
     return float(sum(token["logprob"] for token in tokens)) / max(1, len(tokens))
 
 
 class _StreamedResult:
-    """What the user sees of the last answer as it comes, and what all of them took."""
+    """The result of the chain as a stream: windows, last answer, and the sums over all prompts."""
 
     def __init__(self) -> None:
         self._reports: list[dict[str, Any]] = []
@@ -294,3 +304,102 @@ async def _aresults(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict
         for result in shown.push(chunk):
             yield result
     yield shown.end()
+
+
+# --- windows ---
+
+CHUNK_TOKENS = 256
+"""Largest default size of a chunk, in tokens."""
+_CHUNKS_PER_WINDOW = 4  # least number by default: with fewer chunks, windows cannot overlap by a small share
+_OVERLAP = 0.1  # default share of a window that the next one repeats
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentWindow:
+    """Adjacent chunks of one document, or of several documents in order, for one prompt."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Sources of its first and last chunk, and the characters where it starts and ends in them."""
+        first, last = self.chunks[0], self.chunks[-1]
+        return {"source": first.source, "start": first.start, "last_source": last.source, "end": last.end}
+
+
+def windows_of(
+    texts: Iterable[tuple[str, str]],
+    engine: Engine,
+    budget: int,
+    *,
+    window_tokens: int | None = None,
+    overlap_tokens: int | None = None,
+    chunk_tokens: int | None = None,
+) -> list[DocumentWindow]:
+    """Return windows of at most `budget` prompt tokens over documents, which are given as (text, source).
+
+    window_tokens: tokens of a window; default `budget`. overlap_tokens: least number of tokens that a window shares
+    with the previous one; default a tenth. chunk_tokens: largest tokens of a chunk. Raises UsageError for sizes that
+    do not fit each other.
+    """
+    size = budget if window_tokens is None else window_tokens
+    if not 0 < size <= budget:
+        raise UsageError(
+            f"window_tokens is {window_tokens}, but question, instructions and answer leave {budget} tokens of the "
+            f"context; choose 1 to {budget}, or lower max_tokens"
+        )
+    overlap = int(size * _OVERLAP) if overlap_tokens is None else overlap_tokens
+    joint = len(engine.renderer.separator_ids)
+    largest = min(CHUNK_TOKENS, size // _CHUNKS_PER_WINDOW) if chunk_tokens is None else chunk_tokens
+    if not 0 <= overlap < size or not 0 < largest + joint <= size - overlap:
+        raise UsageError(
+            f"windows of {size} tokens cannot overlap by {overlap} with chunks of {largest}; choose overlap_tokens and "
+            "chunk_tokens that together are smaller than a window"
+        )
+    count = engine.renderer.count_tokens
+    chunks = [chunk for text, source in texts for chunk in split(SourceDocument(text, source), count, largest)]
+    if not chunks:
+        raise UsageError("the document is empty; give one with text")
+    spans = spans_of([count(chunk.text) + joint for chunk in chunks], size, overlap)
+    return [DocumentWindow(tuple(chunks[start:end])) for start, end in spans]
+
+
+def spans_of(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[int, int]]:
+    """Return [start, end) of each window over chunks of these sizes: as many chunks as `budget` allows.
+
+    A window begins with chunks of the previous one that have at least `overlap` tokens together, if a further chunk
+    then still fits.
+
+    >>> spans_of([3, 3, 3, 3, 3], budget=9, overlap=3)
+    [(0, 3), (2, 5)]
+    >>> spans_of([3, 3, 3], budget=6, overlap=0), spans_of([5, 5, 5], budget=6, overlap=1)
+    ([(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)])
+    """
+    spans: list[tuple[int, int]] = []
+    start = 0
+    while True:
+        end = start + 1
+        while end < len(sizes) and sum(sizes[start : end + 1]) <= budget:
+            end += 1
+        spans.append((start, end))
+        if end == len(sizes):
+            return spans
+        following = end
+        while following > start + 1 and sum(sizes[following:end]) < overlap:
+            following -= 1
+        while following < end and sum(sizes[following : end + 1]) > budget:
+            following += 1
+        start = following
+
+
+def chunk_token_budget(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
+    """Return the tokens of chunks that fit into a prompt with `text` after them, and an answer. Raises UsageError if
+    none is left."""
+    num_other = len(engine.renderer.render(Prompt(["."], text, system)))
+    budget = engine.context_length - num_other - answer_tokens
+    if budget < 1:
+        raise UsageError(
+            f"question and instructions take {num_other} tokens and the answer {answer_tokens}, but the context has "
+            f"{engine.context_length}; lower max_tokens or shorten the instructions"
+        )
+    return budget

@@ -88,7 +88,6 @@ TEXTS = Validator(
     lambda value: isinstance(value, str) or (is_list(value) and all(isinstance(each, str) for each in value)),
     "a text or a list of texts",
 )
-LIST = Validator(is_list, "a list")
 TOOLS = Validator(
     lambda value: is_list(value) and all(isinstance(each, Mapping) for each in value), "a list of dictionaries"
 )

@@ -1,7 +1,7 @@
-"""What may be shown of texts that hold secrets: `redact`, for URLs and for messages that may have echoed one.
+"""Removal of secrets from texts: `redact`, for URLs and for messages that may contain one.
 
-A URL is cut, not parsed: a password may hold `/`, `#`, `?` and `@`, and a scheme may be mistyped, so that what a parser
-takes for the host is a piece of the password. In doubt too much goes. Knows text.
+A URL is cut, not parsed. A password may contain `/`, `#`, `?` and `@`, and a scheme may be mistyped, so a parser may
+return a piece of the password as the host. If in doubt, more is removed. Depends on text only.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _MAX_DELIMITERS = 24  # marks in a password at which it may have been cut
-_MIN_PIECE_CHARS = 3  # letters of a password that are looked for in a message: shorter ones stand in any text
+_MIN_PIECE_CHARS = 3  # shortest piece of a password that is searched for: shorter ones occur in any text
 
 
 def redact(text: str, *, echo_of: str | None = None) -> str:
-    """A URL without user, password, options and fragment; with `echo_of`, a message without any piece of that URL's.
+    """Return a URL without user, password, options and fragment; with `echo_of`, a message without that URL's secrets.
 
-    echo_of: the URL that a library was given whose message this is. Other URLs in the message are cut, too.
+    echo_of: the URL that was passed to the library whose message `text` is. Other URLs in the message are also cut.
 
     >>> redact("redis://:secret@cache:6379/0?socket_timeout=1")
     'redis://***@cache:6379/0'
@@ -47,12 +47,12 @@ def redact(text: str, *, echo_of: str | None = None) -> str:
 
 
 def has_secret(url: str) -> bool:
-    """Whether something of `url` is not to be shown."""
+    """True if `redact` would change `url`."""
     return redact(url) != url
 
 
 def url_password_hint(url: str) -> str:
-    """What to do about a password that ends a URL early, for the end of a message; "" where none does.
+    """Return how to write a password that ends a URL early, for the end of a message; "" if none does.
 
     >>> url_password_hint("redis://:a#b@cache")
     "; in a password, write '#' as %23, '/' as %2F, '?' as %3F, '@' as %40"
@@ -65,7 +65,7 @@ def url_password_hint(url: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting or a flag of that name holds a secret.
+    """True if the value of a setting or flag of that name is a secret.
 
     >>> is_secret("--api-key"), is_secret("hf_token"), is_secret("max_tokens"), is_secret("--max-model-len")
     (True, True, False, False)
@@ -74,7 +74,7 @@ def is_secret(name: str) -> bool:
 
 
 def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for people: those whose name says that they are secret are hidden, URLs are cut.
+    """Return options for display: values of secret options are hidden, URLs are cut.
 
     >>> hide_secrets({"hf_token": "abc", "remote": "redis://:abc@cache", "memory_gib": 2})
     {'hf_token': '***', 'remote': 'redis://***@cache', 'memory_gib': 2}
@@ -91,7 +91,7 @@ def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redact_command(words: list[str]) -> list[str]:
-    """A command for people: values of flags that are secret are hidden, URLs are cut.
+    """Return a command for display: values of secret flags are hidden, URLs are cut.
 
     >>> redact_command(["vllm", "--api-key", "abc", "--hf-token=abc", "--port", "80"])
     ['vllm', '--api-key', '***', '--hf-token=***', '--port', '80']
@@ -123,7 +123,7 @@ def _redact_url(url: str) -> str:
 
 
 def _pieces(url: str) -> Iterator[str]:
-    """Whatever of a URL may not stand in a message, as it may be spelled there."""
+    """Return the secret parts of a URL, in each spelling in which a message may contain them."""
     scheme = _SCHEME.match(url)
     rest = url[scheme.end() :] if scheme else url
     before, _, after = rest.rpartition("@")

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 """Chooses documents: metadata that they must have, or a function that returns True for those to keep."""
 
-_SOURCE_PREFIX = "langchain/"  # source, in the index, of a document that came in through LangChain; its id follows
+_SOURCE_PREFIX = "langchain/"  # source, in the index, of a document that was added through LangChain; its id follows
 
 
 class BlendEmbeddings(Embeddings):
@@ -58,11 +58,11 @@ class BlendEmbeddings(Embeddings):
         self.embedder = load_embedder(embedder) if isinstance(embedder, str) else embedder or default_embedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """One unit vector per text."""
+        """Return one unit vector per text."""
         return [[float(value) for value in row] for row in self.embedder.embed(texts)]
 
     def embed_query(self, text: str) -> list[float]:
-        """The unit vector of a question."""
+        """Return the unit vector of a question."""
         return [float(value) for value in embed_question(self.embedder, text)]
 
 
@@ -82,12 +82,12 @@ class LangChainEmbedder:
         return len(self.embeddings.embed_query("length"))
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """[n, dim] float32 unit rows."""
+        """Return [n, dim] float32 unit rows."""
         rows = self.embeddings.embed_documents(list(texts)) if texts else []
         return normalize_rows(np.reshape(np.array(rows, np.float32), (len(texts), self.dim)))
 
     def embed_query(self, text: str, /) -> FloatArray:
-        """[dim] float32, length 1."""
+        """Return a [dim] float32 unit vector."""
         return normalize_rows(self.embeddings.embed_query(text))
 
 
@@ -95,7 +95,7 @@ _MODEL_ATTRIBUTES = ("model_name", "model", "model_id", "repo_id", "deployment")
 
 
 def _embedding_name(embeddings: Embeddings) -> str:
-    """The class of an embedding, then its model and revision where its attributes name them."""
+    """Return the class of an embedding, then its model and revision if its attributes name them."""
     inner = getattr(embeddings, "underlying_embeddings", embeddings)  # CacheBackedEmbeddings returns its vectors
     found = (getattr(inner, attribute, None) for attribute in _MODEL_ATTRIBUTES)
     model = next((value for value in found if isinstance(value, str) and value), "")
@@ -107,7 +107,7 @@ def _embedding_name(embeddings: Embeddings) -> str:
 
 
 def _as_embedder(embedding: Embeddings | None) -> Embedder | None:
-    """The embedder that an index takes for a LangChain embedding; None for None."""
+    """Return the index's embedder for a LangChain embedding; None for None."""
     if embedding is None:
         return None
     return embedding.embedder if isinstance(embedding, BlendEmbeddings) else LangChainEmbedder(embedding)
@@ -127,16 +127,15 @@ class BlendVectorStore(VectorStore):
     """A LangChain vector store; with `llm`, the KV of its documents is precomputed and deleted with them.
 
     `inner` holds the documents: any LangChain vector store, an open ragblend index, or the folder of one. Without
-    `llm` (a ChatBlend, a BlendLLM or an engine) documents are indexed only. They are indexed first: when precomputing
-    fails they are found nevertheless, and prefilled in their prompts. KV of a text that another document has stays.
+    `llm` (a ChatBlend, a BlendLLM or an engine) documents are only indexed. They are indexed first, so a document whose
+    precomputation fails is still found, and prefilled in its prompts. KV of a text that another document has is kept.
 
-    `embedding` is the LangChain embedding with which the folder's index was made; an index that was made with an
-    embedder of ragblend's own opens without it. Other attributes are the inner store's (`index`, `save_local`, ...).
+    `embedding` is the LangChain embedding with which the folder's index was made; an index with a ragblend embedder
+    needs none. Other attributes are the inner store's (`index`, `save_local`, ...).
 
-    `collection`: the name by which the KV store tells the documents of this vector store from those of others that may
-    have the same ids. By default it is made of the inner store's class and of what names its data (collection, index,
-    table, folder); stores that nothing names, in memory for example, are numbered in the order in which a process opens
-    them.
+    `collection`: a name that separates the documents of this vector store, in the KV store, from those of others with
+    the same ids. By default it is made of the inner store's class and the name of its data (collection, index, table,
+    folder). Stores without such a name, for example in memory, are numbered in the order in which a process opens them.
     """
 
     def __init__(
@@ -198,8 +197,8 @@ class BlendVectorStore(VectorStore):
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete documents and their KV; unknown ids are passed over.
 
-        Without `ids`, an index deletes all documents that came in through LangChain. Other stores do as they do, and
-        KV stays, for `ragblend gc`.
+        Without `ids`, an index deletes all documents that were added through LangChain. Other stores do what their
+        class defines, and the KV is left for `ragblend gc`.
         """
         if ids is None and isinstance(self.inner, _IndexStore):
             ids = self.inner.ids()
@@ -210,7 +209,7 @@ class BlendVectorStore(VectorStore):
         return result
 
     def _delete_orphaned_kv(self) -> None:
-        if isinstance(self.inner, _IndexStore):  # an unreachable remote tier is told by the next deletion
+        if isinstance(self.inner, _IndexStore):  # the next deletion retries an unreachable remote tier
             delete_orphaned_kv(self.inner.index, getattr(self.llm, "engine", self.llm))
 
     get_by_ids = _delegate("get_by_ids")
@@ -267,7 +266,7 @@ class _IndexStore(VectorStore):
         return embedder.embeddings if isinstance(embedder, LangChainEmbedder) else BlendEmbeddings(embedder)
 
     def ids(self) -> list[str]:
-        """Return the ids of all documents that came in through LangChain."""
+        """Return the ids of all documents that were added through LangChain."""
         sources = self.index.sources()
         return [source.removeprefix(_SOURCE_PREFIX) for source in sources if source.startswith(_SOURCE_PREFIX)]
 
@@ -408,13 +407,13 @@ def _resolve_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -> li
     names = _as_ids(ids or [document.id for document in documents])
     if len(names) != len(documents):
         raise UsageError(
-            f"ids has {len(names)} items for {len(documents)} documents; pass one for each document, None to make it up"
+            f"ids has {len(names)} items for {len(documents)} documents; pass one for each document, None for a new id"
         )
     return names
 
 
 def _as_ids(ids: Sequence[Any]) -> list[str]:
-    """Ids as strings: integers as their digits, None as "". Raises UsageError for one string and for other types."""
+    """Return ids as strings: integers as their digits, None as "". Raises UsageError for one string and other types."""
     if isinstance(ids, str):
         raise UsageError(f"ids is one string, {ids!r}; pass a list of ids: [{ids!r}]")
     other = next((name for name in ids if not isinstance(name, str | int | uuid.UUID | None)), None)
@@ -424,7 +423,7 @@ def _as_ids(ids: Sequence[Any]) -> list[str]:
 
 
 def _make_predicate(filter: Filter | None) -> Callable[[Chunk], bool] | None:
-    """What `ChunkIndex.search` takes for a `filter`. Raises UsageError for one that is no dictionary or function."""
+    """Return `filter` as `is_allowed` of `ChunkIndex.search`. Raises UsageError for one of another type."""
     if filter is None:
         return None
     if isinstance(filter, Mapping):

@@ -52,7 +52,8 @@ SLOW = (
     "integration/test_langchain_standard.py", "integration/test_own_databases.py", "integration/test_real_documents.py",
     "integration/test_real_notebooks.py",
     "test_limits.py", "test_long_documents.py", "test_notebooks.py",
-    "engine/store/test_remote_bounds.py", "engine/transformers/test_quantised.py",
+    "engine/beside_vllm/test_vllm_contract.py", "engine/store/test_remote_bounds.py",
+    "engine/transformers/test_quantised.py",
 )  # fmt: skip
 FAST = ("lab/ui/test_ui_browser.py", "tools/test_identifiers.py")
 """Files in the folders of SLOW that `make test` runs, but for tests of theirs that are marked themselves."""

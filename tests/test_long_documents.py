@@ -17,8 +17,8 @@ from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
-from ragblend.frameworks.windows import spans_of, windows_of
 from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.long_documents import spans_of, windows_of
 from ragblend.prompt.types import Chunk
 
 CONTEXT = 1352  # tokens: the sample corpus has four times as many
@@ -207,7 +207,7 @@ def test_refining_hands_every_window_the_answer_so_far(telling: Telling) -> None
 def test_what_is_bound_counts(engine: TransformersEngine) -> None:
     llm = BlendLLM(engine=engine, max_tokens=700)
     given = {"input": "Who?", "document": report_of_the_company()}
-    with pytest.raises(UsageError, match="the answer 1400, of a context of"):
+    with pytest.raises(UsageError, match="the answer 1400, but the context has"):
         create_long_document_chain(llm.as_chat().bind(max_tokens=1400)).invoke(given)
     found = create_long_document_chain(llm.as_chat().bind(max_tokens=2), chunk_tokens=128).invoke(given)
     assert all(each["report"]["completion_tokens"] <= 2 for each in found["windows"])
@@ -236,7 +236,7 @@ def test_windows_cover_everything_in_order_and_fit(sizes: list[int], room: int, 
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"window_tokens": 5000}, "context has room for"),
+        ({"window_tokens": 5000}, "leave 1000 tokens"),
         ({"window_tokens": 200, "overlap_tokens": 200}, "cannot overlap"),
         ({"window_tokens": 200, "chunk_tokens": 150, "overlap_tokens": 60}, "cannot overlap"),
     ],

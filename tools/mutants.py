@@ -323,7 +323,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge faults, one after the other; return 0 if all were found, else 1."""
+    """Judge faults in turn; return 0 if all were found, else 1."""
     faults = read_faults()
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description="Run the tests with small faults.")
     parser.add_argument("--out", type=Path, help="JSON file of the results. Default: none.")

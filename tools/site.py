@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).parents[1]
 PAGES, SITE = ROOT / "build/pages", ROOT / "build/site"
 LINK = re.compile(r'(?:\]\(|srcset="|src=")([^)"\s]+)')
-LOADED = {"script", "img", "source", "iframe", "link"}  # tags whose address a browser loads by itself
+LOADED = {"script", "img", "source", "iframe", "link"}  # tags whose address a browser loads without a click
 
 
 def pages() -> list[Path]:
@@ -90,7 +90,7 @@ def main() -> None:
     shutil.rmtree(SITE, ignore_errors=True)
     zensical = Path(sys.executable).with_name("zensical")
     if subprocess.run([zensical, "build", "--strict", "--clean"], cwd=ROOT).returncode:
-        sys.exit("the site was not built: mend what is named above, then make docs")
+        sys.exit("the site was not built: correct what is named above, then make docs")
     if dead := list(dead_links()):
         sys.exit("\n".join(dead))
     print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.relative_to(ROOT)}, every link leads somewhere")

@@ -19,11 +19,12 @@ from typing import Any
 
 from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, sample_corpus
 from ragblend.engine.load import load_engine
-from ragblend.engine.report import Generation, Mode
+from ragblend.engine.report import Generation
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.vllm.base_engine import blend_params
 from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, VllmMode
 from ragblend.errors import RagblendError
+from ragblend.options import Mode
 from ragblend.prompt.types import Prompt
 
 TENANTS = ("acme", "globex", "initech")

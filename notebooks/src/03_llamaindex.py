@@ -11,10 +11,8 @@
 # %% [markdown]
 # # LlamaIndex: nodes are chunks
 #
-# **The claim.** Every node of a query engine comes from the store, as does every node of a LlamaIndex query engine of
-# your own, once its `llm` is ours.
-#
-# Offline, on a CPU, with the embedded model of a made-up world.
+# **You learn** how to query with `BlendQueryEngine`, and how your own LlamaIndex query engine reuses stored KV once its
+# `llm` is ragblend's. It takes less than a minute on a CPU, offline, with the embedded model of a made-up world.
 
 # %%
 from itertools import pairwise
@@ -52,7 +50,7 @@ retriever = BlendIndexRetriever(index, similarity_top_k=2, neighbours=2, order="
 query_engine = BlendQueryEngine.from_args(retriever, llm)
 
 
-def tell(item, response):
+def show(item, response):
     """Question, answer, right or wrong, and where it came from."""
     verdict = "right" if str(response) == item.answer else f"WRONG, gold is {item.answer}"
     print(f"{item.text}  ->  {response}   ({verdict})")
@@ -63,7 +61,7 @@ def tell(item, response):
 
 item = next(item for item in questions if item.kind == "two_hop_ref")
 response = query_engine.query(item.text)
-tell(item, response)
+show(item, response)
 report = response.metadata["ragblend"]
 print(
     f"\n{report['num_chunk_hits']} of {report['num_chunks']} chunks from the store; of {report['prompt_tokens']} "
@@ -108,7 +106,7 @@ own_engine = vector_index.as_query_engine(
     # LlamaIndex's default template instructs the model in English, of which the embedded one knows nothing.
     text_qa_template=PromptTemplate("{context_str}\n\n{query_str}"),
 )
-tell(item, own_engine.query(item.text))
+show(item, own_engine.query(item.text))
 
 # %% [markdown]
 # LlamaIndex does not pass an LLM's report through `as_query_engine`, so we look at what the LLM was sent and what it

@@ -11,8 +11,11 @@
 # %% [markdown]
 # # How much must be recomputed, and which tokens?
 #
-# **The claim.** *Which* tokens are recomputed matters more than how many. A rule that asks the question first comes
-# near to full prefill with 5 % of the tokens; as many random tokens change little.
+# **You learn** how close an answer is to full prefill's by rule and by recompute ratio, and how to measure it. It takes
+# about two minutes on two CPU cores.
+#
+# *Which* tokens are recomputed matters more than how many. A rule that probes the question first is close to full
+# prefill with 5 % of the tokens; the same number of random tokens changes little.
 #
 # The model is a real one, SmolLM2-135M-Instruct, the questions are MuSiQue's: several hops over passages of Wikipedia.
 # `make real-model` prepares the model, `data/questions/` has the questions.
@@ -89,7 +92,7 @@ for rule, curve in curves.items():
 # chunks of a model of 32 layers. `alone` and `similar` are what chunks were stored behind: nothing, or the two chunks
 # most like them, which is the default and costs twice the prefill and the store. F1 is low in every row, full
 # prefill's too: these questions are too hard for a model of this size. How close its answers are to full prefill's can
-# be measured all the same.
+# still be measured.
 
 # %%
 kept = json.loads((data / "results" / "quality-musique.json").read_text())

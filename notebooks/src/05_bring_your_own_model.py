@@ -11,8 +11,11 @@
 # %% [markdown]
 # # Bring your own model
 #
-# **The claim.** Any standard decoder that transformers loads works as it is (Llama, Mistral, Qwen2, Qwen3, Phi-3,
-# Gemma, Granite, ...): no training, no conversion. With every token recomputed it gives full prefill's own result.
+# **You learn** how to use your own model, and how ragblend checks it. It takes less than a minute with the embedded
+# model.
+#
+# Any standard decoder that transformers loads works without training or conversion (Llama, Mistral, Qwen2, Qwen3,
+# Phi-3, Gemma, Granite, ...). With every token recomputed it gives full prefill's result.
 #
 # Name a Hugging Face id or a local directory, then run all cells:
 #
@@ -20,7 +23,7 @@
 # RAGBLEND_NOTEBOOK_MODEL=Qwen/Qwen3-0.6B jupyter lab notebooks/05_bring_your_own_model.ipynb
 # ```
 #
-# Without the variable, or when the model cannot be had, the embedded one is shown.
+# Without the variable, or if the model cannot be loaded, the embedded one is used.
 
 # %%
 import os

@@ -11,8 +11,9 @@
 # %% [markdown]
 # # Layer by layer: what goes wrong in reused KV, and what blending does about it
 #
-# One prompt of a real model, SmolLM2-135M-Instruct, followed through all its layers: where stored KV deviates from full
-# prefill's, where the question looks, which tokens are recomputed, and what that does to the first token of the answer.
+# **You learn** in which layers stored KV deviates from full prefill's, which tokens the question attends to, which
+# tokens are recomputed, and how that changes the first token of the answer. It takes about two minutes on two CPU
+# cores. The model is a real one, SmolLM2-135M-Instruct.
 #
 # `make real-model` prepares the model, `data/questions/` has the question, one of MuSiQue.
 
@@ -115,7 +116,7 @@ print(
 )
 
 # %% [markdown]
-# CacheBlend's rule looks at one early layer to tell which tokens will deviate later. The correlation above says how
+# CacheBlend's rule predicts from one early layer which tokens will deviate later. The correlation above shows how
 # well that can work in this model.
 #
 # ## What the question looks at

@@ -11,8 +11,9 @@
 # %% [markdown]
 # # A PDF of your own
 #
-# From a PDF to an answer with its sources, and a report of what was reused. The model is a real one, small enough for
-# any laptop: SmolLM2-135M-Instruct, which `make real-model` prepares. Name your own file and model to try yours:
+# **You learn** how to get from a PDF to an answer with its sources and a report of what was reused. It takes about
+# one minute on two CPU cores. The model is a real one, SmolLM2-135M-Instruct, which `make real-model` prepares. Name
+# your own file and model to try them:
 #
 # ```bash
 # export RAGBLEND_NOTEBOOK_PDF=~/handbook.pdf RAGBLEND_NOTEBOOK_MODEL=Qwen/Qwen3-0.6B
@@ -35,7 +36,7 @@ own = os.environ.get("RAGBLEND_NOTEBOOK_PDF", "")
 model = os.environ.get("RAGBLEND_NOTEBOOK_MODEL") or os.environ.get("RAGBLEND_REAL_MODEL", "../models/smollm2")
 
 # %% [markdown]
-# ## No PDF at hand? Here is one
+# ## A sample PDF
 # A page of text, written as a PDF by a dozen lines. With a file of your own the next cell only copies it.
 
 # %%

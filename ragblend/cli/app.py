@@ -17,11 +17,11 @@ import typer
 
 from ragblend.cli.ask import ask, chat, search
 from ragblend.cli.documents import ingest, precompute, remove
-from ragblend.cli.groups import SectionedHelpGroup, add_epilogs, epilog
+from ragblend.cli.groups import HELP_WIDTH, SectionedHelpGroup, epilog, set_help_layout
 from ragblend.cli.interrupt import EXIT_INTERRUPTED, announce_interrupt
 from ragblend.cli.lab.analyze import analyze
 from ragblend.cli.lab.bench import bench_app
-from ragblend.cli.lab.calibrate import calibrate_app
+from ragblend.cli.lab.calibrate import calibrate
 from ragblend.cli.lab.explain import explain
 from ragblend.cli.lab.plan import plan, profile
 from ragblend.cli.lab.ui import ui
@@ -44,7 +44,7 @@ from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import user_path
 
 app = typer.Typer(
-    help="Prefill every RAG chunk once, keep its KV cache, and fuse the retrieved chunks' caches at query time.",
+    help="Prefill every RAG chunk once, keep its KV cache, and fuse the chunks' caches at query time.",
     cls=SectionedHelpGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -54,7 +54,7 @@ app = typer.Typer(
 
 @with_settings("model backend store remote")
 def doctor(settings: Settings, json_: JsonOption = False) -> None:
-    """Check this machine: versions, model, embedder, disk, remote tier and vLLM. Says how to fix what is missing."""
+    """Check this machine: versions, model, embedder, disk, remote tier and vLLM. Prints how to fix what is missing."""
     from ragblend.operations.doctor import run_diagnostics
 
     checks = [
@@ -80,7 +80,7 @@ def serve(
     given: typer.Context,
     model: Annotated[str, typer.Argument(help="'demo', a Hugging Face id or a local path.")],  # sets `settings.model`
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port")] = 8000,
+    port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="RAGBLEND_API_KEY", help="Key that clients must send.")
     ] = None,
@@ -95,7 +95,7 @@ def serve(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
-    """Start vLLM's OpenAI-compatible server with chunk KV from a store. Other flags are passed to vLLM."""
+    """Start vLLM's OpenAI-compatible server with chunk KV from a store. vLLM gets all other flags."""
     from ragblend.operations.serve import ServeOptions, build_server_command
     from ragblend.operations.serve import serve as run
 
@@ -123,7 +123,7 @@ def demo(
     ] = "ragblend-data/demo",
     json_: JsonOption = False,
 ) -> None:
-    """Ingest a small corpus with the embedded model, then answer questions in all four modes for comparison."""
+    """Ingest a small corpus with the embedded model and answer questions in all four modes."""
     use_one_thread()
     quiet_libraries()
     from ragblend.demo.show import run_demo
@@ -134,17 +134,14 @@ def demo(
         print_json(facts)
 
 
-for _command in (ingest, precompute, remove, ask, chat, search, doctor):
+for _command in (demo, ui, doctor, ingest, precompute, remove, ask, chat, search, explain):  # in the order of GROUPS
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign):
-    app.command()(_command)
-app.add_typer(calibrate_app)
-for _command in (profile, plan, analyze):
+for _command in (stats, verify, gc, pin, unpin, push, init_key, sign, calibrate, profile, plan, analyze):
     app.command()(_command)
 app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
-for _app in (app, calibrate_app):
-    add_epilogs(_app)
+set_help_layout(app)
+set_help_layout(bench_app, "bench ")
 
 
 def _print_version(wanted: bool) -> None:
@@ -155,7 +152,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(context_settings={"max_content_width": HELP_WIDTH})
 def root(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr at level INFO.")] = False,
     version: Annotated[

@@ -31,7 +31,7 @@ def ingest(
         str, typer.Option("--glob", help="Pattern of file names; other files in folders are skipped.")
     ] = "*",
     keep_missing: Annotated[
-        bool, typer.Option("--keep-missing", help="Keep documents whose files or records are gone.")
+        bool, typer.Option("--keep-missing", help="Keep documents whose files or records no longer exist.")
     ] = False,
     loader: Annotated[
         str | None,
@@ -43,7 +43,7 @@ def ingest(
 ) -> None:
     """Chunk, embed, index and precompute documents. After an interruption the same command continues.
 
-    Run it again after changes: edited documents are replaced, and those whose file or record is gone are removed.
+    After changes run it again: edited documents are replaced, missing ones removed.
     """
     from ragblend.corpus.loaders import import_loader
     from ragblend.precompute import ingest as run
@@ -87,11 +87,10 @@ def precompute(
     workers: Workers = None,
     json_: JsonOption = False,
 ) -> None:
-    """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text.
+    """Prefill every indexed chunk for a new model, dtype or system text.
 
-    --kv-dtype rewrites KV that is stored in another dtype: from auto to int8 or fp8 without prefilling, back by
-    prefilling. --context changes the text that chunks are computed after: missing KV is prefilled, then KV of other
-    contexts is dropped.
+    --kv-dtype rewrites stored KV: from auto to int8 or fp8 without prefilling, back by prefilling. --context changes
+    the context policy: missing KV is prefilled, then KV of other contexts is deleted.
     """
     from ragblend.precompute import precompute_index
 

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from typer import BadParameter, Typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ragblend.cli.options import explain_missing_flag
 
@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "remove": ("remove docs/old.md", "remove docs/faq.jsonl#3   # one record"),
     },
-    "Ask": {
+    "Answer": {
         "ask": (
             'ask "Who signed the lease?" --model Qwen/Qwen3-8B --show-sources',
             'ask "Who signed the lease?" --backend http://localhost:8000 --model Qwen/Qwen3-8B --json',
@@ -37,6 +37,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "chat": ("chat --model Qwen/Qwen3-8B",),
         "search": ('search "Who signed the lease?" -k 10',),
         "explain": ('explain "Who signed the lease?" --model Qwen/Qwen3-8B --html explain.html',),
+        "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
     },
     "Store": {
         "stats": ("stats",),
@@ -48,44 +49,56 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "init-key": ("init-key",),
         "sign": ("sign --store kv/", "sign --store kv/ --old-key-file OLD.key"),
     },
-    "Tune": {
+    "Measure": {
         "calibrate": ("calibrate --model Qwen/Qwen3-8B --target 0.9",),
         "profile": ("profile --model Qwen/Qwen3-8B --store kv/ --json",),
         "plan": ("plan --profile machine.json --storage nvme:3.5:0.2 --usd-per-hour 2",),
-    },
-    "Serve": {
-        "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
-    },
-    "Measure": {
         "analyze": (
             "analyze requests.jsonl --model models/smollm2 --plot analyze.png   # counts with your model",
             "analyze -   # reads stdin: jq -c .body batch.jsonl | ragblend analyze -",
         ),
         "bench": (
             "bench ttft --shape llama-200m --threads 1",
+            "bench throughput --shape llama-200m --num-requests 64",
+            "bench load --shape llama-200m --store /mnt/disk",
+            "bench ingest --num-known-chunks 0",
             "bench quality --model Qwen/Qwen3-8B --data questions.jsonl",
         ),
     },
 }
 
-
-class FullHelpGroup(TyperGroup):
-    """A list of commands with each one's first sentence in full."""
-
-    def heading(self, name: str) -> str:
-        """Return the heading for command `name`; commands of one heading must be adjacent."""
-        return "Commands"
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands."""
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        for heading, group in groupby(commands, key=lambda each: self.heading(each[0])):
-            with formatter.section(heading):
-                formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in group if command])
+HELP_WIDTH = 100  # columns of `--help` at most
+NUM_IN_ONE_LIST = 9  # options of a command that are shown as one list
+RARE_OPTIONS = {
+    "--api-keys-file", "--condense", "--context", "--contexts", "--device", "--dtype", "--embedder", "--loader",
+    "--max-mean-ttft-s", "--namespace", "--num-held-out", "--precompute", "--rates", "--ratios", "--remote",
+    "--repeats", "--rule", "--rules", "--save", "--slowdowns", "--split", "--system", "--text-field", "--threads",
+    "--tier", "--trust-remote-code", "--vllm-options", "--workers",
+}  # fmt: skip
+"""Options that `--help` lists last: few users set them."""
 
 
-class SectionedHelpGroup(FullHelpGroup):
-    """The commands of `ragblend` itself, with a heading for each group."""
+class TwoListCommand(TyperCommand):
+    """A command whose help lists common options first and the rare ones under a second heading."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the options."""
+        params = self.get_params(ctx)
+        options = [param for param in params if param.param_type_name == "option"]
+        rare = [param for param in options if RARE_OPTIONS & {*param.opts}] if len(options) > NUM_IN_ONE_LIST else []
+        sections = {
+            "Arguments": [param for param in params if param.param_type_name == "argument"],
+            "Options": [param for param in options if param not in rare],
+            "More options": rare,
+        }
+        for heading, listed in sections.items():
+            if records := [record for param in listed if (record := param.get_help_record(ctx)) is not None]:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+class SectionedHelpGroup(TyperGroup):
+    """A list of commands, each with its first sentence, under the headings of `GROUPS`."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. The error for a missing flag names the environment variable of its setting."""
@@ -99,25 +112,28 @@ class SectionedHelpGroup(FullHelpGroup):
                 error.possibilities = None
             raise
 
-    def heading(self, name: str) -> str:
-        """Return the name of the command's group."""
-        return next((heading for heading, group in GROUPS.items() if name in group), super().heading(name))
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands."""
+        for heading, names in groupby(self.list_commands(ctx), key=_heading):
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in commands if command])
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the commands by group; those of no group come last, in the order in which they were added."""
-        names, ordered = super().list_commands(ctx), [name for group in GROUPS.values() for name in group]
-        return [name for name in ordered if name in names] + [name for name in names if name not in ordered]
+
+def _heading(name: str) -> str:
+    """Return the name of the command's group; "Commands" for a subcommand."""
+    return next((heading for heading, group in GROUPS.items() if name in group), "Commands")
 
 
 def epilog(name: str) -> str:
-    """Return the command's examples as an epilog that click does not rewrap."""
-    examples = next((group[name] for group in GROUPS.values() if name in group), ())
-    return "\n".join(("\b", "Examples:", *(f"  ragblend {example}" for example in examples))) if examples else ""
+    """Return the examples that begin with the command `name` as an epilog that click does not rewrap."""
+    lines = (line for group in GROUPS.values() for examples in group.values() for line in examples)
+    return "\n".join(("\b", "Examples:", *(f"  ragblend {line}" for line in lines if line.startswith(name))))
 
 
-def add_epilogs(app: Typer) -> None:
-    """Put each command's examples under its help."""
+def set_help_layout(app: Typer, prefix: str = "") -> None:
+    """Have the help of each command list its options in two lists, and end with its examples."""
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__.replace("_", "-")
-        command.epilog = epilog(name)
+        command.cls, command.epilog = TwoListCommand, epilog(prefix + name)

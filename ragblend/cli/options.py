@@ -100,6 +100,8 @@ def parse_ratio(text: str) -> float | str:
         raise UsageError(f"{text!r} is not a ratio; choose {RATIO.expected}") from error
 
 
+PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Write a picture, FILE.png.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default is torch's choice.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DocumentArgument = Annotated[str, typer.Argument(help="A file, a folder, or a record (data.jsonl#3).")]
 ShowSources = Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")]
@@ -128,8 +130,7 @@ Workers = Annotated[
         "--workers",
         parser=parse_workers,
         metavar="N|ray:N",
-        help="Number of processes that embed and prefill: on this machine, or with ray: on the running Ray cluster "
-        "(RAY_ADDRESS names one of other machines). RAGBLEND_GPUS_PER_WORKER: GPUs of each process.",
+        help="Ingestion processes; ray:N: on the Ray cluster of RAY_ADDRESS.",
     ),
 ]
 VllmOptions = Annotated[
@@ -149,14 +150,6 @@ def split_numbers(text: str) -> list[float]:
         return [float(name) for name in split_names(text)]
     except ValueError as error:
         raise UsageError(f"{text!r} is not a list of numbers; write them like 0,0.15,1") from error
-
-
-def split_counts(text: str) -> list[int]:
-    """Return the whole numbers in a comma-separated option."""
-    numbers = split_numbers(text)
-    if any(number % 1 for number in numbers):
-        raise UsageError(f"{text!r} is not a list of whole numbers; write them like 3,6,9")
-    return [int(number) for number in numbers]
 
 
 def json_object(text: str | None, option: str) -> dict[str, Any]:

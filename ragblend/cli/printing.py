@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, as text or as one JSON object; progress and the log on stderr.
+"""Output of the commands: results on stdout, as text or as one JSON object; progress and the log on stderr.
 
 Importing this module loads neither torch nor a framework, so that `ragblend --help` is fast.
 """
@@ -199,8 +199,8 @@ def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
 
     if limit_bytes is None:
         return "limit: none"
-    who = "as much as it leaves free; set another: RAGBLEND_DISK_GIB" if disk_gib == "auto" else "disk_gib"
-    return f"limit: {format_bytes(limit_bytes)} ({who})"
+    half = "half of the free space, the store included; set another: RAGBLEND_DISK_GIB"
+    return f"limit: {format_bytes(limit_bytes)} ({half if disk_gib == 'auto' else 'disk_gib'})"
 
 
 def join_names(names: Iterable[str], most: int | None = NUM_NAMED, flag: str = "--json") -> str:

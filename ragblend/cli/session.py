@@ -36,10 +36,10 @@ def settings_from(arguments: dict[str, Any]) -> Settings:
         return found
     from ragblend.engine.load import remembered_defaults, remembered_model
 
-    with suppress(CorruptError, UsageError):  # whoever needs what is missing says so
+    with suppress(CorruptError, UsageError):  # commands that need them raise an error later
         if found.system is None:
             found = replace(found, system=remembered_defaults(found.store).system)
-        if found.model is None and not found.trust_remote_code:  # whose code runs is for the user to say
+        if found.model is None and not found.trust_remote_code:  # with it, the user must name the model
             found = replace(found, model=remembered_model(found.store))
     return found
 

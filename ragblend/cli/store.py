@@ -19,7 +19,7 @@ EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
 @with_settings("store remote")
 def push(settings: Settings, json_: JsonOption = False) -> None:
-    """Send the remote tier the entries that it lacks. Exits 5 if some did not arrive, 1 if it is full."""
+    """Send the remote tier the entries that it lacks. Exits 5 if some did not arrive, 1 if the tier is full."""
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.store.tiered import format_bytes
     from ragblend.operations.maintenance import push_store
@@ -68,7 +68,7 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
 
 @with_settings("store remote")
 def stats(settings: Settings, json_: JsonOption = False) -> None:
-    """Print what the store holds, with sizes."""
+    """Print the store's documents, stored KV and sizes."""
     from ragblend.catalog.registry import read_registry
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.disk import DiskStore
@@ -158,7 +158,7 @@ def verify(
             repair_remote(tier, settings.store, report.damaged_remote, kv_dir=settings.kv_dir)
         tier.close()
     if repair and report.has_problems:
-        from ragblend.engine.store.disk import CONTEXT_FILE
+        from ragblend.engine.store.metadata import CONTEXT_FILE
         from ragblend.operations.maintenance import drop_unreadable_files, repair_store
 
         drop_unreadable_files(report, settings.store)
@@ -183,7 +183,7 @@ def verify(
     if report.outdated:
         lines.append(
             f"{len(report.outdated)} similar variants were computed after chunks that are no longer their nearest; "
-            f"they are used all the same: {join_names(report.outdated, 5)}"
+            f"they are still used: {join_names(report.outdated, 5)}"
         )
     if repair:
         lines += [f"{report.num_repaired} recomputed", *report.dropped, *map(with_flags, report.unrepaired)]

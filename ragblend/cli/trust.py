@@ -23,7 +23,7 @@ def init_key(
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Make a key. KV stored from then on is signed, and KV without its signature is not used."""
+    """Make a key. KV stored afterwards is signed, and KV without its signature is not used."""
     from ragblend.engine.store.signing import KEY_VARIABLE, key_path, write_key
 
     path = (key_path() if out is None else user_path(out, "--key-file")).absolute()

@@ -1,4 +1,4 @@
-"""The embedded model: an invented world, stories told in it, and a small Llama that answers questions about them."""
+"""The embedded model: an invented world, stories from it, and a small Llama that answers questions about them."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """The sample corpus: a made-up company's records as Markdown files, and questions with gold answers and gold spans.
 
-Shipped as files, `records/`. The generator is at commit 19c4dfd: `python -m tools.demo_model.corpus`.
+The files are in `records/`. The generator is at commit 19c4dfd: `python -m tools.demo_model.corpus`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ragblend.files.output import write_output
 RECORDS = Path(__file__).parent / "records"
 QUESTIONS_FILE = "questions.jsonl"
 REFERENCE_KINDS = ("cross_ref", "two_hop_ref")
-"""The kinds that need the state of an earlier chunk: what full reuse loses."""
+"""Kinds of questions that need an earlier chunk, which full reuse answers wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class DemoDocument:
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """What a chunk size for one paragraph cuts the file into."""
+        """The file's chunks for a chunk size of one paragraph."""
         title, *paragraphs = self.markdown.strip().split("\n\n")
         return (f"{title}\n\n{paragraphs[0]}", *paragraphs[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question; `gold`: where its answer stands, as source, text, start and end of each sentence."""
+    """One question; `gold`: source, text, start and end of each sentence that answers it."""
 
     kind: str
     text: str
@@ -53,13 +53,13 @@ class Corpus:
     questions: tuple[Question, ...]
 
     def first_records(self, num_records: int) -> Corpus:
-        """The first records alone, with the questions that they answer."""
+        """Return the first records, with the questions that they answer."""
         records = self.records[:num_records]
         text = "\n".join(record.markdown for record in records)
         return Corpus(records, tuple(asked for asked in self.questions if asked.gold and _contains_answer(text, asked)))
 
     def gold_chunks(self, question: Question) -> tuple[int, ...]:
-        """Which of all records' chunks, counted in order, hold what answers it."""
+        """Return the numbers, over all records' chunks in order, of those that answer `question`."""
         found, number = set(), 0
         for record in self.records:
             for chunk in record.chunks:
@@ -71,7 +71,7 @@ class Corpus:
         return tuple(sorted(found))
 
     def write(self, out: Path) -> None:
-        """Write every record and the questions; whatever else is in `out` stays."""
+        """Write every record and the questions. Other files in `out` are kept."""
         for record in self.records:
             write_output(out / record.filename, record.markdown.encode(), "--dir DIR")
         lines = "".join(f"{question.line}\n" for question in self.questions)
@@ -79,16 +79,16 @@ class Corpus:
 
 
 def sample_corpus() -> Corpus:
-    """The corpus as it is shipped."""
+    """Return the corpus of the package."""
     records = tuple(DemoDocument(path.name, path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.md")))
     lines = (RECORDS / QUESTIONS_FILE).read_text(encoding="utf-8").splitlines()
     return Corpus(records, tuple(_question(line) for line in lines))
 
 
 def questions_about(texts: Iterable[str], count: int, seed: int = 0) -> list[str]:
-    """At most `count` of the corpus' questions that `texts` answer, or say nothing of, in random order.
+    """Return at most `count` of the corpus' questions about `texts`, in random order.
 
-    For `ragblend calibrate` with the embedded model, which understands no other questions.
+    For `ragblend calibrate` with the embedded model, which cannot answer other questions.
     """
     text = "\n".join(texts)
     answerable = [question.text for question in sample_corpus().questions if _contains_answer(text, question)]

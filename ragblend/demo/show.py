@@ -1,6 +1,6 @@
-"""What `ragblend demo` does: ingest the sample corpus, ask about it in all four modes, print the answers side by side.
+"""`ragblend demo`: ingests the sample corpus, answers questions in all four modes, and prints the answers.
 
-The corpus comes with the package; it is written where the demo keeps its index.
+The corpus is part of the package; a copy is written to the demo's store.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 from ragblend.corpus.checked_database import remove_database
 from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, Question, sample_corpus
 from ragblend.engine.load import load_engine
-from ragblend.engine.report import MODES
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError
 from ragblend.files.places import user_path
 from ragblend.index import ChunkIndex, SearchHit, open_index
+from ragblend.options import MODES
 from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_documents
 from ragblend.prompt.types import Prompt
 
 DEMO_DIRECTORY = Path("ragblend-data/demo")
 CORPUS = "corpus"  # the records' folder
-CHUNK_TOKENS = 112  # room for a title and one paragraph of 64 to 96 tokens, not for two
+CHUNK_TOKENS = 112  # fits a title and one paragraph of 64 to 96 tokens, not two
 RETRIEVAL: dict[str, Any] = {"k": 2, "neighbours": 2, "order": "document"}
-"""Paragraphs with those around them, in reading order, so that what "the company" means comes along: all gold sentences
-of 90 % of the questions (data/results/quality-corpus-hashing.json)."""
-EMBEDDER = "hashing"  # by words: to a sentence encoder one made-up name is as good as another
+"""Paragraphs with those around them, in reading order, so that the prompt contains what "the company" refers to: all
+gold sentences of 90 % of the questions (data/results/quality-corpus-hashing.json)."""
+EMBEDDER = "hashing"  # by words, because a sentence encoder does not distinguish made-up names
 NUM_QUESTIONS, NUM_SHOWN = 30, 4
 EXAMPLE_KINDS = (*REFERENCE_KINDS, "comparison")
 MAX_ANSWER_TOKENS = 16
@@ -50,7 +50,7 @@ class Demo:
 
 @contextmanager
 def open_demo(directory: str | Path, progress: Progress | None = None) -> Iterator[Demo]:
-    """The sample corpus, written to `corpus` in the folder `directory`, which is the store that it is ingested into."""
+    """Write the sample corpus to `corpus` in `directory`, ingest it into that store, and yield both open."""
     directory, corpus = user_path(directory, "--dir"), sample_corpus()
     corpus.write(directory / CORPUS)
     files = [directory / CORPUS / record.filename for record in corpus.records]
@@ -64,9 +64,9 @@ def open_demo(directory: str | Path, progress: Progress | None = None) -> Iterat
 
 
 def _open_index(path: Path, engine: TransformersEngine) -> ChunkIndex:
-    """Return the index of the sample corpus, a new one where an earlier version of the demo's model made it.
+    """Return the index of the sample corpus, a new one if an earlier version of the demo's model made it.
 
-    Raises StoreMismatchError where such an index holds other documents, too.
+    Raises StoreMismatchError if such an index also has other documents.
     """
     try:
         return open_engine_index(path, engine, EMBEDDER, chunk_size=CHUNK_TOKENS)
@@ -79,7 +79,7 @@ def _open_index(path: Path, engine: TransformersEngine) -> ChunkIndex:
 
 
 def demo_settings(directory: Path = DEMO_DIRECTORY, progress: Progress | None = None) -> dict[str, Any]:
-    """Settings with which any command asks about the sample corpus, ingested in `directory` if it was not yet."""
+    """Ingest the sample corpus in `directory`. Return the settings for commands that query it."""
     with open_demo(directory, progress):
         pass
     return {"store": str(directory), **RETRIEVAL}
@@ -107,10 +107,10 @@ def run_demo(
 
 
 def ask_all_modes(demo: Demo, question: str) -> dict[str, Any]:
-    """One question over the chunks it retrieves, answered in every mode: answers, sources and reports."""
+    """Answer a question in every mode over the chunks that it retrieves. Return answers, sources and reports."""
     hits = demo.index.search(question, **RETRIEVAL)
     prompt = Prompt([hit.chunk for hit in hits], question)
-    # Outside the timing: afterwards every mode finds the chunks' KV in the memory tier.
+    # Not timed: loads the chunks' KV into the memory tier for every mode.
     demo.engine.generate(prompt, mode="reuse", max_tokens=1)
     modes = {}
     for mode in MODES:
@@ -120,19 +120,19 @@ def ask_all_modes(demo: Demo, question: str) -> dict[str, Any]:
 
 
 def examples() -> list[Question]:
-    """A few of the prepared questions to begin with: two that full reuse gets wrong, and one that it does not."""
+    """Return example questions: two that full reuse answers wrong, and one that it answers right."""
     prepared = spread(sample_corpus().questions, NUM_QUESTIONS)
     return [next(question for question in prepared if question.kind == kind) for kind in EXAMPLE_KINDS]
 
 
 def spread(questions: Sequence[Question], count: int) -> list[Question]:
-    """`count` questions, evenly spaced; the corpus orders them by kind, so every kind has its share."""
+    """Return `count` questions, evenly spaced; every kind is included, because the corpus is ordered by kind."""
     count = min(count, len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
 
 
 def summarize_modes(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per mode: right answers, those among reference questions, how many there were, median TTFT in seconds."""
+    """Return for each mode the right answers, those of reference questions, both totals, and the median TTFT in s."""
     prepared = [row for row in rows if row["answer"]]
     references = [row for row in prepared if row["kind"] in REFERENCE_KINDS]
     return {
@@ -151,7 +151,7 @@ def summarize_modes(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float
 
 
 def show_answers(rows: Sequence[dict[str, Any]], echo: Echo) -> None:
-    """Per question its sources and a small table: mode, answer, right or wrong, tokens reused and recomputed, time."""
+    """Print each question with its sources and a table of the modes: answer, verdict, token counts, time."""
     for row in rows:
         gold = f"   (gold: {row['answer']}; {row['kind'].replace('_', ' ')})" if row["answer"] else ""
         echo(f"{row['question']}{gold}")
@@ -174,7 +174,7 @@ def show_answers(rows: Sequence[dict[str, Any]], echo: Echo) -> None:
 
 
 def show_totals(rows: Sequence[dict[str, Any]], echo: Echo) -> None:
-    """How many of all questions each mode got right, and what this does not show."""
+    """Print how many questions each mode answered right, and the limits of this comparison."""
     echo(f"All {len(rows)} questions; those above come first among those on which the modes differ.")
     echo(f"  {'mode':<8}{'right':>8}{'references':>13}{'first token':>14}")
     for mode, total in summarize_modes(rows).items():
@@ -183,15 +183,15 @@ def show_totals(rows: Sequence[dict[str, Any]], echo: Echo) -> None:
         echo(f"  {mode:<8}{right:>8}{references:>13}{total['ttft_s'] * 1e3:>11.0f} ms")
     echo(
         '\nReferences: the paragraph with the answer says only "the company" or "she", and an earlier one says who.\n'
-        "What retrieval does not find, no mode can answer. First token: median, KV in memory, one request at a time.\n"
-        "The embedded model has about 1.3 million parameters and knows only this made-up world; on other text it\n"
-        "answers nonsense. It is so small that its times are mostly overhead: what reuse saves on a real shape is\n"
-        "measured by `ragblend bench ttft --shape llama-200m`. Ask it more: `ragblend chat --demo`."
+        "No mode can answer if retrieval misses the chunk. First token: median, KV in memory, one request at a time.\n"
+        "The embedded model has about 1.3 million parameters and was trained on this made-up world only; elsewhere\n"
+        "it answers nonsense. It is so small that its times are mostly overhead. For the savings on a real shape:\n"
+        "`ragblend bench ttft --shape llama-200m`. For more questions: `ragblend chat --demo`."
     )
 
 
 def _source_lines(row: dict[str, Any]) -> list[str]:
-    """The gold sentences with the chunks they stand in, and what else was retrieved; without gold, every chunk."""
+    """Return the gold sentences with their chunks, and the retrieved files; without gold sentences, every chunk."""
     sources = row["sources"]
     if not row["gold"]:
         return [f"[{number}] {_name(s)}: {_shorten(s['text'])}" for number, s in enumerate(sources, start=1)]
@@ -221,7 +221,7 @@ def _shorten(text: str, limit: int = 100) -> str:
 
 
 def _ask_prepared(demo: Demo, question: Question) -> dict[str, Any]:
-    """A question of the corpus in every mode, with its gold answer, kind and gold spans."""
+    """Answer a question of the corpus in every mode; add its gold answer, kind and gold spans."""
     row = ask_all_modes(demo, question.text)
     return {**row, "answer": question.answer, "kind": question.kind, "gold": list(question.gold)}
 
@@ -236,7 +236,7 @@ def _is_right(row: dict[str, Any], mode: str) -> bool:
 
 
 def _sort_by_mode_difference(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Questions that full prefill and blend answer and full reuse does not come first; the others after them."""
+    """Return the rows, first those that full prefill and blend answer right and full reuse answers wrong."""
 
     def differs(row: dict[str, Any]) -> bool:
         return _is_right(row, "full") and _is_right(row, "blend") and not _is_right(row, "reuse")
@@ -245,7 +245,7 @@ def _sort_by_mode_difference(rows: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 def _remove_outdated_documents(files: Sequence[Path], engine: TransformersEngine, index: ChunkIndex) -> None:
-    """Drop records of an earlier version, or ingested from another working folder; other documents stay."""
+    """Remove records of an earlier version, or from another working folder; keep other documents."""
     here = {file.resolve() for file in files}
     for source in index.sources():
         path = Path(source).resolve()

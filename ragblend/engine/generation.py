@@ -1,4 +1,4 @@
-"""One request from its first logits to its last word, for an engine that decodes token by token itself.
+"""One request from its first logits to its last word, for the transformers engine, which decodes token by token.
 
 The engine's loop (see `loop`) runs an `Answer` step by step; a `GenerationStream` is what the caller reads. Depends on
 reports, sampling and text, not on how KV is stored or fused.
@@ -13,7 +13,7 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,7 +24,10 @@ from ragblend.engine.tuning.calibration import RuleFit
 from ragblend.errors import EngineClosedError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
-from ragblend.prompt.render import Renderer
+
+if TYPE_CHECKING:
+    from ragblend.engine.transformers.engine import TransformersEngine
+    from ragblend.engine.transformers.structured_outputs import CompiledGrammar
 
 log = logging.getLogger(__name__)
 
@@ -49,23 +52,6 @@ class EngineKeywords(GenerationKeywords, total=False):
     conversation: Conversation | None
 
 
-class TokenConstraint(Protocol):
-    """Constraint of one answer to a grammar, token by token."""
-
-    ended: bool  # the answer is complete, and nothing may follow
-
-    def mask_logits(self, logits: Tensor) -> Tensor: ...  # [vocabulary], tokens that may not follow at minus infinity
-    def accept_token(
-        self, token: int, max_tokens: int
-    ) -> list[int]: ...  # `token` and the forced tokens after it, `max_tokens` in all
-
-
-class Grammar(Protocol):
-    """Grammar that answers must follow. `guide` returns a constraint for one answer."""
-
-    def guide(self) -> TokenConstraint: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One prompt and its settings: `options` as requested; `mode`, `rule` and `ratio` as resolved."""
@@ -80,7 +66,7 @@ class EngineRequest:
     adapts_ratio: bool = (
         False  # no ratio was asked for: `ratio` is the least, to be raised where recompute costs no time
     )
-    grammar: Grammar | None = None
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(slots=True)
@@ -104,43 +90,6 @@ class DecodeStep:
     fused: FusedKV
 
 
-class LookupObserver(Protocol):
-    """Receiver of the lookup results of answered prompts, until `is_settled`."""
-
-    is_settled: bool
-
-    def record_lookup(self, prompt: MatchedPrompt, hits: Sequence[bool]) -> None: ...
-
-
-class AnswerLoop(Protocol):
-    """Decoding loop, which runs answers in a separate thread; see `loop.EngineLoop`."""
-
-    def start(self, answers: Sequence[Answer]) -> None: ...
-    def cancel(self, answer: Answer) -> None: ...
-    def wake(self) -> None: ...
-
-
-class DecodingEngine(Protocol):
-    """Methods and properties of an engine that a GenerationStream requires."""
-
-    @property
-    def renderer(self) -> Renderer: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def closed(self) -> bool: ...
-    def check_process(self) -> None: ...
-    @property
-    def notices(self) -> LookupObserver: ...
-    @property
-    def loop(self) -> AnswerLoop: ...
-    def prefill(self, request: EngineRequest) -> PrefillResult: ...
-    def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]: ...  # fetches, and may wait
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-    def backfill(self, misses: Sequence[ChunkRun]) -> None: ...
-
-
 OnEnd = Callable[[PrefillResult, Generation], None]
 """Called once an answer has ended, also a cancelled one. The KV then has the answer's tokens after the prompt's."""
 
@@ -151,7 +100,7 @@ class Answer:
     `advance` runs it up to its next decode step. Its texts are put into `pieces`, followed by None.
     """
 
-    def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None) -> None:
+    def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None) -> None:
         self._engine = engine
         self._request = request
         self._on_end = on_end
@@ -294,7 +243,7 @@ class GenerationStream:
     so far, finish reason "cancelled" and no error.
     """
 
-    def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
+    def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
         self.request = request
         self._engine = engine
         self._answer = Answer(engine, request, on_end)

@@ -26,7 +26,7 @@ from ragblend.redaction import has_secret, redact
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine
     from ragblend.engine.store.base import KVStore
-    from ragblend.engine.store.disk import StoreDefaults
+    from ragblend.engine.store.metadata import StoreDefaults
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.vllm.client import Connection, VllmClient
     from ragblend.engine.vllm.engine import VllmEngine
@@ -136,7 +136,8 @@ def load_engine(
 
 def remembered_defaults(store: Any) -> StoreDefaults:
     """Return what the latest ingestion into the folder `store` named. Raises CorruptError for a damaged note."""
-    from ragblend.engine.store.disk import DiskStore, StoreDefaults
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.store.metadata import StoreDefaults
 
     is_folder = isinstance(store, str | Path) and user_path(store, "store").is_dir()
     return DiskStore(store).read_defaults() if is_folder else StoreDefaults()

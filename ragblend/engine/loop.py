@@ -1,6 +1,6 @@
 """The engine loop: one thread runs everything that a model computes, in an order that keeps every request moving.
 
-Requests, streams, batches, ingestion and backfill are its queue. Read `EngineLoop._run_round` first. Knows answers and
+Requests, streams, batches, ingestion and backfill are its queue. Read `EngineLoop._run` first. Knows answers and
 steps; nothing of models, KV or text.
 """
 
@@ -122,28 +122,26 @@ class EngineLoop(Executor):
             threading.Thread(target=self._run).start()
 
     def _run(self) -> None:
-        while self._run_round():
-            pass
-
-    def _run_round(self) -> bool:
-        """Run one call, the prefills that have a place and one decode step; False, at rest, with nothing to do."""
-        with self._changed:
-            call = self._calls.popleft() if self._calls else None
-            ready = [answer for answer in self._running if not answer.is_paused][: self.max_num_seqs]
-            num_free = min(self.max_num_seqs - len(ready), len(self._waiting))
-            starting = [self._waiting.popleft() for _ in range(num_free)]
-            self._is_running = bool(call or ready or starting)
-            self._thread_id = threading.get_ident() if self._is_running else None
-            self._changed.notify_all()
-        if call is not None:
-            _run_call(*call)
-        for answer in starting:
-            answer.advance()
-        if running := [*ready, *(answer for answer in starting if answer.step is not None)]:
-            self._decode_together(running)
-        others = [answer for answer in self._running if answer not in ready]
-        self._running = [answer for answer in (*others, *ready, *starting) if answer.step is not None]
-        return self._is_running
+        """Run one call, the prefills that have a place and one decode step, again and again until there are none."""
+        while True:
+            with self._changed:
+                call = self._calls.popleft() if self._calls else None
+                ready = [answer for answer in self._running if not answer.is_paused][: self.max_num_seqs]
+                num_free = min(self.max_num_seqs - len(ready), len(self._waiting))
+                starting = [self._waiting.popleft() for _ in range(num_free)]
+                self._is_running = bool(call or ready or starting)
+                self._thread_id = threading.get_ident() if self._is_running else None
+                self._changed.notify_all()
+            if call is not None:
+                _run_call(*call)
+            for answer in starting:
+                answer.advance()
+            if running := [*ready, *(answer for answer in starting if answer.step is not None)]:
+                self._decode_together(running)
+            others = [answer for answer in self._running if answer not in ready]
+            self._running = [answer for answer in (*others, *ready, *starting) if answer.step is not None]
+            if not self._is_running:
+                return
 
     def _decode_together(self, answers: Sequence[Answer]) -> None:
         """Choose the next token of every answer."""

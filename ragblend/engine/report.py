@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from ragblend.engine.agreement import ShadowReport
-from ragblend.options import MODES as MODES
 from ragblend.options import ContextPolicy
 from ragblend.options import Mode as Mode
 from ragblend.options import RatioChoice as RatioChoice

@@ -47,16 +47,13 @@ class ReuseDiagnostics:
         """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored."""
         if any(hits):
             self.is_settled = True
-        elif hits or prompt.num_tokens >= LONG_PROMPT:
-            self._record_miss(prompt.prefix_ids)
-
-    def _record_miss(self, *prefixes: tuple[int, ...]) -> None:
-        """Warn, if need be, of a prompt of which nothing was reused; `prefixes` are looked for besides the engine's."""
+        if not hits and prompt.num_tokens < LONG_PROMPT:
+            return
         with self._lock:
             if not self.is_settled:
                 self._num_missed += 1
                 self.is_settled = self._num_missed == NUM_PROMPTS_BEFORE_WARNING
-                cause = self._cause((self._engine.default_prefix_ids, *prefixes))
+                cause = self._cause((self._engine.default_prefix_ids, prompt.prefix_ids))
                 if cause is not None and cause not in self._warned_causes:
                     self._warned_causes.add(cause)
                     log.warning("nothing was reused: %s", cause.format(**self._facts()))

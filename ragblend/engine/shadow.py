@@ -12,15 +12,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.api import Stream
 from ragblend.engine.fusion.fidelity import first_token_kl
-from ragblend.engine.generation import DecodingEngine, EngineRequest, GenerationStream, PrefillResult
+from ragblend.engine.generation import EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.options import SHADOW
+
+if TYPE_CHECKING:
+    from ragblend.engine.transformers.engine import TransformersEngine
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +101,7 @@ class Shadow:
 
 
 def compare_with_full(
-    engine: DecodingEngine, request: EngineRequest, logits: Tensor, answer: Generation
+    engine: TransformersEngine, request: EngineRequest, logits: Tensor, answer: Generation
 ) -> ShadowReport:
     """Run `request` by full prefill beside its `answer`, whose first token came from `logits` [vocabulary].
 

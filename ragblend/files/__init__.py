@@ -1,1 +1,1 @@
-"""Files that appear in one step, are read only when regular, and tell when they are damaged."""
+"""Files that are written in one step, read only if they are regular files, and checked for damage."""

@@ -1,7 +1,7 @@
-"""A directory whose files appear in one step and whole, whoever looks and whenever somebody crashes.
+"""A directory whose files appear complete and in one step, for every reader and after every crash.
 
-A temp file names its host and process, so that what a dead writer left behind can be told from what is being written.
-Works on names and bytes. Knows nothing of what is in the files.
+The name of a temp file contains its host and process, so that the leftovers of dead writers can be identified. Works
+on names and bytes. Does not depend on the contents of files.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ TEMP_SUFFIX = ".tmp"
 TEMP_MAX_AGE_S = 3600.0
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors that mean: no room. Nothing is damaged, and with more room the same command goes on."""
+"""Errors of a full disk. Nothing is damaged, and the same command continues once there is free space."""
 
-_PROBE_BYTES = 1 << 16  # as much as SQLite asks for at once
+_PROBE_BYTES = 1 << 16  # SQLite's largest single request
 
-# Temp files name their host: a process id says nothing about a writer on another machine of a shared file system.
+# Temp files name their host, because a process id does not identify a writer on another machine of a shared file
+# system.
 _HOST = xxh3_128_hexdigest(platform.node().encode())[:8]
 
 
 class Directory:
     """Files in `root` and below. `fsync=False`: a power cut may lose or damage the latest of them.
 
-    They are their owner's alone; where the group of `root` may write there, it may read and write them, too.
-    What cannot be written raises StoreFullError where there is no room, else StoreNotWritableError; `make_room` is what
-    to do about the first.
+    Only their owner may read and write them, and the group of `root` if it may write there. A file that cannot be
+    written raises StoreFullError on a full disk, else StoreNotWritableError. `full_hint`: what to do on a full disk.
     """
 
     def __init__(self, root: Path, *, fsync: bool, full_hint: str = "", create: bool = True) -> None:
@@ -54,7 +54,7 @@ class Directory:
             raise self.write_error(error, root) from error
 
     def replace(self, path: Path, nbytes: int, write: Callable[[BinaryIO], Any]) -> None:
-        """Put a file in place in one step: whoever looks sees the old one or the whole new one, also after a crash."""
+        """Write a file in one step: readers see the old file or the complete new one, also after a crash."""
         temp = path.with_name(f".{path.stem}.{_HOST}.{os.getpid()}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
         try:
             self._make(path.parent)
@@ -74,11 +74,11 @@ class Directory:
             raise
 
     def write(self, path: Path, data: bytes) -> None:
-        """`replace` with what is at hand already."""
+        """Write `data` in one step."""
         self.replace(path, len(data), lambda stream: stream.write(data))
 
     def find_stale_files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Temp files that a dead process of this host, or anyone an hour ago, left in `root` and one level below."""
+        """Yield temp files of dead processes of this host, or older than an hour, in `root` and one level below."""
         for pattern in (f".*{TEMP_SUFFIX}", f"*/.*{TEMP_SUFFIX}"):
             for path in sorted(self.root.glob(pattern)):
                 with suppress(FileNotFoundError):
@@ -87,11 +87,11 @@ class Directory:
                         yield path, stat
 
     def remove_stale_files(self) -> int:
-        """Remove `find_stale_files`; how many."""
+        """Remove the files of `find_stale_files`; return their number."""
         return sum(unlink(path) for path, _ in self.find_stale_files())
 
     def write_error(self, error: OSError, path: Path, nbytes: int = 0) -> RagblendError:
-        """What `path`, which needs `nbytes`, could not be written for, as the error to raise."""
+        """Return the error to raise for `path`, which needs `nbytes` and could not be written."""
         return to_write_error(error, path, nbytes, self.full_hint)
 
     def _make(self, path: Path) -> None:
@@ -100,18 +100,18 @@ class Directory:
                 self._make(path.parent)
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path != self.root and self._is_shared():
-                with suppress(OSError):  # somebody else's, who made it just now
+                with suppress(OSError):  # another user's, created at the same time
                     path.chmod(path.stat().st_mode | 0o070)
             if self._fsync:
                 _fsync_directory(path.parent)
 
     def _is_shared(self) -> bool:
-        """Whether the owner lets the group write here; then it reads and writes the files, too."""
+        """True if the group may write to `root`, and may therefore read and write the files."""
         return bool(self.root.stat().st_mode & stat.S_IWGRP)
 
 
 def unlink(path: Path) -> bool:
-    """Remove a file; whether that was done."""
+    """Remove a file; return True if it was removed."""
     with suppress(OSError):
         path.unlink()
         return True
@@ -121,7 +121,8 @@ def unlink(path: Path) -> bool:
 def to_write_error(
     error: OSError, path: Path, nbytes: int = 0, full_hint: str = "", options: str = "`store`"
 ) -> RagblendError:
-    """Why `path`, which needs `nbytes`, cannot be written, as the error to raise. `options` name another place."""
+    """Return the error to raise for `path`, which needs `nbytes` and cannot be written. `options`: those that choose
+    another place."""
     if error.errno in DISK_FULL_ERRNOS:
         needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"
         return StoreFullError(
@@ -134,7 +135,7 @@ def to_write_error(
 
 
 def remove_file(path: Path) -> bool:
-    """Remove a file; False when there is none. Raises StoreNotWritableError when it is there and stays."""
+    """Remove a file; return False if there is none. Raises StoreNotWritableError if it cannot be removed."""
     try:
         path.unlink()
     except (FileNotFoundError, NotADirectoryError):
@@ -147,7 +148,7 @@ def remove_file(path: Path) -> bool:
 
 
 def explain_disk_full(error: OSError) -> str:
-    """What there is no room for, in words; `error` is one of FULL."""
+    """Return the reason of a full-disk `error` (`DISK_FULL_ERRNOS`) as text."""
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         most = "" if limit == resource.RLIM_INFINITY else f" of {limit} bytes"
@@ -156,9 +157,9 @@ def explain_disk_full(error: OSError) -> str:
 
 
 def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
-    """Why nothing more can be written in `folder`, to a file that has `nbytes` now; "" where something can.
+    """Return why nothing more can be written in `folder`, to a file of `nbytes` bytes; "" if something can.
 
-    For libraries that report a full disk as an error of input and output.
+    For libraries that report a full disk as an I/O error.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < nbytes + _PROBE_BYTES:
@@ -174,7 +175,7 @@ def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
 
 
 def _writer_is_dead(temp_name: str) -> bool:
-    """Whether the process of this host that a temp file is named after no longer runs."""
+    """True if a temp file names a process of this host that has ended."""
     parts = temp_name.split(".")  # "", key, host, pid, random, "tmp"
     if len(parts) != 6 or parts[2] != _HOST or not parts[3].isdigit():
         return False

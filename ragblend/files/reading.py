@@ -1,7 +1,7 @@
-"""Open files that somebody else may have put there: regular files only, at once or not at all.
+"""Open files that another user may have created: regular files only, without waiting.
 
-A named pipe, a device or a folder in a file's place is an OSError that says so, never a wait; a link is followed, a
-loop of links is an error. Knows paths and bytes.
+A named pipe, a device or a folder in a file's place raises an OSError that names its kind. A link is followed, a loop
+of links is an error. Depends on paths and bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from ragblend.errors import NotFoundError, UsageError
 
 MAX_METADATA_BYTES = 64 << 20
-"""More than any JSON file of ours holds: what is larger is not read."""
+"""Larger than every JSON file that ragblend writes; larger files are not read."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -27,8 +27,8 @@ _KINDS = (
 
 
 def open_file(path: str | os.PathLike[str]) -> int:
-    """A descriptor of the regular file at `path`. Raises OSError, also for what is there and is no regular file."""
-    # Without O_NONBLOCK, opening a pipe waits for somebody at its other end.
+    """Return a descriptor of the regular file at `path`. Raises OSError, also for a file of another kind."""
+    # Without O_NONBLOCK, opening a pipe waits for a process at its other end.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_mode(os.fstat(fd).st_mode, path)
@@ -44,12 +44,13 @@ def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
 
 
 def kind_of_file(mode: int) -> str:
-    """Return what a mode without a regular file is, for people: "a folder", "a named pipe", ..."""
+    """Return the kind of a mode that is not a regular file's, as text: "a folder", "a named pipe", ..."""
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
 
 
 def read_file(path: str | os.PathLike[str], limit: int = MAX_METADATA_BYTES) -> bytes:
-    """What the regular file at `path` holds. Raises OSError, also for more than `limit` bytes, or mostly holes."""
+    """Return the bytes of the regular file at `path`. Raises OSError, also for more than `limit` bytes, or mostly
+    holes."""
     with os.fdopen(open_file(path), "rb") as stream:
         size = dense_size(stream.fileno())
         if size > limit:
@@ -60,8 +61,8 @@ def read_file(path: str | os.PathLike[str], limit: int = MAX_METADATA_BYTES) -> 
 def read_text(path: str | os.PathLike[str], what: str, fix: str, limit: int = MAX_METADATA_BYTES) -> str:
     """Return the text of a small file that a user wrote: UTF-8, without the byte order mark that some editors write.
 
-    what: the file's role, for errors ("the questions"); fix: what to type. Raises NotFoundError where there is no file,
-    UsageError for what is no file, cannot be read, holds more than `limit` bytes or is not UTF-8.
+    what: the file's role, for errors ("the questions"); fix: what to type. Raises NotFoundError for a missing file,
+    UsageError for one that is not regular, not readable, larger than `limit` bytes or not UTF-8.
     """
     try:
         return read_file(path, limit).decode("utf-8-sig")
@@ -78,9 +79,9 @@ def read_text(path: str | os.PathLike[str], what: str, fix: str, limit: int = MA
 
 
 def dense_size(fd: int) -> int:
-    """A file's size. Raises OSError where most of it is a hole: a file of 2 KB can claim to hold a terabyte."""
+    """Return a file's size. Raises OSError if most of it is a hole: 2 KB on disk can have a size of a terabyte."""
     facts = os.fstat(fd)
-    # A file system that compresses, or has not written yet, also shows few blocks; it shows no hole.
+    # A file system that compresses, or has not written yet, also reports few blocks, but no hole.
     if facts.st_blocks * 512 < facts.st_size // 2:
         first_hole = os.lseek(fd, 0, os.SEEK_HOLE)
         os.lseek(fd, 0, os.SEEK_SET)
@@ -90,10 +91,10 @@ def dense_size(fd: int) -> int:
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Raise OSError unless a regular file is at `path`, or nothing: for what a library is about to open.
+    """Raise OSError if `path` exists and is not a regular file. Call it before a library opens the file.
 
-    It is not opened for that: closing a file lets go of every lock that this process holds on it, those of SQLite's
-    other connections among them.
+    The file is not opened: closing a file releases every lock that this process has on it, also those of SQLite's
+    other connections.
     """
     try:
         _check_mode(Path(path).stat().st_mode, path)

@@ -1,7 +1,7 @@
-"""A SQLite file of ours: how it is opened, what its errors mean, and that what was deleted leaves it.
+"""A SQLite file of ragblend: connections, errors, and the physical removal of deleted rows.
 
-The chunk catalogue and the registry of texts keep tables in one each. Rows carry checksums, because
-SQLite's pages do not. Knows no tables.
+The chunk catalogue and the registry of texts have a file each. Rows have checksums, because SQLite's pages have none.
+Does not depend on the tables.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ragblend.files.reading import check_file
 LOCK_TIMEOUT_S = 30.0
 
 _REFUSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
-_LARGEST_LOG_BYTES = 1 << 26  # what a transaction of ours may need at once, where a file-size limit is the question
+_LARGEST_LOG_BYTES = 1 << 26  # the largest transaction, for the check of a file-size limit
 
 
 def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection:
-    """A connection in autocommit mode, so that every BEGIN is written where it matters; `row_checksum` is in its SQL.
+    """Return a connection in autocommit mode, so that every BEGIN is explicit; its SQL has `row_checksum`.
 
-    In a folder that cannot be written (a package, a mounted image) nobody else writes either: it is read as it is.
-    Raises CorruptError, which ends with `way_out`, for what is no file: SQLite would wait at a named pipe.
+    A file in a read-only folder (a package, a mounted image) has no writer and is opened as immutable. Raises
+    CorruptError, which ends with `fix`, for a path that is not a regular file: SQLite would wait at a named pipe.
     """
     try:
         check_file(path)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ELOOP):  # of the others SQLite says what they keep it from
+        if error.errno in (errno.EINVAL, errno.ELOOP):  # SQLite reports the others itself
             raise CorruptError(f"{path} cannot be opened: {error.strerror}. {fix}") from error
     frozen = not os.access(path.parent, os.W_OK) and path.exists() and not path.with_name(path.name + "-wal").exists()
     mode = "mode=ro&immutable=1" if frozen else "mode=rwc" if create else "mode=rw"
@@ -50,7 +50,7 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
         if not frozen:
             connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
         connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA secure_delete = ON")  # what was removed is not to be read in the file either
+        connection.execute("PRAGMA secure_delete = ON")  # removed texts must not be readable in the file
     except BaseException:
         connection.close()
         raise
@@ -59,9 +59,9 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
 
 @contextmanager
 def transaction(connection: sqlite3.Connection, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
-    """All or nothing: DEFERRED for several reads of one state, IMMEDIATE to write, one process at a time.
+    """Run a transaction: DEFERRED for several reads of one state, IMMEDIATE to write, one process at a time.
 
-    Inside of another one it is part of that.
+    Inside another transaction it is part of that one.
     """
     if connection.in_transaction:
         yield
@@ -77,7 +77,7 @@ def transaction(connection: sqlite3.Connection, kind: Literal["DEFERRED", "IMMED
 
 
 def row_checksum(*columns: object) -> int:
-    """Of the values of a row.
+    """Return the checksum of a row's values.
 
     >>> row_checksum("a", 1) == row_checksum("a1"), row_checksum(b"a", None) == row_checksum(b"a", None)
     (False, True)
@@ -90,9 +90,9 @@ def row_checksum(*columns: object) -> int:
 
 
 def truncate_log(connection: sqlite3.Connection) -> None:
-    """Move what was committed into the file and empty the log, in which deleted text stands until then.
+    """Move committed pages into the file and empty the log, which contains deleted text until then.
 
-    While others read, it stays; they, or the next one to call this, empty it.
+    While other connections read, the log is kept; a later call empties it.
     """
     with suppress(sqlite3.OperationalError):
         connection.execute("PRAGMA busy_timeout = 1000")
@@ -102,7 +102,7 @@ def truncate_log(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def wrap_sqlite_errors(path: Path, fix: str) -> Iterator[None]:
-    """Raise SQLite's errors over the file `path` as ours. `way_out`: what to do when its bytes are damaged."""
+    """Convert SQLite's errors over the file `path` to RagblendErrors. `fix`: what to do if its bytes are damaged."""
     try:
         yield
     except (RagblendError, sqlite3.ProgrammingError):  # the latter: used after close, a bug in the caller

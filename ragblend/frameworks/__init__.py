@@ -1,1 +1,1 @@
-"""What LangChain's and LlamaIndex's models share: messages, settings, engines, tools."""
+"""Code for both LangChain's and LlamaIndex's models: messages, settings, engines, tools."""

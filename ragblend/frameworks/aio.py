@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASYNC_ANSWERS = 64
-"""Calls of asynchronous methods that are answered at a time. An event loop's own threads are fewer than an engine may
-decode together: four more than there are cores."""
+"""Largest number of asynchronous calls that run at a time. An event loop's default pool has only four threads more than
+cores, fewer than an engine may decode together."""
 
-_threads: dict[int, ThreadPoolExecutor] = {}  # by process: a forked one has none of its parent's
+_threads: dict[int, ThreadPoolExecutor] = {}  # by process id, because a fork does not copy threads
 
 
 async def run_in_thread(function: Callable[[threading.Event], T]) -> T:
-    """`function` on a thread of ours; its event is set when the caller is cancelled."""
+    """Run `function` on a thread and return its result. Its event is set if the caller is cancelled."""
     cancelled = threading.Event()
     call = partial(contextvars.copy_context().run, function, cancelled)
     pool = _threads.get(os.getpid()) or _threads.setdefault(os.getpid(), ThreadPoolExecutor(ASYNC_ANSWERS, "ragblend"))
@@ -33,7 +33,7 @@ async def run_in_thread(function: Callable[[threading.Event], T]) -> T:
 
 
 async def iterate_in_thread(generator: Generator[T]) -> AsyncGenerator[T]:
-    """The items of `generator`, each made on a thread; it is closed however this ends, after the step under way."""
+    """Yield the items of `generator`, each made on a thread. Closes `generator` at the end, after a running step."""
     loop, done = asyncio.get_running_loop(), object()
     step: asyncio.Future[Any] | None = None
     try:
@@ -53,5 +53,5 @@ async def iterate_in_thread(generator: Generator[T]) -> AsyncGenerator[T]:
 
 def _close_after(generator: Generator[Any], step: asyncio.Future[Any]) -> None:
     if not step.cancelled():
-        step.exception()  # looked at, so that the loop does not warn about it
+        step.exception()  # read, so that the event loop does not warn about it
     generator.close()

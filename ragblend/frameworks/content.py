@@ -1,6 +1,6 @@
-"""The content of a message, as frameworks give it, as one text, and the chunks that it names.
+"""Content of a framework's message: its text, and the chunks that its blocks name.
 
-Knows strings, chunks and content blocks. Knows no framework.
+Depends on strings, chunks and content blocks, not on frameworks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _INSTEAD |= {"document": _INSTEAD["file"], "media": "describe it in words"}
 
 
 def text_and_chunks(content: str | Sequence[Block]) -> tuple[str, list[Chunk]]:
-    """Return the text of a message, and its Chunks and blocks with a `chunk_id`, which are named as chunks.
+    """Return the text of a message, and its chunks: Chunk parts and blocks with a `chunk_id`.
 
-    Raises UsageError for a block that is no text.
+    Raises UsageError for a block that is not text.
 
     >>> text_and_chunks([{"type": "text", "text": "a b", "extras": {"chunk_id": "1"}}, "Why?"])[0]
     'a b\\n\\nWhy?'
@@ -38,7 +38,7 @@ def text_and_chunks(content: str | Sequence[Block]) -> tuple[str, list[Chunk]]:
 
 
 def is_media(kind: str) -> bool:
-    """Whether a content block of that type is something to see or hear, or a file.
+    """True if a content block of that type is an image, sound, video or file.
 
     >>> [is_media(kind) for kind in ("image_url", "input_audio", "reasoning")]
     [True, True, False]
@@ -46,8 +46,8 @@ def is_media(kind: str) -> bool:
     return any(name in kind for name in _INSTEAD)
 
 
-def refuse_block(kind: str) -> NoReturn:
-    """Raise UsageError for a content block that no engine reads."""
+def reject_block(kind: str) -> NoReturn:
+    """Raise UsageError for a content block of a type that engines do not support."""
     instead = next((what for name, what in _INSTEAD.items() if name in kind), "send its text as a text block")
     raise UsageError(f"a content block has type {kind!r}; the engine reads text only. Leave it out, or {instead}")
 
@@ -57,7 +57,7 @@ def _part(block: Block) -> Part:
         return block
     text, kind = block.get("text"), str(block.get("type", "text"))
     if kind not in ("text", "text-plain") or not isinstance(text, str):
-        refuse_block(kind)
+        reject_block(kind)
     extras = block.get("extras") or {}
     chunk_id = extras.get("chunk_id", block.get("chunk_id"))
     if chunk_id is None or not text.strip():

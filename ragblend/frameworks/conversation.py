@@ -1,7 +1,7 @@
 """A conversation over retrieved chunks: earlier turns stay as exact prefix, newly retrieved chunks are blended.
 
-`condense` has the model say what a follow-up asks, for whoever searches with it. Knows engines and prompts. Knows
-nothing about retrieval or the command line.
+`condense` has the model rewrite a follow-up into a question to search for. Depends on engines and prompts. Does not
+depend on retrieval or the command line.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ REPHRASE = (
     "Given a chat history and the latest user question which might refer to it, write a standalone question that can "
     "be understood without the history. Do not answer it; return it as it is if nothing is missing."
 )
-"""What a model is told that turns a follow-up into a question to search for; LangChain chains are told the same."""
-_REPHRASE_TURNS = 6  # questions and answers before the follow-up that the model is shown
-_REPHRASE_TOKENS = 96  # longest question
+"""System text of the call that rewrites a follow-up into a question to search for, also in LangChain chains."""
+_REPHRASE_TURNS = 6  # previous questions and answers that this call contains
+_REPHRASE_TOKENS = 96  # longest rewritten question
 
 
 class ChatSession:
-    """Turns so far and their KV. `stream` asks the next question; the answer joins the conversation when it ends.
+    """The turns of a conversation and their KV. `stream` asks the next question; a complete answer becomes a turn.
 
-    An engine without `keeps_conversations` (vLLM) gets the whole conversation each time and fuses its chunks again.
+    An engine without `keeps_conversations` (vLLM) is sent all turns each time and fuses their chunks again.
     """
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:
         self._engine = engine
         self._turns: list[tuple[str, str]] = []  # questions, without chunks, and answers
-        self._seen: set[str] = set()  # texts of chunks that earlier turns have
+        self._seen: set[str] = set()  # texts of earlier turns' chunks
         self._messages: list[Message] = [Message("system", system)] if system else []
         self._conversation = Conversation()
 
@@ -46,15 +46,15 @@ class ChatSession:
 
     @property
     def has_answers(self) -> bool:
-        """Whether the next question may be a follow-up."""
+        """True if the next question may be a follow-up."""
         return any(message.role == "assistant" for message in self._messages)
 
     def condense(self, question: str) -> str:
-        """What to search for: `question` in words that stand alone, by the model, from the turns before it.
+        """Return the text to search for: `question`, rewritten by the model so that it needs no earlier turn.
 
-        It is shown questions and answers, not chunks, and nothing of it is stored or joins the conversation. The
-        question itself comes back before the first answer, and where the model writes nothing or does not come to an
-        end: one too small to rephrase does that, or writes something else, so that it should not be asked to.
+        The call contains questions and answers, not chunks, and is not part of the conversation. Returns `question`
+        itself before the first answer, and if the model's text is empty or was cut. Do not call this with a model that
+        is too small to rewrite questions.
         """
         if not self._turns:
             return question
@@ -64,13 +64,16 @@ class ChatSession:
         try:
             answer = self._engine.generate(prompt, mode="prefix", max_tokens=_REPHRASE_TOKENS)
         except PromptTooLongError:
-            log.warning("the last turns are too long to be rephrased; the question is searched for as it is")
+            log.warning("the last turns exceed the model's context, so the question is searched for as it was typed")
             return question
         found = " ".join(answer.text.split()).strip("\"'` ")
         return found if found and answer.finish_reason == "stop" else question
 
     def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> StreamedReply:
-        """Ask `question` over `chunks`, those of earlier turns left out; `generation` goes to `engine.stream`."""
+        """Return the stream of the answer to `question` over `chunks`, without those of earlier turns.
+
+        `generation`: keyword arguments of `engine.stream`.
+        """
         new = [chunk for part in chunks if (chunk := as_chunk(part)).text not in self._seen]
         asked = Prompt(new, question).messages[-1]
         prompt = Prompt.from_messages([*self._messages, asked], chunks=new)
@@ -81,7 +84,7 @@ class ChatSession:
         except PromptTooLongError:
             if not self.has_answers:
                 raise
-            log.warning("the conversation no longer fits the model's context; earlier turns are forgotten")
+            log.warning("the conversation exceeds the model's context; earlier turns are dropped")
             self._messages = [message for message in self._messages if message.role == "system"]
             self._conversation, self._turns, self._seen = Conversation(), [], set()
             generation.pop("conversation", None)
@@ -89,14 +92,14 @@ class ChatSession:
         return StreamedReply(self, asked, question, new, stream)
 
     def add(self, asked: Message, question: str, chunks: Sequence[Chunk], answer: str) -> None:
-        """Append a finished turn: the user's message, made of chunks and a question, and the answer."""
+        """Append a finished turn: the user's message of chunks and question, and the answer."""
         self._messages += [asked, Message("assistant", answer)]
         self._turns.append((question, answer))
         self._seen.update(chunk.text for chunk in chunks)
 
 
 class StreamedReply:
-    """One answer in the making, as the engine's stream; joins its session when it has ended."""
+    """An engine's stream of one answer. Adds the turn to the session when the stream has ended."""
 
     def __init__(
         self, session: ChatSession, asked: Message, question: str, chunks: Sequence[Chunk], stream: Stream

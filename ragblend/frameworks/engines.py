@@ -56,6 +56,6 @@ def close_at_exit(engine: Any) -> None:
 
 @atexit.register
 def _close_engines() -> None:
-    """Let background precomputation end before the interpreter exits."""
+    """Close the engines, so that background precomputation ends before the interpreter exits."""
     for engine in list(_CLOSE_AT_EXIT):
         getattr(engine, "close", lambda: None)()

@@ -206,7 +206,7 @@ class BlendModel(BaseModel):
         self.store = resolve_store(self.store)  # once: copies and pickles are made in other working folders
         _reject_unknown("call_options", self.call_options, CALL_OPTIONS)
         _reject_unknown("engine_options", self.engine_options, ENGINE_OPTIONS)
-        self._merge_options({})
+        self._options({})
         if self.max_retries is not None:
             RETRIES.validate("max_retries", self.max_retries)
         if self.engine is not None:
@@ -332,16 +332,13 @@ class BlendModel(BaseModel):
         if old:
             raise UsageError(f"the call has {old[0]}=...; describe them as tools: bind_tools([...], tool_choice=...)")
         named = call.get("model")
-        if named not in (None, self.model, self.engine.name):
+        if named is not None and named not in (self.model, self.engine.name):
             raise UsageError(f"model is {named!r}, this object runs {self.model!r}; make another one for it")
         unknown = [name for name in call if name not in {*_OPTION_NAMES, *_IGNORED_OPTIONS, *_LEGACY_TOOL_OPTIONS}]
         if unknown:
             near = nearest(unknown[0], _OPTION_NAMES)
             raise UsageError(f"the call has {unknown[0]}=...{near}; what a call may set is {', '.join(_OPTION_NAMES)}")
-        return self._merge_options({name: call[name] for name in _OPTION_NAMES if name in call})
-
-    def _merge_options(self, call: Mapping[str, Any]) -> CallOptions:
-        given = self._default_options() | {name: value for name, value in call.items() if value is not None}
+        given = self._default_options() | {name: call[name] for name in _OPTION_NAMES if call.get(name) is not None}
         return CallOptions(**{name: value for name, value in given.items() if value is not None})
 
     def _default_options(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Tools and schemas in a call of a framework's model: which tools, what the answer is held to, how it is read.
+"""Tools and schemas of a call to a framework's model: the tool choice, the constraint on the answer, and its parsing.
 
-`output_constraint` turns what a call asks for into `structured_outputs`. Both frameworks' models use it where a call
-has tools or a schema, and only there. Knows no framework.
+`output_constraint` converts a call's options to `structured_outputs`. Both frameworks' models use it for calls with
+tools or a schema. Does not depend on a framework.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, Any] | None:
-    """`structured_outputs` of a call, from its tools, its response_format and what it names itself.
+    """Return the `structured_outputs` of a call, from its tools, response_format and own structured_outputs.
 
-    Raises UsageError where they exclude each other.
+    Raises UsageError if they exclude each other.
     """
     asked = _parse_response_format(options.response_format) if options.response_format else options.structured_outputs
     if options.response_format and options.structured_outputs:
@@ -34,7 +34,8 @@ def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, 
         raise UsageError(
             f"the call has tools and {next(iter(asked))}; leave one out, or bind_tools(..., tool_choice='none')"
         )
-    # Where a call is demanded, only the model itself ends them, and a small one repeats itself: one, unless asked.
+    # If a call is required, only the model ends the list of calls, and a small model repeats itself. So it is one call
+    # unless parallel_tool_calls is set.
     parallel = choice == "auto" if options.parallel_tool_calls is None else options.parallel_tool_calls
     schema = asked["json"] if asked is not None else None
     schema = json.loads(schema) if isinstance(schema, str) else schema
@@ -42,9 +43,9 @@ def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, 
 
 
 def tool_choice(options: CallOptions) -> str:
-    """ "none", "auto", "required" or the name of a tool, whichever way a framework says it.
+    """Return "none", "auto", "required" or the name of a tool, for a choice in any framework's form.
 
-    Raises UsageError for tools that are no functions, and for a choice that is none of them.
+    Raises UsageError for tools that are not functions, and for a choice that names no tool.
     """
     check_tools(options.tools)
     asked, names = options.tool_choice, tool_names(options.tools)
@@ -62,23 +63,23 @@ def tool_choice(options: CallOptions) -> str:
 
 
 def may_return_calls(options: CallOptions) -> bool:
-    """Whether the answer is to be read for calls."""
+    """True if the answer may contain calls."""
     return bool(options.tools) and tool_choice(options) != "none"
 
 
 def read_answer(text: str, form: CallFormat) -> tuple[str, list[tuple[str, str, str]]]:
-    """An answer's text, and its calls as ids, names and arguments (JSON, unless the answer was cut)."""
-    said, calls = read_calls(text, form)
-    return said, [(new_id(), name, arguments) for name, arguments in calls]
+    """Return an answer's text, and its calls as ids, names and arguments (JSON, unless the answer was cut)."""
+    content, calls = read_calls(text, form)
+    return content, [(new_id(), name, arguments) for name, arguments in calls]
 
 
 def new_id() -> str:
-    """The id of a call."""
+    """Return a new id for a call."""
     return f"call_{uuid4().hex[:24]}"
 
 
 def _parse_response_format(asked: Any) -> Mapping[str, Any] | None:
-    """OpenAI's response_format as `structured_outputs`."""
+    """Return OpenAI's response_format as `structured_outputs`. Raises UsageError for an unknown form."""
     kind = asked.get("type") if isinstance(asked, Mapping) else None
     if kind == "text":
         return None

@@ -1,7 +1,7 @@
-"""Known chunks that are stored in another dtype than the store's: counted, or made to take on the store's.
+"""Stored chunks whose dtype is not the store's: counts them, or converts them.
 
-KV as computed is rounded in place. KV in eight bits is prefilled again, because what rounding lost is lost. Knows
-engines and stores; nothing of documents or the index.
+KV as computed is rounded in place. KV in eight bits is prefilled again, because rounding is not reversible. Depends on
+engines and stores, not on documents or the index.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _RENEW_BATCH = 16  # chunks whose KV is missing while it is prefilled again
 
 
 def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore | None) -> int:
-    """How many of the `known` chunks are stored in another dtype than the store's, by the headers on `disk`.
+    """Return how many of the `known` chunks have another dtype than the store's, by the headers on `disk`.
 
-    A store of KV as computed, the default, is not searched at all.
+    A store of KV as computed, the default, is not searched.
     """
     kv_dtype = engine.store.kv_dtype
     if kv_dtype == "auto" or disk is None:
@@ -31,15 +31,15 @@ def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore |
 
 
 def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[Chunk]]:
-    """Store chunks as computed in the store's eight bits: how many, and the chunks that are to be prefilled instead.
+    """Round chunks as computed to the store's eight bits. Return their number, and the chunks to prefill instead.
 
-    Those are in eight bits and wanted as computed or in other eight bits, or turn out damaged. Raises UsageError where
-    the engine's store is somebody else's.
+    The latter are stored in eight bits but not the store's dtype, or damaged. Raises UsageError if the engine's store
+    belongs to another process.
     """
     store = engine.store
     if not isinstance(store, TieredStore):
-        raise UsageError("KV is rewritten by whoever opens the store itself, a server's where the server runs; "
-                         "there: ragblend precompute --kv-dtype ... --store DIR")  # fmt: skip
+        raise UsageError("only a process that opens the store can rewrite its KV; on the server's machine run: "
+                         "ragblend precompute --kv-dtype ... --store DIR")  # fmt: skip
     num_rounded, to_prefill = 0, []
     for chunk in known:
         kv = store.get(engine.key(chunk))

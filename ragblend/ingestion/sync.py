@@ -40,7 +40,11 @@ _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a
 _SAVE_EVERY_S = 20.0  # the search files are rebuilt from SQLite anyway; saving them often only costs time
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with a stage ("read", "embed", "prefill"), what is done and, when known, what there is to do."""
+"""Called with a stage ("read", "embed", "prefill"), the number of finished items and, if known, of all items."""
+
+
+def ignore_progress(stage: str, done: int, total: int | None) -> None:
+    """Do nothing with the progress of a stage."""
 
 
 class ChunkerConfig(NamedTuple):
@@ -52,12 +56,12 @@ class ChunkerConfig(NamedTuple):
 
 @dataclass(slots=True)
 class SyncResult:
-    """What the walk held, and what became of it."""
+    """The documents of one ingestion, by what was done with them."""
 
     sources: list[str] = field(default_factory=list)  # of every document read now or known unchanged, in reading order
     num_unchanged: int = 0
     num_updated: int = 0
-    removed: list[str] = field(default_factory=list)  # sources that are gone
+    removed: list[str] = field(default_factory=list)  # sources that no longer exist
     failures: list[ReadFailure] = field(default_factory=list)
     skipped: list[ReadFailure] = field(default_factory=list)  # no documents: empty, a picture, a configuration
     notes: list[ReadFailure] = field(default_factory=list)  # what was left out of a file that was read, or guessed
@@ -277,7 +281,7 @@ def find_moved_files(index: ChunkIndex, followed: SyncResult, found: FolderScan)
 
 
 def _is_deleted(path: str) -> bool:
-    """Whether there is no such file; not, when that cannot be told."""
+    """True if there is no such file, False also if that is unknown."""
     try:
         return stat.S_ISDIR(Path(path).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
-"""Who embeds and prefills what an ingestion brings: this process, or several (see `ray_workers`).
+"""Interface of the processes that embed and prefill during an ingestion: this process, or several (`ray_workers`).
 
-Reading, cutting, the index and the list of what is missing stay with the one that ingests, so whoever computes, the
-same chunks are stored under the same keys.
+The ingesting process reads, cuts, indexes and lists missing chunks, so the same chunks are stored under the same keys
+for every number of workers.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from ragblend.engine.api import Engine
 from ragblend.prompt.types import Chunk
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
-"""Prefills chunks that are missing in the engine's store; the bytes stored of each, as they are done. What is computed
-behind others comes after those."""
+"""Prefills chunks that are missing in the engine's store, in order. Yields the stored bytes of each chunk when it is
+done. A variant that follows other chunks comes after them."""
 
 
 class Workers(Protocol):
-    """Other processes, which write KV straight to the store that the engine has."""
+    """Other processes, which write KV directly to the engine's store."""
 
     @property
     def num_ahead(self) -> int:
-        """Batches of texts to be embedded that they may have at a time."""
+        """Largest number of batches of texts that wait for embedding."""
 
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:
-        """Have `texts` embedded by the embedder of that name; what is returned waits for the [n, dim] unit rows."""
+        """Start to embed `texts` with the embedder of that name. The returned function waits for [n, dim] unit rows."""
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
-        """A `Prefill`. Chunks that are stored by the time a worker comes to them are left, and count 0 bytes."""
+        """Prefill chunks as `Prefill` describes. Chunks that are already stored are skipped and yield 0 bytes."""
 
 
 def prefill_here(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
-    """A `Prefill` in this process: one after the other, or side by side where the engine can."""
+    """Prefill chunks in this process as `Prefill` describes, several per pass if the engine supports it."""
     together: Callable[[Sequence[Chunk]], Iterable[int]] | None = getattr(engine, "precompute_all", None)
     return together(chunks) if together is not None else map(engine.precompute, chunks)

@@ -31,8 +31,8 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.intervals import wilson_interval
-from ragblend.precompute import Progress
 from ragblend.prompt.types import Chunk, Prompt
 
 RULES = ("auto", NO_PROBE_RULE)  # the default rules to measure
@@ -95,7 +95,7 @@ def calibrate(
     rules: Sequence[str] = RULES,
     ratios: Sequence[float] = RATIOS,
     save: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = ignore_progress,
 ) -> CalibrationRun:
     """Measure `rules` at `ratios` on `num_questions` of `questions`, fit, and save the fit in the engine's store.
 
@@ -112,7 +112,6 @@ def calibrate(
     fitted, others = split_questions(questions, num_questions, num_held_out, target)
     grid = (0.0, *sorted({validate_ratio(ratio) for ratio in ratios} - {0.0, 1.0}), 1.0)
     names = rule_names(rules, fitter.layers.num_layers)
-    on_progress = progress or (lambda stage, done, total: None)
 
     def prompts(texts: Sequence[str]) -> list[Prompt]:
         hits = (index.search(text, k, neighbours=neighbours, order=order) for text in texts)
@@ -120,7 +119,7 @@ def calibrate(
             Prompt([hit.chunk for hit in found], text, fitter.system) for found, text in zip(hits, texts, strict=True)
         ]
 
-    curves = measure(fitter, prompts(fitted), names, grid, on_progress)
+    curves = measure(fitter, prompts(fitted), names, grid, progress)
     calibration = Calibration(
         fitter.fingerprint,
         fitter.default_prefix_ids,
@@ -132,7 +131,7 @@ def calibrate(
         fit_all(curves, target, default_check_layer(fitter.layers.global_layers)),
     )
     path = str(save_calibration(disk, calibration)) if disk is not None else None
-    held_out = evaluate_held_out(fitter, prompts(others), calibration, on_progress) if others else None
+    held_out = evaluate_held_out(fitter, prompts(others), calibration, progress) if others else None
     num_prefills = len(fitted) * (3 + len(names) * (len(grid) - 2)) + 2 * len(others)
     elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out)
@@ -201,8 +200,8 @@ def check_target(target: float, num_questions: int) -> None:
     if num_questions < min_questions(target):
         highest_target = num_questions / (num_questions + Z_SQUARED)
         raise UsageError(
-            f"{num_questions} questions are too few: they can promise an agreement of {highest_target:.2f} at most, "
-            f"and {target:g} needs {min_questions(target)}; raise --num-questions, give more (--questions FILE, one "
+            f"{num_questions} questions are too few: they can establish an agreement of at most {highest_target:.2f}, "
+            f"but {target:g} needs {min_questions(target)}; raise --num-questions, give more (--questions FILE, one "
             "per line), or lower --target"
         )
 

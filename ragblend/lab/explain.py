@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from torch import Tensor
 from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.fuse import relative_deviation
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.generation import DecodingEngine, EngineKeywords, EngineRequest, GenerationStream, PrefillResult
-from ragblend.engine.report import BlendReport, ChunkReport, Generation, Mode, RatioChoice
+from ragblend.engine.generation import EngineKeywords, EngineRequest, GenerationStream, PrefillResult
+from ragblend.engine.report import BlendReport, ChunkReport, Generation
 from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.options import Mode, RatioChoice
 from ragblend.prompt.match import SegmentKind
 from ragblend.prompt.types import Prompt
 
@@ -97,20 +99,7 @@ class Explanation:
         return asdict(self)
 
 
-class ExplainingEngine(DecodingEngine, Protocol):
-    """The interface of an engine that `explain` needs, in addition to decoding."""
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        ...
-
-    def request(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> EngineRequest:
-        """Return the request of a prompt: tokenized, with validated options."""
-        ...
-
-
-def explain(engine: ExplainingEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
+def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
     """Answer `prompt` by blending and by full prefill, and compare both. `options` are those of the engine's `request`.
 
     Takes three prefills and two answers, and holds the KV of two prompts. Raises UsageError for a mode other than
@@ -126,7 +115,7 @@ def explain(engine: ExplainingEngine, prompt: Prompt, **options: Unpack[EngineKe
 
 
 class Agreement(NamedTuple):
-    """How close an answer is to full prefill's. `first_token_kl`: KL(full || answer) of the first token, nats."""
+    """Closeness of an answer to full prefill's. `first_token_kl`: KL(full || answer) of the first token, nats."""
 
     answers_identical: bool
     first_token_agrees: bool
@@ -140,7 +129,7 @@ class Comparison:
     engine's `request`. For one thread at a time.
     """
 
-    def __init__(self, engine: ExplainingEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> None:
+    def __init__(self, engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> None:
         self._engine, self._prompt, self._options = engine, prompt, options
         self._request = engine.request(prompt, **options)
         self._kept: dict[Mode, tuple[PrefillResult, Generation]] = {}
@@ -219,7 +208,7 @@ def _deviations(full: FusedKV, other: FusedKV, count: int) -> list[float]:
 
 
 def _segments(
-    engine: ExplainingEngine,
+    engine: TransformersEngine,
     request: EngineRequest,
     blended: PrefillResult,
     found: Container[int],
@@ -262,7 +251,7 @@ def _state(chunk: ChunkReport | None, is_resident: bool, is_recomputed: bool, is
     return "recomputed" if is_recomputed else "reused"
 
 
-def _question(engine: ExplainingEngine, request: EngineRequest) -> str:
+def _question(engine: TransformersEngine, request: EngineRequest) -> str:
     ids, tail = request.prompt.token_ids, engine.renderer.tail_ids
     end = len(ids) - len(tail) if tail and tuple(ids[-len(tail) :]) == tail else len(ids)
     return engine.renderer.plain_text(ids[request.prompt.question_start or end : end]).strip()

@@ -10,7 +10,7 @@ import random
 import secrets
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine, remembered_model
-from ragblend.engine.report import Mode
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV, load_into_memory
@@ -32,18 +31,15 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.loading_controller import MachineProfile
-from ragblend.engine.tuning.machine import (
-    drop_page_cache,
-    machine_facts,
-)
+from ragblend.engine.tuning.machine import drop_page_cache, machine_facts
 from ragblend.engine.vllm.base_engine import VllmRequest, blend_params
 from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
-from ragblend.options import GenerationOptions
+from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 
-ProgressCallback = Callable[[str], None]
 Ids = tuple[int, ...]
 
 RATIOS = (0.0, DEFAULT_RATIO, 0.5, 1.0)
@@ -80,7 +76,7 @@ def measure_machine(
     *,
     directory: Path | None = None,
     remote: RemoteStore | None = None,
-    notify: ProgressCallback = lambda line: None,
+    on_progress: Progress = ignore_progress,
 ) -> MachineProfile:
     """Time `engine`'s model, the disk of `directory`, and `remote`; omitted tiers are not measured.
 
@@ -97,18 +93,15 @@ def measure_machine(
                 f"{engine.name} reads {engine.context_length}; choose fewer or shorter ones "
                 "(--num-chunks, --chunk-tokens)"
             )
-        notify(f"precomputing {effort.num_chunks} chunks of {effort.chunk_tokens} tokens")
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
+            on_progress("precompute", number, len(chunks))
             subject.precompute(chunk)
-        notify("timing full prefill and blending")
-        full_s, blend_s = _measure_times(subject, prompts, effort)
+        full_s, blend_s = _measure_times(subject, prompts, effort, on_progress)
         stored = subject.stored()
         speeds: dict[str, float] = {}
         if directory is not None:
-            notify(f"reading from the disk of {directory}")
             speeds["disk"] = statistics.median(measure_disk_speed(directory, stored) for _ in range(effort.repeats))
         if remote is not None:
-            notify(f"reading from {remote.values.url}")
             speeds["remote"] = measure_remote_speed(remote, stored)
         return MachineProfile(
             fingerprint=engine.fingerprint,
@@ -137,14 +130,18 @@ def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[
 
 
 def _measure_times(
-    subject: _TransformersSubject | _VllmSubject, prompts: Sequence[MatchedPrompt], effort: ProfileConfig
+    subject: _TransformersSubject | _VllmSubject,
+    prompts: Sequence[MatchedPrompt],
+    effort: ProfileConfig,
+    on_progress: Progress,
 ) -> tuple[dict[float, float], dict[float, float]]:
     """Return median seconds of full prefill by prompt tokens, and of blending the last, longest prompt by ratio."""
     longest = prompts[-1]
     subject.prefill_s(longest, "full", effort.rule, 1.0)  # warm-up
     subject.prefill_s(longest, "blend", effort.rule, DEFAULT_RATIO)
     full, blend = [], []
-    for _ in range(effort.repeats):
+    for number in range(effort.repeats):
+        on_progress("time prefill", number, effort.repeats)
         full.append([subject.prefill_s(prompt, "full", effort.rule, 1.0) for prompt in prompts])
         blend.append([subject.prefill_s(longest, "blend", effort.rule, ratio) for ratio in effort.ratios])
     full_s, blend_s = (map(statistics.median, zip(*taken, strict=True)) for taken in (full, blend))

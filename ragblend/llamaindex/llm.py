@@ -1,6 +1,6 @@
 """The LlamaIndex LLM over one ragblend engine. Imported as `ragblend.llamaindex.BlendLLM`.
 
-Knows llama-index-core and the adapter. Knows nothing about retrieval or nodes.
+Depends on llama-index-core and `frameworks.model`, not on retrieval or nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
 from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
-from ragblend.frameworks.content import Block, refuse_block, text_and_chunks
+from ragblend.frameworks.content import Block, reject_block, text_and_chunks
 from ragblend.frameworks.model import BlendModel, NamedMessage, Request
 from ragblend.frameworks.tools import may_return_calls, read_answer
 from ragblend.prompt.tools import CallFormat, CallReader
@@ -61,11 +61,11 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     """A LlamaIndex LLM that answers from fused chunk KV, calls tools and fills schemas.
 
     `BlendLLM(model="demo", store="kv/")`, or `BlendLLM(engine=engine)`. Every call may set mode, rule, recompute_ratio,
-    max_tokens, temperature, stop and strict. What is to be cited (`CitableBlock`) names chunks, which are stored for
-    the next time where they are not yet. Responses carry the report in `raw["ragblend"]`. `is_chat_model=False` makes
-    LlamaIndex send one string instead of messages, and `raw=True` sends that string without the model's template.
-    Agents, `structured_predict` and `as_structured_llm` hold the answer to calls and schemas while it is written (extra
-    `structured`, save with vLLM); streams show a call once it is complete.
+    max_tokens, temperature, stop and strict. A `CitableBlock` is a chunk; missing KV of chunks is stored in the
+    background. Responses have the report in `raw["ragblend"]`. With `is_chat_model=False` LlamaIndex sends one string
+    instead of messages, and with `raw=True` that string is sent without the model's template. Agents,
+    `structured_predict` and `as_structured_llm` constrain the answer to calls and schemas during generation (extra
+    `structured`, except with vLLM). A stream yields a call once it is complete.
     """
 
     is_chat_model: bool = True
@@ -73,7 +73,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @classmethod
     def class_name(cls) -> str:
-        """Name in LlamaIndex's serialised form."""
+        """Return the name in LlamaIndex's serialized form."""
         return "ragblend_llm"
 
     @property
@@ -81,7 +81,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         """Context window and names, which decide how LlamaIndex packs prompts."""
         return LLMMetadata(
             context_window=self.engine.context_length,
-            num_output=self._merge_options({}).max_tokens,
+            num_output=self._options({}).max_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.model,
             is_function_calling_model=self.is_chat_model,
@@ -89,8 +89,8 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """The model's own, for `Settings.tokenizer = llm.tokenizer`: LlamaIndex packs prompts by it. Unless it is told,
-        it counts as GPT does, and what it packs may be longer than the context."""
+        """The model's tokenizer, for `Settings.tokenizer = llm.tokenizer`, by which LlamaIndex packs prompts. Its
+        default counts GPT's tokens, so packed prompts may exceed the context."""
         return lambda text: list(self.engine.renderer.text_ids(text))
 
     # --- chat ---
@@ -103,7 +103,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """`chat`, without blocking the event loop."""
+        """Run `chat` without blocking the event loop."""
 
         def answer(cancelled: threading.Event) -> ChatResponse:
             request = self._chat_request(messages, kwargs)
@@ -113,12 +113,12 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """`chat`, piece by piece."""
+        """Stream `chat`."""
         return self._stream_chat(self._chat_request(messages, kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """`chat`, piece by piece, without blocking the event loop."""
+        """Stream `chat` without blocking the event loop."""
         return iterate_in_thread(self._stream_chat(self._chat_request(messages, kwargs)))
 
     # --- tools ---
@@ -135,7 +135,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         demanded: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What `chat` takes, from what LlamaIndex' agents and programs ask for."""
+        """Return the arguments of `chat` for a call of LlamaIndex' agents and programs."""
         asked = [ChatMessage(role=MessageRole.USER, content=user_msg)] if isinstance(user_msg, str) else [user_msg]
         return {
             "messages": [*(chat_history or []), *(message for message in asked if message is not None)],
@@ -148,7 +148,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def _structured_stream_call(
         self, output_cls: Any, prompt: Any, llm_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        # LlamaIndex demands a call of its own accord where it does not stream, and only there.
+        # LlamaIndex requires a call only if it does not stream.
         asked = {**(llm_kwargs or {}), "demanded": True}
         return super()._structured_stream_call(output_cls, prompt, asked, **kwargs)
 
@@ -161,7 +161,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls in an answer. Raises ValueError where there are none, unless told otherwise."""
+        """Return the calls in an answer. Raises ValueError if there are none and `error_on_no_tool_call` is set."""
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if not calls and error_on_no_tool_call:
             raise ValueError(
@@ -183,7 +183,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """`complete`, without blocking the event loop."""
+        """Run `complete` without blocking the event loop."""
 
         def answer(cancelled: threading.Event) -> CompletionResponse:
             return _completion(self, self._answer(self._text_request(prompt, formatted, kwargs), cancelled))
@@ -192,12 +192,12 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """`complete`, piece by piece."""
+        """Stream `complete`."""
         return self._stream_response(self._text_request(prompt, formatted, kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """`complete`, piece by piece, without blocking the event loop."""
+        """Stream `complete` without blocking the event loop."""
         return iterate_in_thread(self._stream_response(self._text_request(prompt, formatted, kwargs)))
 
     # --- inside ---
@@ -215,7 +215,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def _chat_response(self, request: Request, result: Generation) -> ChatResponse:
         if request.options.tools and may_return_calls(request.options):
             blocks = _blocks(result.text, self.engine.renderer.calls_shown)
-            # LlamaIndex' programs look there whether there are calls, and then ask for them.
+            # LlamaIndex' programs check this field for calls before they read them.
             more = {"tool_calls": [block.model_dump() for block in blocks if isinstance(block, ToolCallBlock)]}
             message = ChatMessage(
                 role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more if more["tool_calls"] else {}
@@ -255,10 +255,9 @@ def _one_answer(request: Request) -> Request:
 
 
 def _named_message(message: ChatMessage) -> NamedMessage:
-    """A LlamaIndex message and the chunks that it names, which are its CitableBlocks.
+    """Return a LlamaIndex message, and its CitableBlocks as chunks.
 
-    Its text blocks are separate lines, as in `ChatMessage.content`. What a model thought is no part of the
-    conversation.
+    Text blocks are separate lines, as in `ChatMessage.content`. A model's thinking is omitted.
     """
     parts: list[Block] = []
     calls: list[ToolCall] = []
@@ -273,11 +272,11 @@ def _named_message(message: ChatMessage) -> NamedMessage:
         if isinstance(block, CitableBlock):
             for cited in block.content:
                 if not isinstance(cited, TextBlock):
-                    refuse_block(cited.block_type)
+                    reject_block(cited.block_type)
                 parts.append(Chunk(cited.text.strip(), block.source, metadata={"title": block.title}))
             continue
         if not isinstance(block, TextBlock):
-            refuse_block(block.block_type)
+            reject_block(block.block_type)
         parts += ["\n", block.text] if parts and isinstance(parts[-1], str) else [block.text]
     more = message.additional_kwargs
     text, chunks = text_and_chunks(parts)
@@ -286,9 +285,9 @@ def _named_message(message: ChatMessage) -> NamedMessage:
 
 
 def _blocks(text: str, form: CallFormat) -> list[TextBlock | ToolCallBlock]:
-    """An answer's text, and its calls; one that was cut is none."""
-    said, calls = read_answer(text, form)
-    blocks: list[TextBlock | ToolCallBlock] = [TextBlock(text=said)] if said else []
+    """Return an answer's text and its complete calls."""
+    content, calls = read_answer(text, form)
+    blocks: list[TextBlock | ToolCallBlock] = [TextBlock(text=content)] if content else []
     for id, name, arguments in calls:
         with suppress(ValueError, RecursionError):
             blocks.append(ToolCallBlock(tool_call_id=id, tool_name=name, tool_kwargs=json.loads(arguments)))
@@ -308,7 +307,7 @@ def _facts(result: Generation) -> dict[str, Any]:
 
 def _completion(model: BlendModel, result: Generation) -> CompletionResponse:
     facts = _facts(result)
-    # LlamaIndex's counters and users look for tokens there.
+    # LlamaIndex's token counters read additional_kwargs.
     response = CompletionResponse(text=result.text, raw=facts, additional_kwargs=facts["usage"])
     if result.logprobs is not None:
         facts["logprobs"] = found = model._logprobs(result)

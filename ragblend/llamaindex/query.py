@@ -121,7 +121,7 @@ class BlendSynthesizer(BaseSynthesizer):
         return _with_facts(response, own["facts"])
 
     def _own_arguments(self, nodes: Sequence[NodeWithScore]) -> dict[str, Any]:
-        """What the base class hands through to `get_response`: the nodes' exact texts, and where the report goes."""
+        """Return what the base class passes to `get_response`: the nodes' exact texts, and a dict for the report."""
         return {"chunks": [node.node.get_content(metadata_mode=self._metadata_mode) for node in nodes], "facts": {}}
 
     def get_response(
@@ -132,7 +132,7 @@ class BlendSynthesizer(BaseSynthesizer):
         facts: dict[str, Any] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        """The answer as text, or as a generator when streaming. `text_chunks` are used where `chunks` are not given."""
+        """Return the answer as text, or as a generator when streaming, from `chunks` or else `text_chunks`."""
         asked = self._make_chat_arguments(query_str, text_chunks if chunks is None else chunks) | response_kwargs
         if self._streaming:
             return _tokens(self._blend.stream_chat(**asked), facts)
@@ -146,14 +146,14 @@ class BlendSynthesizer(BaseSynthesizer):
         facts: dict[str, Any] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        """`get_response`, without blocking the event loop."""
+        """Run `get_response` without blocking the event loop."""
         asked = self._make_chat_arguments(query_str, text_chunks if chunks is None else chunks) | response_kwargs
         if self._streaming:
             return _atokens(await self._blend.astream_chat(**asked), facts)
         return _text(await self._blend.achat(**asked), facts)
 
     def _make_chat_arguments(self, query: str, texts: Sequence[str]) -> dict[str, Any]:
-        """What `chat` is given: one user turn of the texts and the question, behind the system text if there is one."""
+        """Return the arguments of `chat`: the system text, if set, and one user turn of the texts and the question."""
         system = [ChatMessage(role=MessageRole.SYSTEM, content=self._system)] if self._system else []
         cited = [CitableBlock(title="", source="", content=[TextBlock(text=text)]) for text in texts]
         return {"messages": [*system, ChatMessage(role=MessageRole.USER, blocks=[*cited, TextBlock(text=query)])]}
@@ -201,10 +201,10 @@ class BlendQueryEngine(RetrieverQueryEngine):
         system: str | None = None,
         **kwargs: Any,
     ) -> BlendQueryEngine:
-        """Over any LlamaIndex retriever; `llm` is a ragblend BlendLLM unless a synthesizer is given.
+        """Return a query engine over any LlamaIndex retriever; `llm` is a BlendLLM unless a synthesizer is given.
 
-        Raises UsageError for LlamaIndex's other arguments (`response_mode`, prompt templates, ...): they are about its
-        own prompts, and for `streaming` and `system` beside a synthesizer, which has its own.
+        Raises UsageError for LlamaIndex's other arguments (`response_mode`, prompt templates, ...), which are for its
+        own prompts, and for `streaming` or `system` together with a synthesizer, which has both.
         """
         _reject_unknown("from_args", [*map(repr, args), *kwargs])
         if response_synthesizer is not None and (streaming or system is not None):
@@ -231,9 +231,10 @@ class BlendQueryEngine(RetrieverQueryEngine):
         system: str | None = None,
         **kwargs: Any,
     ) -> BlendQueryEngine:
-        """Over a LlamaIndex index, or a ragblend index (open, or its folder), which alone has `neighbours` and `order`.
+        """Return a query engine over a LlamaIndex index or a ragblend index (open, or its folder).
 
-        Raises UsageError for arguments that it does not know; a retriever of your own goes into `from_args`.
+        Only a ragblend index has `neighbours` and `order`. Raises UsageError for other arguments; pass your own
+        retriever to `from_args`.
         """
         _reject_unknown("from_index", kwargs)
         if isinstance(index, BaseIndex):
@@ -258,11 +259,11 @@ class BlendQueryEngine(RetrieverQueryEngine):
 
 
 def _reject_unknown(where: str, unknown: Iterable[str]) -> None:
-    """Raise UsageError if there is anything: LlamaIndex itself would take it and do nothing with it."""
+    """Raise UsageError if any argument is unknown; LlamaIndex itself would ignore it."""
     if names := list(unknown):
         raise UsageError(
-            f"BlendQueryEngine.{where} does not know {', '.join(names)}. Its prompt is the model's own layout: other "
-            "response modes and templates go into index.as_query_engine(llm=...), and what a retriever takes into "
+            f"BlendQueryEngine.{where} does not know {', '.join(names)}, because its prompt is the model's own layout. "
+            "Pass response modes and templates to index.as_query_engine(llm=...), and a retriever's arguments to "
             "from_args(index.as_retriever(...), llm)"
         )
 
@@ -321,14 +322,14 @@ _COLLECTION = "llamaindex"  # of documents whose caller names none
 class BlendIngestion(TransformComponent):
     """Last step of an IngestionPipeline: precomputes the KV of its nodes, and returns them unchanged.
 
-    Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the older one of its id:
-    KV and texts that only the older one had are deleted. Nodes of the version that is there are added to its others,
-    be they of another batch or of another splitter. A pipeline does not report deletions; `delete_ref_doc` deletes a
-    document and its KV. Pipelines over different documents of equal ids need a `collection` each. Nodes that cannot be
-    prefilled are logged with their id, and returned like the others.
+    Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the stored one with its id:
+    KV and texts that only the stored one had are deleted. Further nodes of the stored version are added to it, also
+    from another batch or splitter. A pipeline does not report deletions; `delete_ref_doc` deletes a document and its
+    KV. Pipelines over different documents with equal ids need a `collection` each. Nodes that cannot be prefilled are
+    logged with their id, and returned like the others.
 
-    The pipeline's cache never skips this step: stored KV costs one look-up. A pipeline with a docstore passes changed
-    documents only, so give a new store its documents once with `precompute_documents`.
+    The pipeline's cache never skips this step; stored KV costs one lookup. A pipeline with a docstore passes only
+    changed documents, so fill a new store once with `precompute_documents`.
     """
 
     llm: Any = Field(exclude=True)
@@ -339,8 +340,8 @@ class BlendIngestion(TransformComponent):
         return {**super().to_dict(**kwargs), "call_id": uuid.uuid4().hex}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the processes of `pipeline.run(num_workers=...)`: each opens a BlendLLM's engine for itself."""
-        self.llm.__reduce_ex__(2)  # raises what says why; LlamaIndex would leave out what cannot be pickled
+        """Return the state for the processes of `pipeline.run(num_workers=...)`, each of which loads its own engine."""
+        self.llm.__reduce_ex__(2)  # raises the reason; LlamaIndex would omit an object that cannot be pickled
         return super().__getstate__()
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

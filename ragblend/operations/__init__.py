@@ -1,1 +1,1 @@
-"""What `ragblend verify`, `gc`, `push`, `sign`, `doctor` and `serve` run."""
+"""Functions of `ragblend verify`, `gc`, `push`, `sign`, `doctor` and `serve`."""

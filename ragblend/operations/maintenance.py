@@ -15,7 +15,9 @@ from ragblend.catalog.database import drop_catalog
 from ragblend.catalog.registry import ChunkRegistry, has_registry, open_registry, read_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.engine.api import Engine
-from ragblend.engine.store.disk import (
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.metadata import (
     CALIBRATIONS_DIR,
     CONTEXT_FILE,
     DEFAULTS_FILE,
@@ -23,9 +25,7 @@ from ragblend.engine.store.disk import (
     MODELS_DIR,
     PINS_DIR,
     PREFIXES_DIR,
-    DiskStore,
 )
-from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import calibration_error
@@ -41,7 +41,8 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import NUM_SIMILAR, chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
-from ragblend.precompute import Progress, pin_document, precompute_chunks
+from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.precompute import pin_document, precompute_chunks
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk
 
@@ -50,11 +51,10 @@ _BATCH = 64  # entries deleted per transaction, during which no document can be 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify` found. `orphans` and `num_without_kv` are None where no index says which chunks are in use; a
-    repair counts them again.
+    """The result of `verify`. `orphans` and `num_without_kv` are None without an index; a repair counts them again.
 
-    `damaged`: entries, by key. `missing`: entries that were stored and are gone although no budget evicted entries, by
-    key. `damaged_files`: other files of the store, by relative path. Each value is the reason.
+    `damaged`: entries, by key. `missing`: stored entries without a file although no budget evicted any, by key.
+    `damaged_files`: other files of the store, by relative path. Each value is the reason.
     """
 
     checked: int = 0
@@ -65,7 +65,7 @@ class VerifyReport:
     index_problems: list[str] = field(default_factory=list)
     orphans: int | None = None
     num_without_kv: int | None = None  # indexed chunks; not damage, because a store may hold only some
-    outdated: list[str] = field(default_factory=list)  # similar variants whose chunk has other neighbours by now
+    outdated: list[str] = field(default_factory=list)  # similar variants whose chunk now has other neighbours
     num_repaired: int = 0
     dropped: list[str] = field(default_factory=list)  # removed files, and how to make them again
     unrepaired: list[str] = field(default_factory=list)  # problems that it could not repair, and what to do
@@ -87,7 +87,7 @@ class VerifyReport:
 def verify_store(
     store: str | Path,
     index: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = ignore_progress,
     *,
     kv_dir: str | None = None,
 ) -> VerifyReport:
@@ -99,8 +99,7 @@ def verify_store(
     report = VerifyReport()
     for result in disk.verify():
         report.checked += 1
-        if progress is not None:
-            progress("check", report.checked, None)
+        progress("check", report.checked, None)
         if not result.ok:
             report.damaged[result.key] = result.reason
     report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_error)}
@@ -150,10 +149,10 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
         for key, fingerprint in stored.items():
             if key not in report.damaged and not disk.has_file(key):
                 model = models.get(fingerprint, {}).get("model", f"a model with the fingerprint {fingerprint}")
-                report.missing[key] = f"stored for {model}, and gone"
+                report.missing[key] = f"stored for {model}, but its file does not exist"
 
 
-def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress | None = None) -> int:
+def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress = ignore_progress) -> int:
     """Prefill the indexed chunks without KV, repair what can be repaired and drop the rest. Return the number of
     prefilled chunks.
 
@@ -188,9 +187,9 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     gone = [key for key in lost if key in stored and disk is not None and not disk.has_file(key)]
     if gone and disk is not None and not disk.has_evicted:
         report.unrepaired.append(
-            f"{len(gone)} entries are missing: this model does not make them of what is indexed, behind this prefix "
-            "and in this namespace. Repair with the `model`, `system` or `namespace` that made them, add the documents "
-            "again, or forget them: ragblend gc"
+            f"{len(gone)} entries are missing, and this model does not make them from the index with this prefix and "
+            "namespace. Repair with the `model`, `system` or `namespace` that made them, add the documents again, or "
+            "delete their records: ragblend gc"
         )
     if disk is not None:
         _compare_with_index(disk, index, report)
@@ -254,18 +253,18 @@ def _record_stored(disk: DiskStore) -> None:
 
 _LOSS_MESSAGES = {
     PINS_DIR: "nothing says which document it kept; pin it again: ragblend pin DOC",
-    MODELS_DIR: "an engine of that model notes itself again",
+    MODELS_DIR: "an engine of that model writes it again",
     CALIBRATIONS_DIR: "make it again: ragblend calibrate",
     MACHINES_DIR: "make it again: ragblend profile",
     PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
-    DEFAULTS_FILE: "say it again: ragblend ingest DOCS --model MODEL",
-    CONTEXT_FILE: "chunks are looked for alone until it is said again: ragblend precompute --context ...",
-    CATALOG_FILE: "the index's texts are registered anew, those of frameworks and servers as they are added again",
+    DEFAULTS_FILE: "set it again: ragblend ingest DOCS --model MODEL",
+    CONTEXT_FILE: "chunks are looked up without context until it is set again: ragblend precompute --context ...",
+    CATALOG_FILE: "indexed texts are registered again; add those of frameworks and servers again",
 }
 
 
 class GcReport(NamedTuple):
-    """What `collect_garbage` removed, or would remove: the fields of `GcResult`, the registered texts and the pins."""
+    """Entries and files that `collect_garbage` removed, or would remove, with the registered texts and the pins."""
 
     evicted: tuple[str, ...]
     num_quarantined: int
@@ -301,7 +300,7 @@ def collect_garbage(
         used = _load_live_chunks(opened, registry)
         if used is None:
             raise RagblendError(
-                f"the tokenizer that {index} was made with cannot be loaded, so orphans cannot be told; "
+                f"the tokenizer that {index} was made with cannot be loaded, so orphans are unknown; "
                 "run ragblend gc without --orphans, or make the model available"
             )
         kept = {text.strip() for _, text in opened.texts()}.union(registry.texts_of_documents())
@@ -367,8 +366,7 @@ def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[st
 
 
 class _EntrySummary:
-    """What is kept of the headers of a store: the ids of its chunks, and what each similar variant was computed after,
-    as hashes."""
+    """Summary of a store's headers: the ids of its chunks, and hashes of the texts before each similar variant."""
 
     def __init__(self) -> None:
         self.ids: set[tuple[int, ...]] = set()
@@ -385,7 +383,7 @@ class _EntrySummary:
     def find_outdated(self, index: ChunkIndex, renderer: Renderer) -> Iterator[str]:
         """Yield the keys of variants that were computed after other chunks than those which are the nearest now.
 
-        A variant after fewer of them is none: there was no room for all.
+        A variant after fewer of them is not outdated: the others exceeded the context.
         """
         for text in {text for _, text in index.texts()} if self._after else ():
             if variants := self._after.get(renderer.chunk_ids(text)):
@@ -409,7 +407,7 @@ class PushReport(NamedTuple):
 
 
 def push_store(
-    store: str | Path, remote: RemoteStore, progress: Progress | None = None, *, kv_dir: str | None = None
+    store: str | Path, remote: RemoteStore, progress: Progress = ignore_progress, *, kv_dir: str | None = None
 ) -> PushReport:
     """Send the remote tier every entry of the directory that it lacks. After an interruption, call it again.
 
@@ -423,7 +421,6 @@ def push_store(
     disk.clean()
     remote.clean()
     known, keys = set(remote.keys()), list(disk.keys())
-    on_progress = progress or (lambda stage, done, total: None)
     num_sent = num_known = num_damaged = num_dropped = sent_bytes = 0
     problem, is_full = "", False
     for done, key in enumerate(keys, start=1):
@@ -443,7 +440,7 @@ def push_store(
                 num_damaged += 1
             except (BackendUnreachableError, StoreFullError) as error:
                 num_dropped, problem, is_full = num_dropped + 1, str(error), isinstance(error, StoreFullError)
-        on_progress("push", done, len(keys))
+        progress("push", done, len(keys))
     return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem, is_full)
 
 

@@ -1,6 +1,6 @@
 """`ragblend serve`: starts vLLM's OpenAI-compatible server with the ragblend connector.
 
-Maps settings to vLLM flags. The process then becomes vLLM's; nothing of this module runs afterwards.
+Maps settings to vLLM flags. The process is then replaced by vLLM's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from ragblend.config import Settings
 from ragblend.engine.load import register_model, remembered_model
-from ragblend.engine.store.disk import DiskStore, prefix_name
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.metadata import prefix_name
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.engine.vllm.launch import (
@@ -159,7 +160,7 @@ def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
 
 
 def _check_keys(path: Path, api_key: str | None) -> None:
-    """Raise UsageError if anything besides the tenants' keys would also give access to a request."""
+    """Raise UsageError if anything except the tenants' keys would also give access to a request."""
     read_keys(path)
     if api_key or os.environ.get(API_KEY):
         raise UsageError(

@@ -6,7 +6,7 @@ Works with stores and keys. Does not depend on an index or a model.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,13 +18,12 @@ from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.signing import StoreKey
 from ragblend.errors import BackendUnreachableError, DamagedEntryError
-
-Progress = Callable[[str, int, int | None], None]
+from ragblend.ingestion.sync import Progress, ignore_progress
 
 
 @dataclass(slots=True)
 class SignReport:
-    """What `sign_store` did. `refused`: entries that are damaged or of unexpected shapes, by key."""
+    """Result of `sign_store`. `refused`: entries that are damaged or of unexpected shapes, by key."""
 
     num_signed: int = 0
     num_known: int = 0  # already signed with the key
@@ -41,7 +40,7 @@ def sign_store(
     key: StoreKey,
     *,
     signed_with: StoreKey | None = None,
-    progress: Progress | None = None,
+    progress: Progress = ignore_progress,
     kv_dir: str | None = None,
 ) -> SignReport:
     """Sign with `key` every unsigned entry and note of the directory, also quarantined unsigned ones. Return the
@@ -54,7 +53,6 @@ def sign_store(
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
     report.num_notes = new.sign_metadata_files(old)
     load_expected_specs(old)
-    on_progress = progress or (lambda stage, done, total: None)
     paths = list(old.paths())
     for done, path in enumerate(paths, start=1):
         if new.contains(path.stem):
@@ -67,10 +65,10 @@ def sign_store(
                     os.utime(path.with_suffix(ENTRY_SUFFIX), ns=(times.st_atime_ns, times.st_mtime_ns))
                 report.num_signed += 1
             except FileNotFoundError:
-                pass  # evicted meanwhile
+                pass  # evicted since it was listed
             except (OSError, DamagedEntryError) as error:
                 report.refused[path.stem] = str(error)
-        on_progress("sign", done, len(paths))
+        progress("sign", done, len(paths))
     return report
 
 

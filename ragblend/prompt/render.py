@@ -134,13 +134,6 @@ class Renderer:
         assert refusal is not None
         raise refusal
 
-    def render_turns(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Return the ids of a conversation; `turns` and `tools` are what `tokenizer.apply_chat_template` takes.
-
-        Raises UsageError where the template refuses them.
-        """
-        return self._render(turns, tools).ids
-
     def render_text(self, text: str) -> list[int]:
         """Return the ids of a plain string, with the special tokens that the tokenizer adds."""
         if not self._control.search(text):

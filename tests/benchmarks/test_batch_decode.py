@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -32,3 +33,13 @@ def test_every_size_is_measured_and_gives_the_answers_of_one_after_another(tmp_p
         assert run["step_s"] > 0
         # So few tokens take less time than a busy machine adds: a speedup is a number here, and no more.
         assert all(math.isfinite(run[name]) for name in run if name.endswith("speedup"))
+
+
+def test_lists_of_counts():
+    from benchmarks.results import split_counts
+    from ragblend.errors import UsageError
+
+    assert split_counts("3, 6,12") == [3, 6, 12]
+    for wrong in ("3.5", "a"):
+        with pytest.raises(UsageError):
+            split_counts(wrong)

@@ -226,7 +226,7 @@ def test_every_mode_and_baseline_has_a_line_over_the_time_to_first_token(result:
 def test_the_command_writes_the_object_and_draws_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = ["--out", str(tmp_path / "found" / "figure.json"), "--plot", str(tmp_path / "figure.png")]
-    ran = CliRunner().invoke(app, ["--embedder", "hashing", "--questions", "2", *files])
+    ran = CliRunner().invoke(app, ["--embedder", "hashing", "--num-questions", "2", *files])
     assert ran.exit_code == 0, ran.output
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     facts = json.loads((tmp_path / "found" / "figure.json").read_text())

@@ -66,4 +66,4 @@ def test_the_first_question_and_one_that_the_model_cannot_rephrase_are_searched_
     short = ChatSession(engine)
     ask(short, [], "Where does " + "George " * 150 + "live?")
     assert short.condense("Where " + "is " * 5000) == "Where " + "is " * 5000
-    assert "too long to be rephrased" in caplog.text
+    assert "the last turns exceed the model's context" in caplog.text

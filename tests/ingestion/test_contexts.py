@@ -13,8 +13,9 @@ from similar_texts import TEXTS, texts_behind
 
 from ragblend import Chunk, Prompt, load_engine
 from ragblend.corpus.checked_database import remove_database
-from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.metadata import CONTEXT_FILE
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine

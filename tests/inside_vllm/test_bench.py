@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ingest_vllm import bench_ingest_vllm
-from ragblend.engine.report import MODES
+from ragblend.lab.bench import load, throughput, ttft
 from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
-from ragblend.lab.bench.load import bench_load
-from ragblend.lab.bench.throughput import bench_throughput
-from ragblend.lab.bench.ttft import bench_ttft
+from ragblend.options import MODES
 
 PREFIX, CHUNK, BLOCK = 16, 128, 128  # tokens of the system text and of a chunk, and of vLLM's blocks on a CPU
 
@@ -23,7 +21,7 @@ def test_ttft_runs_every_mode_on_vllm() -> None:
         rules=("cacheblend", "random"), threads=1, repeats=1, num_prompts=2, tier="disk",
         backend="vllm",
     )  # fmt: skip
-    found = bench_ttft(config, echo=lambda line: None)
+    found = ttft.BENCHMARK.run(config, echo=lambda line: None)
     assert json.loads(json.dumps(found)) == found
     assert (found["command"], found["model"], found["config"]["backend"]) == ("bench ttft", "llama-1m", "vllm")
     assert found["hardware"]["vllm"]
@@ -48,7 +46,7 @@ def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path: Path) -> None
         shape="llama-1m", num_chunks=3, chunk_tokens=CHUNK, question_tokens=8, repeats=1, store_factor=2,
         slowdowns=(0.5, 3.0), store=tmp_path / "kv", backend="vllm",
     )  # fmt: skip
-    found = bench_load(config, echo=lines.append)
+    found = load.BENCHMARK.run(config, echo=lines.append)
     assert json.loads(json.dumps(found)) == found
     assert str(tmp_path) not in json.dumps(found)
     assert (found["command"], found["config"]["backend"]) == ("bench load", "vllm")
@@ -72,7 +70,7 @@ def test_throughput_serves_every_mode_at_every_rate() -> None:
         shape="llama-1m", num_chunks=2, chunk_tokens=CHUNK, pool=4, question_tokens=8, output_tokens=3, num_requests=3,
         rates=(5.0, 1e6), bound_s=1e6, threads=1,
     )  # fmt: skip
-    found = bench_throughput(config, echo=lines.append)
+    found = throughput.BENCHMARK.run(config, echo=lines.append)
     assert json.loads(json.dumps(found)) == found
     assert found["command"] == "bench throughput"
     assert [(run["rate"], run["mode"]) for run in found["runs"]] == [

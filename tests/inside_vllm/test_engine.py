@@ -16,7 +16,6 @@ from harness import recorded_selections
 from ragblend import Prompt, load_engine
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, RULES
-from ragblend.engine.report import MODES
 from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.disk import DiskStore
@@ -24,6 +23,7 @@ from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit,
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
 from ragblend.operations.doctor import run_vllm_diagnostics
+from ragblend.options import MODES
 from ragblend.precompute import precompute_documents
 
 A, B, C = (

@@ -11,12 +11,12 @@ from tiny_prompts import CHUNKS, PROMPT
 from transformers import DynamicCache
 
 from ragblend.engine.generation import Conversation
-from ragblend.engine.report import Mode
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import cache_argument
 from ragblend.errors import UsageError
 from ragblend.lab.explain import STATES, Comparison, Explanation, explain
 from ragblend.lab.explain_page import render_html
+from ragblend.options import Mode
 from ragblend.prompt.types import Prompt
 
 

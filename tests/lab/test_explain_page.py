@@ -126,7 +126,7 @@ def test_without_attention_the_page_says_so_and_offers_no_view_of_it(tiny_engine
     engine = tiny_engine("llama")
     engine.precompute(evil_chunks[0])
     page = render_html(explain(engine, Prompt(evil_chunks, "what?"), rule="random", max_tokens=2))
-    assert "does not ask the question" in page
+    assert "does not probe the question" in page
     assert 'type="radio"' not in page
     assert "Where the question looked" not in page
 

@@ -257,7 +257,7 @@ def test_arguments_that_would_do_nothing_are_refused(
     llm: BlendLLM, vector_index: VectorStoreIndex, blend_index: Any
 ) -> None:
     for index in (vector_index, blend_index):
-        with pytest.raises(UsageError, match=r"from_index does not know top_k, response_mode\."):
+        with pytest.raises(UsageError, match=r"from_index does not know top_k, response_mode, because"):
             BlendQueryEngine.from_index(index, llm, top_k=2, response_mode="refine")
     with pytest.raises(UsageError, match="VectorStoreIndex has neither"):
         BlendQueryEngine.from_index(vector_index, llm, neighbours=1)

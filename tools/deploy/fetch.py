@@ -108,7 +108,7 @@ def _put(path: Path, data: bytes) -> None:
 
 
 def main() -> int:
-    """Fetch, and tell."""
+    """Fetch the tools; print those that are missing."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     missing = fetch(folder)
     for name, reason in missing.items():

@@ -27,7 +27,7 @@ WIDTH, HEIGHT = 1120, 2330
 
 
 def main() -> None:
-    """Start the page in a folder of its own, ask the first example, take the picture."""
+    """Start the page in a new folder, ask the first example, take the picture."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -6,7 +6,7 @@
     python -m tools.release --notes                that version's part of the changelog
 
 The sdist is held against git, the wheel is built from the sdist, `twine check` reads their metadata. Each interpreter
-gets an empty environment, one after the other: minutes and gigabytes for a PyTorch with CUDA, on a machine that
+gets an empty environment in turn: minutes and gigabytes for a PyTorch with CUDA, on a machine that
 is offered no other. Prints a line per step; ends with 1 and the reason at the first that fails.
 """
 

@@ -21,7 +21,7 @@ PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--cons
 
 
 def try_wheel(python: str, sdist: Path, wheel: Path) -> str:
-    """What came out, in a line. Raises CalledProcessError or AssertionError where something did not work."""
+    """Return the result as one line. Raises CalledProcessError or AssertionError if a step failed."""
     found = shutil.which(python)
     if found is None:
         raise FileNotFoundError(f"{python} is no interpreter here; name one that is, or a path")
@@ -57,7 +57,7 @@ def _said_version(venv: Path, empty: Path) -> None:
 
 
 def _run(command: list[str], home: Path | None = None) -> str:
-    """Its stdout; with `home`, run there, with nothing of this user's nor of this checkout."""
+    """Return the command's stdout; with `home`, run there, without this user's settings and this checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RAGBLEND_"))}
     if home is not None:
         environment |= {"HOME": str(home), "HF_HUB_OFFLINE": "1"}

@@ -23,7 +23,7 @@ WIDTH = 100.0  # of a section, in the units of the drawing
 
 
 def layer_rows(container: str) -> list[list[str]]:
-    """The floors of `ragblend` or `ragblend.engine`, top first, as full module names."""
+    """Return the layers of `ragblend` or `ragblend.engine`, top first, as full module names."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     (contract,) = (c for c in settings["contracts"] if c.get("containers") == [container])
     return [[f"{container}.{name.strip()}" for name in layer.split("|")] for layer in contract["layers"]]

@@ -59,7 +59,7 @@ def walk(call: Callable[[], object], loop: EngineLoop) -> dict[str, list[str]]:
 
 
 def blended_call() -> dict[str, list[str]]:
-    """`walk` of the third call of one chain: by then models are loaded and chunks are in memory."""
+    """Return `walk` of the third call of one chain, when models are loaded and chunks are in memory."""
     chunks = [chunk for record in sample_corpus().records[:1] for chunk in record.chunks[:3]]
     with tempfile.TemporaryDirectory() as store:
         llm = ChatBlend(model="demo", store=store, max_tokens=1)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.lab.options import PlotOption
-from ragblend.cli.options import JsonOption, with_settings
+from ragblend.cli.options import JsonOption, PlotOption, with_settings
 from ragblend.cli.printing import count_of, join_names, print_notice, print_result, progress_bars
 from ragblend.config import Settings
 from ragblend.errors import UsageError
@@ -53,7 +52,7 @@ def analyze(
     plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Read logged requests and print what prefix caching and blending would save, and how large a store that takes.
+    """Read logged requests and print what prefix caching and blending would save.
 
     A line looks like {"messages": [{"role": "user", "content": "Who signed?"}]} or {"prompt": "Who signed?"}. Lines are
     in the order in which the requests were sent. If a log has the bodies in a field: jq -c .body log.jsonl

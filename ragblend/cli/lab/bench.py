@@ -6,18 +6,17 @@ it runs, because importing torch is slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from importlib import import_module
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
-from ragblend.cli.groups import FullHelpGroup
-from ragblend.cli.lab.options import PlotOption
-from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
-from ragblend.cli.printing import print_json, print_line, print_notice
+from ragblend.cli.groups import SectionedHelpGroup
+from ragblend.cli.options import JsonOption, PlotOption, json_object, split_names, split_numbers
+from ragblend.cli.printing import print_json, print_line, print_notice, progress_bars
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.lab.bench.common.configs import (
     BenchConfig,
@@ -29,9 +28,12 @@ from ragblend.lab.bench.common.configs import (
     get_options,
 )
 
+if TYPE_CHECKING:
+    from ragblend.lab.bench.common.output import Benchmark
+
 bench_app = typer.Typer(
     help="Compare modes by measuring them in one process.",
-    cls=FullHelpGroup,
+    cls=SectionedHelpGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -75,17 +77,18 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
 
 
 def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
-    """Add a benchmark's command: it calls `bench_NAME` of `ragblend.lab.bench.NAME`, or of its module in `_MODULES`."""
+    """Add a benchmark's command. It runs `BENCHMARK` of `ragblend.lab.bench.NAME`, or of its module in `_MODULES`."""
     name = config.__name__.removesuffix("Config").lower()
 
     def command(*, json_: bool, plot: str | None = None, **values: Any) -> None:
         set_num_threads(values["threads"])
         quiet_libraries()
-        run: Callable[..., dict[str, Any]] = getattr(
-            import_module(f"ragblend.lab.{_MODULES.get(name, f'bench.{name}')}"), f"bench_{name}"
-        )
-        asked = config_from(config, values)
-        facts = run(asked, plot=plot, echo=print_notice if json_ else print_line)
+        benchmark: Benchmark = import_module(f"ragblend.lab.{_MODULES.get(name, f'bench.{name}')}").BENCHMARK
+        lines: list[str] = []
+        with progress_bars() as progress:
+            facts = benchmark.run(config_from(config, values), plot=plot, echo=lines.append, on_progress=progress)
+        for line in lines:
+            (print_notice if json_ else print_line)(line)
         if json_:
             print_json(facts)
 

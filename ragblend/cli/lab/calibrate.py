@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.lab.options import PlotOption
-from ragblend.cli.options import JsonOption, split_names, split_numbers, with_settings
+from ragblend.cli.options import JsonOption, PlotOption, split_names, split_numbers, with_settings
 from ragblend.cli.printing import print_notice, print_result, progress_bars
 from ragblend.cli.session import open_engine, open_settings_index
 from ragblend.config import Settings
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
     from ragblend.index import ChunkIndex
     from ragblend.lab.calibrate import CalibrationRun, HeldOut
 
-calibrate_app = typer.Typer()
 
-
-@calibrate_app.command()
 @with_settings(
     "model store k",
     demo="Use the demo's documents. Needs no other setting.",
@@ -43,8 +39,8 @@ def calibrate(
             help="File with one question per line. Default: questions are generated from the chunks.",
         ),
     ] = None,
-    num_questions: Annotated[int, typer.Option("--num-questions", help="Questions to fit on.")] = 60,
-    held_out: Annotated[int, typer.Option("--num-held-out", help="Other questions, to check the prediction with.")] = 0,
+    num_questions: Annotated[int, typer.Option("--num-questions", help="Number of questions to fit on.")] = 60,
+    held_out: Annotated[int, typer.Option("--num-held-out", help="Other questions that check the fit.")] = 0,
     target: Annotated[
         float,
         typer.Option("--target", help="Share of first tokens that must equal full prefill's, with 95 % confidence."),
@@ -55,7 +51,9 @@ def calibrate(
     plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Find the recompute ratio at which your questions get full prefill's first token, for engines on the store to use.
+    """Find the smallest recompute ratio that gives full prefill's first token.
+
+    Engines on this store then use that ratio.
 
     Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, with the values of the ingestion.
     """
@@ -160,7 +158,7 @@ def lines_of(run: CalibrationRun) -> list[str]:
         f"{calibration.num_questions} questions ({calibration.retrieval}), target {calibration.target:g}: "
         f"ratio {best.ratio:g} by {best.rule}",
         f"the first token is full prefill's in {_share(best.point)}",
-        f"noise floor (everything recomputed): {best.curve[-1].agreement:.1%}, KL {best.curve[-1].kl:.2g}",
+        f"with all tokens recomputed (rounding only): {best.curve[-1].agreement:.1%}, KL {best.curve[-1].kl:.2g}",
     ]
     if not best.meets_target:
         lines.append("no ratio meets the target, not even 1: rounding alone is beyond it. Lower --target")
@@ -168,9 +166,10 @@ def lines_of(run: CalibrationRun) -> list[str]:
         lines.append("only ratio 1, full prefill's work, meets the target. Lower it, ask more, or measure more --rules")
     for fit in calibration.fits:
         lines += ["", *_table(fit)]
+    lines += ["", "<: the fitted ratio; charged: share of full prefill's work on chunk tokens; at 32: with 32 layers"]
     if run.held_out is not None:
         held = run.held_out
-        verdict = "the target stands" if run.is_target_met else "BELOW the target"
+        verdict = "the target is met" if run.is_target_met else "BELOW the target"
         lines += [
             "",
             f"held out: of {held.num_questions} other questions {_share(held)} agree, KL {held.kl:.2g}; {verdict}",

@@ -27,7 +27,7 @@ def explain(
     png: Annotated[str | None, typer.Option("--png", metavar="FILE", help="Write a picture, FILE.png.")] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Show the state of each of a prompt's tokens after blending, and the answer compared with full prefill's.
+    """Show the state of each prompt token after blending, and the difference to full prefill.
 
     Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, with the values of the ingestion.
     """

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.lab.options import ThreadsOption
-from ragblend.cli.options import JsonOption, VllmOptions, json_object, with_settings
-from ragblend.cli.printing import print_message, print_result
+from ragblend.cli.options import JsonOption, ThreadsOption, VllmOptions, json_object, with_settings
+from ragblend.cli.printing import print_result, progress_bars
 from ragblend.cli.session import open_engine, set_num_threads
 from ragblend.config import Settings
 from ragblend.errors import UsageError
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 def profile(
     settings: Settings,
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks of the longest prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of each chunk.")] = 512,
     repeats: Annotated[int, typer.Option("--repeats", help="Measurements per time; the median counts.")] = 3,
     vllm_options: VllmOptions = None,
     threads: ThreadsOption = None,
@@ -55,9 +54,12 @@ def profile(
     effort = ProfileConfig(chunks, chunk_tokens, repeats)
     tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s) if settings.remote else None
     try:
-        with _open_to_measure(settings, effort, json_object(vllm_options, "--vllm-options")) as engine:
+        with (
+            progress_bars() as progress,
+            _open_to_measure(settings, effort, json_object(vllm_options, "--vllm-options")) as engine,
+        ):
             root = Path(settings.store)
-            found = measure_machine(engine, effort, directory=root, remote=tier, notify=print_message)
+            found = measure_machine(engine, effort, directory=root, remote=tier, on_progress=progress)
             path = write_profile(root, found)
     finally:
         if tier is not None:
@@ -76,7 +78,7 @@ def plan(
         str, typer.Option("--profile", metavar="FILE", help="Times of a machine, written by `ragblend profile --json`.")
     ],
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks per prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of each chunk.")] = 512,
     ratio: Annotated[
         float | None, typer.Option("--ratio", help="Smallest recompute ratio with good answers. Default: the rule's.")
     ] = None,
@@ -89,7 +91,7 @@ def plan(
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Choose the cheapest storage that adds no delay; print what 1,000 chunks cost there and when reuse repays it."""
+    """Choose the cheapest storage that adds no delay. Prints the cost of 1,000 chunks and when reuse repays it."""
     from ragblend.engine.fusion.rules import find_rule
     from ragblend.lab.plan import WorkloadSpec, parse_storage, read_profile
     from ragblend.lab.plan import plan as make_plan

@@ -32,7 +32,7 @@ def ui(
     ] = 8765,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
-    """Open a page: drop documents, ask, and compare the four modes' answers and the state of every token.
+    """Open a page to drop documents, ask, and compare the four modes' answers and tokens.
 
     Set other settings of `ragblend ingest` and `ragblend ask` through RAGBLEND_NAME or in ragblend.toml.
     """

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.plan import Placement
+from ragblend.engine.fusion.protocols import PromptKVBuffer
 from ragblend.engine.store.kv import LayerKV, StoredLayer, dequantized, is_in_memory
 
 # Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
@@ -30,11 +31,6 @@ _ALIGNMENT = 256  # bytes, of each tensor in a block
 
 class _Destination(Protocol):
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None: ...
-
-
-class _Readable(_Destination, Protocol):
-    def keys(self, layer: int) -> Tensor: ...
-    def values(self, layer: int) -> Tensor: ...
 
 
 class _MovableKeys(Protocol):
@@ -283,7 +279,7 @@ class LayerLoader:
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Return the pre-RoPE keys and values [H, R, D] at `rows` [R] of a placed layer; see CorrectableLayerSource."""
         assert self._movable is not None
-        there = cast("_Readable", self._destination)
+        there = cast("PromptKVBuffer", self._destination)
         return LayerKV(
             self._movable.unrotate_keys(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows]
         )
@@ -296,7 +292,7 @@ class LayerLoader:
             return
         assert self._movable is not None
         assert shares is not None
-        there, count = cast("_Readable", self._destination), len(shares)
+        there, count = cast("PromptKVBuffer", self._destination), len(shares)
         if len(self._rows) != count:
             self._rows = torch.arange(count, device=shares.device)
         # All rows in one go, those that stay by nothing: that is faster than to gather and scatter nearly all.

@@ -451,10 +451,9 @@ def decode_chunk(data: bytes, key: str, demands: ReadRequirements = _NOTHING) ->
 class DiskKV:
     """ChunkKV in a file. Each `layer` call reads and verifies that layer alone, into newly allocated memory.
 
-    The file stays open, so deleting or replacing the entry does not disturb a reader. `close`, leaving a `with` block
-    or garbage collection releases the descriptor. After that, and when the process is short of descriptors, `layer`
-    opens the file again and accepts it if the header, and so every checksum, is the same. Safe to share between
-    threads.
+    The file stays open, so deleting or replacing the entry does not disturb a reader. When the process is short of
+    descriptors, `layer` opens the file again and accepts it if the header, and so every checksum, is the same. Safe to
+    share between threads.
     """
 
     def __init__(
@@ -500,16 +499,6 @@ class DiskKV:
         """Read every layer from `file`, from which this object was made. Raises UnreadableError for a damaged one."""
         for index in range(self.header.num_layers):
             self._read(file, index)
-
-    def close(self) -> None:
-        """Release the file. A read in progress in another thread still finishes."""
-        self._file = None
-
-    def __enter__(self) -> DiskKV:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _reopen(self) -> SharedFile:
         file = SharedFile(self._path)

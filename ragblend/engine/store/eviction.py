@@ -92,14 +92,11 @@ class DiskEvictor:
                 self._track(key, nbytes, self._now_s())
                 self._unseen_bytes += nbytes
 
-    def record_use(self, key: str, nbytes: Callable[[], int] | None = None) -> None:
-        """Record a use of an entry. An unknown entry is added to the table if `nbytes` can return its size."""
+    def record_use(self, key: str, nbytes: int) -> None:
+        """Record a use of an entry of that size."""
         if self._capacity is not None:
             with self._lock:
-                if key in self._held:
-                    self._track(key, self._held[key].nbytes, self._now_s())
-                elif nbytes is not None:
-                    self._track(key, nbytes(), self._now_s())
+                self._track(key, nbytes, self._now_s())
 
     def record_delete(self, key: str) -> None:
         """Record that an entry was deleted."""

@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from itertools import chain
 from time import monotonic
 from weakref import WeakValueDictionary
@@ -87,17 +88,10 @@ class TieredStore(KVStore):
     def counters(self) -> StoreCounters:
         """A snapshot: one hit or miss per `get`, one put per `put`; the other counts are sums over the tiers."""
         tiers = [tier.counters for tier in self._tiers]
-        return StoreCounters(
-            num_hits=self._num_hits,
-            num_misses=self._num_misses,
-            num_puts=self._num_puts,
-            num_damaged=sum(counters.num_damaged for counters in tiers),
-            num_unsigned=sum(counters.num_unsigned for counters in tiers),
-            num_evicted=sum(counters.num_evicted for counters in tiers),
-            num_failures=sum(counters.num_failures for counters in tiers),
-            num_dropped=sum(counters.num_dropped for counters in tiers)
-            + sum(queue.num_dropped for queue in self._promotions.values()),
-        )
+        sums = {each.name: sum(getattr(counters, each.name) for counters in tiers) for each in fields(StoreCounters)}
+        sums |= {"num_hits": self._num_hits, "num_misses": self._num_misses, "num_puts": self._num_puts}
+        sums["num_dropped"] += sum(queue.num_dropped for queue in self._promotions.values())
+        return StoreCounters(**sums)
 
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
         """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""

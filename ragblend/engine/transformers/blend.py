@@ -126,7 +126,17 @@ class BlendingEngine(EngineBase):
         decided = self._decide(request, num_resident, placements)
         if decided.fallback_reason:
             return self._fall_back(request, decided.fallback_reason)
-        plan = self._build_plan(request, num_resident, placements, decided.choice)
+        rule, checks, probe_layers = decided.choice
+        plan = FusePlan(
+            self._ids(request.prompt.token_ids),
+            placements,
+            rule,
+            checks,
+            num_resident,
+            seed=request.options.seed or 0,
+            probe_layers=probe_layers,
+            question_start=request.prompt.question_start,
+        )
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
         report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", decided.ratio)
@@ -230,22 +240,6 @@ class BlendingEngine(EngineBase):
         return prefilled
 
     # -- place and fuse
-
-    def _build_plan(
-        self, request: EngineRequest, num_resident: int, placements: tuple[Placement, ...], choice: SelectionPlan
-    ) -> FusePlan:
-        """What is where in the prompt, and what is to be computed of it."""
-        prompt = request.prompt
-        return FusePlan(
-            self._ids(prompt.token_ids),
-            placements,
-            choice.rule,
-            choice.checks,
-            num_resident,
-            seed=request.options.seed or 0,
-            probe_layers=choice.probe_layers,
-            question_start=prompt.question_start,
-        )
 
     def _fuse(self, plan: FusePlan, fused: FusedKV) -> tuple[FuseResult, LayerLoader]:
         """Fuse `plan` into `fused` while the loader runs a layer ahead; the loader, closed, knows its times."""

@@ -14,17 +14,16 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ragblend.engine.batch_order import order_by_shared_chunks
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
-from ragblend.engine.fusion.packing import (
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.prefill import (
     CPU_PASS_TOKENS,
     GPU_PASS_TOKENS,
     LEAST_PASS_TOKENS,
     PrefillItem,
+    prefill_chunks,
     prefill_missing,
 )
-from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import (
     CancelCheck,
@@ -41,11 +40,8 @@ from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
-from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.quantize import stored_bytes_per_token
-from ragblend.engine.store.tiered import (
-    disk_tier,
-)
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised
@@ -168,23 +164,18 @@ class TransformersEngine(BlendingEngine):
 
     def generate(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Generation:
         """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
-        stream = self.stream(prompt, **options)
-        (error,) = self.run_to_end([stream])
-        if error is not None:
-            raise error
-        return stream.result
+        return self.generate_batch([prompt], **options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[EngineKeywords]) -> list[Generation]:
         """Return `generate`'s result for each prompt; `max_num_seqs` prompts are decoded together.
 
-        If the chunks of all prompts do not fit the memory tier, prompts that share chunks are answered consecutively
-        (see `batch_order`). Raises the first error after the other answers have ended.
+        Raises the first error after the other answers have ended.
         """
-        streams = {place: self.stream(prompts[place], **options) for place in self._grouped(prompts)}
-        for error in self.run_to_end(list(streams.values())):
+        streams = [self.stream(prompt, **options) for prompt in prompts]
+        for error in self.run_to_end(streams):
             if error is not None:
                 raise error
-        return [streams[place].result for place in range(len(prompts))]
+        return [stream.result for stream in streams]
 
     def run_to_end(
         self, streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None
@@ -203,22 +194,6 @@ class TransformersEngine(BlendingEngine):
             for stream in streams:
                 stream.close()
             raise
-
-    def _grouped(self, prompts: Sequence[Prompt]) -> Sequence[int]:
-        """Return the indices of the prompts in the order in which to answer them."""
-        memory = next((tier for tier in self.store.tiers if isinstance(tier, MemoryStore)), None)
-        if memory is None or len(self.store.tiers) == 1 or len(prompts) < 3:
-            return range(len(prompts))
-        nbytes: dict[str, int] = {}
-        keys = [self.likely_keys(prompt.chunks) for prompt in prompts]
-        for prompt, own in zip(prompts, keys, strict=True):
-            # One size for all keys of a prompt, the mean of its chunks: a key does not say which chunk it is of.
-            num_tokens = sum(self.renderer.count_tokens(chunk.text) for chunk in prompt.chunks)
-            for key in own:
-                nbytes.setdefault(key, num_tokens * self.bytes_per_token // max(1, len(prompt.chunks)))
-        if sum(nbytes.values()) <= memory.capacity_bytes:
-            return range(len(prompts))
-        return order_by_shared_chunks(keys, nbytes, memory.capacity_bytes)
 
     def stream(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> GenerationStream:
         """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.

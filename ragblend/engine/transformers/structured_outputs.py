@@ -102,14 +102,7 @@ class GrammarCompiler:
         """The model's words as llguidance has them, a third of a second for 50,000: made once, when first needed."""
         from llguidance import LLTokenizer
 
-        if self._renderer.backend is None:
-            raise UsageError(
-                "structured_outputs needs a tokenizer of the tokenizers library, and this model's is written in "
-                "Python; leave it out"
-            )
-        backend = type(self._renderer.backend).from_str(self._renderer.backend.to_str())
-        backend.no_padding()
-        backend.no_truncation()
+        backend = self._renderer.backend
         size = max(self._vocab_size, backend.get_vocab_size(with_added_tokens=True))
         return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._stop_ids or None)
 
@@ -171,7 +164,7 @@ class CompiledGrammar:
 
 
 class TokenGuide:
-    """Constraint of one answer; see `engine.generation.TokenConstraint`."""
+    """Constraint of one answer to a grammar, token by token. `ended`: the answer is complete, nothing may follow."""
 
     def __init__(self, matcher: Any, refused: Refused) -> None:
         self.ended = False

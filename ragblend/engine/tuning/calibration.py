@@ -16,31 +16,25 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, find_rule
-from ragblend.engine.report import RatioChoice
-from ragblend.engine.store.disk import CALIBRATIONS_DIR, DiskStore
+from ragblend.engine.fusion.rules import RULES, find_rule
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.metadata import CALIBRATIONS_DIR
 from ragblend.engine.store.signed_json import decode_signed_json
 from ragblend.engine.store.signing import KeyChoice, StoreKey, resolve_key
 from ragblend.engine.tuning.loading_controller import interpolate
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
-from ragblend.options import RATIO
+from ragblend.options import RATIO, RatioChoice
 
 log = logging.getLogger(__name__)
 
 CALIBRATION_VERSION = 2
 _SETTLED_S = 2.0  # a directory that changed this lately may change again within one tick of its clock
 _PREFIXES_KEPT = 64
-RULES_THAT_LEFT = ("cacheblend_gradual", "first_k", "position", "repair")  # calibrations of earlier versions name them
-
-
-class LeftRuleError(UsageError):
-    """A calibration is of a rule that ragblend no longer has."""
 
 
 class CurvePoint(NamedTuple):
@@ -71,8 +65,6 @@ class RuleFit:
 
     def __post_init__(self) -> None:
         ratios = [point.ratio for point in self.curve]
-        if self.rule in RULES_THAT_LEFT:
-            raise LeftRuleError(f"ragblend no longer has its rule {self.rule!r}")
         if self.rule not in RULES or self.check_layer < 0:
             raise UsageError(
                 f"a calibration has rule {self.rule!r} at layer {self.check_layer}; there is no such rule here"
@@ -198,8 +190,6 @@ def calibration_error(path: Path, note: Mapping[str, Any]) -> str:
         return ""
     try:
         return "" if calibration_from_dict(note).filename == path.name else "it was made for something else"
-    except LeftRuleError:
-        return ""  # skipped, and whole
     except UsageError as error:
         return str(error)
 
@@ -215,7 +205,7 @@ def load_calibration(
     """The calibration of this model and prefix in the store at `store_dir`; None where there is none.
 
     `chunker` None takes the latest. A file that is damaged, of another version, of something else or not signed with
-    the store's key is skipped with a warning; one that names a rule which left, with one in all.
+    the store's key is skipped with a warning.
     """
     found: list[Calibration] = []
     key = resolve_key(store_key)
@@ -224,21 +214,12 @@ def load_calibration(
             calibration = parse_calibration(read_file(path), key)
             if path.name != calibration.filename:
                 raise UsageError("it was made for something else")
-        except LeftRuleError as error:
-            _warn_of_removed_rule(path, str(error))
-            continue
         except (OSError, UsageError) as error:
             log.warning("calibration %s is skipped: %s; make it again: ragblend calibrate", path, error)
             continue
         if chunker in (None, calibration.chunker):
             found.append(calibration)
     return max(found, key=lambda calibration: calibration.created_s, default=None)
-
-
-@cache
-def _warn_of_removed_rule(path: Path, reason: str) -> None:
-    """Once per file and process: requests look for calibrations again and again."""
-    log.warning("calibration %s is ignored: %s; make it again: ragblend calibrate", path, reason)
 
 
 class CalibrationCache:
@@ -303,14 +284,13 @@ class CalibrationCache:
 
 
 class RequestTuning(NamedTuple):
-    """How to answer one request. `fit` is what was measured of that rule at that layer; None: nothing was.
+    """How to answer one request. `fit` is what was measured of that rule; None: nothing was.
 
     `is_auto_ratio`: the caller left the ratio open, so it may be raised where recompute costs no time.
     """
 
     rule: str
     ratio: float
-    check_layer: int
     fit: RuleFit | None
     is_auto_ratio: bool
 
@@ -321,19 +301,17 @@ def resolve_request_tuning(
     rule: str = "auto",
     ratio: RatioChoice = None,
 ) -> RequestTuning:
-    """Rule, ratio and check layer of a request that asks for `rule` and `ratio`.
+    """Return rule and ratio of a request that asks for `rule` and `ratio`.
 
     What is asked for counts. An "auto" rule is the calibration's best, or `rules`'s default; a ratio of None or "auto"
     is what was fitted, or the rule's default. Raises UsageError for a rule or a ratio that does not exist.
     """
     known = find_rule(rule, num_layers)
     fit = calibration.fit_of(rule) if calibration is not None else None
-    name, least, check_layer = (
-        (known.name, known.ratio, CHECK_LAYER) if fit is None else (fit.rule, fit.ratio, fit.check_layer)
-    )
+    name, least = (known.name, known.ratio) if fit is None else (fit.rule, fit.ratio)
     if ratio is None or RATIO.validate("recompute_ratio", ratio) == "auto":
-        return RequestTuning(name, least, check_layer, fit, is_auto_ratio=True)
-    return RequestTuning(name, float(ratio), check_layer, fit, is_auto_ratio=False)
+        return RequestTuning(name, least, fit, is_auto_ratio=True)
+    return RequestTuning(name, float(ratio), fit, is_auto_ratio=False)
 
 
 def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:

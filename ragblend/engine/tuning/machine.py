@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from ragblend.engine.store.disk import MACHINES_DIR
+from ragblend.engine.store.metadata import MACHINES_DIR
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.engine.store.signing import KeyChoice, resolve_key
 from ragblend.engine.tuning.loading_controller import MachineProfile, machine_profile_from

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore, StoreCounters
-from ragblend.engine.store.disk import MODELS_DIR
 from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.metadata import MODELS_DIR
 from ragblend.engine.store.tiered import TieredStore, disk_tier
 
 log = logging.getLogger(__name__)

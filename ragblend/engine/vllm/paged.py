@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import on_host
-from ragblend.engine.fusion.loader import LayerLoader, Timeline
+from ragblend.engine.fusion.loader import DEPTH, LayerLoader, Timeline
 from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import DamagedEntryError, RagblendError
@@ -25,6 +25,15 @@ from ragblend.errors import DamagedEntryError, RagblendError
 if TYPE_CHECKING:
     from ragblend.engine.vllm.attention_calls import AttentionCall
     from ragblend.engine.vllm.layers import VllmLayers
+
+
+def device_bytes(vllm_config: Any) -> int:
+    """Return the bytes that blending the longest prompt holds on a GPU beside vLLM's paged cache: the resident layer,
+    and those that are read ahead."""
+    model = vllm_config.model_config
+    heads = model.get_num_kv_heads(vllm_config.parallel_config)
+    bytes_per_token = 2 * heads * model.get_head_size() * model.dtype.itemsize
+    return int((DEPTH + 2) * model.max_model_len * bytes_per_token)
 
 
 class PlacedLayer(NamedTuple):

@@ -24,7 +24,10 @@ it; code that writes into parameters by itself has to set it, in every worker.""
 
 
 def register() -> None:
-    """Wrap `Worker.load_model`, which the CPU and XPU workers inherit. Calling it again changes nothing."""
+    """Wrap `Worker.load_model`, which the CPU and XPU workers inherit, and `Worker.determine_available_memory`.
+
+    Calling it again changes nothing.
+    """
     log_as_vllm()
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -43,10 +46,29 @@ def register() -> None:
 
     load_model.remembers_model = True  # type: ignore[attr-defined]
     Worker.load_model = load_model
+    Worker.determine_available_memory = reserving_memory(Worker.determine_available_memory)
     # What may bring weights from elsewhere than `model.load_weights`.
     for name in ("reload_weights", "update_weights", "finish_weight_update"):
         if hasattr(Worker, name):
             setattr(Worker, name, _noting(getattr(Worker, name)))
+
+
+def reserving_memory(measure: Any) -> Any:
+    """Return `measure`, a worker's method that returns the bytes of its KV cache, less what blending allocates."""
+
+    @functools.wraps(measure)
+    def measuring(self: Any) -> int:
+        from ragblend.engine.vllm.launch import CONNECTOR
+        from ragblend.engine.vllm.paged import device_bytes
+
+        available: int = measure(self)
+        config, transfer = self.vllm_config, self.vllm_config.kv_transfer_config
+        is_given = config.cache_config.kv_cache_memory_bytes is not None
+        if is_given or transfer is None or transfer.kv_connector != CONNECTOR:
+            return available
+        return available - device_bytes(config)
+
+    return measuring
 
 
 def _noting(update: Any) -> Any:

@@ -22,15 +22,14 @@ from ragblend.engine.store.open import open_store
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import NUM_SIMILAR
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, IngestConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import (
+    Benchmark,
     BenchResult,
     Column,
-    ProgressCallback,
     format_table,
-    ignore_progress,
-    run_benchmark,
 )
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads
@@ -75,15 +74,14 @@ class IngestResult(BenchResult):
     known: tuple[KnownRun, ...]
 
 
-def run_ingest(config: IngestConfig, notify: ProgressCallback = ignore_progress) -> IngestResult:
-    """Measure `config`. `notify` is called with each step."""
+def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) -> IngestResult:
+    """Measure `config`."""
     with torch_threads(config.threads), open_directory() as directory:
-        notify(f"building {config.shape}")
         store = open_store(directory / "kv", memory_gib=0)
         with engine_for(config.shape, store, find_dtype(config.dtype)) as engine:
-            rounds = time_prefill_and_ingest(engine, config, notify)
+            rounds = time_prefill_and_ingest(engine, config, on_progress)
             bytes_per_token = engine.bytes_per_token
-        known = run_known(config, directory / "known", notify) if config.num_known else ()
+        known = run_known(config, directory / "known", on_progress) if config.num_known else ()
         tokens = config.num_chunks * config.chunk_tokens
         medians = {mode: statistics.median(times[mode] for times in rounds) for mode in rounds[0]}
         runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
@@ -97,7 +95,7 @@ def run_ingest(config: IngestConfig, notify: ProgressCallback = ignore_progress)
 
 
 def time_prefill_and_ingest(
-    engine: TransformersEngine, config: IngestConfig, notify: ProgressCallback
+    engine: TransformersEngine, config: IngestConfig, on_progress: Progress
 ) -> list[dict[str, float]]:
     """Return the seconds of prefill and of ingestion in each round, by mode. Rounds follow an untimed warm-up."""
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
@@ -108,8 +106,8 @@ def time_prefill_and_ingest(
     for policy in policies:
         precompute_chunks(_versions(warm_up, policy), engine)
     rounds = []
-    for number in range(1, config.repeats + 1):
-        notify(f"round {number} of {config.repeats}: {config.num_chunks} chunks of {config.chunk_tokens} tokens")
+    for number in range(config.repeats):
+        on_progress("measure", number, config.repeats)
         times = {"prefill": _measure_seconds(lambda: prefill_only(engine, chunks))}
         for policy in policies:
             made = _versions(chunks, policy)
@@ -152,13 +150,11 @@ def _ingest_new(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
         raise RagblendError(f"{report.num_new_kv} of {len(chunks)} chunks were new: the store was not empty")
 
 
-def run_known(config: IngestConfig, directory: Path, notify: ProgressCallback) -> tuple[KnownRun, ...]:
+def run_known(config: IngestConfig, directory: Path, on_progress: Progress) -> tuple[KnownRun, ...]:
     """Ingest documents of at least `num_known` chunks twice, with a newly opened store and engine each time."""
-    notify(f"writing documents of {config.num_known} chunks")
     write_documents(directory / "docs", config.num_known, find_shape(KNOWN_SHAPE).vocab_size)
     runs = []
     for name in ("first", "second"):
-        notify(f"ingesting them, {name} run")
         store = open_store(directory / "kv", memory_gib=0)
         with engine_for(KNOWN_SHAPE, store) as engine:
             num_prefilled_tokens = _count_rows(engine)
@@ -166,7 +162,8 @@ def run_known(config: IngestConfig, directory: Path, notify: ProgressCallback) -
 
             def once(engine: TransformersEngine = engine, reports: list[IngestReport] = reports) -> None:
                 place = directory / "docs", engine, directory / "index"
-                reports.append(ingest(*place, chunk_size=KNOWN_CHUNK_TOKENS, embedder="hashing"))
+                options: Any = {"chunk_size": KNOWN_CHUNK_TOKENS, "embedder": "hashing", "progress": on_progress}
+                reports.append(ingest(*place, **options))
 
             seconds = _measure_seconds(once)
         (report,) = reports
@@ -225,9 +222,7 @@ def table_lines(result: IngestResult) -> list[str]:
     return lines
 
 
-def bench_ingest(config: IngestConfig, *, plot: None = None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Run `ragblend bench ingest`: card and table to `echo`; return the JSON object. There is no picture."""
-    return run_benchmark(config, run_ingest, table_lines, echo, plot)
+BENCHMARK = Benchmark(run_ingest, table_lines)
 
 
 def _measure_seconds(work: Callable[[], None]) -> float:

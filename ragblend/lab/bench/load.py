@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,16 +28,15 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.loading_controller import MachineProfile, largest_hidden_ratio
 from ragblend.engine.tuning.machine import drop_page_cache
 from ragblend.errors import RagblendError
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import (
+    Benchmark,
     BenchResult,
     Column,
-    ProgressCallback,
     format_table,
-    ignore_progress,
     medians,
-    run_benchmark,
 )
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import (
@@ -117,29 +115,27 @@ class LoadResult(BenchResult):
     timelines: tuple[dict[str, Any], ...]
 
 
-def run_load(config: LoadConfig, notify: ProgressCallback = ignore_progress) -> LoadResult:
-    """Measure every case of `config` on the same prompts, in turns. `notify` is called with each step."""
+def run_load(config: LoadConfig, on_progress: Progress = ignore_progress) -> LoadResult:
+    """Measure every case of `config` on the same prompts, in turns."""
     with torch_threads(config.threads), open_directory(config.store) as directory:
-        notify(f"building {config.shape}")
         disk = DiskStore(directory)
         with _subject(config, disk) as subject:
-            return _run(config, subject, disk, notify)
+            return _run(config, subject, disk, on_progress)
 
 
-def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, notify: ProgressCallback) -> LoadResult:
+def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, on_progress: Progress) -> LoadResult:
     engine = subject.engine
-    profile = measure_machine(engine, _effort(config), directory=disk.root, notify=notify)
+    profile = measure_machine(engine, _effort(config), directory=disk.root, on_progress=on_progress)
     work = _prompts(config, subject.vocab_size)
-    notify(f"precomputing {len(work.chunks)} chunks of {config.chunk_tokens} tokens")
-    for _ in engine.precompute_all(work.chunks):
-        pass
+    for number, _ in enumerate(engine.precompute_all(work.chunks)):
+        on_progress("precompute", number + 1, len(work.chunks))
     memory_bytes = config.num_chunks * config.chunk_tokens * engine.bytes_per_token
     bench = _Bench(subject, disk, memory_bytes, config.rule)
     cases = make_cases(config, profile, memory_bytes, config.prompt_tokens)
     samples: dict[LoadCase, list[LoadSample]] = {case: [] for case in cases}
     bench.sample(work.prompts[-1], cases[0])  # warm-up
     for number, prompt in enumerate(work.prompts[: config.repeats]):
-        notify(f"round {number + 1} of {config.repeats}")
+        on_progress("measure", number, config.repeats)
         for case in cases:
             samples[case].append(bench.sample(prompt, case))
     return LoadResult(
@@ -154,7 +150,7 @@ def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, no
             "prefill_s": profile.prefill_s,
             "shares": profile.shares,
             "bytes_per_s": profile.bytes_per_s,
-            "recompute_s": profile.recompute_s(config.ratio, config.prompt_tokens),
+            "recompute_s": profile.recompute_s(config.blend_ratio, config.prompt_tokens),
         },
         TARGET,
         summarize(samples),
@@ -165,10 +161,10 @@ def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, no
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
     """Return the cases: memory, disk, and throttled readers, each with and without the pipeline. A reader slower than
     recompute also gets the ratio that the controller then chooses."""
-    least_s = profile.recompute_s(config.ratio, num_tokens)
+    least_s = profile.recompute_s(config.blend_ratio, num_tokens)
     asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 
-    def case(source: str, pipeline: bool, speed: float | None = None, ratio: float = config.ratio) -> LoadCase:
+    def case(source: str, pipeline: bool, speed: float | None = None, ratio: float = config.blend_ratio) -> LoadCase:
         reads = speed or profile.bytes_per_s["disk"]
         load_s = 0.0 if source == "memory" else load_bytes / reads
         compute_s = profile.recompute_s(ratio, num_tokens)
@@ -182,9 +178,9 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
         speed = load_bytes / load_s
         cases += [case("throttled", True, speed), case("throttled", False, speed)]
         hidden = largest_hidden_ratio(
-            config.ratio, profile.hiding_s(load_s, asks_first), profile.full_s(num_tokens), profile.shares
+            config.blend_ratio, profile.hiding_s(load_s, asks_first), profile.full_s(num_tokens), profile.shares
         )
-        if hidden > config.ratio:
+        if hidden > config.blend_ratio:
             cases.append(case("throttled", True, speed, hidden))
     return tuple(cases)
 
@@ -362,14 +358,12 @@ def table_lines(result: LoadResult) -> list[str]:
     ]
 
 
-def bench_load(config: LoadConfig, *, plot: Path | None = None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Run `ragblend bench load`: card and table to `echo`, a picture to `plot`; return the JSON object."""
-    return run_benchmark(config, run_load, table_lines, echo, plot, plot_load)
+BENCHMARK = Benchmark(run_load, table_lines, plot_load)
 
 
 def _effort(config: LoadConfig) -> ProfileConfig:
     """Return what to measure for the controller: these prompts' length, ratios from 0 to well above `ratio`."""
-    ratios = (0.0, config.ratio, min(1.0, max(0.5, 2 * config.ratio)))
+    ratios = (0.0, config.blend_ratio, min(1.0, max(0.5, 2 * config.blend_ratio)))
     return ProfileConfig(config.num_chunks, config.chunk_tokens, 2, tuple(dict.fromkeys(ratios)), config.rule)
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,16 +22,15 @@ import numpy as np
 from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import OutputDelta, VllmRequest
 from ragblend.errors import RagblendError
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
 from ragblend.lab.bench.common.output import (
+    Benchmark,
     BenchResult,
     Column,
-    ProgressCallback,
     format_table,
-    ignore_progress,
-    run_benchmark,
 )
-from ragblend.lab.bench.common.workloads import make_prompts, torch_threads
+from ragblend.lab.bench.common.workloads import make_prompts, precompute_chunks, torch_threads
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
 from ragblend.lab.plots import plot_throughput
 from ragblend.options import Mode
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class StreamingEngine(Protocol):
-        """What answers requests: an engine, or a test's."""
+        """Engine that answers requests."""
 
         def deltas(self, request: VllmRequest) -> Generator[OutputDelta]: ...  # noqa: D102
 
@@ -110,44 +108,40 @@ class ThroughputResult(BenchResult):
     capacities: tuple[ServingCapacity, ...]
 
 
-def run_throughput(config: ThroughputConfig, notify: ProgressCallback = ignore_progress) -> ThroughputResult:
-    """Measure every mode of `config` at every rate on the same prompts. `notify` is called with each step."""
+def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_progress) -> ThroughputResult:
+    """Measure every mode of `config` at every rate on the same prompts."""
     cases = expand_cases(config.modes, config.rules)
     # Enough for all prompts of a rate and all chunks, so that vLLM's prefix cache evicts nothing.
     num_prompts = config.num_requests + -(-config.pool // config.num_chunks)
     longest = config.prompt_tokens + config.output_tokens
-    with torch_threads(config.threads):
-        notify(f"building {config.shape or config.model}")
-        with open_vllm(config, num_prompts=num_prompts, prompt_tokens=longest, memory_gib=config.memory_gib) as (
-            engine,
-            vocab_size,
-        ):
-            work = make_prompts(*config.lengths, config.num_requests, vocab_size, pool=config.pool)
-            notify(f"precomputing {config.pool} chunks of {config.chunk_tokens} tokens")
-            for chunk in work.chunks:
-                engine.precompute(chunk)
+    with (
+        torch_threads(config.threads),
+        open_vllm(config, num_prompts=num_prompts, prompt_tokens=longest, memory_gib=config.memory_gib) as opened,
+    ):
+        engine, vocab_size = opened
+        work = make_prompts(*config.lengths, config.num_requests, vocab_size, pool=config.pool)
+        precompute_chunks(engine, work.chunks, on_progress)
 
-            def requests_of(case: ModeAndRule, prompts: Sequence[Prompt]) -> list[VllmRequest]:
-                options: dict[str, Any] = {"mode": case.mode, "recompute_ratio": config.ratio}
-                options |= {"rule": case.rule} if case.mode == "blend" else {}
-                return [engine.request(prompt, max_tokens=config.output_tokens, **options) for prompt in prompts]
+        def requests_of(case: ModeAndRule, prompts: Sequence[Prompt]) -> list[VllmRequest]:
+            options: dict[str, Any] = {"mode": case.mode, "recompute_ratio": config.ratio}
+            options |= {"rule": case.rule} if case.mode == "blend" else {}
+            return [engine.request(prompt, max_tokens=config.output_tokens, **options) for prompt in prompts]
 
-            def answer(case: ModeAndRule, prompts: Sequence[Prompt], arrivals_s: Sequence[float]) -> list[TimedAnswer]:
-                warm_prefix_cache(engine, prompts if case.mode == "prefix" else [])
-                return check_answers(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
+        def answer(case: ModeAndRule, prompts: Sequence[Prompt], arrivals_s: Sequence[float]) -> list[TimedAnswer]:
+            warm_prefix_cache(engine, prompts if case.mode == "prefix" else [])
+            return check_answers(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
 
-            notify("measuring one request at a time")
-            idle_s = measure_idle_ttfts(cases, work.prompts, answer)
-            bound_s = config.bound_s or BOUND_FACTOR * idle_s[_FULL]
-            rates = config.rates or tuple(float(f"{load / idle_s[_FULL]:.3g}") for load in LOADS)
-            gaps = arrival_times(1.0, config.num_requests)
+        idle_s = measure_idle_ttfts(cases, work.prompts, answer)
+        bound_s = config.bound_s or BOUND_FACTOR * idle_s[_FULL]
+        rates = config.rates or tuple(float(f"{load / idle_s[_FULL]:.3g}") for load in LOADS)
+        gaps = arrival_times(1.0, config.num_requests)
 
-            def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
-                return answer(case, work.prompts, [moment / rate for moment in gaps])
+        def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
+            return answer(case, work.prompts, [moment / rate for moment in gaps])
 
-            runs = sweep(cases, rates, bound_s, config.ratio, measure, notify)
-            found = capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
-            return ThroughputResult(config, engine.name, vllm_card(), bound_s, runs, found)
+        runs = sweep(cases, rates, bound_s, measure, on_progress)
+        found = capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
+        return ThroughputResult(config, engine.name, vllm_card(), bound_s, runs, found)
 
 
 _FULL = ModeAndRule("full", "none")  # always measured idle, because the bound and the rates are derived from it
@@ -222,30 +216,30 @@ def sweep(
     cases: Sequence[ModeAndRule],
     rates: Sequence[float],
     bound_s: float,
-    ratio: float,
     measure: Callable[[ModeAndRule, float], list[TimedAnswer]],
-    notify: ProgressCallback = lambda line: None,
+    on_progress: Progress = ignore_progress,
 ) -> tuple[ThroughputRun, ...]:
     """Measure all cases at each rate, from low to high. A case far beyond the bound is not measured at higher rates."""
     runs: list[ThroughputRun] = []
-    running = list(cases)
-    for rate in sorted(set(rates)):
+    running, ascending = list(cases), sorted(set(rates))
+    for number, rate in enumerate(ascending):
+        on_progress("rates", number, len(ascending))
         for case in list(running):
-            notify(f"{case.mode} at {rate:g} requests per second")
-            run = summarize_point(case, ratio, rate, measure(case, rate))
+            run = summarize_point(case, rate, measure(case, rate))
             runs.append(run)
             if run.ttft_mean_s > _STOP_FACTOR * bound_s:
                 running.remove(case)
     return tuple(runs)
 
 
-def summarize_point(case: ModeAndRule, ratio: float, rate: float, answers: Sequence[TimedAnswer]) -> ThroughputRun:
+def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswer]) -> ThroughputRun:
     """Return the summary of one mode's answers at one rate."""
+    report = answers[0].report
     times_s = [answer.ttft_s for answer in answers]
     return ThroughputRun(
         mode=case.mode,
         rule=case.rule,
-        ratio={"full": 1.0, "blend": ratio}.get(case.mode, 0.0),
+        ratio=0.0 if report is None else report.recompute_ratio,
         rate=rate,
         num_requests=len(answers),
         ttft_mean_s=statistics.fmean(times_s),
@@ -357,11 +351,7 @@ def table_lines(result: ThroughputResult) -> list[str]:
     return lines
 
 
-def bench_throughput(
-    config: ThroughputConfig, *, plot: Path | None = None, echo: Callable[[str], None]
-) -> dict[str, Any]:
-    """Run `ragblend bench throughput`: card and table to `echo`, a picture to `plot`; return the JSON object."""
-    return run_benchmark(config, run_throughput, table_lines, echo, plot, plot_throughput)
+BENCHMARK = Benchmark(run_throughput, table_lines, plot_throughput)
 
 
 def _rate(rate: float | None, sign: str) -> str:

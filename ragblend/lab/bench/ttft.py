@@ -10,28 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from time import process_time
 from typing import Any, NamedTuple
 
 from ragblend.engine.api import Engine
-from ragblend.engine.report import BlendReport, Mode
+from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.lab.bench.common.output import (
+    Benchmark,
     BenchResult,
     Column,
-    ProgressCallback,
     format_table,
-    ignore_progress,
     medians,
-    run_benchmark,
 )
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import (
@@ -40,10 +38,11 @@ from ragblend.lab.bench.common.workloads import (
     make_engine,
     make_prompts,
     open_directory,
+    precompute_chunks,
     torch_threads,
 )
 from ragblend.lab.plots import plot_ttft
-from ragblend.options import ModelOptions
+from ragblend.options import Mode, ModelOptions
 from ragblend.prompt.types import Prompt
 
 _NO_LIMIT_BYTES = 1 << 50  # the memory tier holds everything that the benchmark precomputes
@@ -75,7 +74,7 @@ class TtftRun:
     fuse_s: float
     probe_s: float  # the part of fuse_s in which the query probe runs
     select_s: float  # the part of fuse_s in which candidates are scored and selected
-    select_share: float  # (probe_s + select_s) / ttft_s; in the table "asking"
+    select_share: float  # (probe_s + select_s) / ttft_s; in the table "select"
     speedup: float | None  # full prefill's median TTFT over this one's; None if full was not run
     speedup_cpu: float | None  # the same for CPU seconds
     limit: float | None  # 1 / charged budget: the speedup if only chunk tokens took time, each the same
@@ -92,18 +91,14 @@ class TtftResult(BenchResult):
     runs: tuple[TtftRun, ...]
 
 
-def run_ttft(config: TtftConfig, notify: ProgressCallback = ignore_progress) -> TtftResult:
-    """Measure every case of `config` on the same prompts. `notify` is called with each step."""
-    with torch_threads(config.threads):
-        notify(f"building {config.shape or config.model}")
-        with _subject(config) as subject:
-            engine = subject.engine
-            work = make_prompts(*config.lengths, config.num_prompts, subject.vocab_size)
-            notify(f"precomputing {config.num_chunks} chunks of {config.chunk_tokens} tokens")
-            for chunk in work.chunks:
-                engine.precompute(chunk)
-            samples = _measure(subject, config, work, notify)
-            return TtftResult(config, engine.name, subject.hardware, engine.bytes_per_token, summarize(samples))
+def run_ttft(config: TtftConfig, on_progress: Progress = ignore_progress) -> TtftResult:
+    """Measure every case of `config` on the same prompts."""
+    with torch_threads(config.threads), _subject(config) as subject:
+        engine = subject.engine
+        work = make_prompts(*config.lengths, config.num_prompts, subject.vocab_size)
+        precompute_chunks(engine, work.chunks, on_progress)
+        samples = _measure(subject, config, work, on_progress)
+        return TtftResult(config, engine.name, subject.hardware, engine.bytes_per_token, summarize(samples))
 
 
 class EngineUnderTest(NamedTuple):
@@ -136,22 +131,21 @@ def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
 
 
 def _measure(
-    subject: EngineUnderTest, config: TtftConfig, work: PromptSet, notify: ProgressCallback
+    subject: EngineUnderTest, config: TtftConfig, work: PromptSet, on_progress: Progress
 ) -> dict[ModeAndRule, list[TtftSample]]:
     """Run every case once as a warm-up, then all cases in turns. Return the samples by case."""
-    notify("warming up")
     for case in config.cases:
         _sample(subject, work.prompts[0], case, config.ratio)
     samples: dict[ModeAndRule, list[TtftSample]] = {case: [] for case in config.cases}
-    for repeat in range(config.repeats):
-        for number, prompt in enumerate(work.prompts):
-            notify(f"round {repeat + 1} of {config.repeats}, prompt {number + 1} of {config.num_prompts}")
-            for case in config.cases:
-                samples[case].append(_sample(subject, prompt, case, config.ratio))
+    rounds = [prompt for _ in range(config.repeats) for prompt in work.prompts]
+    for number, prompt in enumerate(rounds):
+        on_progress("measure", number, len(rounds))
+        for case in config.cases:
+            samples[case].append(_sample(subject, prompt, case, config.ratio))
     return samples
 
 
-def _sample(subject: EngineUnderTest, prompt: Prompt, case: ModeAndRule, ratio: float) -> TtftSample:
+def _sample(subject: EngineUnderTest, prompt: Prompt, case: ModeAndRule, ratio: float | None) -> TtftSample:
     """Time one request for one token, so that nothing is decoded. The engine synchronizes the device."""
     rule = "auto" if case.rule == "none" else case.rule
     subject.prepare(prompt, case.mode)
@@ -201,7 +195,7 @@ COLUMNS = (
     Column("charged", ">8.3f", "charged_budget"), Column("TTFT s", ">8.3f", "ttft_s"),
     Column("min", ">7.2f", "ttft_min_s"), Column("max", ">7.2f", "ttft_max_s"), Column("load s", ">7.3f", "load_s"),
     Column("fuse s", ">7.2f", "fuse_s"),
-    Column("asking", ">7.1%", "select_share"), Column("speedup", ">8.2fx", "speedup"),
+    Column("select", ">7.1%", "select_share"), Column("speedup", ">8.2fx", "speedup"),
     Column("limit", ">7.2fx", "limit"), Column("cpu s", ">7.2f", "cpu_s"),
     Column("GiB", ">5.1f", lambda run: run.peak_rss_bytes / GIB),
 )  # fmt: skip
@@ -215,12 +209,12 @@ def table_lines(result: TtftResult) -> list[str]:
         f"{config.question_tokens} question tokens, {config.prompt_tokens} in all, KV from {config.tier}; "
         f"medians of {result.runs[0].num_samples}",
         *format_table(COLUMNS, result.runs),
+        "charged: share of full prefill's work on chunk tokens; limit: 1 / charged; select: share of TTFT in which "
+        "tokens are scored",
     ]
 
 
-def bench_ttft(config: TtftConfig, *, plot: Path | None = None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Run `ragblend bench ttft`: card and table to `echo`, a picture to `plot`; return the JSON object."""
-    return run_benchmark(config, run_ttft, table_lines, echo, plot, plot_ttft)
+BENCHMARK = Benchmark(run_ttft, table_lines, plot_ttft)
 
 
 def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.generation import EngineRequest, PrefillResult
-from ragblend.engine.report import BlendReport, Mode
+from ragblend.engine.report import BlendReport
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.options import ContextPolicy
+from ragblend.options import ContextPolicy, Mode
 from ragblend.prompt.match import MatchedPrompt
 
 
@@ -190,7 +190,7 @@ def answer_f1(found: str, gold: str) -> float:
 def token_f1(found: str, gold: str) -> float:
     """Return the harmonic mean of precision and recall of the words; case is ignored, repetitions count.
 
-    >>> token_f1("the red house", "red house"), token_f1("", "red house"), token_f1("Red", "red")
+    >>> token_f1("the red barn", "red barn"), token_f1("", "red barn"), token_f1("Red", "red")
     (0.8, 0.0, 1.0)
     """
     mine, theirs = found.lower().split(), gold.lower().split()

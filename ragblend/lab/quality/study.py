@@ -29,10 +29,11 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import BenchResult, ProgressCallback, ignore_progress, run_benchmark
+from ragblend.lab.bench.common.output import Benchmark, BenchResult
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.plots import plot_quality
 from ragblend.lab.quality.data import QaCase, SimilarPassages, build_prompt, load_cases, stored_chunks
@@ -119,10 +120,9 @@ Also = Callable[[TransformersEngine, Prompt, QaCase], Mapping[Configuration, Qua
 
 
 def run_quality(
-    config: QualityConfig, notify: ProgressCallback = ignore_progress, also: Also | None = None
+    config: QualityConfig, on_progress: Progress = ignore_progress, also: Also | None = None
 ) -> QualityResult:
-    """Measure `config`. `notify` is called with each step. `also` returns further records of each prompt."""
-    notify(f"loading {config.model}")
+    """Measure `config`. `also` returns further records of each prompt."""
     dtype = dtype_name(find_dtype(config.dtype))
     with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
@@ -132,8 +132,8 @@ def run_quality(
         chosen = configurations(config, base.layers.num_layers)
         records: dict[Configuration, list[QualityRecord]] = {each: [] for each in chosen}
         lengths = []
-        for number, case in enumerate(cases, start=1):
-            notify(f"question {number} of {len(cases)}")
+        for number, case in enumerate(cases):
+            on_progress("questions", number, len(cases))
             prompt = build_prompt(case, base, embedder, config)
             stored = {context: stored_chunks(prompt, context, near) for context in config.contexts}
             found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens, stored)
@@ -220,7 +220,7 @@ def expect(engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_toke
     request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
     full = generate_answer(engine, request, FULL)
     reading = score_tokens(engine, request.prompt, full.fused, full.token_ids)
-    # A gold answer is tokenized with or without a leading space, whichever full prefill finds more likely.
+    # A gold answer is tokenized with or without a leading space; the one that full prefill finds more likely counts.
     spellings = [engine.renderer.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
     gold_ids = min(spellings, key=lambda gold_ids: _gold_loss(engine, full, request.prompt, gold_ids))
     return Expected(case, request, full, reading, gold_ids)
@@ -348,7 +348,12 @@ def table_lines(result: QualityResult) -> list[str]:
                 f"{label_of(run):<32}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
                 f"{run['agreement']:>7.3f}{_number(run['gold_loss']):>10}{words}{share:>10}{run['ttft_s']:>8.3f}"
             )
-    return lines
+    return [
+        *lines,
+        "",
+        "charged: share of full prefill's work on chunk tokens, with 32 layers; agree: share of answer tokens that are "
+        "full prefill's; answer: the gold answer is in it; recovered: of the gold loss that reuse adds",
+    ]
 
 
 def label_of(run: dict[str, Any]) -> str:
@@ -363,6 +368,4 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def bench_quality(config: QualityConfig, *, plot: Path | None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Run `ragblend bench quality`: card and table to `echo`, a picture to `plot`; return the JSON object."""
-    return run_benchmark(config, run_quality, table_lines, echo, plot, plot_quality)
+BENCHMARK = Benchmark(run_quality, table_lines, plot_quality)

@@ -7,7 +7,7 @@ Requests are read in the order of the log, each compared with all before it. Rea
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import xxhash
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_saving
 from ragblend.lab.traffic.curve import Uses, lru_hits, merged, uses_of
 from ragblend.lab.traffic.logs import Piece, RequestLog
@@ -28,11 +29,9 @@ NUM_STORES = 8  # points of the curve: capacity for all repeated tokens, half of
 SHOWN_TOKENS = 60  # tokens of a chunk that --show-texts prints
 CACHED_TEXTS = 1 << 16  # texts whose token ids are cached, because conversations repeat theirs in every request
 
-Progress = Callable[[str, int, int | None], None]
-
 
 class AnalysisConfig(NamedTuple):
-    """How blending is done, the profile of a machine, and the KV bytes per token of its model."""
+    """Options of blending, the profile of a machine, and the KV bytes per token of its model."""
 
     blend: BlendSettings = BlendSettings()
     profile: MachineProfile | None = None
@@ -48,7 +47,7 @@ def analyze(
     paths: Sequence[str | Path],
     tokens: Tokens,
     config: AnalysisConfig = BY_THE_PAPER,
-    progress: Progress | None = None,
+    progress: Progress = ignore_progress,
 ) -> dict[str, Any]:
     """Return the JSON object of an analysis of logs. Shares are of all prompt tokens.
 
@@ -70,8 +69,7 @@ def analyze(
         for column, value in zip(counts, (len(ids), prefix, elsewhere), strict=True):
             column.append(value)
         num_media += request.num_media
-        if progress is not None:
-            progress("analyse", index + 1, None)
+        progress("analyze", index + 1, None)
     num_tokens, num_prefix, num_elsewhere = map(sum, counts)
     if not num_tokens:
         raise EmptyCorpusError(

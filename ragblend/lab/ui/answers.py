@@ -1,4 +1,4 @@
-"""Answer a question in every mode, one after the other, each compared with full prefill; blend again at another ratio.
+"""Answer a question in every mode in turn, each compared with full prefill; blend again at another ratio.
 
 The functions report through a job's events. Works with engines, the index and explanations; does not depend on HTTP.
 """
@@ -17,7 +17,7 @@ from ragblend.corpus.citations import citation_facts, describe_source
 from ragblend.corpus.folder_scan import display_source
 from ragblend.demo.show import examples
 from ragblend.engine.api import Engine, Stream
-from ragblend.engine.report import MODES, Generation, Mode
+from ragblend.engine.report import Generation
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import DEMO
 from ragblend.errors import EmptyCorpusError, RagblendError
@@ -26,6 +26,7 @@ from ragblend.lab.explain import Comparison
 from ragblend.lab.explain_page import render_tokens
 from ragblend.lab.ui.job_queue import JobCancelled, UiJob
 from ragblend.lab.ui.uploads import display_name, document_names, list_supported_suffixes
+from ragblend.options import MODES, Mode
 from ragblend.prompt.types import Prompt
 
 MAX_KEPT_QUESTIONS = 2

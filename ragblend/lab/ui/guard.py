@@ -1,4 +1,4 @@
-"""Access rules of the page's server: it answers requests of its own page only.
+"""Access rules of the page's server: it answers only requests from the page that it sent.
 
 A page from another site can send requests to this server from the user's browser, also under a host name that resolves
 to this machine (DNS rebinding). So the Host must be an address or a name of this machine, and a request that changes

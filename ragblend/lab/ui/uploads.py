@@ -110,7 +110,7 @@ class Upload:
 
 
 def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: ChunkIndex, settings: Settings) -> None:
-    """Ingest uploads; what came of it is told as "ingested"."""
+    """Ingest uploads and emit the result as the event "ingested"."""
     folder = uploads_folder(settings.store)
     paths = [folder / validate_file_name(name) for name in names]
     try:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ragblend.engine.vllm.launch import find_checkpoint, unsupported_model_reasons
+from ragblend.engine.vllm.launch import CONNECTOR, find_checkpoint, unsupported_model_reasons
+from ragblend.engine.vllm.plugin import reserving_memory
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     model_fingerprint,
@@ -48,11 +49,11 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("found", [(0, 0), (0, 27), (0, 33), (1, 0)])
+@pytest.mark.parametrize("found", [(0, 0), (0, 27), (0, 34), (1, 0)])
 def test_other_versions_are_refused_with_the_range(found):
-    for supported in ((0, 28), (0, 30), (0, 32)):
+    for supported in ((0, 28), (0, 30), (0, 33)):
         require_supported_version(supported)
-    with pytest.raises(RagblendError, match=r"0\.28 <= vllm < 0\.33"):
+    with pytest.raises(RagblendError, match=r"0\.28 <= vllm < 0\.34"):
         require_supported_version(found)
 
 
@@ -246,3 +247,17 @@ def test_a_server_reports_the_fingerprint_of_its_revision(hub: Path, tmp_path: P
     facts = ServedChunks(SimpleNamespace(model_config=model, kv_transfer_config=transfer)).facts()
     assert facts["fingerprint"] == model_fingerprint(model) != model_fingerprint(served(REPO))
     assert facts["model"] == REPO
+
+
+@pytest.mark.parametrize(
+    ("connector", "given", "reserved"),
+    [(CONNECTOR, None, 8 * 4096 * 2 * 8 * 128 * 2), (CONNECTOR, 1, 0), ("Other", None, 0)],
+)
+def test_vllms_kv_cache_on_a_gpu_leaves_room_for_the_layers_that_a_blend_holds(connector, given, reserved):
+    served = config(
+        model={"get_num_kv_heads": lambda parallel: 8, "get_head_size": lambda: 128},
+        kv_transfer_config=SimpleNamespace(kv_connector=connector),
+    )
+    served.cache_config.kv_cache_memory_bytes = given
+    measure = reserving_memory(lambda worker: 10 << 30)
+    assert measure(SimpleNamespace(vllm_config=served)) == (10 << 30) - reserved

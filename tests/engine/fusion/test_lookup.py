@@ -11,7 +11,7 @@ from tiny_prompts import CHUNKS
 from ragblend import Chunk, Prompt, load_engine, open_store
 from ragblend.engine.fusion.lookup import lookup_contexts
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.store.disk import CONTEXT_FILE
+from ragblend.engine.store.metadata import CONTEXT_FILE
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, UsageError
 

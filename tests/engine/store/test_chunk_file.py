@@ -302,12 +302,14 @@ def test_a_file_cut_while_it_is_held_is_damage_not_an_answer(path: Path) -> None
 # --- readers that hold a file ---
 
 
-def test_a_closed_entry_opens_its_file_again_and_only_its_own(path: Path) -> None:
+def test_an_entry_whose_file_may_not_stay_open_opens_it_again_and_only_its_own(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kv = make_kv()
     reports: list[str] = []
     other = MemoryKV(kv.header, make_kv(9).layers)
-    with read(write(path, kv), kv, reports) as held:
-        pass
+    monkeypatch.setattr(SharedFile, "can_stay_open", False)
+    held = read(write(path, kv), kv, reports)
     assert_same(held, kv)
     write(path, other)
     with pytest.raises(DamagedEntryError, match="replaced"):

@@ -25,8 +25,9 @@ from tier_support import flip, path_of
 
 from ragblend.engine.store import chunk_file, disk
 from ragblend.engine.store.chunk_file import DiskKV
-from ragblend.engine.store.disk import DiskStore, prefix_name
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.metadata import prefix_name
 from ragblend.errors import (
     CorruptError,
     DamagedEntryError,

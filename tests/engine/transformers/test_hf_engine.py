@@ -21,9 +21,10 @@ from tiny_prompts import CHUNKS, PROMPT
 from transformers.utils import chat_template_utils
 
 from ragblend.engine import generation
+from ragblend.engine.fusion.plan import FusePlan
 from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.generation import Conversation, PrefillResult
-from ragblend.engine.report import MODES, BlendReport
+from ragblend.engine.report import BlendReport
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV, LayerKV
@@ -32,7 +33,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
 from ragblend.lab.explain import explain
-from ragblend.options import GenerationOptions
+from ragblend.options import MODES, GenerationOptions
 from ragblend.prompt.match import common_prefix_length
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, Prompt
@@ -282,7 +283,8 @@ def test_what_follows_the_last_chunk_asks_where_the_question_stands_before_it(ti
     first = Prompt.from_messages([("user", ["what is the other theory?\n\n", *CHUNKS])])
     request = engine.request(first, rule="ask", recompute_ratio=0.3)
     placements = tuple(placed for placed, _ in engine._lookup(request, 0, set(), engine.store.get).values())
-    plan = engine._build_plan(request, 0, placements, engine._decide(request, 0, placements).choice)
+    asked = request.prompt
+    plan = FusePlan(torch.tensor(asked.token_ids), placements, question_start=asked.question_start)
     tail = engine.renderer._tokenizer.decode(request.prompt.token_ids[-plan.num_queries :])
     assert tail == "<|end|>\n<|im|>assistant"
     exact = engine.generate(first, mode="full", max_tokens=4)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_prompts import CHUNKS, PROMPT
 
-from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, NO_PROBE_RULE, RULES
+from ragblend.engine.fusion.rules import DEFAULT_RATIO, NO_PROBE_RULE, RULES
 from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.signed_json import encode_signed_json
@@ -215,10 +215,12 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
         assert load_calibration(tmp_path, "f00d", (1, 2, 3)) is None
         assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None)[:2] == (AUTO, DEFAULT_RATIO)
         assert calibrations.resolve_request_tuning((1, 2, 3), NO_PROBE_RULE, None).fit is None
-    (line,) = caplog.messages
-    assert left.name in line
-    assert "ragblend no longer has its rule 'repair'; make it again: ragblend calibrate" in line
-    assert list(DiskStore(tmp_path).verify_metadata(calibration_error)) == []
+    for line in caplog.messages:
+        assert left.name in line
+        assert "has rule 'repair' at layer 1; there is no such rule here; make it again: ragblend calibrate" in line
+    (problem,) = DiskStore(tmp_path).verify_metadata(calibration_error)
+    assert problem.key.endswith(left.name)
+    assert "there is no such rule here" in problem.reason
     save(tmp_path)  # made again, it has the same name
     assert load_calibration(tmp_path, "f00d", (1, 2, 3)) == CALIBRATION
 
@@ -227,12 +229,12 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
 
 
 def test_what_is_asked_for_counts_and_what_is_left_open_is_calibrated() -> None:
-    assert resolve_request_tuning(CALIBRATION, 5)[:4] == (AUTO, 0.1, 1, BEST)
-    assert resolve_request_tuning(CALIBRATION, 5, ratio="auto")[:4] == (AUTO, 0.1, 1, BEST)
-    assert resolve_request_tuning(CALIBRATION, 5, ratio=0.3)[:4] == (AUTO, 0.3, 1, BEST)
-    assert resolve_request_tuning(CALIBRATION, 5, NO_PROBE_RULE)[:4] == (NO_PROBE_RULE, 0.5, 2, OTHER)
-    assert resolve_request_tuning(CALIBRATION, 5, "random")[:4] == ("random", DEFAULT_RATIO, CHECK_LAYER, None)
-    assert resolve_request_tuning(None, 5)[:4] == (AUTO, DEFAULT_RATIO, CHECK_LAYER, None)
+    assert resolve_request_tuning(CALIBRATION, 5)[:3] == (AUTO, 0.1, BEST)
+    assert resolve_request_tuning(CALIBRATION, 5, ratio="auto")[:3] == (AUTO, 0.1, BEST)
+    assert resolve_request_tuning(CALIBRATION, 5, ratio=0.3)[:3] == (AUTO, 0.3, BEST)
+    assert resolve_request_tuning(CALIBRATION, 5, NO_PROBE_RULE)[:3] == (NO_PROBE_RULE, 0.5, OTHER)
+    assert resolve_request_tuning(CALIBRATION, 5, "random")[:3] == ("random", DEFAULT_RATIO, None)
+    assert resolve_request_tuning(None, 5)[:3] == (AUTO, DEFAULT_RATIO, None)
     assert resolve_request_tuning(None, 30, ratio="auto")[:2] == ("ask", RULES["ask"].ratio)
     assert [resolve_request_tuning(CALIBRATION, 5, ratio=ratio).is_auto_ratio for ratio in (None, "auto", 0.1)] == [
         True,

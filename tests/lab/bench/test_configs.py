@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragblend.errors import UsageError
-from ragblend.lab.bench.common.configs import IngestConfig, LoadConfig, QualityConfig, ThroughputConfig, TtftConfig
-from ragblend.lab.bench.throughput import bench_throughput
-from ragblend.lab.bench.ttft import bench_ttft
+from ragblend.lab.bench import throughput, ttft
+from ragblend.lab.bench.common.configs import (
+    BenchConfig,
+    IngestConfig,
+    LoadConfig,
+    QualityConfig,
+    ThroughputConfig,
+    TtftConfig,
+)
+from ragblend.lab.bench.common.output import Benchmark
 
 UNKNOWN: list[dict[str, Any]] = [{"shape": "llama-400b"}, {"threads": 0}]
 OUTSIDE: list[dict[str, Any]] = [{"ratio": 2.0}, {"dtype": "int3"}]
@@ -53,16 +59,17 @@ def test_a_value_out_of_range_is_refused_before_anything_is_built(config: type, 
 
 
 @pytest.mark.parametrize(
-    ("bench", "run"),
-    [
-        (partial(bench_throughput, ThroughputConfig()), "throughput.run_throughput"),
-        (partial(bench_ttft, TtftConfig(shape="tiny")), "ttft.run_ttft"),
-    ],
+    ("subject", "config"), [(throughput.BENCHMARK, ThroughputConfig()), (ttft.BENCHMARK, TtftConfig(shape="tiny"))]
 )
 def test_a_missing_matplotlib_is_named_before_anything_is_measured(
-    bench: Any, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: Benchmark, config: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(f"ragblend.lab.bench.{run}", lambda *_: pytest.fail("measured first"))
+    unmeasured = subject._replace(measure=lambda *_: pytest.fail("measured first"))
     with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
-        bench(plot=tmp_path / "plot.png", echo=lambda line: None)
+        unmeasured.run(config, plot=tmp_path / "plot.png", echo=lambda line: None)
+
+
+def test_load_blends_at_the_ratio_of_its_rule_unless_one_is_given() -> None:
+    ratios = [LoadConfig(rule=rule).blend_ratio for rule in ("auto", "ask", "cacheblend")]
+    assert [*ratios, LoadConfig(ratio=0.3).blend_ratio] == [0.05, 0.05, 0.15, 0.3]

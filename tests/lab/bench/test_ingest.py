@@ -9,7 +9,7 @@ import pytest
 
 from ragblend.lab.bench import ingest as module
 from ragblend.lab.bench.common.configs import IngestConfig
-from ragblend.lab.bench.ingest import bench_ingest, run_ingest, table_lines
+from ragblend.lab.bench.ingest import BENCHMARK, run_ingest, table_lines
 
 SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "repeats": 2, "num_known": 30}
 RUN_KEYS = {"mode", "chunks", "tokens", "seconds", "tokens_per_s"}
@@ -33,7 +33,7 @@ def test_both_ways_get_through_the_same_chunks_and_the_second_run_prefills_nothi
 
 def test_the_json_object_has_the_keys_that_were_agreed() -> None:
     lines: list[str] = []
-    found = bench_ingest(IngestConfig(**{**SMALL, "num_known": 0, "repeats": 1}), echo=lines.append)
+    found = BENCHMARK.run(IngestConfig(**{**SMALL, "num_known": 0, "repeats": 1}), echo=lines.append)
     speeds = [run["tokens_per_s"] for run in found["runs"]]
     assert found["ingest_over_prefill"] == pytest.approx(speeds[1] / speeds[0])
     assert json.loads(json.dumps(found)) == found

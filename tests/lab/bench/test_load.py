@@ -20,10 +20,10 @@ from ragblend.errors import RagblendError
 from ragblend.lab.bench import load
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.load import (
+    BENCHMARK,
     LoadCase,
     LoadSample,
     ThrottledStore,
-    bench_load,
     make_cases,
     run_load,
     summarize,
@@ -154,7 +154,7 @@ def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide() ->
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines: list[str] = []
-    facts = bench_load(LoadConfig(**{**SMALL, "repeats": 1}), plot=tmp_path / "load.png", echo=lines.append)
+    facts = BENCHMARK.run(LoadConfig(**{**SMALL, "repeats": 1}), plot=tmp_path / "load.png", echo=lines.append)
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     assert facts["command"] == "bench load"
     assert any("T_recompute" in line for line in lines)

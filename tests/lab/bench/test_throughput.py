@@ -155,16 +155,16 @@ def test_idle_times_are_medians_after_a_turn_for_warming_up() -> None:
 
 
 def answers_of(*times_s: float) -> list[TimedAnswer]:
-    return [TimedAnswer(index, time_s, time_s + 1, None, 10) for index, time_s in enumerate(times_s)]
+    report = BlendReport("blend", recompute_ratio=0.15)
+    return [TimedAnswer(index, time_s, time_s + 1, report, 10) for index, time_s in enumerate(times_s)]
 
 
 def test_a_point_is_mean_median_and_95th_percentile() -> None:
-    run = summarize_point(BLEND, 0.15, 2.0, answers_of(*range(1, 101)))
+    run = summarize_point(BLEND, 2.0, answers_of(*range(1, 101)))
     assert (run.ttft_mean_s, run.ttft_s, run.ttft_max_s) == (50.5, 50.5, 100)
     assert run.ttft_p95_s == pytest.approx(95.05)
     assert run.served_rate == pytest.approx(100 / (99 + 101))  # the last arrives at 99 and takes 101
     assert (run.mode, run.rule, run.ratio, run.rate, run.num_requests) == ("blend", "cacheblend", 0.15, 2.0, 100)
-    assert [summarize_point(case, 0.15, 1.0, answers_of(1.0)).ratio for case in (FULL, PREFIX)] == [1.0, 0.0]
 
 
 @given(lists(floats(0.01, 100), min_size=1, max_size=12), floats(0.01, 100))
@@ -197,7 +197,7 @@ def test_a_mode_far_beyond_the_bound_is_not_driven_further() -> None:
         taken.append((case, rate))
         return answers_of(rate if case == FULL else rate / 4)
 
-    runs = sweep([FULL, BLEND], [8.0, 1.0, 2.0, 3.0, 8.0], bound_s=1.0, ratio=0.15, measure=measure)
+    runs = sweep([FULL, BLEND], [8.0, 1.0, 2.0, 3.0, 8.0], bound_s=1.0, measure=measure)
     assert taken == [(FULL, 1.0), (BLEND, 1.0), (FULL, 2.0), (BLEND, 2.0), (FULL, 3.0), (BLEND, 3.0), (BLEND, 8.0)]
     assert [(run.mode, run.rate) for run in runs] == [(case.mode, rate) for case, rate in taken]
 
@@ -210,7 +210,7 @@ def kept_up(rate: float, ttft_s: float) -> list[TimedAnswer]:
 def result() -> ThroughputResult:
     slowness = {FULL: 1.0, PREFIX: 0.8, BLEND: 0.25}
     rates = [1.0, 2.0, 4.0, 8.0, 16.0]
-    runs = sweep([*slowness], rates, 2.0, 0.15, lambda case, rate: kept_up(rate, rate * slowness[case]))
+    runs = sweep([*slowness], rates, 2.0, lambda case, rate: kept_up(rate, rate * slowness[case]))
     hardware = {"cpu": "a CPU", "gpu": None, "threads": 1}
     found = capacities(runs, {case: slow / 2 for case, slow in slowness.items()}, 2.0)
     return ThroughputResult(ThroughputConfig(), "llama-50m", hardware, 2.0, runs, found)
@@ -227,7 +227,7 @@ def test_gains_are_ratios_of_the_rates_at_the_bound() -> None:
 
 def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
     cases = {FULL: 1.0, PREFIX: 0.1, BLEND: 0.1}
-    runs = sweep([*cases], [1.0, 2.0, 4.0], 2.0, 0.15, lambda case, rate: kept_up(rate, rate * cases[case]))
+    runs = sweep([*cases], [1.0, 2.0, 4.0], 2.0, lambda case, rate: kept_up(rate, rate * cases[case]))
     full, prefix, blend = capacities(runs, cases, 2.0)
     assert (blend.rate_at_bound, blend.at_least) == (4.0, True)
     assert full.blend_gain == 2.0
@@ -238,7 +238,7 @@ def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
 
 
 def test_without_blend_or_without_a_rate_there_is_no_gain() -> None:
-    runs = sweep([FULL], [1.0], 2.0, 0.15, lambda case, rate: answers_of(1.0))
+    runs = sweep([FULL], [1.0], 2.0, lambda case, rate: answers_of(1.0))
     (full,) = capacities(runs, {FULL: 1.0}, 2.0)
     assert (full.max_rate, full.at_least, full.blend_gain) == (1.0, True, None)
     (full,) = capacities(runs, {FULL: 1.0}, 0.5)

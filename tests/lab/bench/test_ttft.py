@@ -12,7 +12,7 @@ import pytest
 from ragblend.engine.report import BlendReport
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.shapes import SHAPES
-from ragblend.lab.bench.ttft import TtftSample, bench_ttft, run_ttft, summarize
+from ragblend.lab.bench.ttft import BENCHMARK, TtftSample, run_ttft, summarize
 from ragblend.lab.plots import plot_ttft
 
 NUM_CHUNKS, CHUNK_TOKENS = 4, 20
@@ -32,7 +32,7 @@ RUN_KEYS = {
 
 def facts(plot: Path | None = None, echo: Callable[[str], None] = lambda line: None, **changes: Any) -> dict[str, Any]:
     small = {**SMALL, "rules": ("cacheblend", "random"), "threads": 1, "repeats": 1, "num_prompts": 1}
-    return bench_ttft(TtftConfig(**{**small, **changes}), plot=plot, echo=echo)
+    return BENCHMARK.run(TtftConfig(**{**small, **changes}), plot=plot, echo=echo)
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])

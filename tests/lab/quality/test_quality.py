@@ -322,7 +322,7 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
         for name in ("Mara", "Ada", "Ida")
     ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    sizes = "--split all --num-chunks 3 --chunk-tokens 20 --rules random --ratio 0.1 --modes reuse,blend"
+    sizes = "--split all --num-chunks 3 --chunk-tokens 20 --rules random --ratios 0.1 --modes reuse,blend"
     files = ["--data", str(tmp_path / "mine.jsonl"), "--plot", str(tmp_path / "p.png")]
     ran = CliRunner().invoke(app, ["bench", "quality", *sizes.split(), *files, "--embedder", "hashing", "--json"])
     assert ran.exit_code == 0, ran.output

@@ -1,7 +1,8 @@
 """Chunk files as values of Redis or Valkey: `redis://[:PASSWORD@]HOST[:PORT][/DB]`, `rediss://` for TLS.
 
 The byte budget is set on the server: `maxmemory` with `maxmemory-policy allkeys-lru`. Replies are not trusted: a call
-ends at its time limit however slowly bytes arrive, and a size is checked when it is announced. Works on named bytes.
+ends at its time limit however slowly bytes arrive, and when it has read as many as the largest value has. Works on
+named bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +31,9 @@ NOTES = "ragblend:notes"  # a hash, so that its names are listed without a scan 
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
 WALK_TIMEOUT_S = 600.0  # for a scan of the whole database, as in `stats` and `gc`
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # Redis' own limit (proto-max-bulk-len)
-_ROOM_BYTES = 1 << 30  # of all replies that are being read at the same time
+_MAX_REPLY_BYTES = _MAX_VALUE_BYTES + (1 << 16)  # of one call: no list of ours is as long as a value may be
 _SCAN_BATCH = 500
 _SPARE_ROUNDS = 100_000  # of a scan, in addition to one per key: the table of a database that was emptied stays long
-_MAX_ITEMS = 1 << 20  # of a list in a reply
-_MAX_LINE_BYTES = 1 << 16  # of a status, an error or an announcement
 
 
 class RedisValues:
@@ -187,7 +186,7 @@ class RedisValues:
     def _call(self, timeout_s: float) -> Iterator[None]:
         """Limit the calls of this thread inside to `timeout_s` seconds together, and translate their errors."""
         try:
-            with _CALL.with_timeout(timeout_s):
+            with _CALL.for_call(timeout_s):
                 yield
         except redis.exceptions.OutOfMemoryError as error:
             raise StoreFullError(
@@ -210,19 +209,18 @@ def _is_wrong_type(error: Exception) -> bool:
 # --- limits of replies: bytes and time ---
 
 
-class _CallDeadline(threading.local):
-    """The current call of this thread: its deadline, and the reply bytes announced to it."""
+class _CallLimits(threading.local):
+    """The limits of this thread's current call: its deadline, and the bytes that its replies may still have."""
 
     until_s: float | None = None  # None: no call of this module
-    room_bytes = 0
+    num_bytes_left = 0
 
     @contextmanager
-    def with_timeout(self, timeout_s: float) -> Iterator[None]:
-        self.until_s, self.room_bytes = monotonic() + timeout_s, 0
+    def for_call(self, timeout_s: float) -> Iterator[None]:
+        self.until_s, self.num_bytes_left = monotonic() + timeout_s, _MAX_REPLY_BYTES
         try:
             yield
         finally:
-            _ROOM.leave(self.room_bytes)
             self.until_s = None
 
     def left_s(self) -> float:
@@ -232,39 +230,14 @@ class _CallDeadline(threading.local):
             raise TimeoutError("the reply takes longer than its time limit; see remote_timeout_s")
         return left_s
 
-    def admit_reply(self, nbytes: int) -> None:
-        """Reject an announced value of `nbytes` if it is too large, else wait until it fits with the others."""
-        if nbytes > _MAX_VALUE_BYTES:
-            raise OSError(f"it announces a value of {nbytes} bytes; {_MAX_VALUE_BYTES} is the largest there is")
-        _ROOM.enter(nbytes, self.room_bytes, self)
-        self.room_bytes += nbytes
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that arrived. Raises OSError when they are more than any reply to ragblend has."""
+        self.num_bytes_left -= num_bytes
+        if self.until_s is not None and self.num_bytes_left < 0:
+            raise OSError(f"the reply has more than {_MAX_REPLY_BYTES} bytes; the largest value has {_MAX_VALUE_BYTES}")
 
 
-class _ReplyByteLimit:
-    """The limit of reply bytes that all calls together may be reading."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes, self._used_bytes = capacity_bytes, 0
-        self._changed = threading.Condition()
-
-    def enter(self, nbytes: int, own_bytes: int, call: _CallDeadline) -> None:
-        """Wait until `nbytes` more are free. A call that is alone, with `own_bytes`, never waits."""
-
-        def is_free() -> bool:
-            return self._used_bytes == own_bytes or self._used_bytes + nbytes <= self._capacity_bytes
-
-        with self._changed:
-            while not is_free():
-                self._changed.wait(call.left_s())
-            self._used_bytes += nbytes
-
-    def leave(self, nbytes: int) -> None:
-        with self._changed:
-            self._used_bytes -= nbytes
-            self._changed.notify_all()
-
-
-_CALL, _ROOM = _CallDeadline(), _ReplyByteLimit(_ROOM_BYTES)
+_CALL = _CallLimits()
 
 
 NEVER = Retry(NoBackoff(), 0)
@@ -281,38 +254,36 @@ def socket_options(timeout_s: float) -> dict[str, Any]:
 
 
 class BoundedPool(redis.ConnectionPool):
-    """A redis-py pool, of any connection class, whose sockets obey the calling thread's `_CallDeadline`."""
+    """A redis-py pool, of any connection class, whose sockets obey the limits of the calling thread's call."""
 
     def __init__(self, connection_class: Any = redis.Connection, **options: Any) -> None:
         super().__init__(connection_class=type("Bounded", (_Bounded, connection_class), {}), **options)
 
 
 class _Bounded:
-    """Mixin for a redis-py connection whose socket respects the calling thread's `_CallDeadline`."""
+    """Mixin for a redis-py connection whose socket obeys the limits of the calling thread's call."""
 
     def _connect(self) -> _Socket:
         return _Socket(super()._connect())  # type: ignore[misc]
 
 
 class _Socket:
-    """A socket that obeys the current call's deadline and checks announced sizes (RESP) before their data."""
+    """A socket that obeys `_CALL`: a socket's own time limit begins again with every byte."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
         self._timeout_s: float | None = plain.gettimeout()  # 0: do not wait
-        self._line = bytearray()  # an announcement, status or error whose end has not arrived
-        self._to_skip = 0  # bytes of an announced value, its line end included, that are still to come
 
     def recv(self, nbytes: int) -> bytes:
         self._plain.settimeout(self._wait_s())
         data = cast("bytes", self._plain.recv(nbytes))
-        self._scan(memoryview(data))
+        _CALL.count(len(data))
         return data
 
     def recv_into(self, buffer: Any, nbytes: int = 0) -> int:
         self._plain.settimeout(self._wait_s())
         count = int(self._plain.recv_into(buffer, nbytes))
-        self._scan(memoryview(buffer)[:count])
+        _CALL.count(count)
         return count
 
     def sendall(self, data: Any) -> None:
@@ -327,28 +298,6 @@ class _Socket:
 
     def _wait_s(self) -> float:
         return _CALL.left_s() if self._timeout_s is None else min(self._timeout_s, _CALL.left_s())
-
-    def _scan(self, data: memoryview) -> None:
-        while data.nbytes:
-            skipped = min(self._to_skip, data.nbytes)
-            self._to_skip -= skipped
-            data = data[skipped:]
-            head = bytes(data[:_MAX_LINE_BYTES])
-            end = head.find(b"\n") + 1
-            self._line += head[:end] if end else head
-            data = data[end or len(head) :]
-            if len(self._line) > _MAX_LINE_BYTES:
-                raise OSError(f"it sends a line of more than {_MAX_LINE_BYTES} bytes")
-            if end:
-                line, self._line = bytes(self._line), bytearray()
-                self._read_announcement(line[:1], line[1:])
-
-    def _read_announcement(self, kind: bytes, rest: bytes) -> None:
-        if kind in (b"$", b"=", b"!") and (nbytes := int(rest)) >= 0:
-            _CALL.admit_reply(nbytes)
-            self._to_skip = nbytes + 2
-        elif kind in (b"*", b"%", b"~", b">", b"|") and int(rest) > _MAX_ITEMS:
-            raise OSError(f"it announces a list of {int(rest)} items; no reply of ours has more than {_MAX_ITEMS}")
 
 
 open_values = RedisValues

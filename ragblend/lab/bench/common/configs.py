@@ -19,14 +19,13 @@ from ragblend.files.places import user_path
 from ragblend.options import CONTEXT, MODES, ContextPolicy, Mode
 
 DEFAULT_SHAPE = "llama-200m"
-DEFAULT_RATIO = 0.15  # CacheBlend's, as in `engine.fusion.rules`
 BACKENDS = ("transformers", "vllm")
 TIERS = ("memory", "disk")
 PREFIX_TOKENS = 16  # of the system text, after which synthetic chunks are precomputed
 
 Chunks = Annotated[int, Option("--num-chunks", min=1, help="Chunks of each prompt.")]
 ChunkTokens = Annotated[int, Option("--chunk-tokens", min=1, help="Tokens of each chunk.")]
-Ratio = Annotated[float, Option("--ratio", help="Share of chunk tokens that blend recomputes.")]
+Ratio = Annotated[float | None, Option("--ratio", help="Share of chunk tokens to recompute. Default: the rule's.")]
 Modes = Annotated[tuple[Mode, ...], Option("--modes", help="Modes, comma-separated: full, prefix, reuse, blend.")]
 Rules = Annotated[tuple[str, ...], Option("--rules", help="Rules, comma-separated: auto, ask, cacheblend, ...")]
 Model = Annotated[str | None, Option("--model", help="'demo', a Hugging Face id or a local path.")]
@@ -130,7 +129,7 @@ class PromptConfig(BenchConfig):
     num_chunks: Chunks = 6
     chunk_tokens: ChunkTokens = 512
     question_tokens: int = 32
-    ratio: Ratio = DEFAULT_RATIO
+    ratio: Ratio = None
     vllm_options: VllmOptions = field(default_factory=dict)
 
     @property
@@ -159,9 +158,9 @@ class TtftConfig(PromptConfig):
     shape: Annotated[str | None, _SHAPE] = None
     model: Model = None
     modes: Modes = MODES
-    rules: Rules = ("cacheblend",)  # one blend run each
+    rules: Rules = ("auto",)  # one blend run each
     repeats: Annotated[int, Option("--repeats", min=1, help="Timed requests per mode and prompt.")] = 5
-    num_prompts: Annotated[int, Option("--questions", min=1, help="Prompts, chunks shuffled in each.")] = 1
+    num_prompts: Annotated[int, Option("--num-prompts", min=1, help="Prompts, chunks shuffled in each.")] = 1
     tier: Annotated[str, Option("--tier", help="Tier of the KV: memory, or disk (in TMPDIR).")] = "memory"
     device: Annotated[str, Option("--device", help="cpu, cuda or auto.")] = "cpu"
     backend: Backend = "transformers"
@@ -193,7 +192,7 @@ class ThroughputConfig(PromptConfig):
     chunk_tokens: ChunkTokens = 128
     pool: int = 24  # stored chunks that prompts draw from
     output_tokens: int = 8
-    num_requests: Annotated[int, Option("--requests", min=1, help="Requests per rate and mode.")] = 16
+    num_requests: Annotated[int, Option("--num-requests", min=1, help="Requests per rate and mode.")] = 16
     rates: Annotated[
         tuple[float, ...] | None,
         Option("--rates", help="Requests per second, comma-separated. Default: multiples of full prefill's."),
@@ -203,7 +202,7 @@ class ThroughputConfig(PromptConfig):
         Option("--max-mean-ttft-s", help="Largest mean TTFT, seconds. Default: twice full prefill's when idle."),
     ] = None
     modes: Modes = ("full", "prefix", "blend")
-    rules: Rules = ("cacheblend",)
+    rules: Rules = ("auto",)
     memory_gib: float = 2.0  # of the memory tier
 
     def validate(self) -> None:
@@ -238,11 +237,22 @@ class LoadConfig(PromptConfig):
     backend: Backend = "transformers"
 
     def validate(self) -> None:
-        """Raise UsageError for a slowdown not above 0."""
+        """Set the rule's ratio if none is given. Raises UsageError for a slowdown not above 0."""
+        from ragblend.engine.fusion.rules import find_rule
+        from ragblend.lab.bench.common.shapes import find_shape
+
+        if self.ratio is None:
+            object.__setattr__(self, "ratio", find_rule(self.rule, find_shape(self.shape).num_layers).ratio)
         if self.store is not None:
             object.__setattr__(self, "store", str(user_path(self.store, "store")))
         if any(slowdown <= 0 for slowdown in self.slowdowns):
             raise UsageError(f"slowdowns are {self.slowdowns}; choose more than 0")
+
+    @property
+    def blend_ratio(self) -> float:
+        """The ratio that was given, or the rule's own."""
+        assert self.ratio is not None  # set by `validate`
+        return self.ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,20 +287,20 @@ class QualityConfig(BenchConfig):
         str,
         Option("--data", help="Questions: FILE.json[l], musique, nq, or demo for the sample corpus."),
     ] = "demo"
-    part: Annotated[str, Option("--split", help="reported; selection, for choosing settings; all.")] = "reported"
-    num_questions: Annotated[int, Option("--questions", min=1, help="Largest number of questions.")] = 40
+    part: Annotated[str, Option("--split", help="Questions: reported, selection or all.")] = "reported"
+    num_questions: Annotated[int, Option("--num-questions", min=1, help="Largest number of questions.")] = 40
     num_chunks: Chunks = 6
     chunk_tokens: Annotated[int, Option("--chunk-tokens", min=1, help="Largest number of tokens of a chunk.")] = 256
     answer_tokens: int = 16  # the most of an answer
     modes: Modes = MODES
     rules: Rules = ("auto", "cacheblend")
-    ratios: Annotated[tuple[float, ...], Option("--ratios", "--ratio", help="Recompute ratios, comma-separated.")] = (
+    ratios: Annotated[tuple[float, ...], Option("--ratios", help="Recompute ratios, comma-separated.")] = (
         0.05,
-        DEFAULT_RATIO,
+        0.15,
     )
     contexts: Annotated[
         tuple[ContextPolicy, ...],
-        Option("--contexts", "--context", help="Context policies of stored chunks, comma-separated: none, similar."),
+        Option("--contexts", help="Context policies of stored chunks, comma-separated: none, similar."),
     ] = ("none",)
     embedder: Annotated[
         str | None, Option("--embedder", help="Embedder for retrieval: minilm, hashing, a Hugging Face id or a path.")

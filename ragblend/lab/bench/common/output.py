@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ragblend.engine.report import BlendReport
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import BenchConfig, PromptConfig
 from ragblend.lab.bench.common.hardware import card_lines
 from ragblend.lab.plots import check_plot
 
-Draw = Callable[[Mapping[str, Any], Path], None]
 Echo = Callable[[str], None]
-ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +44,31 @@ class BenchResult:
         return plain
 
 
-C = TypeVar("C", bound=BenchConfig)
-R = TypeVar("R", bound=BenchResult)
+class Benchmark(NamedTuple):
+    """A benchmark: the function that measures a configuration, the table of its result, and its picture, if any."""
 
+    measure: Callable[[Any, Progress], BenchResult]
+    table: Callable[[Any], list[str]]
+    draw: Callable[[Mapping[str, Any], Path], None] | None = None
 
-def run_benchmark(
-    config: C,
-    run: Callable[[C, ProgressCallback], R],
-    table: Callable[[R], list[str]],
-    echo: Echo,
-    plot: str | Path | None = None,
-    draw: Draw | None = None,
-) -> dict[str, Any]:
-    """Run `config`. Write card and table to `echo` and a picture to `plot`; return the JSON object."""
-    path = check_plot(plot)
-    result = run(config, print_progress)
-    facts = result.as_dict()
-    for line in (*card_lines(facts["hardware"]), "", *table(result)):
-        echo(line)
-    if path is not None and draw is not None:
-        draw(facts, path)
-        echo(f"plot in {path}")
-    return facts
+    def run(
+        self,
+        config: BenchConfig,
+        *,
+        echo: Echo,
+        plot: str | Path | None = None,
+        on_progress: Progress = ignore_progress,
+    ) -> dict[str, Any]:
+        """Run `config`. Write card and table to `echo` and a picture to `plot`; return the JSON object."""
+        path = check_plot(plot)
+        result = self.measure(config, on_progress)
+        facts = result.as_dict()
+        for line in (*card_lines(facts["hardware"]), "", *self.table(result)):
+            echo(line)
+        if path is not None and self.draw is not None:
+            self.draw(facts, path)
+            echo(f"plot in {path}")
+        return facts
 
 
 class Column(NamedTuple):
@@ -102,13 +103,3 @@ def format_table(columns: Sequence[Column], runs: Iterable[object]) -> list[str]
 def medians(reports: Sequence[BlendReport], *names: str) -> dict[str, Any]:
     """Return the medians of these fields of reports."""
     return {name: float(statistics.median(getattr(report, name) for report in reports)) for name in names}
-
-
-def ignore_progress(line: str) -> None:
-    """Do nothing with a line of progress."""
-
-
-def print_progress(line: str) -> None:
-    """Print a line of progress on stderr if that is a terminal."""
-    if sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragblend.engine.api import Engine
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import find_device
+from ragblend.ingestion.sync import Progress
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS
 from ragblend.lab.bench.common.shapes import DecoderShape, find_shape
 from ragblend.prompt.render import Renderer
@@ -181,6 +183,13 @@ def make_engine(model: Any, store: KVStore, name: str, mark: str) -> Transformer
     renderer = synthetic_renderer(layers.config.vocab_size)
     # "inline", so that no background work disturbs the timing.
     return TransformersEngine(layers, renderer, store, name=name, fingerprint=mark, on_miss="inline")
+
+
+def precompute_chunks(engine: Engine, chunks: Sequence[Chunk], on_progress: Progress) -> None:
+    """Store the chunks of the prompts."""
+    for number, chunk in enumerate(chunks):
+        on_progress("precompute", number, len(chunks))
+        engine.precompute(chunk)
 
 
 @contextmanager

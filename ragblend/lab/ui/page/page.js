@@ -153,7 +153,7 @@ async function take(files) {
     progress({});
     try {
       await post("/ingest", { names }, {
-        waiting: (told) => { $("taking-text").textContent = waits(told); },
+        waiting: (event) => { $("taking-text").textContent = waits(event); },
         progress,
         ingested: (report) => {
           for (const { name, reason: text } of report.problems) complain(name, text);
@@ -209,7 +209,7 @@ function watch(about) {
   const still = () => clearInterval(clock);
   return {
     still,
-    waiting: (told) => show("progress", waits(told)),
+    waiting: (event) => show("progress", waits(event)),
     warming: () => show("progress", "Warming up, once ..."),
     start: ({ mode }) => {
       const from = performance.now();
@@ -225,9 +225,9 @@ function watch(about) {
       still();
       outcome(mode).answer.textContent += text;
     },
-    answer: (told) => {
+    answer: (event) => {
       still();
-      finish(told, about);
+      finish(event, about);
     },
     tokens: ({ html, counts }) => {
       const by_attention = $("by-attention")?.checked;
@@ -241,23 +241,23 @@ function watch(about) {
   };
 }
 
-function finish(told, about) {
-  const { mode, agreement } = told;
+function finish(event, about) {
+  const { mode, agreement } = event;
   const at = outcome(mode);
-  const text = told.text.trim() || "(empty)";
+  const text = event.text.trim() || "(empty)";
   if (mode === "full") about.full = text;
-  write(at.answer, text, told.shared, text === about.full);
-  at.time.textContent = seconds(told.ttft_s);
-  if (mode === "full") about.full_s = told.ttft_s;
-  at.bar.style.width = `${Math.min(100, Math.max(1, 100 * told.ttft_s / about.full_s))}%`;
-  const factor = about.full_s / told.ttft_s;
+  write(at.answer, text, event.shared, text === about.full);
+  at.time.textContent = seconds(event.ttft_s);
+  if (mode === "full") about.full_s = event.ttft_s;
+  at.bar.style.width = `${Math.min(100, Math.max(1, 100 * event.ttft_s / about.full_s))}%`;
+  const factor = about.full_s / event.ttft_s;
   at.than.textContent = mode === "full" ? "to the first token" : factor >= 1.05 ? `${factor.toFixed(1)} times as fast` : factor <= 0.95 ? `${(1 / factor).toFixed(1)} times as long` : "as long";
   const same = agreement?.answers_identical;
   const verdicts = [];
-  if (about.gold) verdicts.push(told.text.trim() === about.gold ? "\u2713 right" : `\u2717 wrong: it is ${about.gold}`);
+  if (about.gold) verdicts.push(event.text.trim() === about.gold ? "\u2713 right" : `\u2717 wrong: it is ${about.gold}`);
   if (agreement && !about.gold) verdicts.push(same ? "\u2713 full prefill\u2019s answer" : "\u2260 another answer than full prefill\u2019s");
   at.verdict.textContent = verdicts.join(", ");
-  at.facts.replaceChildren(...lines(told).map((line) => element("li", line)));
+  at.facts.replaceChildren(...lines(event).map((line) => element("li", line)));
 }
 
 /** Write an answer; from `shared` on, where it parts from full prefill's answer, it is marked. */
@@ -269,20 +269,20 @@ function write(place, text, shared, same) {
   place.scrollTop = mark.offsetTop - place.offsetTop - place.clientHeight / 2; // the place of the difference is in view
 }
 
-function lines(told) {
-  const { mode, agreement } = told;
-  const found = [`${told.num_reused_tokens.toLocaleString("en")} of ${count(told.prompt_tokens, "token")} reused`];
+function lines(event) {
+  const { mode, agreement } = event;
+  const found = [`${event.num_reused_tokens.toLocaleString("en")} of ${count(event.prompt_tokens, "token")} reused`];
   if (mode === "blend") {
-    found.push(`${told.num_recomputed_tokens.toLocaleString("en")} recomputed: rule ${told.rule}, ${percent(told.recompute_ratio)}`);
-    found.push(`${percent(told.charged_budget)} of the chunks\u2019 prefill, all counted`);
-    if (told.contexts.length) found.push(`stored in context ${told.contexts.join(", ")}`);
+    found.push(`${event.num_recomputed_tokens.toLocaleString("en")} recomputed: rule ${event.rule}, ${percent(event.recompute_ratio)}`);
+    found.push(`${percent(event.charged_budget)} of the chunks\u2019 prefill work`);
+    if (event.contexts.length) found.push(`stored in context ${event.contexts.join(", ")}`);
   }
   if (agreement?.first_token_kl !== undefined)
     found.push(agreement.first_token_kl < 0.0005 ? "first token as full prefill\u2019s" : `first token ${agreement.first_token_kl.toPrecision(2)} nats from full prefill\u2019s`);
-  const missing = told.num_chunks - told.num_chunk_hits;
+  const missing = event.num_chunks - event.num_chunk_hits;
   if (missing && (mode === "reuse" || mode === "blend")) found.push(`${count(missing, "chunk")} not in the store: prefilled here`);
-  if (told.refused_reason) found.push(told.refused_reason);
-  if (told.finish_reason === "length") found.push("cut off at --max-tokens");
+  if (event.refused_reason) found.push(event.refused_reason);
+  if (event.finish_reason === "length") found.push("cut off at --max-tokens");
   return found;
 }
 
@@ -292,7 +292,7 @@ function list(sources) {
     const summary = element("summary", `${source.place} `);
     summary.title = `${source.source}, characters ${source.start} to ${source.end}`;
     const text = source.text.replace(/\s+/g, " ").trim();
-    const place = source.is_neighbour ? "beside a hit" : `similarity ${source.score.toFixed(2)}`;
+    const place = source.is_neighbour ? "next to a hit" : `similarity ${source.score.toFixed(2)}`;
     summary.append(element("span", `${place}: ${text.length > 90 ? `${text.slice(0, 90).replace(/\s\S*$/, "")} ...` : text}`));
     const details = element("details");
     details.append(summary, element("blockquote", source.text));
@@ -324,8 +324,8 @@ async function ask(question) {
     await post("/ask", { question }, {
       ...seen,
       sources: ({ sources }) => { list(sources); $("answers").hidden = false; },
-      answer: (told) => { seen.answer(told); if (told.mode === "blend") ratio = told.recompute_ratio; },
-      tokens: (told) => { seen.tokens(told); $("prompt").hidden = false; },
+      answer: (event) => { seen.answer(event); if (event.mode === "blend") ratio = event.recompute_ratio; },
+      tokens: (event) => { seen.tokens(event); $("prompt").hidden = false; },
       asked: ({ id }) => { asked = { ...about, id }; },
     }, control.signal);
     set(ratio);

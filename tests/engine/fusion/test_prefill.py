@@ -12,11 +12,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ragblend.engine.fusion import packing as ingestion
+from ragblend.engine.fusion import prefill as ingestion
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
-from ragblend.engine.fusion.packing import PrefillItem, TokenIds, batch_by_tokens, prefill_missing
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.prefill import prefill_chunk, prefill_chunks
+from ragblend.engine.fusion.prefill import (
+    PrefillItem,
+    TokenIds,
+    batch_by_tokens,
+    prefill_chunk,
+    prefill_chunks,
+    prefill_missing,
+)
 from ragblend.engine.fusion.protocols import PromptKVBuffer
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers

@@ -1,0 +1,302 @@
+"""Metadata of a store's folder: small JSON files with a checksum, and a signature where the store has a key.
+
+    ROOT/models/FINGERPRINT.json    facts about a model whose KV the store holds
+    ROOT/pins/DIGEST.json           a pinned document and the keys of its entries
+    ROOT/calibrations/NAME.json     a calibration (see `calibration`)
+    ROOT/machines/NAME.json         the prefill times and read speeds of a machine (see `machine`)
+    ROOT/prefixes/DIGEST.json       token ids of the system text that a vLLM server was started with
+    ROOT/context.json               the context policy of the chunks (see `lookup`)
+    ROOT/store.json                 model and system text of the latest ingestion
+
+Works on names, JSON values and one folder. Does not depend on entries.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from xxhash import xxh3_128_hexdigest
+
+from ragblend.engine.store.base import VerifyResult
+from ragblend.engine.store.eviction import NAME
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
+from ragblend.engine.store.signing import StoreKey
+from ragblend.errors import CorruptError, NotFoundError, UsageError
+from ragblend.files.directory import Directory, remove_file
+from ragblend.files.reading import read_file
+from ragblend.options import CONTEXT, ContextPolicy
+
+log = logging.getLogger(__name__)
+
+MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
+PREFIXES_DIR = "prefixes"
+CONTEXT_FILE = "context.json"
+DEFAULTS_FILE = "store.json"
+CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # policies of earlier versions, which their stores still name
+METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
+"""Folders whose JSON files are signed if the store has a key. Pins are not signed: they only affect eviction."""
+
+
+class StoreDefaults(NamedTuple):
+    """What the latest ingestion into a store named, and nobody has to name again. "" and None: nothing is known."""
+
+    model: str = ""
+    system: str | None = None
+
+
+class StoreMetadata:
+    """The metadata files of a store: pins, models, calibrations, prefixes, context policy and defaults.
+
+    `root`: the store's folder. `store_key`: signs the files that decide on answers; None signs nothing.
+    """
+
+    root: Path
+    store_key: StoreKey | None
+    _directory: Directory  # writes below `root`
+
+    def pin(self, document: str, keys: Sequence[str]) -> None:
+        """Exempt a document's entries, stored now or later, from eviction until `unpin`, across restarts and processes.
+
+        Replaces an earlier pin of the document. Raises StoreNotWritableError if it cannot be written.
+        """
+        self._write_metadata(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
+
+    def unpin(self, document: str) -> bool:
+        """End the pin of a document; return True if it was pinned. Raises what `pin` raises."""
+        return remove_file(self._pin_path(document))
+
+    def pins(self) -> dict[str, tuple[str, ...]]:
+        """Return the keys of each pinned document. Unreadable pins are skipped with a warning."""
+        return {
+            str(note["document"]): tuple(map(str, note["keys"]))
+            for _, note in self._read_metadata(PINS_DIR, log.warning)
+        }
+
+    def pinned_keys(self) -> frozenset[str]:
+        """Return the keys of all pinned documents. Raises CorruptError for an unreadable pin."""
+        damaged: list[str] = []
+        notes = [
+            note for _, note in self._read_metadata(PINS_DIR, lambda *warning: damaged.append(warning[0] % warning[1:]))
+        ]
+        if damaged:
+            raise CorruptError(
+                f"{damaged[0]}, so what it keeps is not known, and nothing is evicted. Mend it: ragblend verify "
+                f"--repair --store {self.root}"
+            )
+        return frozenset(str(key) for note in notes for key in note["keys"])
+
+    def pin_location(self, document: str) -> str:
+        """Return the path of a document's pin in the store, as `verify_metadata` reports it."""
+        return _place(self._pin_path(document))
+
+    def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
+        """Store facts about a model (name, dtype, number of layers, ...) as JSON. Raises what `put` raises."""
+        self._write_metadata(self._model_path(fingerprint), facts)
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Return the facts that `put_model` stored, by fingerprint. Unreadable files are skipped with a warning."""
+        return {path.stem: note for path, note in self._read_metadata(MODELS_DIR, log.warning)}
+
+    def has_model(self, fingerprint: str) -> bool:
+        """Return True if `put_model` stored facts about the model, readable or not."""
+        return self._model_path(fingerprint).exists()
+
+    def put_calibration(self, filename: str, facts: Mapping[str, Any]) -> Path:
+        """Store a calibration under `filename`; return its path. Raises what `put` raises."""
+        path = self.root / CALIBRATIONS_DIR / filename
+        self._write_metadata(path, facts)
+        return path
+
+    def put_prefix(self, token_ids: Sequence[int]) -> None:
+        """Store a prefix's ids for `read_prefix(prefix_name(token_ids))`. Raises what `put` raises."""
+        self._write_metadata(self._prefix_path(prefix_name(token_ids)), {"token_ids": list(token_ids)})
+
+    def read_prefix(self, name: str) -> tuple[int, ...]:
+        """Return the ids that `put_prefix` stored under `name`.
+
+        Raises NotFoundError if there are none, CorruptError for ids that do not match the name.
+        """
+        path = self._prefix_path(name)
+        fix = f"start the server once with `ragblend serve MODEL --store {self.root}`, which writes it"
+        try:
+            ids = decode_signed_json(read_file(path), _note_kind(path))["token_ids"]
+            if prefix_name(ids) != name:
+                raise ValueError("its ids are others than those which it is named after")
+        except FileNotFoundError as error:
+            raise NotFoundError(f"the store lacks {path}, the token ids of the system text; {fix}") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorruptError(f"{path} is damaged ({error}); {fix} again") from error
+        return tuple(ids)
+
+    def put_defaults(self, defaults: StoreDefaults) -> None:
+        """Remember model and system text, in place of earlier ones. Raises what `put` raises."""
+        self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
+
+    def read_defaults(self) -> StoreDefaults:
+        """Return what `put_defaults` remembered. Raises CorruptError for a note that is damaged or not signed."""
+        path = self.root / DEFAULTS_FILE
+        try:
+            note = decode_signed_json(read_file(path), DEFAULTS_FILE, self._note_key(path))
+            return StoreDefaults(note["model"], note["system"])
+        except FileNotFoundError:
+            return StoreDefaults()
+        except (OSError, ValueError, KeyError) as error:
+            raise CorruptError(
+                f"{path} is damaged ({error}), so the model and the system text that its chunks were computed with are "
+                "not known. Give `model` and `system`, or drop the file and go on without: ragblend verify --repair "
+                f"--store {self.root}"
+            ) from error
+
+    def put_context(self, policy: ContextPolicy) -> None:
+        """Store the context policy with which chunks are precomputed. Raises what `put` raises."""
+        self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
+
+    def read_context(self) -> ContextPolicy | None:
+        """Return the policy that `put_context` stored; None for none or for a removed policy. Raises CorruptError."""
+        path = self.root / CONTEXT_FILE
+        try:
+            policy = _policy_in(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CorruptError(
+                f"{path} is damaged ({error}), so what its chunks were computed behind is not known. Say it again: "
+                f"ragblend precompute --context none|similar --store {self.root}; or drop the file and "
+                f"go on without: ragblend verify --repair --store {self.root}"
+            ) from error
+        if policy in CONTEXTS_THAT_LEFT:
+            _warn_of_removed_context(self.root, policy)
+            return None
+        return cast(ContextPolicy, policy)
+
+    def verify_metadata(
+        self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
+    ) -> Iterator[VerifyResult]:
+        """Yield the problems of the store's metadata: models, calibrations, machines, pins, prefixes, context. `key`:
+        the file.
+
+        Answers depend on the metadata: a calibration sets the recompute ratio. `problem_of` returns what is wrong with
+        the content of an intact file, "" for nothing.
+        """
+        found = list[VerifyResult]()
+
+        def complain(_: str, path: Path, error: Exception) -> None:
+            found.append(VerifyResult(_place(path), False, str(error)))
+
+        for folder in (*METADATA_DIRS, PINS_DIR, PREFIXES_DIR):
+            for path, note in self._read_metadata(folder, complain):
+                problem = problem_of(path, note) if problem_of is not None else ""
+                if problem:
+                    complain("", path, UsageError(problem))
+        try:
+            _policy_in(self.root / CONTEXT_FILE)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            found.append(VerifyResult(CONTEXT_FILE, False, str(error)))
+        try:
+            self.read_defaults()
+        except CorruptError as error:
+            found.append(VerifyResult(DEFAULTS_FILE, False, str(error.__cause__)))
+        yield from found
+
+    def delete_metadata(self, place: str) -> None:
+        """Delete a metadata file that `verify_metadata` reported. Raises StoreNotWritableError."""
+        remove_file(self.root / place)
+
+    def _read_metadata(
+        self, folder: str, complain: Callable[[str, Path, Exception], object] = lambda *_: None
+    ) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield the metadata files of a folder with their facts. `complain` is called for each unreadable one."""
+        for path in sorted((self.root / folder).glob("[!.]*.json")):
+            try:
+                yield path, decode_signed_json(read_file(path), _note_kind(path), self._note_key(path))
+            except FileNotFoundError:
+                continue  # deleted since the listing
+            except (OSError, ValueError) as error:
+                complain("%s is damaged (%s)", path, error)
+
+    def _write_metadata(self, path: Path, facts: Mapping[str, Any]) -> bool:
+        """Return False where these facts were in the file already."""
+        data = encode_signed_json(facts, _note_kind(path), self._note_key(path))
+        with suppress(OSError):
+            if read_file(path) == data:
+                return False
+        self._directory.write(path, data)
+        return True
+
+    def _note_key(self, path: Path) -> StoreKey | None:
+        return self.store_key if path.parent.name in METADATA_DIRS or path.name == DEFAULTS_FILE else None
+
+    def sign_metadata_files(self, source: StoreMetadata) -> int:
+        """Sign the metadata files that `source`, the same directory opened with another key or none, accepts. Return
+        their number."""
+        count = 0
+        for folder in METADATA_DIRS:
+            signed = {path for path, _ in self._read_metadata(folder)}
+            for path, note in source._read_metadata(folder):
+                if path not in signed:
+                    self._write_metadata(path, note)
+                    count += 1
+        with suppress(CorruptError):
+            if (known := source.read_defaults()) != StoreDefaults():
+                count += self._write_metadata(self.root / DEFAULTS_FILE, known._asdict())
+        return count
+
+    def _pin_path(self, document: str) -> Path:
+        return self.root / PINS_DIR / f"{xxh3_128_hexdigest(document.encode())}.json"
+
+    def _prefix_path(self, name: str) -> Path:
+        return self.root / PREFIXES_DIR / f"{checked_name(name)}.json"
+
+    def _model_path(self, fingerprint: str) -> Path:
+        return self.root / MODELS_DIR / f"{checked_name(fingerprint)}.json"
+
+
+def prefix_name(token_ids: Sequence[int]) -> str:
+    """Return 32 hex digits that name a prefix's ids in a store (`DiskStore.put_prefix`)."""
+    return chunk_key("", token_ids, ())
+
+
+def _note_kind(path: Path) -> str:
+    """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
+    if path.name in (CONTEXT_FILE, DEFAULTS_FILE):
+        return path.name
+    return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
+
+
+def _policy_in(path: Path) -> str:
+    """Return the context policy in a file, removed policies included. Raises FileNotFoundError, OSError, and ValueError
+    for any other content."""
+    policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")
+    if not CONTEXT.accepts(policy) and policy not in CONTEXTS_THAT_LEFT:
+        raise ValueError(f"its context is {policy!r}")
+    return str(policy)
+
+
+@cache
+def _warn_of_removed_context(root: Path, policy: str) -> None:
+    """Warn once per store and process, because every request reads the file."""
+    log.warning(
+        "the store %s remembers the context %r, which ragblend no longer has: it is ignored, and entries stored in it "
+        "are not used. Store the chunks again: ragblend precompute --context none|similar --store %s; entries that are "
+        "not used leave when room is needed, or with the folder",
+        root, policy, root,
+    )  # fmt: skip
+
+
+def _place(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def checked_name(name: str) -> str:
+    """Return a key or fingerprint; raises UsageError for what cannot name a file of a store."""
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a file of a store; use `store.keys`'s chunk_key or fingerprint")
+    return name
