@@ -304,11 +304,10 @@ def precompute_chunks(
 def remember_defaults(engine: Engine) -> None:
     """Have the store's folder remember the engine's model and system text for those who name none."""
     disk = disk_tier(engine.store)
-    for folder in store_folders(engine.store):
+    if disk is not None:
         path = Path(engine.name)
         model = str(path.absolute()) if engine.name != "demo" and path.exists() else engine.name
-        known = DiskStore(folder) if disk is None else disk
-        known.put_defaults(StoreDefaults(model, engine.system))
+        disk.put_defaults(StoreDefaults(model, engine.system))
 
 
 def _find_unfit_texts(texts: Iterable[str], engine: Engine) -> dict[str, str]:
@@ -445,11 +444,9 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
     named = {DocumentName(collection, each, engine.namespace): list[str]() for each in ids}
-    registry = registry_for(engine)
     if is_document_server(engine):
-        for name in named:
-            registry.release(registry.texts_of(name), name)
         return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
+    registry = registry_for(engine)
     num_removed, problem = replace_documents(named, engine, registry)
     for name in named:
         if registry.version_of(name):
@@ -503,7 +500,6 @@ def _send_indexed(
         vector = np.frombuffer(vectors[text_hash(chunk.text)], "<f4").astype(float)
         document["vectors"].append(vector.round(6).tolist())  # half as many characters
     _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
-    engine.add_known(chunks)
     return report
 
 
@@ -528,15 +524,6 @@ def _send_documents(
             sent[name]["version"] = version
     counts = _send(engine, collection, [*sent.values()], report, progress, described)
     report.num_chunks, report.num_tokens = counts["num_chunks"], counts["num_tokens"]
-    # Prompts are matched here, too, by the texts of this machine's folder.
-    with closing(open_registry(engine.store)) as registry:
-        for name, each in sent.items():
-            registered, version = DocumentName(collection, name, engine.namespace), each.get("version", "")
-            registry.add(each["chunks"], registered)
-            if not version or version != registry.version_of(registered):
-                registry.release(registry.texts_of(registered).difference(map(str.strip, each["chunks"])), registered)
-                registry.set_version(registered, version)
-    engine.add_known(chunk for chunk in chunks if has_visible_text(chunk.text))
     return report
 
 

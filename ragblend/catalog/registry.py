@@ -73,6 +73,12 @@ _IDS_AFTER = (
 )
 _IDS_OF_NUMBER = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "number"))
 _IDS_OF_TEXT = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "key"), *_OWNED_IDS)
+_DOCUMENT_WITH_IDS = (
+    select(DOCUMENT_TEXTS.c.id)
+    .join(TOKEN_IDS, TOKEN_IDS.c.key == DOCUMENT_TEXTS.c.key)
+    .where(*_of(TOKEN_IDS, "number"), *_of(DOCUMENT_TEXTS, "namespace"), DOCUMENT_TEXTS.c.id != "")
+    .order_by(DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
+)
 _IDS_OF_TEXTS = _checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
 _DELETE_IDS = delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "key"), *_OWNED_IDS)
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
@@ -313,6 +319,11 @@ class ChunkRegistry(Catalog):
         """Return the token ids of the text of this number; None if it was deleted or its row is damaged."""
         rows = self._rows(_IDS_OF_NUMBER, b_number=number)
         return next((np.frombuffer(row.ids, "<u4") for row in rows if is_intact(row)), None)
+
+    def document_with_ids(self, number: int, namespace: str) -> str:
+        """Return the id of a document of the namespace that has the text of this number; "" if there is none."""
+        rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
+        return str(rows[0].id) if rows else ""
 
     def count_ids(self, tokenizer: str, namespace: str) -> int:
         """Return the number of texts with token ids."""

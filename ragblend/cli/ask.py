@@ -21,8 +21,6 @@ from ragblend.cli.session import embedder_name, open_engine, open_searched_index
 from ragblend.config import Settings
 
 ENGINE_SETTINGS = "model backend store remote"
-SEARCH_SETTINGS = "k neighbours order"
-PLACE_SETTINGS = "embedder system namespace dtype device trust_remote_code"
 _UNFLAGGED = "device dtype embedder namespace neighbours order shadow temperature trust_remote_code"
 
 

@@ -49,7 +49,6 @@ def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     with closing(open_registry(engine.store)) as registry:
         if hasattr(engine, "remove_documents"):  # a server deletes what documents had when their new version is sent
             num_removed: int = engine.remove_documents(index.registry_name or "langchain", left.sources)
-            registry.release(left.texts, DocumentName(index.registry_name))
             index.schedule_deletions((), left)
             return num_removed, ""
         if left.last_id:

@@ -209,11 +209,11 @@ class _Worker:
 
     def _opened(self) -> Engine:
         if self._engine is None:
-            from ragblend.engine.base import EngineBase
+            from ragblend.engine.base import LocalEngine
             from ragblend.engine.load import load_engine
 
             self._engine = load_engine(self._opening.model, self._opening.store, **self._opening.options)
-            if isinstance(self._engine, EngineBase):
+            if isinstance(self._engine, LocalEngine):
                 # The process that ingests keeps the token ids; its SQLite file does not work across machines.
                 self._engine.known_chunks = KnownChunks(ChunkRegistry(), "", "")
         return self._engine

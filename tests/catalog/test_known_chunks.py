@@ -160,3 +160,17 @@ def test_text_that_is_no_unicode_is_not_known() -> None:
     assert chunks_found(known, 2) == {1}
     assert "\ud800 is half a character" not in known
     assert "text 1" in known
+
+
+def test_a_run_names_a_document_of_its_own_namespace(path: Path) -> None:
+    registry = ChunkRegistry(path)
+    for number, documents in enumerate((["kb/a.txt"], ["index:1", "kb/b.txt"], ["@acme/kb/c.txt"], ["index:1"])):
+        for document in documents:
+            registry.add([f"text {number}"], document)
+    prompt = [token for number in range(4) for token in ids_of(number)]
+    for namespace, expected in (("", ["a.txt", "b.txt", "", ""]), ("acme", ["", "", "c.txt", ""])):
+        known = KnownChunks(registry, "t", namespace)
+        add(known, range(4))
+        assert [run.document for run in known.find_runs(prompt)] == expected
+    registry.release(["text 1"], "kb/b.txt")
+    assert [run.document for run in KnownChunks(registry, "t", "").find_runs(prompt)] == ["a.txt", "", "", ""]

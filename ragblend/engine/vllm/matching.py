@@ -1,6 +1,6 @@
 """Stored chunks in the token ids of prompts, whatever client they came from, and salts for vLLM's own prefix cache.
 
-`PromptMatcher` does for the scheduler what `EngineBase.match` does where the prompt is rendered here. Knows token ids,
+`PromptMatcher` does for the scheduler what `LocalEngine.match` does where the prompt is rendered here. Knows token ids,
 the store's registry and the template's last ids. Knows nothing of vLLM.
 """
 
