@@ -14,6 +14,7 @@ import pytest
 
 from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import DocumentName
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.match import ChunkRun
 
@@ -164,7 +165,9 @@ def test_text_that_is_no_unicode_is_not_known() -> None:
 
 def test_a_run_names_a_document_of_its_own_namespace(path: Path) -> None:
     registry = ChunkRegistry(path)
-    for number, documents in enumerate((["kb/a.txt"], ["index:1", "kb/b.txt"], ["@acme/kb/c.txt"], ["index:1"])):
+    index, second = DocumentName("index:1"), DocumentName("kb", "b.txt")
+    owners = ([DocumentName("kb", "a.txt")], [index, second], [DocumentName("kb", "c.txt", "acme")], [index])
+    for number, documents in enumerate(owners):
         for document in documents:
             registry.add([f"text {number}"], document)
     prompt = [token for number in range(4) for token in ids_of(number)]
@@ -172,5 +175,5 @@ def test_a_run_names_a_document_of_its_own_namespace(path: Path) -> None:
         known = KnownChunks(registry, "t", namespace)
         add(known, range(4))
         assert [run.document for run in known.find_runs(prompt)] == expected
-    registry.release(["text 1"], "kb/b.txt")
+    registry.release(["text 1"], second)
     assert [run.document for run in KnownChunks(registry, "t", "").find_runs(prompt)] == ["a.txt", "", "", ""]
