@@ -17,8 +17,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, open_registry
-from ragblend.corpus.known_chunks import KnownChunks, find_runs_of, open_known_chunks
+from ragblend.catalog.known_chunks import KnownChunks, find_runs_of, open_known_chunks
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.lookup import (
     KEY_CONTEXTS,
@@ -34,6 +34,7 @@ from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
@@ -62,7 +63,7 @@ def record_entries(store: KVStore) -> ChunkRegistry | None:
     disk = disk_tier(store)
     if disk is None or disk.on_put is not None:
         return None
-    registry = ChunkRegistry(disk.root / REGISTRY_FILE)
+    registry = ChunkRegistry(disk.root / CATALOG_FILE)
     disk.on_put = partial(record_entry, registry)
     return registry
 

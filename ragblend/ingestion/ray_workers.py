@@ -18,9 +18,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from ragblend.corpus.chunk_registry import ChunkRegistry
+from ragblend.catalog.known_chunks import KnownChunks
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
-from ragblend.corpus.known_chunks import KnownChunks
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files.places import user_path

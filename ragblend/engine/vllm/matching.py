@@ -13,8 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ragblend.corpus.chunk_registry import open_registry
-from ragblend.corpus.known_chunks import KnownChunks, open_known_chunks
+from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.base import LEAST_QUOTE, turn_end
 from ragblend.engine.store.base import KVStore
 from ragblend.prompt.match import ChunkRun

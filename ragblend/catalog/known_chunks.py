@@ -11,17 +11,14 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.corpus.chunk_registry import ChunkRegistry
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.prompt.match import ChunkRun, Run, TokenIndex
 
-NAMESPACE_MARK = "@"
-"""Begins the names of a namespace's documents in a registry that namespaces share."""
 _CACHED_CHUNKS = 4096
 
 
@@ -36,7 +33,9 @@ class KnownChunks:
         self._owner = (tokenizer, namespace)
         self._lock = threading.Lock()
         self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
-        self._cached_document = lru_cache(_CACHED_CHUNKS)(self._find_document)
+        self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text: registry.has_ids(text, tokenizer, namespace))
+        self._version_of_texts: tuple[int, int] | None = None
+        self._cached_document = lru_cache(_CACHED_CHUNKS)(lambda number: registry.document_with_ids(number, namespace))
         self._clear()
 
     def add(self, chunks: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -48,7 +47,14 @@ class KnownChunks:
         self._registry.remove_ids(text, *self._owner)
 
     def __contains__(self, text: object) -> bool:
-        return isinstance(text, str) and self._registry.has_ids(text, *self._owner)
+        if not isinstance(text, str):
+            return False
+        with self._lock:
+            version = self._registry.version()
+            if version != self._version_of_texts:
+                self._has_text.cache_clear()
+                self._version_of_texts = version
+            return self._has_text(text)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the runs of chunks in a prompt, in its order; they do not overlap."""
@@ -70,15 +76,6 @@ class KnownChunks:
             self._cached_document.cache_clear()
             self._clear()
 
-    def _find_document(self, number: int) -> str:
-        """Return the id of a document of this namespace that has the chunk of this number; "" if there is none."""
-        start = namespace_prefix(self._owner[1])
-        for name in self._registry.documents_with_ids(number):
-            _, slash, document = name.removeprefix(start).partition("/")
-            if slash and name.startswith(start) and (start or not name.startswith(NAMESPACE_MARK)):
-                return document
-        return ""
-
     def _clear(self) -> None:
         self._index = TokenIndex(self._cached_ids)
         self._version: tuple[int, int] | None = None
@@ -86,7 +83,7 @@ class KnownChunks:
 
     def _update(self) -> None:
         """Bring the index to the state of the registry."""
-        version = self._registry.ids_version()
+        version = self._registry.version()
         if version == self._version:
             return
         self._cached_ids.cache_clear()  # of removed chunks the index finds no ids, and so no run
@@ -99,15 +96,6 @@ class KnownChunks:
         self._index.add(added)
         self._last_number = max((number for number, _ in added), default=self._last_number)
         self._version = version
-
-
-def namespace_prefix(namespace: str) -> str:
-    """Return how the names of a namespace's documents begin in a registry that namespaces share.
-
-    >>> namespace_prefix(""), namespace_prefix("a/b")
-    ('', '@a%2Fb/')
-    """
-    return f"{NAMESPACE_MARK}{quote(namespace, safe='')}/" if namespace else ""
 
 
 def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[ChunkRun]:
