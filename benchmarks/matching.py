@@ -25,9 +25,9 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.results import write_result
+from ragblend.catalog.known_chunks import find_runs_of
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
-from ragblend.corpus.known_chunks import find_runs_of
 from ragblend.lab.quality.data import find_data, read_cases
 from ragblend.prompt.match import TokenIndex
 from ragblend.prompt.render import Renderer

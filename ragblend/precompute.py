@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from ragblend.catalog.registry import open_registry, store_folders
+from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.sent_documents import DocumentTable
 from ragblend.chunker import Splitter, get_splitter_version, split
-from ragblend.corpus.chunk_registry import open_registry, store_folders
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.embedders import Embedder
 from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
@@ -252,7 +254,10 @@ def precompute_chunks(
         register_texts()
     else:
         with closing(open_registry(engine.store)) as registry:
-            registry.add((text for text, *_ in distinct), index.registry_name if isinstance(index, ChunkIndex) else "")
+            owner = DocumentName(namespace=engine.namespace)
+            if isinstance(index, ChunkIndex):
+                owner = DocumentName(index.registry_name)
+            registry.add((text for text, *_ in distinct), owner)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
@@ -299,11 +304,10 @@ def precompute_chunks(
 def remember_defaults(engine: Engine) -> None:
     """Have the store's folder remember the engine's model and system text for those who name none."""
     disk = disk_tier(engine.store)
-    for folder in store_folders(engine.store):
+    if disk is not None:
         path = Path(engine.name)
         model = str(path.absolute()) if engine.name != "demo" and path.exists() else engine.name
-        known = DiskStore(folder) if disk is None else disk
-        known.put_defaults(StoreDefaults(model, engine.system))
+        disk.put_defaults(StoreDefaults(model, engine.system))
 
 
 def _find_unfit_texts(texts: Iterable[str], engine: Engine) -> dict[str, str]:
@@ -384,11 +388,11 @@ def precompute_documents(
         return _send_documents(given, chunks, named, versions or [""] * len(given), collection, engine, progress)
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
-    texts_of: dict[str, list[str]] = {}
-    version_of: dict[str, str] = {}
+    texts_of: dict[DocumentName, list[str]] = {}
+    version_of: dict[DocumentName, str] = {}
     named_as, versioned_as = ids or map(_document_id, given), versions or [""] * len(given)
     for document, chunk, found, version in zip(given, chunks, named_as, versioned_as, strict=True):
-        name = _registered_name(found, collection)
+        name = DocumentName(collection if found else "", found, engine.namespace)
         version_of[name] = version
         texts_of.setdefault(name, [])  # a document that has nothing to prefill now loses what it had
         if problem := problems.get(chunk.text):
@@ -419,8 +423,10 @@ def precompute_documents(
     report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
     if finder is not None:
         finder.mark_stored(wanted)
-    changed = {name for name, version in version_of.items() if name and version != registry.version_of(name)}
-    replaced = {name: texts for name, texts in texts_of.items() if name in changed or (name and not version_of[name])}
+    changed = {name for name, version in version_of.items() if name.id and version != registry.version_of(name)}
+    replaced = {
+        name: texts for name, texts in texts_of.items() if name in changed or (name.id and not version_of[name])
+    }
     report.num_removed_kv, problem = replace_documents(replaced, engine, registry)
     for name in changed:  # last: killed before, the same call replaces the document again
         registry.set_version(name, version_of[name])
@@ -437,12 +443,10 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
-    named = {_registered_name(each, collection): list[str]() for each in ids}
-    registry = registry_for(engine)
+    named = {DocumentName(collection, each, engine.namespace): list[str]() for each in ids}
     if is_document_server(engine):
-        for name in named:
-            registry.release(registry.texts_of(name), name)
         return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
+    registry = registry_for(engine)
     num_removed, problem = replace_documents(named, engine, registry)
     for name in named:
         if registry.version_of(name):
@@ -496,7 +500,6 @@ def _send_indexed(
         vector = np.frombuffer(vectors[text_hash(chunk.text)], "<f4").astype(float)
         document["vectors"].append(vector.round(6).tolist())  # half as many characters
     _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
-    engine.add_known(chunks)
     return report
 
 
@@ -521,25 +524,11 @@ def _send_documents(
             sent[name]["version"] = version
     counts = _send(engine, collection, [*sent.values()], report, progress, described)
     report.num_chunks, report.num_tokens = counts["num_chunks"], counts["num_tokens"]
-    # Prompts are matched here, too, by the texts of this machine's folder.
-    with closing(open_registry(engine.store)) as registry:
-        for name, each in sent.items():
-            registered, version = _registered_name(name, collection), each.get("version", "")
-            registry.add(each["chunks"], registered)
-            if not version or version != registry.version_of(registered):
-                registry.release(registry.texts_of(registered).difference(map(str.strip, each["chunks"])), registered)
-                registry.set_version(registered, version)
-    engine.add_known(chunk for chunk in chunks if has_visible_text(chunk.text))
     return report
 
 
 def _document_id(document: Any) -> str:
     return getattr(document, "id", None) or "" if hasattr(document, "page_content") else ""
-
-
-def _registered_name(document_id: str, collection: str) -> str:
-    """Return the name of a document in the chunk registry; "" for one without an id."""
-    return f"{collection}/{document_id}" if document_id else ""
 
 
 def _describe_document(document: Any, chunk: Chunk) -> str:
@@ -583,6 +572,43 @@ def find_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = F
             index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; ragblend stats lists them")
     return list(dict.fromkeys(found))
+
+
+def find_added_documents(name: str, engine: Engine) -> list[DocumentName]:
+    """Return the documents of the engine's namespace that `precompute_documents`, a vector store or a client of a
+    server has added and that a person means: by their id, by COLLECTION/ID, or by the collection of all of them.
+
+    Raises UsageError for an id that several collections have.
+    """
+    with closing(open_registry(engine.store)) as registry:
+        known = [each for each in registry.documents() if each.id and each.namespace == engine.namespace]
+    if exact := [each for each in known if name == f"{each.collection}/{each.id}"]:
+        return exact
+    by_id = [each for each in known if each.id == name]
+    if len(by_id) > 1:
+        collections = ", ".join(repr(each.collection) for each in by_id)
+        raise UsageError(f"{name!r} is a document of the collections {collections}; name one: COLLECTION/{name}")
+    return by_id or [each for each in known if each.collection == name]
+
+
+def remove_added_documents(documents: Iterable[DocumentName], engine: Engine) -> tuple[int, int]:
+    """Delete the texts and the KV of documents that `find_added_documents` returned, of which a vector store keeps what
+    it has itself. Return the number of their chunks and of the deleted entries.
+
+    KV of a text that another document has stays. Raises BackendUnreachableError when a remote tier could not be told.
+    """
+    ids_of: dict[str, list[str]] = {}
+    for document in documents:
+        ids_of.setdefault(document.collection, []).append(document.id)
+    num_removed = 0
+    with closing(open_registry(engine.store)) as registry:
+        num_chunks = sum(len(registry.texts_of(document)) for document in documents)
+    for collection, ids in ids_of.items():
+        num_removed += delete_precomputed(ids, engine, collection=collection)
+        for folder in store_folders(engine.store):
+            with DocumentTable(folder) as sent:
+                sent.remove(engine.namespace, collection, ids)
+    return num_chunks, num_removed
 
 
 def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> tuple[int, int]:

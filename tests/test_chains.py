@@ -14,6 +14,7 @@ from langchain_core.messages import AIMessage, HumanMessage
 from tool_caller import ToolCaller
 
 from ragblend import Chunk, Prompt, open_index
+from ragblend.catalog.registry import open_registry
 from ragblend.chains import (
     BlendRetriever,
     answer_with,
@@ -21,7 +22,6 @@ from ragblend.chains import (
     create_blend_chain,
     create_history_aware_blend_chain,
 )
-from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError

@@ -20,7 +20,7 @@ from ragblend.engine.vllm.admin import _fields
 from ragblend.engine.vllm.client import events
 from ragblend.errors import NotFoundError, RagblendError
 from ragblend.prompt.render import Renderer
-from ragblend.server.api import keys_of
+from ragblend.server.requests import read_documents
 
 PACKAGE = Path(ragblend.__file__).parent
 COMMAND_LINE = ("cli", "lab", "operations/doctor.py")  # these print for the command line alone
@@ -115,10 +115,10 @@ def test_the_tokenizer_does_not_warn_of_a_long_document(make_tokenizer):
     [
         lambda text: json_object(text, "--vllm-options"),
         lambda text: list(events([f"data: {text}"])),
-        lambda text: keys_of(text.encode()),
+        lambda text: read_documents(text.encode(), "application/json", None),
         lambda text: _fields(text.encode()),
     ],
-    ids=["option", "server's event", "keys", "request"],
+    ids=["option", "server's event", "documents", "request"],
 )
 def test_json_that_is_nested_too_deep_is_an_error_with_words(read):
     with pytest.raises(RagblendError):

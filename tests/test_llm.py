@@ -393,7 +393,7 @@ def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_
     code = """if True:
         import os, signal, sys, threading, time
         from ragblend import Prompt
-        from ragblend.corpus.chunk_registry import open_registry
+        from ragblend.catalog.registry import open_registry
         from ragblend.llm import BlendLLM
         from ragblend.precompute import precompute_documents
         llm = BlendLLM(model='demo', store=sys.argv[1], max_tokens=3)

@@ -20,7 +20,7 @@ from langchain_core.stores import InMemoryByteStore
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from ragblend import Chunk, Prompt, load_engine, open_index
-from ragblend.corpus.chunk_registry import open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError, UsageError

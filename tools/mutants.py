@@ -82,8 +82,8 @@ control-token-not-protected     prompt     Renderer._render
     not self._control.search(A)  ->  True
 todays-date-in-prefix           prompt     Renderer.prefix_ids
     pins_date and A in B  ->  False
-ids-without-namespace           corpus     ChunkRegistry.add_ids
-    (A, namespace, B, C)  ->  (A, "", B, C)
+ids-without-namespace           catalog    ChunkRegistry.add_ids
+    {"tokenizer": A, "namespace": namespace}  ->  {"tokenizer": A, "namespace": ""}
 chunker-version-ignored         ingestion  _make_file_version
     f"{A}:{B}:{C}"  ->  f"{A}:{B}"
 removes-outside-of-scan         ingestion  remove_missing
@@ -94,8 +94,8 @@ deletes-other-namespaces        ingestion  keys_to_delete
     A.namespace == B  ->  True
 row-checksum-skipped            .          _select_checked
     not all(A)  ->  False
-text-of-others-released         .          ChunkRegistry.release
-    not self._has_document(A)  ->  True
+text-of-others-released         catalog    ChunkRegistry.release
+    A not in kept  ->  True
 removed-vectors-stay            .          FaissVectors.sync
     A.size - np.count_nonzero(B) + C.size != D.num_chunks  ->  False
 span-one-token-too-long         vllm       check_length

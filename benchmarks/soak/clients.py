@@ -20,9 +20,8 @@ import httpx
 from benchmarks.soak.deployment import ServedReplica, key_of
 from benchmarks.soak.ledger import Attempt, Ledger, Outcome, is_stored
 from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, exclude_tokens
-from ragblend.engine.vllm.base_engine import sampling
-from ragblend.engine.vllm.client import delta, events
-from ragblend.engine.vllm.params import BlendParams, VllmMode, report_from
+from ragblend.engine.vllm.client import events
+from ragblend.engine.vllm.params import BlendParams, VllmMode, report_from, sampling
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.types import Prompt
@@ -235,9 +234,10 @@ class Client(threading.Thread):
             attempt.report = report_from(response_body.get("kv_transfer_params"))
             return "complete"
         for event in events(response.iter_lines()):
-            part = delta(event)
-            attempt.token_ids += part.token_ids
-            attempt.report = part.report or attempt.report
+            if "error" in event:
+                raise RagblendError(str(event["error"]))
+            attempt.token_ids += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+            attempt.report = report_from(event.get("kv_transfer_params")) or attempt.report
             if wish.after_events is not None and len(attempt.token_ids) >= wish.after_events:
                 return "left"
         return "complete"

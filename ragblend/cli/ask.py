@@ -17,12 +17,10 @@ from ragblend.cli.printing import (
     source_facts,
     waiting_lines,
 )
-from ragblend.cli.session import embedder_name, open_engine, open_settings_index, retrieve
+from ragblend.cli.session import embedder_name, open_engine, open_searched_index, retrieve
 from ragblend.config import Settings
 
 ENGINE_SETTINGS = "model backend store remote"
-SEARCH_SETTINGS = "k neighbours order"
-PLACE_SETTINGS = "embedder system namespace dtype device trust_remote_code"
 _UNFLAGGED = "device dtype embedder namespace neighbours order shadow temperature trust_remote_code"
 
 
@@ -43,7 +41,7 @@ def ask(
     with (
         waiting_lines("answering"),
         open_engine(settings) as engine,
-        open_settings_index(settings, engine) as opened,
+        open_searched_index(settings, engine) as opened,
     ):
         hits = retrieve(opened, question, settings)
         stream = engine.stream(Prompt([hit.chunk for hit in hits], question, settings.system), **settings.generation)
@@ -95,7 +93,7 @@ def chat(
     from ragblend.engine.transformers.model import DEMO
     from ragblend.frameworks.conversation import ChatSession
 
-    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
+    with open_engine(settings) as engine, open_searched_index(settings, engine) as opened:
         session = ChatSession(engine, system=settings.system)
         condenses = engine.name != DEMO if condense is None else condense
         print_notice("Ask a question; an empty line or Ctrl-D ends the chat.")

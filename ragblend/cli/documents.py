@@ -112,15 +112,21 @@ def precompute(
 
 @with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Remove documents: their chunks, pins, and KV and texts that no other document uses. A file that still exists is
-    ingested again by the next `ingest` of its folder. After a crash, or an unreachable remote tier (exit code 5), run
-    the same command again.
+    """Remove documents: their chunks, pins, and KV and texts that no other document uses. DOC is a file, a folder, or
+    what a vector store or a client of a server has added: its id, COLLECTION/ID or COLLECTION; the vector store keeps
+    what it has itself. A file that still exists is ingested again by the next `ingest` of its folder. After a crash, or
+    an unreachable remote tier (exit code 5), run the same command again.
     """
-    from ragblend.precompute import find_documents, remove_documents
+    from ragblend.precompute import find_added_documents, find_documents, remove_added_documents, remove_documents
 
-    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
-        sources = find_documents(document, opened, include_unfinished=True)
-        num_chunks, num_kv = remove_documents(sources, engine, opened)
+    with open_engine(settings) as engine:
+        if added := find_added_documents(document, engine):
+            sources = [f"{each.collection}/{each.id}" for each in added]
+            num_chunks, num_kv = remove_added_documents(added, engine)
+        else:
+            with open_settings_index(settings, engine) as opened:
+                sources = find_documents(document, opened, include_unfinished=True)
+                num_chunks, num_kv = remove_documents(sources, engine, opened)
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
     text = f"{document}: {count_of(sources, 'document')}, {num_chunks} chunks and {num_kv} KV caches removed"
     print_result(facts, text, json_)

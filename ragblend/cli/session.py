@@ -9,9 +9,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import closing, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ragblend.cli.printing import progress_bars
@@ -142,6 +143,32 @@ def open_settings_index(settings: Settings, engine: Engine, *, create: bool = Fa
     if calibrations is not None:
         calibrations.chunker = index.manifest.chunker  # selects this index's calibration
     return index
+
+
+@contextmanager
+def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkIndex]:
+    """Give the index in which questions are searched: the settings' own, or where no folder was ingested, one of the
+    texts that frameworks and clients of a server have added in the engine's namespace, made for this command.
+    """
+    from ragblend.catalog.registry import read_registry
+    from ragblend.precompute import open_engine_index
+    from ragblend.prompt.types import Chunk
+
+    try:
+        own = open_settings_index(settings, engine)
+    except NotFoundError:
+        with closing(read_registry(engine.store)) as registry:
+            names = [name for name in registry.documents() if name.namespace == engine.namespace]
+            texts_of = {f"{name.collection}/{name.id}": sorted(registry.texts_of(name)) for name in names}
+        if not texts_of:
+            raise
+        with TemporaryDirectory() as folder, open_engine_index(folder, engine, embedder_name(settings)) as made:
+            for source, texts in texts_of.items():
+                made.add_document(source, "", [Chunk(text, source) for text in texts])
+            yield made
+        return
+    with own:
+        yield own
 
 
 def embedder_name(settings: Settings) -> str | None:

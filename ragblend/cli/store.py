@@ -12,6 +12,7 @@ from ragblend.cli.options import DocumentArgument, JsonOption, with_settings
 from ragblend.cli.printing import count_of, join_names, limit_line, print_result, progress_bars, remote_line
 from ragblend.cli.session import open_engine, open_settings_index, remote_facts
 from ragblend.config import Settings, with_flags
+from ragblend.errors import NotFoundError
 
 EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
@@ -68,6 +69,7 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
 @with_settings("store remote")
 def stats(settings: Settings, json_: JsonOption = False) -> None:
     """Print the store's documents, stored KV and sizes."""
+    from ragblend.catalog.registry import read_registry
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.open import parse_capacity
@@ -80,17 +82,24 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     num_tokens = sum(entry.header.num_tokens for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
-    with open_index(settings.store) as opened:
-        manifest, sources = opened.manifest, opened.sources()
-        num_documents, num_chunks = opened.num_documents, opened.num_chunks
+    with read_registry(disk) as registry:
+        collections = registry.count_collections()
+    manifest, sources, num_chunks = None, list[str](), 0
+    try:
+        with open_index(settings.store) as opened:
+            manifest, sources, num_chunks = opened.manifest, opened.sources(), opened.num_chunks
+    except NotFoundError:
+        if not collections:
+            raise
     facts: dict[str, Any] = {
         "store": settings.store,
-        "num_documents": num_documents,
+        "num_documents": len(sources),
         "num_chunks": num_chunks,
-        "embedder": manifest.embedder,
-        "tokenizer": manifest.tokenizer,
-        "chunk_size": manifest.chunk_size,
-        "chunker": manifest.chunker,
+        "embedder": manifest.embedder if manifest is not None else None,
+        "tokenizer": manifest.tokenizer if manifest is not None else None,
+        "chunk_size": manifest.chunk_size if manifest is not None else None,
+        "chunker": manifest.chunker if manifest is not None else None,
+        "collections": collections,
         "num_stored_chunks": len(entries),
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
@@ -105,9 +114,17 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "sources": sources,
     }
     held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
-    lines = [
-        f"store {settings.store}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunker} of "
-        f"{manifest.tokenizer}, embedded by {manifest.embedder}",
+    lines = [f"store {settings.store}:"]
+    if manifest is not None:
+        lines[0] += (
+            f" {len(sources)} documents, {num_chunks} chunks of at most {manifest.chunker} of {manifest.tokenizer}, "
+            f"embedded by {manifest.embedder}"
+        )
+    lines += [
+        f"collection {name}: {counts['num_documents']} documents, {counts['num_chunks']} chunks"
+        for name, counts in collections.items()
+    ]
+    lines += [
         f"KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
         limit_line(limit, settings.disk_gib),
         *([f"context: {facts['context']}"] if facts["context"] else []),
@@ -142,9 +159,9 @@ def verify(
         tier.close()
     if repair and report.has_problems:
         from ragblend.engine.store.metadata import CONTEXT_FILE
-        from ragblend.operations.maintenance import drop_damaged_defaults, repair_store
+        from ragblend.operations.maintenance import drop_unreadable_files, repair_store
 
-        drop_damaged_defaults(report, settings.store)  # before an engine asks for them
+        drop_unreadable_files(report, settings.store)
 
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")
@@ -182,7 +199,7 @@ def gc(
     settings: Settings,
     max_size: Annotated[str | None, typer.Option("--max-size", help="Largest size to keep, e.g. 20GiB.")] = None,
     orphans: Annotated[
-        bool, typer.Option("--orphans", help="Also remove KV, texts and pins of chunks that are no longer indexed.")
+        bool, typer.Option("--orphans", help="Also remove KV, texts and pins of chunks that no document has.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed and remove nothing.")] = False,
     json_: JsonOption = False,

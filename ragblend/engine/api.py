@@ -35,6 +35,8 @@ class Engine(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def namespace(self) -> str: ...  # of its chunks, which prompts of no other namespace find
+    @property
     def fingerprint(self) -> str: ...
     @property
     def system(self) -> str | None: ...  # the text that chunks are computed behind

@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import cached_property, partial
 from time import perf_counter
 from types import TracebackType
-from typing import Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, open_registry
-from ragblend.corpus.known_chunks import KnownChunks, find_runs_of, open_known_chunks
+from ragblend.catalog.known_chunks import KnownChunks, find_runs_of, open_known_chunks
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.lookup import (
     KEY_CONTEXTS,
@@ -34,6 +34,7 @@ from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
@@ -62,7 +63,7 @@ def record_entries(store: KVStore) -> ChunkRegistry | None:
     disk = disk_tier(store)
     if disk is None or disk.on_put is not None:
         return None
-    registry = ChunkRegistry(disk.root / REGISTRY_FILE)
+    registry = ChunkRegistry(disk.root / CATALOG_FILE)
     disk.on_put = partial(record_entry, registry)
     return registry
 
@@ -73,20 +74,18 @@ def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
 
 
 class EngineBase(ABC):
-    """The Engine protocol without prefilling and answering. Use as a context manager, or `close()` it.
+    """Settings, checks and the end of any engine. Use as a context manager, or `close()` it.
 
-    `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; "inline" does not.
-    `worker` runs that, by default a separate thread. `context`: the store's context policy (see `lookup`); None: the
-    policy that its disk tier has stored, or the default for a model of `num_layers`. `flags`: the command-line options
-    that name the model and the store, for the commands in messages.
+    `worker` runs work in the background, by default a separate thread. `flags`: the command-line options that name the
+    model and the store, for the commands in messages.
     """
 
     closed = False
+    store: KVStore
+    default_prefix_ids: tuple[int, ...] = ()
 
     def __init__(
         self,
-        renderer: Renderer,
-        store: KVStore,
         *,
         name: str,
         fingerprint: str,
@@ -95,8 +94,6 @@ class EngineBase(ABC):
         on_miss: str = "store",
         shadow: float = 0.0,
         shadow_seed: int | None = None,
-        context: ContextPolicy | None = None,
-        num_layers: int = 0,
         flags: str = "",
         worker: Executor | None = None,
     ) -> None:
@@ -105,24 +102,13 @@ class EngineBase(ABC):
         check_unicode(system or "", "the system text")
         check_unicode(namespace, "the namespace")
         self._process = os.getpid()
-        self.renderer = renderer
-        self.store = store
         self.name = name
         self.fingerprint = fingerprint
         self.system = system
         self.namespace = namespace
-        self._entry_registry = record_entries(store)
-        self.default_prefix_ids = renderer.prefix_ids(system, pins_date=True)
-        if context is not None:
-            CONTEXT.validate("context", context)
-        known = context or store.read_context()
-        self.default_context = default_context_policy(num_layers)
-        self.context: ContextPolicy = known or self.default_context
-        self._knows_context = known is not None
         self.flags = flags
         self.notices = ReuseDiagnostics(self)
         self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
-        self._backfill = Backfill(self._store_missing, self._worker) if on_miss == "store" else None
         self._shadow = Shadow(shadow, shadow_seed)
 
     @property
@@ -145,6 +131,87 @@ class EngineBase(ABC):
     @abstractmethod
     def context_length(self) -> int:
         """Longest prompt plus answer, in tokens."""
+
+    # -- answering
+
+    def _check_prompt(self, prompt: Prompt, stop: Sequence[str]) -> None:
+        """Raise EngineClosedError, or UsageError for text that is not valid Unicode."""
+        if self.closed:
+            raise EngineClosedError(f"the engine of {self.name} is closed; load it again")
+        for chunk in prompt.chunks:
+            check_unicode(chunk.text, "a chunk")
+        for message in prompt.messages:
+            check_unicode(message.content, f"the {message.role} text")
+        for text in stop:
+            check_unicode(text, "a stop string")
+
+    @property
+    def shadow(self) -> ShadowCounters:
+        """Counters of shadow comparisons, which `load_engine(shadow=P)` turns on."""
+        return self._shadow.counters
+
+    def flush_shadow(self) -> None:
+        """Wait until the shadow comparison of every sampled request has run."""
+        self._shadow.flush()
+
+    def close(self) -> None:
+        """Finish background work. Safe to call again.
+
+        Open streams end at their next token, with finish reason "cancelled". A closed engine answers no more requests.
+        """
+        if not self.is_usable:
+            return
+        self.closed = True
+        self._shadow.close()
+        self._worker.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError: a model, threads and open files can be neither pickled nor copied."""
+        raise TypeError(
+            f"{type(self).__name__} holds a model, threads and locks of this process; it cannot be pickled or copied. "
+            "Send what load_engine takes and load it there; BlendLLM(model=..., store=...) does so by itself"
+        )
+
+
+class LocalEngine(EngineBase):
+    """An engine that has the tokenizer and the store: keys, chunks in prompts, ingestion. Prefills and answers in
+    subclasses.
+
+    `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; "inline" does not.
+    `context`: the store's context policy (see `lookup`); None: the policy that its disk tier has stored, or the default
+    for a model of `num_layers`.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        store: KVStore,
+        *,
+        on_miss: str = "store",
+        context: ContextPolicy | None = None,
+        num_layers: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(on_miss=on_miss, **options)
+        self.renderer = renderer
+        self.store = store
+        self._entry_registry = record_entries(store)
+        self.default_prefix_ids = renderer.prefix_ids(self.system, pins_date=True)
+        if context is not None:
+            CONTEXT.validate("context", context)
+        known = context or store.read_context()
+        self.default_context = default_context_policy(num_layers)
+        self.context: ContextPolicy = known or self.default_context
+        self._knows_context = known is not None
+        self._backfill = Backfill(self._store_missing, self._worker) if on_miss == "store" else None
 
     # -- chunks in prompts
 
@@ -274,18 +341,7 @@ class EngineBase(ABC):
             return IngestionContext("similar", self.renderer.context_parts(chunk.context_texts))
         return NO_CONTEXT
 
-    # -- answering
-
-    def _check_prompt(self, prompt: Prompt, stop: Sequence[str]) -> None:
-        """Raise EngineClosedError, or UsageError for text that is not valid Unicode."""
-        if self.closed:
-            raise EngineClosedError(f"the engine of {self.name} is closed; load it again")
-        for chunk in prompt.chunks:
-            check_unicode(chunk.text, "a chunk")
-        for message in prompt.messages:
-            check_unicode(message.content, f"the {message.role} text")
-        for text in stop:
-            check_unicode(text, "a stop string")
+    # -- background work
 
     def _check_length(self, num_tokens: int, what: Literal["chunk", "prompt"]) -> None:
         if num_tokens > self.context_length:
@@ -296,8 +352,6 @@ class EngineBase(ABC):
             raise PromptTooLongError(
                 f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; {fix[what]}"
             )
-
-    # -- background work
 
     def backfill(self, misses: Iterable[ChunkRun]) -> None:
         """Store the chunks of these runs, each alone, in the background, unless `on_miss` is "inline"."""
@@ -311,46 +365,17 @@ class EngineBase(ABC):
             self.add_known([run.chunk])
         self.precompute_ids(run.chunk_ids)
 
-    @property
-    def shadow(self) -> ShadowCounters:
-        """Counters of shadow comparisons, which `load_engine(shadow=P)` turns on."""
-        return self._shadow.counters
-
-    def flush_shadow(self) -> None:
-        """Wait until the shadow comparison of every sampled request has run."""
-        self._shadow.flush()
-
     def flush(self) -> None:
         """Wait until the background precompute is done; raise its latest error."""
         if self._backfill is not None:
             self._backfill.flush()
 
     def close(self) -> None:
-        """Finish background work. Safe to call again.
-
-        Open streams end at their next token, with finish reason "cancelled". A closed engine answers no more requests.
-        """
+        """Finish background work. Safe to call again."""
         if not self.is_usable:
             return
-        self.closed = True
-        self._shadow.close()
-        self._worker.shutdown()
+        super().close()
         if "known_chunks" in self.__dict__:
             self.known_chunks.close()
         if self._entry_registry is not None:
             self._entry_registry.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __reduce__(self) -> NoReturn:
-        """Raise TypeError: a model, threads and open files can be neither pickled nor copied."""
-        raise TypeError(
-            f"{type(self).__name__} holds a model, threads and locks of this process; it cannot be pickled or copied. "
-            "Send what load_engine takes and load it there; BlendLLM(model=..., store=...) does so by itself"
-        )

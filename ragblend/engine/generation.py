@@ -215,7 +215,8 @@ class Answer:
                 result.text += rest
                 yield rest
             if request.mode in ("blend", "reuse") and not report.refused_reason and not engine.notices.is_settled:
-                engine.notices.record_lookup(request.prompt, [chunk.hit for chunk in report.chunks])
+                hits = [chunk.hit for chunk in report.chunks]
+                engine.notices.record_lookup(request.prompt.num_tokens, hits, request.prompt.prefix_ids)
         finally:
             report.decode_s = perf_counter() - decode_start_s - self.waited_s
             report.completion_tokens = len(result.token_ids)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ragblend.engine.store.base import KVStore
     from ragblend.engine.store.metadata import StoreDefaults
     from ragblend.engine.transformers.engine import TransformersEngine
-    from ragblend.engine.vllm.client import Connection, VllmClient
+    from ragblend.engine.vllm.client import VllmClient
     from ragblend.engine.vllm.engine import VllmEngine
 
 
@@ -67,9 +67,9 @@ def load_engine(
     `store`: a directory, any KVStore, or None for memory only.
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
-    server that `ragblend serve` started. Over HTTP the KV is the server's: `store` only remembers the chunks' texts,
-    and what loads the model or is a tier's is set where the server starts (UsageError here), save where the tokenizer
-    is found. `api_key`, `timeout` (seconds) and `max_retries` are for HTTP.
+    server that `ragblend serve` started. Over HTTP the KV is the server's, and it renders and tokenizes prompts; what
+    loads the model or is a tier's is set where the server starts (UsageError here), save where the tokenizer is found,
+    which cutting documents needs. `api_key`, `timeout` (seconds) and `max_retries` are for HTTP.
 
     `options` are LoadOptions. How the model is loaded: ModelOptions (dtype or torch_dtype, device or device_map,
     attn_implementation, revision, cache_dir, local_files_only, trust_remote_code, adapter, model_kwargs). The store's
@@ -107,7 +107,7 @@ def load_engine(
     if model is None:
         if asked.trust_remote_code:
             raise UsageError("trust_remote_code runs code of the model, so name the model: `model=...`")
-        model = _served_model(backend, settings) if is_url(backend) else remembered_model(store)
+        model = None if is_url(backend) else remembered_model(store)
     elif not isinstance(model, str | Path):
         from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
 
@@ -115,7 +115,7 @@ def load_engine(
         model = pair_name(pair)
         if backend != "transformers":
             raise UsageError(f"a loaded model is run here; with backend={redact(backend)!r} give its name or path")
-    model = str(model)
+    model = None if model is None else str(model)
     shared = {name: getattr(settings, name) for name in ("system", "namespace", "on_miss", "shadow", "context")}
     if (store is None or isinstance(store, Path)) and pair is None:
         remote = None if settings.remote is None or has_secret(settings.remote) else settings.remote
@@ -129,6 +129,7 @@ def load_engine(
             settings = replace(settings, system=shared["system"])
     if is_url(backend):
         return _load_client(model, store, backend, asked, settings, shared)
+    assert model is not None
     if backend == "vllm":
         return _load_vllm(model, store, asked, settings, shared)
     return _load_transformers(model, pair, store, asked, settings, shared)
@@ -235,36 +236,16 @@ def _load_transformers(
     )
 
 
-def _connect(url: str, settings: LoadOptions) -> Connection:
-    from ragblend.engine.vllm.client import Connection
-
-    http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
-    return Connection(url, **{name: value for name, value in http.items() if value is not None})
-
-
-def _served_model(url: str, settings: LoadOptions) -> str:
-    """Return the model that the server at `url` runs: by its folder if this machine has it, else by its name."""
-    from ragblend.engine.vllm.client import server_facts
-
-    opened = _connect(url, settings)
-    try:
-        facts = server_facts(opened)
-        return facts.model if Path(facts.root).is_absolute() and not Path(facts.root).exists() else facts.root
-    finally:
-        opened.close()
-
-
 def _load_client(
-    model: str,
+    model: str | None,
     store: Path | KVStore | None,
     url: str,
     asked: ModelOptions,
     settings: LoadOptions,
     shared: dict[str, Any],
 ) -> VllmClient:
-    """Return an engine over the server at `url`, with `model`'s tokenizer from this machine."""
-    from ragblend.engine.transformers.model import load_tokenizer
-    from ragblend.engine.vllm.client import VllmClient, server_facts
+    """Return an engine over the server at `url`; `model` None is the server's."""
+    from ragblend.engine.vllm.client import Connection, VllmClient, server_facts
     from ragblend.prompt.render import Renderer
 
     more = ["vllm_options"] if settings.vllm_options else []
@@ -279,18 +260,25 @@ def _load_client(
         )
     if store is not None and not isinstance(store, Path):
         raise UsageError(
-            f"store is a {type(store).__name__}; with {redact(url)} the store is the server's, give a directory"
+            f"store is a {type(store).__name__}; with {redact(url)} the store is the server's, leave it out"
         )
-    opened = _connect(url, settings)
+    http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
+    opened = Connection(url, **{name: value for name, value in http.items() if value is not None})
     try:
-        facts = server_facts(opened, model)
-        tokenizer, _ = load_tokenizer(model, asked)
-        if model not in (facts.model, facts.root):
+        facts = server_facts(opened, model or "")
+        if model not in (None, facts.model, facts.root):
             raise StoreMismatchError(
                 f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; choose it: `model={facts.model!r}`"
             )
-        root = store.absolute() if store is not None else None
-        return VllmClient(opened, facts, Renderer(tokenizer), name=model, root=root, **shared)
+        # The server's folder of the model, if this machine has it as well, else its name.
+        place = facts.model if Path(facts.root).is_absolute() and not Path(facts.root).exists() else facts.root
+
+        def load_renderer() -> Renderer:
+            from ragblend.engine.transformers.model import load_tokenizer
+
+            return Renderer(load_tokenizer(model or place, asked)[0])
+
+        return VllmClient(opened, facts, load_renderer, name=model or place, **shared)
     except BaseException:
         opened.close()
         raise

@@ -13,8 +13,6 @@ from itertools import islice
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from ragblend.prompt.match import MatchedPrompt
-
 if TYPE_CHECKING:
     from ragblend.engine.base import EngineBase
 
@@ -43,17 +41,20 @@ class ReuseDiagnostics:
         self._num_missed = 0
         self.is_settled = False  # something was reused, or warned of: later prompts are not looked into
 
-    def record_lookup(self, prompt: MatchedPrompt, hits: Sequence[bool]) -> None:
-        """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored."""
+    def record_lookup(self, num_tokens: int, hits: Sequence[bool], *prefixes: tuple[int, ...]) -> None:
+        """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored.
+
+        `prefixes`: ids that the prompt begins with and chunks may be stored after.
+        """
         if any(hits):
             self.is_settled = True
-        if not hits and prompt.num_tokens < LONG_PROMPT:
+        if not hits and num_tokens < LONG_PROMPT:
             return
         with self._lock:
             if not self.is_settled:
                 self._num_missed += 1
                 self.is_settled = self._num_missed == NUM_PROMPTS_BEFORE_WARNING
-                cause = self._cause((self._engine.default_prefix_ids, prompt.prefix_ids))
+                cause = self._cause((self._engine.default_prefix_ids, *prefixes))
                 if cause is not None and cause not in self._warned_causes:
                     self._warned_causes.add(cause)
                     log.warning("nothing was reused: %s", cause.format(**self._facts()))

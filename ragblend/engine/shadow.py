@@ -66,6 +66,19 @@ class Shadow:
                 return
             self._pending.append(self._executor.submit(self._work, compare, report))
 
+    def submit_repeat(self, repeat: Callable[[], Stream], answer: Generation) -> None:
+        """Told that a greedy and complete answer of vLLM has ended, which `repeat` asks for again by full prefill.
+
+        Others cannot be compared: vLLM returns tokens without their distribution.
+        """
+
+        def compare() -> ShadowReport:
+            stream = repeat()
+            same = same_tokens(stream, answer)
+            return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
+
+        self.submit(compare, answer.report)
+
     def flush(self) -> None:
         """Wait for the comparisons that were chosen so far. Raises nothing: failures are counted and logged."""
         with self._lock:

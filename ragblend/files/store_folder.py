@@ -1,7 +1,7 @@
 """Where everything stands in a store's folder, and how the two folders of earlier versions become that one.
 
     STORE/kv/ab/...                                      entries (see `disk`); `kv_dir` puts them elsewhere
-    STORE/texts.sqlite                                   texts and token ids of chunks (see `chunk_registry`)
+    STORE/catalog.sqlite                                 texts and token ids of chunks (see `registry`)
     STORE/chunks.sqlite, vectors.faiss, manifest.json    documents, their chunks and vectors (see `index`)
     STORE/store.json, context.json, models/, pins/, ...  what the store remembers (see `disk`)
 
@@ -28,7 +28,9 @@ log = logging.getLogger(__name__)
 
 DEFAULT_STORE = "ragblend-data"
 KV_DIR = "kv"
-REGISTRY_FILE, DATABASE, VECTORS_FILE, MANIFEST = "texts.sqlite", "chunks.sqlite", "vectors.faiss", "manifest.json"
+CATALOG_FILE = "catalog.sqlite"
+FORMER_REGISTRY_FILE, FORMER_SERVER_FILE = "texts.sqlite", "documents.sqlite"
+DATABASE, VECTORS_FILE, MANIFEST = "chunks.sqlite", "vectors.faiss", "manifest.json"
 _FORMER_INDEX_DIR = "index"
 _NOTES = ("models", "pins", "calibrations", "machines", "prefixes", "forgotten", "context.json")
 _MARK = "evicted"  # see `eviction`; it stands with the entries
@@ -61,7 +63,12 @@ def _was_part_of(folder: Path, parent: Path) -> bool:
     """Return True for the `kv` or `index` folder of a store in the earlier layout, or of one that has been moved."""
     if folder.name == _FORMER_INDEX_DIR and not (folder / DATABASE).exists():
         return (parent / DATABASE).exists() and not (folder / KV_DIR).is_dir()
-    marks = (parent / _FORMER_INDEX_DIR / DATABASE, parent / DATABASE, parent / REGISTRY_FILE)
+    marks = (
+        parent / _FORMER_INDEX_DIR / DATABASE,
+        parent / DATABASE,
+        parent / FORMER_REGISTRY_FILE,
+        parent / CATALOG_FILE,
+    )
     return any(mark.exists() for mark in marks) and next(_entry_folders(parent / KV_DIR), None) is not None
 
 
@@ -100,15 +107,15 @@ def _has_former_index(folder: Path) -> bool:
 
 def _has_former_notes(folder: Path) -> bool:
     kv = folder / KV_DIR
-    return not (kv / KV_DIR).is_dir() and any((kv / name).exists() for name in (*_NOTES, REGISTRY_FILE))
+    return not (kv / KV_DIR).is_dir() and any((kv / name).exists() for name in (*_NOTES, FORMER_REGISTRY_FILE))
 
 
 def _move_former(folder: Path) -> None:
     moved = []
     kv, former_index = folder / KV_DIR, folder / _FORMER_INDEX_DIR
     if _has_former_notes(folder):
-        if (kv / REGISTRY_FILE).exists() and not (folder / REGISTRY_FILE).exists():
-            _move_database(kv / REGISTRY_FILE, folder / REGISTRY_FILE)
+        if (kv / FORMER_REGISTRY_FILE).exists() and not (folder / FORMER_REGISTRY_FILE).exists():
+            _move_database(kv / FORMER_REGISTRY_FILE, folder / FORMER_REGISTRY_FILE)
         for name in _NOTES:
             _move(kv / name, folder / name)
         moved.append(f"the notes in {kv}")

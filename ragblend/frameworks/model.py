@@ -321,7 +321,7 @@ class BlendModel(BaseModel):
             if self.system and messages[0].role != "system":
                 messages.insert(0, Message("system", self.system))
             prompt = Prompt.from_messages(messages, options.tools, chunks)
-        if options.strict:
+        if options.strict and not is_url(self.backend):  # a server's report says it, once the answer is there
             self._check_strict(prompt)
         return Request(prompt, options)
 
@@ -389,6 +389,12 @@ class BlendModel(BaseModel):
                     _check_time(start_s, timeout_s)
             except PromptTooLongError as error:  # a server may say so only now
                 raise self._overflow_error(str(error)) from error
+        report = stream.result.report
+        if request.options.strict and is_url(self.backend) and report.num_chunk_hits < max(1, report.num_chunks):
+            raise ChunkNotReusedError(
+                f"the server reused {report.num_chunk_hits} of {report.num_chunks} known chunks in the prompt; send it "
+                "the documents (ragblend.precompute.precompute_documents), or call with strict=False"
+            )
 
     def _answer(self, request: Request, cancelled: threading.Event | None = None) -> Generation:
         """The whole answer, the first of several; a set `cancelled` ends it early."""

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Protocol
 
-from ragblend.corpus.chunk_registry import open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, UsageError, check_unicode

@@ -12,7 +12,8 @@ from contextlib import closing
 from itertools import chain
 from typing import Any, TypeVar
 
-from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.schema import DocumentName
 from ragblend.corpus.schema import OrphanedTexts, PendingDeletion, text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.base import record_entry
@@ -48,7 +49,6 @@ def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     with closing(open_registry(engine.store)) as registry:
         if hasattr(engine, "remove_documents"):  # a server deletes what documents had when their new version is sent
             num_removed: int = engine.remove_documents(index.registry_name or "langchain", left.sources)
-            registry.release(left.texts, index.registry_name)
             index.schedule_deletions((), left)
             return num_removed, ""
         if left.last_id:
@@ -65,7 +65,7 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 
 def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Note which entries are to go, in place of the texts that they are of."""
-    gone = registry.release(left.texts, index.registry_name)
+    gone = registry.release(left.texts, DocumentName(index.registry_name))
     for source in left.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
@@ -142,7 +142,7 @@ def keys_to_delete(
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}
     if texts and everywhere:
-        namespace, joint = getattr(engine, "namespace", ""), engine.renderer.separator_ids
+        namespace, joint = engine.namespace, engine.renderer.separator_ids
         text_of = {engine.renderer.chunk_ids(text): text for text in texts}
         _record_earlier_entries(engine, registry)
         for ids, text in text_of.items():
@@ -231,16 +231,17 @@ def find_orphaned_keys(
 
 
 def replace_documents(
-    texts_of: Mapping[str, Collection[str]], engine: Engine, registry: ChunkRegistry
+    texts_of: Mapping[DocumentName, Collection[str]], engine: Engine, registry: ChunkRegistry
 ) -> tuple[int, str]:
     """Release the texts that these documents, by their registered names, had besides those given here, and delete the
-    KV of texts that no document has any more. What `delete_texts_kv` returns.
+    KV of texts that no document of the engine's namespace has any more. What `delete_texts_kv` returns.
     """
     gone = registry.preview_release(texts_of)
 
     def unregister() -> None:
         for name, texts in texts_of.items():
             registry.release(registry.texts_of(name).difference(map(str.strip, texts)), name)
+        registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in gone)  # others' texts stay
 
     removed = delete_texts_kv(gone, engine, registry, unregister)
     if gone:

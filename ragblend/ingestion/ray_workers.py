@@ -18,9 +18,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from ragblend.corpus.chunk_registry import ChunkRegistry
+from ragblend.catalog.known_chunks import KnownChunks
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
-from ragblend.corpus.known_chunks import KnownChunks
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files.places import user_path
@@ -209,11 +209,11 @@ class _Worker:
 
     def _opened(self) -> Engine:
         if self._engine is None:
-            from ragblend.engine.base import EngineBase
+            from ragblend.engine.base import LocalEngine
             from ragblend.engine.load import load_engine
 
             self._engine = load_engine(self._opening.model, self._opening.store, **self._opening.options)
-            if isinstance(self._engine, EngineBase):
+            if isinstance(self._engine, LocalEngine):
                 # The process that ingests keeps the token ids; its SQLite file does not work across machines.
                 self._engine.known_chunks = KnownChunks(ChunkRegistry(), "", "")
         return self._engine

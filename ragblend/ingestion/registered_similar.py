@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ragblend.corpus.chunk_registry import ChunkRegistry, SimilarVariant
+from ragblend.catalog.registry import ChunkRegistry, SimilarVariant
 from ragblend.corpus.embedders import (
     Embedder,
     FloatArray,

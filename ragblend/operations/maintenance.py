@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, drop_registry, open_registry
+from ragblend.catalog.database import drop_catalog
+from ragblend.catalog.registry import ChunkRegistry, has_registry, open_registry, read_registry
+from ragblend.catalog.schema import DocumentName
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
@@ -35,6 +37,7 @@ from ragblend.errors import (
     RagblendError,
     StoreFullError,
 )
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import NUM_SIMILAR, chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
@@ -114,7 +117,11 @@ def verify_store(
 
 def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport) -> None:
     """Count the entries that no chunk needs and the chunks without KV, and list the outdated similar variants."""
-    used = _load_live_chunks(index)
+    try:
+        with read_registry(disk) as registry:
+            used = _load_live_chunks(index, registry)
+    except CorruptError:  # which is in the report already
+        return
     if used is None:
         return
     found = _EntrySummary()
@@ -125,19 +132,18 @@ def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport
 
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
     """Check the registry of texts, and that the entries exist that it records as stored."""
-    path = disk.root / REGISTRY_FILE
     try:
-        if not path.exists():
+        if not has_registry(disk.root):
             if next(disk.keys(), None) is not None:
-                report.damaged_files[REGISTRY_FILE] = "it is missing, so no stored chunk is found in prompts"
+                report.damaged_files[CATALOG_FILE] = "it is missing, so no stored chunk is found in prompts"
             return
         with open_registry(disk) as registry:
             problems, stored = registry.find_problems(), registry.stored()
     except RagblendError as error:
-        report.damaged_files[REGISTRY_FILE] = str(error)
+        report.damaged_files[CATALOG_FILE] = str(error)
         return
     if problems:
-        report.damaged_files[REGISTRY_FILE] = "; ".join(problems)
+        report.damaged_files[CATALOG_FILE] = "; ".join(problems)
     if not disk.has_evicted:
         models = disk.models()
         for key, fingerprint in stored.items():
@@ -170,10 +176,10 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             engine,
             progress,
             index=index,
-            register_texts=lambda: registry.add(indexed, index.registry_name),
+            register_texts=lambda: registry.add(indexed, DocumentName(index.registry_name)),
         )
         stored = registry.stored()
-    if REGISTRY_FILE in report.damaged_files:
+    if CATALOG_FILE in report.damaged_files:
         engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
         assert disk is not None
@@ -190,11 +196,22 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     return repaired.num_new_kv
 
 
-def drop_damaged_defaults(report: VerifyReport, store: str | Path) -> None:
-    """Delete the store's record of its latest ingestion if it is damaged."""
+def drop_unreadable_files(report: VerifyReport, store: str | Path) -> None:
+    """Drop what keeps an engine from opening the store: damaged defaults, and a catalogue that cannot be opened."""
     if DEFAULTS_FILE in report.damaged_files:
         DiskStore(store, create=False).delete_metadata(DEFAULTS_FILE)
         report.dropped.append(f"{DEFAULTS_FILE} is dropped: {_LOSS_MESSAGES[DEFAULTS_FILE]}")
+    if CATALOG_FILE in report.damaged_files:
+        disk = DiskStore(store, create=False)
+        try:
+            open_registry(disk).close()
+        except CorruptError:
+            _drop_catalog(report, disk)
+
+
+def _drop_catalog(report: VerifyReport, disk: DiskStore) -> None:
+    drop_catalog(disk.root)
+    report.dropped.append(f"{CATALOG_FILE} is dropped: {_LOSS_MESSAGES[CATALOG_FILE]}")
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
@@ -204,7 +221,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
             pin_document(source, engine, index)
     still = {result.key for result in disk.verify_metadata(calibration_error)}
     for place, reason in report.damaged_files.items():
-        if place == REGISTRY_FILE:
+        if place == CATALOG_FILE:
             if (known := getattr(engine, "known_chunks", None)) is not None:
                 known.close()  # it may hold a removed file open
             try:
@@ -217,8 +234,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
                 report.unrepaired.append(reason)
                 continue
             if not is_sound:  # SQLite's own structure is damaged, so deleting rows does not repair it
-                drop_registry(disk.root)
-                report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place]}")
+                _drop_catalog(report, disk)
             _record_stored(disk)
         elif place in still:
             disk.delete_metadata(place)
@@ -243,7 +259,7 @@ _LOSS_MESSAGES = {
     PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
     DEFAULTS_FILE: "set it again: ragblend ingest DOCS --model MODEL",
     CONTEXT_FILE: "chunks are looked up without context until it is set again: ragblend precompute --context ...",
-    REGISTRY_FILE: "indexed texts are registered again; add those of LangChain and LlamaIndex again",
+    CATALOG_FILE: "indexed texts are registered again; add those of frameworks and servers again",
 }
 
 
@@ -269,9 +285,10 @@ def collect_garbage(
 ) -> GcReport:
     """Remove leftovers and damaged files; with `index` also entries that it does not use; then KV beyond `max_bytes`.
 
-    Unused are, for every model and prefix: KV of chunks that no document has and KV computed after such a chunk, their
-    registered texts, and the pins of documents that are not indexed. Documents may be ingested during the run; their
-    entries are kept. Raises RagblendError if the index's tokenizer cannot be loaded.
+    Unused are, for every model and prefix: KV of chunks that no document has (of the index, of a framework's store or
+    of a server) and KV computed after such a chunk, their registered texts, and the pins of documents that are not
+    indexed. Documents may be ingested during the run; their entries are kept. Raises RagblendError if the index's
+    tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if index is None:
@@ -280,21 +297,22 @@ def collect_garbage(
             _unrecord_missing(disk)
         return GcReport(*result)
     with open_index(index) as opened, open_registry(disk) as registry:
-        used = _load_live_chunks(opened)
+        used = _load_live_chunks(opened, registry)
         if used is None:
             raise RagblendError(
                 f"the tokenizer that {index} was made with cannot be loaded, so orphans are unknown; "
                 "run ragblend gc without --orphans, or make the model available"
             )
-        kept = {text.strip() for _, text in opened.texts()}
+        kept = {text.strip() for _, text in opened.texts()}.union(registry.texts_of_documents())
         if dry_run:
             unwanted = set(_find_orphans(disk.headers(), used))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             texts = tuple(text for text in registry.texts() if text not in kept)
             return GcReport(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
-        orphans, freed_bytes = _drop_orphans(disk, opened, used)
-        with opened.write_transaction():
+        orphans, freed_bytes = _drop_orphans(disk, opened, registry, used)
+        with opened.write_transaction(), registry.block_additions():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
+            kept.update(registry.texts_of_documents(), registry.texts_after(used.last_text))
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
             registry.remove_ids_without_text()
@@ -309,14 +327,16 @@ def collect_garbage(
     return GcReport(*result, texts, pins)
 
 
-def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _LiveChunks) -> tuple[list[str], int]:
+def _drop_orphans(
+    disk: DiskStore, index: ChunkIndex, registry: ChunkRegistry, used: _LiveChunks
+) -> tuple[list[str], int]:
     """Delete the entries that no chunk in use needs. Return their keys and the freed bytes."""
     dropped, freed_bytes = list[str](), 0
     pending = list(_find_orphans(disk.headers(), used))
     while pending:
-        with index.write_transaction():  # chunks that are indexed later find their KV, or prefill it
-            if fresh := index.texts_since(used.generation):
-                used = used.add_texts(fresh, index.manifest.generation)
+        with index.write_transaction(), registry.block_additions():  # chunks added later find their KV, or prefill it
+            if fresh := [*index.texts_since(used.generation), *registry.texts_after(used.last_text)]:
+                used = used.add_texts(fresh, index.manifest.generation, registry.last_number())
                 pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
             freed_bytes += disk.delete_many(batch)
@@ -326,7 +346,7 @@ def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _LiveChunks) -> tupl
 
 def _unrecord_missing(disk: DiskStore) -> None:
     """Remove missing entries from the registry's record. Comes last: a killed `gc` reports them as missing."""
-    if (disk.root / REGISTRY_FILE).exists():
+    if has_registry(disk.root):
         with open_registry(disk) as registry:
             if gone := [key for key in registry.stored() if not disk.has_file(key)]:
                 registry.remove_stored(gone)
@@ -425,23 +445,27 @@ def push_store(
 
 
 class _LiveChunks(NamedTuple):
-    """Id sequences of the chunks indexed at `generation`, and the ids between two chunks of a prompt."""
+    """Id sequences of the chunks that were indexed at `generation` or belong to a document, and the ids between two
+    chunks of a prompt."""
 
     ids: set[tuple[int, ...]]
     joint: tuple[int, ...]
     generation: int
+    last_text: int  # the number of the registry's last text
     renderer: Renderer
 
-    def add_texts(self, texts: Iterable[str], generation: int) -> _LiveChunks:
-        """Return these chunks and those of `texts`, which were indexed later."""
-        return self._replace(ids=self.ids.union(map(self.renderer.chunk_ids, texts)), generation=generation)
+    def add_texts(self, texts: Iterable[str], generation: int, last_text: int) -> _LiveChunks:
+        """Return these chunks and those of `texts`, which were added later."""
+        ids = self.ids.union(map(self.renderer.chunk_ids, texts))
+        return self._replace(ids=ids, generation=generation, last_text=last_text)
 
 
-def _load_live_chunks(index: ChunkIndex) -> _LiveChunks | None:
+def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks | None:
     """Return the chunks in use, as ids of the index's tokenizer; None if the tokenizer cannot be loaded."""
     from ragblend.engine.transformers.model import load_tokenizer
 
-    made = index.manifest  # read before the texts, so that texts indexed during the read have a later generation
+    # Read before the texts, so that those of another process have a later generation and number.
+    made, last_text = index.manifest, registry.last_number()
     try:
         tokenizer, _ = load_tokenizer(made.tokenizer)
     except RagblendError:
@@ -449,5 +473,7 @@ def _load_live_chunks(index: ChunkIndex) -> _LiveChunks | None:
     renderer = Renderer(tokenizer)
     if renderer.fingerprint != made.tokenizer_fingerprint:
         return None
-    ids = {renderer.chunk_ids(text) for _, text in index.texts()}
-    return _LiveChunks(ids, renderer.separator_ids, made.generation, renderer)
+    texts = {text for _, text in index.texts()}.union(registry.texts_of_documents())
+    return _LiveChunks(
+        set(map(renderer.chunk_ids, texts)), renderer.separator_ids, made.generation, last_text, renderer
+    )

@@ -64,7 +64,8 @@ class Run:
 class ChunkRun:
     """Positions [start, end) of a prompt, whose ids equal those of a chunk from `chunk_start` on.
 
-    `chunk`: the chunk as the prompt names it; None where it does not.
+    `chunk`: the chunk as the prompt names it; None where it does not. `document`: a document of the registry that has
+    the chunk.
     """
 
     chunk_ids: tuple[int, ...]
@@ -72,6 +73,7 @@ class ChunkRun:
     start: int
     end: int
     chunk: Chunk | None = None
+    document: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -80,8 +82,8 @@ class ChunkRun:
 
     @property
     def source(self) -> str:
-        """Return the source of the chunk; "" where it is not known."""
-        return self.chunk.source if self.chunk is not None else ""
+        """Return the source of the chunk, else its document; "" where neither is known."""
+        return (self.chunk.source if self.chunk is not None else "") or self.document
 
     def within(self, start: int, end: int) -> ChunkRun:
         """Return the part of the run between two positions of the prompt; without tokens where they leave nothing."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
-from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, tools_as_text, without_tool_turns
+from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, without_tools
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
 PINNED_DATE = datetime(2024, 7, 26)
@@ -120,11 +120,8 @@ class Renderer:
         """
         if not prompt.is_chat:
             return self.render_text(prompt.messages[0].content)
-        if self._own_call_format is None:
-            if prompt.tools:
-                prompt = tools_as_text(prompt)
-            elif any(message.role == "tool" or message.calls for message in prompt.messages):
-                prompt = without_tool_turns(prompt)
+        if prompt.uses_tools and not self.knows_tools:
+            prompt = without_tools(prompt)
         refusal: UsageError | None = None
         for messages in _arrangements(prompt):
             try:
@@ -297,6 +294,11 @@ class Renderer:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.literal(text))
 
         return self.calls.without_control_tokens(show)
+
+    @property
+    def knows_tools(self) -> bool:
+        """True if the template shows tools, calls and what they returned."""
+        return self._own_call_format is not None
 
     @cached_property
     def _own_call_format(self) -> CallFormat | None:

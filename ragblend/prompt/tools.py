@@ -157,6 +157,11 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
+def without_tools(prompt: Prompt) -> Prompt:
+    """Return `prompt`, which uses tools, for a model whose template knows none."""
+    return tools_as_text(prompt) if prompt.tools else without_tool_turns(prompt)
+
+
 def tools_as_text(prompt: Prompt) -> Prompt:
     """Return `prompt` for a model that knows no tools.
 

@@ -87,6 +87,7 @@ class Prompt:
     tools: tuple[Mapping[str, Any], ...] = field(hash=False)
     chunks: tuple[Chunk, ...]
     is_chat: bool  # False: the content of the only message is the prompt, without a chat template
+    uses_tools: bool = field(compare=False, repr=False)  # there are tools to call, or calls and results in the turns
 
     def __init__(
         self,
@@ -155,7 +156,9 @@ class Prompt:
         *,
         is_chat: bool,
     ) -> None:
-        for name, value in (("messages", messages), ("tools", tools), ("chunks", chunks), ("is_chat", is_chat)):
+        uses_tools = bool(tools) or any(message.role == "tool" or message.calls for message in messages)
+        fields = {"messages": messages, "tools": tools, "chunks": chunks, "is_chat": is_chat, "uses_tools": uses_tools}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
 

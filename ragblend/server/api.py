@@ -1,18 +1,16 @@
-"""What `ragblend serve` adds to vLLM's HTTP server: which chunks are stored, and the report at the end of a stream.
+"""What `ragblend serve` adds to vLLM's HTTP server: documents, facts for clients, and reports in streams.
 
     GET  /v1/ragblend          {"model", "fingerprint", "dtype", "num_layers", "bytes_per_token", "context_length",
-                               "context"}, and with keys the "namespace" of the one that was sent
-    POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
-    POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
-    POST /v1/ragblend/prefetch {"keys": [...]} -> {"num_keys": 1}: into the workers' memory, after the answer
+                               "context", "answer_lead", "knows_tools", "calls", "calls_shown"}, and with keys the
+                               "namespace" of the one that was sent
     ...  /v1/ragblend/documents see `routes`
     ...  /v1/ragblend/store    see `admin`
     GET  /ragblend/ready       see `readiness`
 
 Loaded through vLLM's own `--middleware`, which puts it before everything else, vLLM's check of its API key included.
 The routes are added to vLLM's application, so that its key guards them; with `--api-keys-file` each request is let in
-here (`AuthGate`), and once more where it reaches the engine. Where a store is, is not told. Before 0.33, vLLM sends a
-completion's `kv_transfer_params` only when it does not stream, and never when a stop string ended it; for requests that
+here (`AuthGate`), and once more where it reaches the engine. Where a store is, is not told. Before 0.33, vLLM sends
+`kv_transfer_params` only when it does not stream, and never when a stop string ended the answer; for requests that
 carry ours, a stream without them ends here with one more event that has them.
 """
 
@@ -21,11 +19,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from ragblend.engine.store.kv import DTYPES
@@ -33,8 +31,8 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore, disk_tier
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.transformers.model import find_model, load_tokenizer
-from ragblend.engine.vllm.admin import add_admin, forget_everywhere
-from ragblend.engine.vllm.api_keys import ForbiddenError, Grant
+from ragblend.engine.vllm.admin import add_admin
+from ragblend.engine.vllm.api_keys import ForbiddenError
 from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of
 from ragblend.engine.vllm.base_engine import ServedModelInfo
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -48,8 +46,6 @@ from ragblend.prompt.render import Renderer
 
 log = logging.getLogger(__name__)
 
-MAX_KEYS = 10_000  # per request
-_NAMESPACES_KEPT = 100_000
 _ASK_S = 10.0  # longest wait for the workers, which answer between two steps
 
 
@@ -82,7 +78,7 @@ class BlendMiddleware:
 
 
 def install_routes(app: Any) -> Readiness:
-    """Add the routes to `app`, and the report to its completion streams."""
+    """Add the routes to `app`, and the report to its streams."""
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
@@ -92,27 +88,8 @@ def install_routes(app: Any) -> Readiness:
     async def facts(request: Request) -> Response:
         grant = current_grant()
         namespace = {} if grant is None else {"namespace": grant.namespace}
-        return JSONResponse({**await run_in_threadpool(chunks.facts), **namespace})
-
-    async def stored(request: Request) -> Response:
-        return await with_keys(request, lambda keys: {"stored": chunks.stored(keys, current_grant())})
-
-    async def forget(request: Request) -> Response:
-        return await with_keys(request, lambda keys: {"num_removed": chunks.forget(keys, current_grant())})
-
-    async def prefetch(request: Request) -> Response:
-        loop = asyncio.get_running_loop()
-
-        def start(keys: list[str]) -> dict[str, Any]:
-            keys = chunks.filter_owned(keys, current_grant())
-            asyncio.run_coroutine_threadsafe(prefetch_on_workers(app.state.engine_client, keys), loop)
-            return {"num_keys": len(keys)}
-
-        return await with_keys(request, start)
-
-    async def with_keys(request: Request, answer: Callable[[list[str]], dict[str, Any]]) -> Response:
-        body = await request.body()
-        return await respond(lambda: answer(keys_of(body)))
+        found = await run_in_threadpool(lambda: {**chunks.facts(), **chunks.answer_facts()})
+        return JSONResponse({**found, **namespace})
 
     async def respond(answer: Callable[[], dict[str, Any]], status: int = 200) -> Response:
         try:
@@ -126,17 +103,18 @@ def install_routes(app: Any) -> Readiness:
             return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
 
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
-    app.router.add_route("/v1/ragblend/stored", stored, methods=["POST"])
-    app.router.add_route("/v1/ragblend/forget", forget, methods=["POST"])
-    app.router.add_route("/v1/ragblend/prefetch", prefetch, methods=["POST"])
     add_admin(app, chunks.store, respond)
     try:
         add_documents(app, chunks, respond)
     except Exception as error:
         log.warning("this server takes no documents under /v1/ragblend/documents: %s", error)
-    serving = getattr(app.state, "openai_serving_completion", None)
-    if serving is not None:
-        report_in_streams(serving)
+    count_reused_tokens(app.state.engine_client)
+    for serving, name, place in (
+        (getattr(app.state, "openai_serving_completion", None), "completion_stream_generator", 1),
+        (getattr(app.state, "openai_serving_chat", None), "chat_completion_stream_generator", 0),
+    ):
+        if serving is not None:
+            report_in_streams(serving, name, place)
     return add_readiness(app, chunks.store.tiers)
 
 
@@ -185,7 +163,6 @@ class ServedChunks:
         self.store = config.open_shared()
         self._disk = disk_tier(self.store)
         self._context = config.context
-        self._namespaces: OrderedDict[str, str] = OrderedDict()  # of keys; a key never changes its own
         self._fingerprint = model_fingerprint(self._model)
         self.store.set_expected_spec(self._fingerprint, model_shape(self._model))
         self._facts: dict[str, Any] = {}
@@ -198,7 +175,7 @@ class ServedChunks:
             return None
 
     def facts(self) -> dict[str, Any]:
-        """What a client needs to compute keys, and to tell people what is served."""
+        """What a client needs to tell people what is served."""
         if self._facts:
             return {**self._facts, "context": self._context or self._remembered()}
         checkpoint = find_checkpoint(self._model.model, served_options(self._model))
@@ -211,6 +188,15 @@ class ServedChunks:
             "context_length": self._model.max_model_len,
         }
         return self.facts()
+
+    def answer_facts(self) -> dict[str, Any]:
+        """What a client needs to read answers; nothing where the model's tokenizer cannot be had."""
+        try:
+            renderer = self.renderer
+        except RagblendError:
+            return {}
+        forms = {"calls": asdict(renderer.calls), "calls_shown": asdict(renderer.calls_shown)}
+        return {"answer_lead": renderer.answer_lead, "knows_tools": renderer.knows_tools, **forms}
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -238,87 +224,63 @@ class ServedChunks:
             num_layers=facts["num_layers"],
         )
 
-    def stored(self, keys: list[str], grant: Grant | None) -> list[bool]:
-        """Whether each is stored; for a key with a namespace, whether it is stored in that."""
-        found = self.store.contains_within_timeout(keys)
-        if grant is None:
-            return found
-        owned = set(self.filter_owned([key for key, there in zip(keys, found, strict=True) if there], grant))
-        return [key in owned for key in keys]
 
-    def forget(self, keys: list[str], grant: Grant | None) -> int:
-        """Remove those that are the caller's to remove, and have other replicas do so; how many were there."""
-        keys = self.filter_owned(keys, grant)
-        return forget_everywhere(self.store, keys)
+def count_reused_tokens(engine_client: Any) -> None:
+    """Change `engine_client` in place: `cached_tokens` of a complete response are those reused and not recomputed.
 
-    def filter_owned(self, keys: list[str], grant: Grant | None) -> list[str]:
-        """Those of `keys` that `grant` may know about. A key alone does not say whose it is: the entry does.
+    vLLM counts all that the connector filled; it sends the number where it runs with --enable-prompt-tokens-details,
+    and in streams fixes it at the first token, when the report is still to come.
+    """
+    generate = engine_client.generate
 
-        What only the remote tier has is looked at there, for as long as a request would wait for it.
-        """
-        if grant is None:
-            return keys
-        until_s = monotonic() + self.config.remote_timeout_s
-        return [key for key in keys if grant.can_access(self._namespace_of(key, until_s))]
+    async def counted(*given: Any, **more: Any) -> AsyncIterator[Any]:
+        async with aclosing(generate(*given, **more)) as outputs:
+            async for output in outputs:
+                report = (getattr(output, "kv_transfer_params", None) or {}).get(PARAMS_KEY)
+                if report is not None:
+                    output.num_cached_tokens = report["num_reused_tokens"]
+                yield output
 
-    def _namespace_of(self, key: str, until_s: float) -> str | None:
-        if (known := self._namespaces.get(key)) is not None:
-            return known
-        header = self._disk.header(key) if self._disk is not None else None
-        if header is None and self.config.remote is not None and monotonic() < until_s:
-            kv = self.store.get(key)
-            header = kv.header if kv is not None else None
-        if header is None:
-            return None
-        self._namespaces[key] = header.namespace
-        if len(self._namespaces) > _NAMESPACES_KEPT:
-            self._namespaces.popitem(last=False)
-        return header.namespace
+    engine_client.generate = counted
 
 
-def keys_of(body: bytes) -> list[str]:
-    """The keys a request names. Raises UsageError for anything else."""
-    try:
-        keys = json.loads(body)["keys"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError('send {"keys": ["..."]}') from error
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(keys) > MAX_KEYS:
-        raise UsageError(f"keys must be a list of at most {MAX_KEYS} strings")
-    return keys
+def report_in_streams(serving: Any, name: str, place: int) -> None:
+    """Make the streams of `serving`, one of vLLM's handlers, end with an event that has `kv_transfer_params`.
 
+    `name` is its method that makes the events of a stream, of the request, of vLLM's results as the argument at `place`
+    behind that, and of the request's id behind those.
+    """
+    original = getattr(serving, name)
 
-def report_in_streams(serving: Any) -> None:
-    """Make streams of `serving`, vLLM's completion handler, end with an event that has `kv_transfer_params`."""
-    original = serving.completion_stream_generator
-
-    def with_report(request: Any, inputs: Any, results: Any, request_id: str, *rest: Any, **more: Any) -> Any:
+    def with_report(request: Any, *given: Any, **more: Any) -> Any:
         asked = (getattr(request, "kv_transfer_params", None) or {}).get(PARAMS_KEY)
         if asked is None:
-            return original(request, inputs, results, request_id, *rest, **more)
+            return original(request, *given, **more)
         found: dict[str, Any] = {}
         names: set[str] = set()
 
         async def watched() -> AsyncIterator[Any]:
-            async for index, result in results:
+            async for each in given[place]:
+                result = each[1] if isinstance(each, tuple) else each
                 names.add(result.request_id)
                 found.update(getattr(result, "kv_transfer_params", None) or {})
-                yield index, result
+                yield each
 
         async def events() -> AsyncIterator[str]:
             has_report = False  # from vLLM itself, as from 0.33 on
-            async for event in original(request, inputs, watched(), request_id, *rest, **more):
+            async for event in original(request, *given[:place], watched(), *given[place + 1 :], **more):
                 has_report = has_report or _has_report(event)
                 done = event.startswith("data: [DONE]") and not has_report
                 if done and not found and len(names) == 1:  # a stop string ended it, and vLLM has dropped the report
                     found.update(await workers_report(serving, names.pop()))
                 if done and found:
-                    last = {"id": request_id, "object": "text_completion", "choices": [], "kv_transfer_params": found}
+                    last = {"id": given[place + 1], "choices": [], "kv_transfer_params": found}
                     yield f"data: {json.dumps(last)}\n\n"
                 yield event
 
         return events()
 
-    serving.completion_stream_generator = with_report
+    setattr(serving, name, with_report)
 
 
 def _has_report(event: str) -> bool:
@@ -330,14 +292,6 @@ def _has_report(event: str) -> bool:
     except (ValueError, AttributeError):
         return False
     return isinstance(params, dict) and PARAMS_KEY in params
-
-
-async def prefetch_on_workers(engine_client: Any, keys: list[str]) -> None:
-    """Have the workers prefetch `keys`; they take note between two engine steps."""
-    try:
-        await engine_client.collective_rpc("ragblend_prefetch", timeout=_ASK_S, args=(keys,))
-    except Exception as error:  # a hint: requests load what they need themselves
-        log.warning("nothing is prefetched: %s", error)
 
 
 async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:

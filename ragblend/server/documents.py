@@ -18,28 +18,25 @@ from contextlib import closing, contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 import numpy as np
 
+from ragblend.catalog.registry import open_registry
+from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.sent_documents import DocumentTable, SentDocument, StoredCounts, WaitingDocument
 from ragblend.chunker import split
-from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.documents import Document, has_visible_text
 from ragblend.corpus.embedders import FloatArray
 from ragblend.corpus.vectors import normalize_rows
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.deletion import delete_texts_kv
 from ragblend.precompute import DEFAULT_CHUNK_TOKENS, delete_precomputed, precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server.document_table import DocumentTable, SentDocument, StoredCounts, WaitingDocument
 
 log = logging.getLogger(__name__)
 
 LOCK_FILE = "documents.lock"
-NAMESPACE_MARK = "@"
-"""Begins the collections of a namespace in the store's registry."""
 MAX_REASONS = 1000  # documents whose failure one answer tells
 NO_ROOM = "the store does not hold all of its chunks: give it a larger budget, and send the document again"
 
@@ -110,10 +107,8 @@ class Documents:
                 if not ids:
                     return 0, 0
                 self._table.begin_removal(namespace, collection, ids)
-                engine, registered = self._engine(namespace), registered_collection(namespace, collection)
-                with self._releasing(engine, namespace, [f"{registered}/{each}" for each in ids]) as removed:
-                    removed.append(delete_precomputed(ids, engine, collection=registered))
-                return self._table.remove(namespace, collection, ids), sum(removed)
+                num_removed = delete_precomputed(ids, self._engine(namespace), collection=collection)
+                return self._table.remove(namespace, collection, ids), num_removed
         finally:
             with self._lock:
                 self._num_removing -= 1
@@ -134,7 +129,7 @@ class Documents:
             raise NotFoundError(f"there is no document {document_id!r} in the collection {collection!r}")
         engine = self._engine(namespace)
         with closing(open_registry(engine.store)) as registry:
-            texts = registry.texts_of(f"{registered_collection(namespace, collection)}/{document_id}")
+            texts = registry.texts_of(DocumentName(collection, document_id, namespace))
         return {**found, "num_kv": len(_stored_keys([Chunk(text) for text in texts], engine))}
 
     # -- storing
@@ -171,23 +166,22 @@ class Documents:
     def _store(self, rows: Sequence[WaitingDocument]) -> None:
         """Chunk, embed, record and prefill documents of one collection, and note of each what became of it."""
         first = rows[0]
-        engine, collection = self._engine(first.namespace), registered_collection(first.namespace, first.collection)
+        engine = self._engine(first.namespace)
         self._new_kv.clear()
         self._new_bytes.clear()
         try:
             chunks_of = [_cut(row, engine) for row in rows]
             owners = [row for row, chunks in zip(rows, chunks_of, strict=True) for _ in chunks]
-            with self._releasing(engine, first.namespace, [f"{collection}/{row.id}" for row in rows]):
-                report = precompute_documents(
-                    [chunk for chunks in chunks_of for chunk in chunks],
-                    engine,
-                    self._note_progress,
-                    ids=[row.id for row in owners],
-                    versions=[row.version if row.body.get("adds") else "" for row in owners],
-                    collection=collection,
-                    prefill=self._prefill,
-                    embedder=_SentVectors.of(rows),
-                )
+            report = precompute_documents(
+                [chunk for chunks in chunks_of for chunk in chunks],
+                engine,
+                self._note_progress,
+                ids=[row.id for row in owners],
+                versions=[row.version if row.body.get("adds") else "" for row in owners],
+                collection=first.collection,
+                prefill=self._prefill,
+                embedder=_SentVectors.of(rows),
+            )
         except (_InterruptedError, EngineClosedError):
             raise
         except Exception as error:
@@ -253,39 +247,6 @@ class Documents:
                         raise BackendUnreachableError("documents are being stored; try again") from None
                 time.sleep(0.02)
             yield
-
-    @contextmanager
-    def _releasing(self, engine: Engine, namespace: str, names: Iterable[str]) -> Iterator[list[int]]:
-        """Delete what these documents, by their registered names, had before and have not afterwards, where only
-        documents of other namespaces have it still: their KV is their own. Yields a list for numbers of entries."""
-        removed: list[int] = []
-        with closing(open_registry(engine.store)) as registry:
-            had = {name: registry.texts_of(name) for name in names}
-            yield removed
-            lost = {text for name, texts in had.items() for text in texts - registry.texts_of(name)}
-            left = [
-                text
-                for text in sorted(lost)
-                if text in registry and all(owner_of(document) != namespace for document in registry.documents_of(text))
-            ]
-            if left:
-
-                def unregister() -> None:
-                    for text in left:
-                        registry.remove_ids(text, engine.renderer.fingerprint, namespace)
-                    registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in left)
-
-                removed.append(delete_texts_kv(left, engine, registry, unregister)[0])
-
-
-def registered_collection(namespace: str, collection: str) -> str:
-    """Return the name of a collection in the store's registry, which all namespaces share."""
-    return f"{NAMESPACE_MARK}{quote(namespace, safe='')}/{collection}" if namespace else collection
-
-
-def owner_of(document: str) -> str:
-    """Return the namespace of a document by its registered name."""
-    return unquote(document[1:].partition("/")[0]) if document.startswith(NAMESPACE_MARK) else ""
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError, model_validator
 
+from ragblend.catalog.sent_documents import SentDocument
 from ragblend.errors import UsageError
-from ragblend.server.document_table import SentDocument
 
 MAX_BODY_BYTES = 32 << 20  # reading one keeps the front end from sending tokens meanwhile
 _MAX_REASONS = 3  # of one refused body

@@ -18,15 +18,17 @@ from pathlib import Path
 
 import pytest
 from commands import INGEST, PLACE, CommandRunner, ingest_sample
+from langchain_core.documents import Document
 from servers import RedisServer, running_redis
 
-from ragblend import __version__
+from ragblend import __version__, load_engine
 from ragblend.cli import app as cli
 from ragblend.cli.options import parse_workers
 from ragblend.cli.session import terminal_log
 from ragblend.corpus.checked_database import remove_database
 from ragblend.demo import WEIGHTS
 from ragblend.errors import UsageError
+from ragblend.precompute import precompute_documents
 
 MODES = ("full", "prefix", "reuse", "blend")
 SHORT = ("-k", "4", "--max-tokens", "8")
@@ -247,24 +249,27 @@ def test_verify_repairs_what_it_finds_damaged(run, home):
 @pytest.mark.parametrize(
     "damage",
     [
-        ("PRAGMA writable_schema = 1", "DELETE FROM sqlite_master WHERE name = 'holders_by_text'"),  # an index's pages
-        ("UPDATE stored_kv SET key = '../' || key WHERE key = (SELECT min(key) FROM stored_kv)",),
+        (
+            "PRAGMA writable_schema = 1",
+            "DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'",
+        ),
+        ("UPDATE stored_entries SET entry = '../' || entry WHERE entry = (SELECT min(entry) FROM stored_entries)",),
     ],
     ids=["structure", "key"],
 )
 def test_verify_repairs_a_damaged_registry_and_every_text_is_there_again(run, home, damage):
-    path = home / "s" / "texts.sqlite"
+    path = home / "s" / "catalog.sqlite"
 
     def rows():
         with closing(sqlite3.connect(path)) as file:
-            tables = ("registered_texts", "text_holders", "stored_kv", "chunk_token_ids")
+            tables = ("texts", "document_texts", "stored_entries", "token_ids")
             return [sorted(row[-2:] for row in file.execute(f"SELECT * FROM {table}")) for table in tables]
 
     whole = rows()
     with closing(sqlite3.connect(path, isolation_level=None)) as file:
         for statement in damage:
             file.execute(statement)
-    assert list(run.facts("verify", *PLACE, code=4)["damaged_files"]) == ["texts.sqlite"]
+    assert list(run.facts("verify", *PLACE, code=4)["damaged_files"]) == ["catalog.sqlite"]
     assert run("verify", "--repair", *PLACE)[0] == 0
     assert run("verify", *PLACE)[0] == 0
     assert rows() == whole
@@ -470,6 +475,28 @@ def test_remove_pin_and_unpin_take_a_file_a_folder_or_a_record(docs, run, name, 
     assert (stats["num_stored_chunks"], stats["pinned"]) == (len(left), [])
 
 
+def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
+    place = ("--store", str(tmp_path / "added"))
+    with load_engine("demo", place[1]) as engine:
+        texts = {"1": "Alice Kern works for Nexon.", "2": "Bob Stahl lives in Wesstad."}
+        documents = [Document(text, id=name) for name, text in texts.items()]
+        precompute_documents(documents, engine, collection="people")
+        precompute_documents(documents[:1], engine, collection="staff")
+    facts = run.facts("stats", *place)
+    assert facts["collections"] == {
+        "people": {"num_documents": 2, "num_chunks": 2},
+        "staff": {"num_documents": 1, "num_chunks": 1},
+    }
+    assert (facts["num_documents"], facts["embedder"], facts["num_stored_chunks"]) == (0, None, 2)
+    assert "collection people: 2 documents, 2 chunks" in run("stats", *place)[1]
+    explained = run.facts("explain", "Where does Bob Stahl live?", "-k", "2", "--max-tokens", "2", *place)
+    assert {each["source"] for each in explained["sources"]} == {"people/1", "people/2"}
+    assert run("remove", "1", *place)[0] == 2, "two collections have it"
+    assert run.facts("remove", "staff/1", *place)["num_kv"] == 0
+    assert run.facts("remove", "people", *place)["num_kv"] == 2
+    assert run("stats", *place)[0] == 3
+
+
 def test_gc_of_orphans_says_what_it_takes(docs, run):
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     remove_database(docs.parent / "s")
@@ -609,7 +636,16 @@ def test_version(run):
 
 
 def test_import_ragblend_loads_nothing_heavy():
-    heavy = ["torch", "transformers", "langchain_core", "llama_index", "vllm", "faiss", "sentence_transformers"]
+    heavy = [
+        "torch",
+        "transformers",
+        "langchain_core",
+        "llama_index",
+        "vllm",
+        "faiss",
+        "sentence_transformers",
+        "sqlalchemy",
+    ]
     script = f"import sys, ragblend, ragblend.cli.app; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

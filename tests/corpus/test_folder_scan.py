@@ -121,6 +121,8 @@ def test_our_own_data_is_left_out_wherever_it_is(tmp_path):
         "kv/texts.sqlite",
         "kv/models/x.json",
         "kv/p/q.json",
+        "now/catalog.sqlite",
+        "now/models/x.json",
     )
     make(tmp_path, "new/index.md", "ragblend-data/demo/corpus/x.md", "ragblend.toml", "other/texts.sqlite")
     assert seen(tmp_path, scan_folders([tmp_path], own=[tmp_path / "new"])) == ["a.md", "other/texts.sqlite"]

@@ -23,6 +23,7 @@ from forked import Commands, Done, Kill
 from places import INGEST, PLACE, Place, secret, succeeded
 from servers import RedisServer, running_redis
 
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import open_index
 
 pytestmark = pytest.mark.timeout(1800)
@@ -59,7 +60,7 @@ def state(work: Path) -> dict[str, Any]:
         if path.is_file() and path.suffix not in (".sqlite", ".faiss") and path.name != "manifest.json"
         if not path.name.endswith(("-wal", "-shm"))
     ]
-    index, registry = work / "kv" / "chunks.sqlite", work / "kv" / "texts.sqlite"
+    index, registry = work / "kv" / "chunks.sqlite", work / "kv" / CATALOG_FILE
     vectors = faiss.read_index(str(work / "kv" / "vectors.faiss"))
     tables = {
         "documents": (index, "SELECT source, file, content_hash, status FROM documents"),
@@ -67,9 +68,9 @@ def state(work: Path) -> dict[str, Any]:
         "files": (index, "SELECT path, version, top FROM files"),
         "leftovers": (index, "SELECT text, behind FROM leftovers"),
         "doomed": (index, "SELECT key FROM doomed"),
-        "texts": (registry, "SELECT text FROM registered_texts"),
-        "holders": (registry, "SELECT document, key FROM text_holders"),
-        "stored": (registry, "SELECT key FROM stored_kv"),
+        "texts": (registry, "SELECT text FROM texts"),
+        "holders": (registry, "SELECT collection, id, key FROM document_texts"),
+        "stored": (registry, "SELECT entry FROM stored_entries"),
     }
     return {
         "contents": files,

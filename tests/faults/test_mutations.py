@@ -26,8 +26,9 @@ from commands import run_command
 from places import text_about
 
 from ragblend import Prompt, load_engine
+from ragblend.catalog.registry import open_registry
+from ragblend.catalog.schema import DocumentName
 from ragblend.corpus.checked_database import remove_database
-from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.model import load_tokenizer
@@ -48,7 +49,7 @@ NUM_MUTATIONS = 500 if FULL else 60  # in each part
 EVERY_COMMAND = 25  # mutations between those whose repair is the command's, with an engine of its own
 KINDS = {
     "entry": "kv/kv/??/*.safetensors",
-    "registry": "kv/texts.sqlite",
+    "registry": "kv/catalog.sqlite",
     "model note": "kv/models/*.json",
     "pin": "kv/pins/*.json",
     "calibration": "kv/calibrations/*.json",
@@ -141,7 +142,7 @@ def told(work: Path) -> dict[str, Any]:
             "vectors": vectors,
             "texts": sorted(registry.texts()),
             "stored": registry.stored(),
-            "held": sorted(registry.texts_of("")),
+            "held": sorted(registry.texts_of(DocumentName())),
             "token ids": sorted(tuple(ids) for _, ids in registry.ids_after(0, demo_tokenizer(), "")),
         }
 

@@ -15,7 +15,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from ragblend import ChatBlend
-from ragblend.corpus.chunk_registry import open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError

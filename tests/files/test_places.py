@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.config import Settings, load_settings
-from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.corpus.folder_scan import match_sources, scan_folders
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
@@ -112,7 +112,7 @@ def test_what_is_opened_by_a_relative_path_stays_where_it_is(tmp_path, monkeypat
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     index, store = open_index("index", "hashing", create=True), DiskStore("kv", fsync=False)
-    registry = ChunkRegistry("texts.sqlite")
+    registry = ChunkRegistry("catalog.sqlite")
     monkeypatch.chdir("elsewhere")
     with index:
         index.add_document("a", "1", [Chunk("text", "a")])

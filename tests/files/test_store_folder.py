@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import open_store
 from ragblend.errors import RagblendError
 from ragblend.files import store_folder
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE
 from ragblend.index import open_index
 from ragblend.operations.maintenance import verify_store
 from ragblend.precompute import ingest
@@ -41,14 +42,15 @@ def assert_whole(folder: Path) -> None:
     assert disk.read_context() == "similar"
     with open_registry(disk) as registry:
         assert TEXT in registry
+        assert len(registry.similar_entries()) == 2
     with open_index(folder) as index:
         assert index.search("roof garden", 1)[0].chunk.text == TEXT
     report = verify_store(folder)
     assert (report.has_problems, report.orphans, report.checked) == (
         False,
-        4,
+        0,
         len(KEYS),
-    )  # two of its four texts are in no document
+    )  # two of its four texts are in no file, but in documents of LangChain's
 
 
 @pytest.mark.parametrize("named", [".", "kv", "index"])
@@ -57,9 +59,12 @@ def test_the_two_folders_of_before_are_one_store_by_whichever_name(former: Path,
     assert "was written by an earlier version" in caplog.text
     caplog.clear()
     assert_whole(former)
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["its 4 texts are in the catalogue now"]
+    caplog.clear()
+    assert_whole(former)
     assert caplog.text == ""
     assert DiskStore(former / named).root == former
-    assert {path.name for path in former.iterdir()} >= {"chunks.sqlite", "texts.sqlite", "models", "kv"}
+    assert {path.name for path in former.iterdir()} >= {"chunks.sqlite", CATALOG_FILE, "models", "kv"}
     assert not (former / "index").exists()
     with load_engine(None, former, dtype="float32") as engine:
         assert engine.name == "demo"
@@ -78,7 +83,7 @@ def test_a_folder_of_kv_alone_becomes_a_store(former: Path) -> None:
     place = (former / "kv").rename(former.parent / "entries")
     disk = DiskStore(place)
     assert sorted(disk.keys()) == KEYS
-    assert {path.name for path in place.iterdir()} == {"kv", "models", "context.json", REGISTRY_FILE}
+    assert {path.name for path in place.iterdir()} == {"kv", "models", "context.json", FORMER_REGISTRY_FILE}
     with open_registry(disk) as registry:
         assert TEXT in registry
 

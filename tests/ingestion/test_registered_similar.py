@@ -15,7 +15,7 @@ from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from similar_texts import TEXTS, texts_behind
 
 from ragblend import BlendLLM, Chunk, Prompt, load_engine, open_index
-from ragblend.corpus.chunk_registry import open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
@@ -158,8 +158,8 @@ def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(
     precompute_documents(ALL, other, ids=ALL)
     precompute_documents(ALL, engine, ids=ALL)
     before = {header.key for header in disk_tier(engine.store).headers()}
-    with open_registry(engine.store) as registry, registry._write_transaction() as connection:
-        connection.execute("DELETE FROM chunk_entries")  # as in a store of an earlier version
+    with open_registry(engine.store) as registry, registry._write() as connection:
+        connection.exec_driver_sql("DELETE FROM entry_chunks")  # as in a store of an earlier version
     assert delete_precomputed([BELL], engine) > 4
     left = list(disk_tier(engine.store).headers())
     assert not any(BELL in texts_in(engine, header) for header in left)
@@ -224,8 +224,8 @@ def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
     engine = opened()
     precompute_documents(ALL, engine)
     with open_registry(engine.store) as registry:
-        with registry._write_transaction() as connection:
-            connection.execute("UPDATE similar_variants SET vector = zeroblob(length(vector))")
+        with registry._write() as connection:
+            connection.exec_driver_sql("UPDATE variants SET vector = zeroblob(length(vector))")
         assert any("4 vectors of texts" in line for line in registry.find_problems())
         registry.remove_damaged_rows()
         assert registry.find_problems() == []

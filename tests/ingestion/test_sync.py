@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ragblend import Chunk, load_engine
+from ragblend.catalog.registry import open_registry
 from ragblend.chunker import adapt_splitter
 from ragblend.corpus import documents
-from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
 from ragblend.corpus.readers.formats import READERS
 from ragblend.corpus.readers.types import ParsedRecord

@@ -14,11 +14,12 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import torch
 from tiny_models import VOCABULARY
 
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.vllm.engine import stop_vllm
 from ragblend.engine.vllm.launch import Checkpoint
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 160, "num_hidden_layers": 6}
@@ -133,7 +134,7 @@ def ingest(llm: Any, prefix: list[int], chunk: list[int], namespace: str = "") -
 def make_known(store: Path, model: Path, chunks: list[list[int]], namespace: str = "") -> Renderer:
     """Record token ids as ingestion does, by the tokenizer's fingerprint."""
     renderer = Renderer(load_tokenizer(str(model))[0])
-    with ChunkRegistry(store / REGISTRY_FILE) as registry:
+    with ChunkRegistry(store / CATALOG_FILE) as registry:
         registry.add_ids(((f"text {ids}", ids) for ids in chunks), renderer.fingerprint, namespace)
     return renderer
 

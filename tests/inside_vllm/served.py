@@ -10,7 +10,8 @@ from pathlib import Path
 
 from servers import HttpServer, free_port
 
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer
 
 # What the tests set for engines in their own process, or a user for a server of theirs.
@@ -40,7 +41,7 @@ def start_demo(home: Path, *options: str, port: int | None = None, **own: str) -
 
 def make_known(store: Path, renderer: Renderer, texts: list[str], namespace: str = "") -> None:
     """Have the server over `store` find chunks in prompts, as its own ingestion does."""
-    with ChunkRegistry(store / REGISTRY_FILE) as registry:
+    with ChunkRegistry(store / CATALOG_FILE) as registry:
         registry.add_ids(((text, renderer.chunk_ids(text)) for text in texts), renderer.fingerprint, namespace)
 
 

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +13,7 @@ from served import served_demo
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.precompute import precompute_documents
 
 pytestmark = pytest.mark.timeout(1200)
 TEXTS = [f"{person} lives in Kinport. {person} works for Synon." for person in ("George Keller", "Ben Howard")]
@@ -38,10 +38,9 @@ def counted(url: str, name: str) -> dict[str, float]:
     return dict(found)
 
 
-def test_reports_and_counters_of_both_engines_add_up(url: str, tmp_path: Path) -> None:
-    with load_engine("demo", tmp_path, backend=url) as engine:
-        for text in TEXTS:
-            engine.precompute(text)
+def test_reports_and_counters_of_both_engines_add_up(url: str) -> None:
+    with load_engine("demo", backend=url) as engine:
+        precompute_documents(TEXTS, engine)
 
         def ask(number: int) -> tuple[int, str]:
             prompt = Prompt(TEXTS, f"Where does {('George Keller', 'Ben Howard')[number % 2]} live?")
@@ -62,8 +61,8 @@ def test_reports_and_counters_of_both_engines_add_up(url: str, tmp_path: Path) -
         assert sum(counted(url, "chunk_hits").values()) >= 2 * NUM_REQUESTS
 
 
-def test_an_update_of_the_weights_ends_reuse_on_both_engines(url: str, tmp_path: Path) -> None:
-    with load_engine("demo", tmp_path, backend=url) as engine:
+def test_an_update_of_the_weights_ends_reuse_on_both_engines(url: str) -> None:
+    with load_engine("demo", backend=url) as engine:
         assert engine.is_stored(TEXTS[0])
         weights = {"weights_path": str(find_checkpoint("demo").path)}
         update = {"method": "reload_weights", "kwargs": weights}

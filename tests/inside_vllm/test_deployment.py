@@ -21,6 +21,8 @@ from served import environment
 from servers import HttpServer, RedisServer, free_port, running_redis
 
 from ragblend import Prompt, load_engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.options import GenerationOptions
 
 sys.path.append(str(Path(__file__).parents[1] / "deploy"))
 from charts import CHART, container, rendered
@@ -82,8 +84,8 @@ def pod(cache: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def engine(pod: Pod, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with load_engine("demo", tmp_path_factory.mktemp("texts"), backend=pod.url, api_key=KEY) as engine:
+def engine(pod: Pod) -> Iterator[Any]:
+    with load_engine("demo", backend=pod.url, api_key=KEY) as engine:
         yield engine
 
 
@@ -99,7 +101,7 @@ def test_it_ingests_and_answers_from_the_volume_that_the_chart_mounts(pod: Pod, 
     assert list(pod.store.glob("*/*"))
 
 
-def test_who_runs_it_sees_keeps_and_clears_what_is_stored(pod: Pod, engine: Any, tmp_path: Path) -> None:
+def test_who_runs_it_sees_and_clears_what_is_stored(pod: Pod, engine: Any) -> None:
     def ask(method: str, path: str, body: Any = None, **query: str) -> Any:
         headers = {"Authorization": f"Bearer {KEY}"}
         url = f"{pod.url}/v1/ragblend/store{path}"
@@ -107,7 +109,7 @@ def test_who_runs_it_sees_keeps_and_clears_what_is_stored(pod: Pod, engine: Any,
         return answer.json() if answer.status_code == 200 else answer.status_code
 
     theirs = "Arthur Archer lives in Calville."
-    with load_engine("demo", tmp_path, backend=pod.url, api_key=KEY, namespace="theirs") as other:
+    with load_engine("demo", backend=pod.url, api_key=KEY, namespace="theirs") as other:
         other.precompute(theirs)
         state = ask("GET", "")
         assert {name: held["num_chunks"] for name, held in state["namespaces"].items()} == {"": 1, "theirs": 1}
@@ -117,17 +119,13 @@ def test_who_runs_it_sees_keeps_and_clears_what_is_stored(pod: Pod, engine: Any,
         first = ask("GET", "/chunks", limit="1")
         second = ask("GET", "/chunks", limit="1", after=first["next"])
         assert second["next"] is None
-        assert {each["chunks"][0]["key"] for each in (first, second)} == {engine.key(TEXT), other.key(theirs)}
-        assert ask("POST", "/pin", {"document": "homes", "keys": [engine.key(TEXT)]}) == {"num_keys": 1}
-        assert ask("GET", "")["pins"] == {"homes": 1}
-        assert ask("POST", "/unpin", {"document": "homes"}) == {"unpinned": True}
+        keys = {each["chunks"][0]["key"] for each in (first, second)}
+        assert keys == set(DiskStore(pod.store).keys())
         assert ask("POST", "/clear", {"namespace": "theirs"}) == {"num_removed": 1, "num_unread": 0}
         assert not other.is_stored(theirs)
         assert engine.is_stored(TEXT)
         assert [each["namespace"] for each in ask("GET", "/chunks")["chunks"]] == [""]
-    assert (
-        ask("GET", "/chunks", limit="0") == ask("POST", "/clear", {}) == ask("POST", "/pin", {"document": "x"}) == 400
-    )
+    assert ask("GET", "/chunks", limit="0") == ask("POST", "/clear", {}) == 400
     assert httpx.get(f"{pod.url}/v1/ragblend/store", timeout=60).status_code == 401
 
 
@@ -157,14 +155,15 @@ def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_no
 
 def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod: Pod, engine: Any) -> None:
     prompt = Prompt([TEXT], "Where does George Keller live?")
-    body = engine.body(engine.stream(prompt, max_tokens=1500)._request)
-    body |= {"ignore_eos": True, "stop_token_ids": []}
+    body = engine.body(prompt, GenerationOptions(max_tokens=1500)) | {"ignore_eos": True}
     events: list[str] = []
     has_begun = threading.Event()
 
     def listen() -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
-        with httpx.stream("POST", f"{pod.url}/v1/completions", json=body, headers=headers, timeout=300) as response:
+        with httpx.stream(
+            "POST", f"{pod.url}/v1/chat/completions", json=body, headers=headers, timeout=300
+        ) as response:
             for line in filter(None, response.iter_lines()):
                 events.append(line)
                 has_begun.set()
@@ -184,7 +183,7 @@ def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod: P
     assert pod.probe("livenessProbe").status_code == 200  # killing it would cut the answers off
     listener.join(300)
     assert events[-1] == "data: [DONE]"
-    assert sum('"text"' in event for event in events) >= 1400
+    assert sum('"content"' in event for event in events) >= 1400
     assert '"num_chunk_hits": 1' in events[-2]
     assert pod.server._process.wait(120) == 0
 

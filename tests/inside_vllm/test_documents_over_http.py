@@ -104,16 +104,16 @@ def empty(served: Served) -> Iterator[None]:
     assert served.keys() == []
 
 
-def test_documents_are_stored_and_any_client_finds_them(served: Served, tmp_path: Path) -> None:
+def test_documents_are_stored_and_any_client_finds_them(served: Served) -> None:
     counts = served.wait(served.send({"id": "a", "chunks": [A, B]}, {"id": "c", "text": C, "metadata": {"page": 3}}))
     assert (counts["num_stored"], counts["num_chunks"], counts["num_new_kv"]) == (2, 3, 3)
     assert [served.hits(text) for text in (A, B, C)] == [1, 1, 1]
     found = served.call("GET", f"{PATH}/c", params={"collection": "kb"}).json()
     assert (found["status"], found["metadata"], found["num_kv"]) == ("stored", {"page": 3}, 1)
-    with load_engine("demo", tmp_path, backend=served.url, api_key=ACME, on_miss="inline") as client:
-        client.add_known([A, B])
+    with load_engine("demo", backend=served.url, api_key=ACME, on_miss="inline") as client:
         answer = client.generate(Prompt([A, B], QUESTION), max_tokens=8)
         assert (answer.text, answer.report.num_chunk_hits) == ("Kinport", 2)
+        assert [chunk.source for chunk in answer.report.chunks] == ["a", "a"]
     # What is computed there is what a program computes over the folder.
     with load_engine("demo", served.home / "kv", namespace="acme", on_miss="inline") as own:
         assert all(own.is_stored(text) for text in (A, B, C))

@@ -1,4 +1,4 @@
-"""The loading controller and prefetch under vLLM: the transformers engine's decisions, and chunks there in time.
+"""The loading controller under vLLM: the transformers engine's decisions.
 
 The profiles are made up, so that each test knows what must follow; `test_profiling.py` shows that they are measured.
 """
@@ -157,26 +157,3 @@ def test_a_calibrated_ratio_is_the_least_one(engines: tuple[Any, Any]) -> None:
             assert (found.recompute_ratio == 0.25) == (share == FAST)
     finally:
         path.unlink()
-
-
-def test_prefetch_turns_a_read_from_disk_into_a_hit_in_memory(engines: tuple[Any, Any]) -> None:
-    ours, reference = engines
-    set_load_share(ours, reference, SLOW)
-    assert ours.generate(PROMPT, max_tokens=1).report.refused_reason
-    memory, disk = worker_store().tiers
-    ours.prefetch(CHUNKS)  # while vLLM rests
-    wait_until(lambda: all(memory.contains(ours.key(chunk)) for chunk in CHUNKS))
-    assert ours.reset_prefix_cache()
-    before = memory.counters.num_hits, disk.counters.num_hits
-    answer = ours.generate(PROMPT, max_tokens=8)
-    assert (answer.report.refused_reason, answer.report.recompute_ratio) == ("", DEFAULT_RATIO)
-    assert answer.report.num_chunk_hits == 3
-    assert (memory.counters.num_hits - before[0], disk.counters.num_hits - before[1]) == (3, 0)
-
-
-def test_prefetching_what_is_not_there_changes_nothing(engines: tuple[Any, Any]) -> None:
-    ours, _ = engines
-    ours.prefetch(["Nobody has ever stored this."])
-    ours.prefetch([])
-    assert ours.generate(PROMPT, mode="full", max_tokens=1).token_ids
-    assert list(worker_store().tiers[0].keys()) == []

@@ -67,17 +67,23 @@ def url(remote: str, home: Path) -> Iterator[str]:
         for name, value in own.items():
             patch.setenv(name, value)
         write_profile(home / "kv", machine(find_checkpoint("demo"), 0.8, serving_facts(None)))
-    with served_demo(home, "--max-model-len", "1024", *(("--remote", remote) if remote else ()), **own) as server:
+    with served_demo(
+        home,
+        "--max-model-len",
+        "1024",
+        "--enable-prompt-tokens-details",
+        *(("--remote", remote) if remote else ()),
+        **own,
+    ) as server:
         yield server.url
 
 
 @pytest.fixture(scope="module")
-def engine(url: str, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Our client, with both chunks ingested through it; the server knows them."""
-    with load_engine("demo", tmp_path_factory.mktemp("texts"), backend=url, api_key=KEY) as engine:
-        report = precompute_documents([A, B], engine)
+def engine(url: str) -> Iterator[Any]:
+    """Our client, with both chunks ingested through it."""
+    with load_engine("demo", backend=url, api_key=KEY) as engine:
+        report = precompute_documents([A, B], engine, ids=["a.txt", "b.txt"])
         assert report.num_new_kv == 2
-        make_known(home / "kv", engine.renderer, [A, B])
         yield engine
 
 
@@ -96,6 +102,7 @@ def test_our_client_gets_the_answer_from_stored_chunks(engine: Any) -> None:
     for mode, hits in (("full", 0), ("reuse", 2), ("blend", 2)):
         answer = engine.generate(PROMPT, mode=mode, max_tokens=8)
         assert (answer.text, answer.report.num_chunk_hits, answer.report.mode) == ("Kinport", hits, mode)
+    assert [chunk.source for chunk in answer.report.chunks] == ["a.txt", "b.txt"]
     assert 0 < answer.report.num_recomputed_tokens < answer.report.num_reused_tokens
     assert answer.report.num_reused_tokens < answer.report.prompt_tokens
 
@@ -129,7 +136,9 @@ def test_the_transformers_engine_and_the_server_agree(engine: Any, home: Path) -
         assert ours.report.num_recomputed_tokens == theirs.report.num_recomputed_tokens
 
 
-def test_what_the_server_ingested_another_machine_gets_from_redis(engine: Any, remote: str, tmp_path: Path) -> None:
+def test_what_the_server_ingested_another_machine_gets_from_redis(
+    engine: Any, remote: str, home: Path, tmp_path: Path
+) -> None:
     if not remote:
         pytest.skip("no redis-server, or no redis-py: apt-get install redis-server; pip install 'ragblend[redis]'")
     with load_engine("demo", tmp_path / "kv", remote=remote, remote_timeout_s=60, on_miss="inline") as elsewhere:
@@ -142,17 +151,16 @@ def test_what_the_server_ingested_another_machine_gets_from_redis(engine: Any, r
         new = "Arthur Archer lives in Calville. He sells knives."
         elsewhere.precompute(new)
         elsewhere.store.flush(60)
+    make_known(home / "kv", engine.renderer, [new])
     answer = engine.generate(Prompt([new, A], QUESTION), max_tokens=8)
     assert answer.report.num_chunk_hits == 2
-    assert engine.forget(new)
-    assert not engine.is_stored(new)
 
 
 def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: Any, home: Path) -> None:
     store = home / "kv"
     points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
     fit = RuleFit("cacheblend_k", 1, 0.4, True, points)
-    facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, 0.9, 60, "k 2")
+    facts = (engine.fingerprint, engine.renderer.prefix_ids(), "112 tokens", 1e9, 0.9, 60, "k 2")
     before = engine.generate(PROMPT, max_tokens=1).report
     path = save_calibration(DiskStore(store), Calibration(*facts, (fit,)))
     found = [engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=8) for ratio in (None, "auto", 0.2)]
@@ -163,14 +171,13 @@ def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: An
     assert {answer.text for answer in found} == {"Kinport"}
 
 
-def test_the_server_follows_the_profile_in_its_store_and_prefetches(engine: Any, home: Path) -> None:
+def test_the_server_follows_the_profile_in_its_store(engine: Any, home: Path) -> None:
     """The profile says that loading takes 0.8 of the time of prefill; what the server ingested itself is in memory."""
     store = home / "kv"
-    places = ("Wesstad", "Calville", "Kinport", "Xanco", "Synon", "Norwick", "Easton", "Milford", "Harwell", "Ashford")
+    places = ("Wesstad", "Calville")
     chunks = [f"Tom Ashby has lived in {place} for years, and works for Synon. " * 6 for place in places]
     with load_engine("demo", store, on_miss="inline") as elsewhere:  # on the server's disk, and not in its memory
-        for chunk in chunks:
-            elsewhere.precompute(chunk)
+        precompute_documents(chunks, elsewhere)
 
     def ratio(chunk: str) -> float:
         prompt = Prompt([chunk], QUESTION)
@@ -181,12 +188,10 @@ def test_the_server_follows_the_profile_in_its_store_and_prefetches(engine: Any,
     assert ratio(chunks[0]) > 0.5
     assert ratio(chunks[0]) == DEFAULT_RATIO
     assert ratio(chunks[1]) > 0.5
-    engine.prefetch(chunks[2:])  # answered at once; some of them may be asked for before they are read, not the last
-    assert [ratio(chunk) for chunk in chunks[2:]][-1] == DEFAULT_RATIO
 
 
 def test_a_stuff_documents_chain_gets_the_same(engine: Any, url: str) -> None:
-    llm = BlendLLM(model="demo", store=str(engine.store.root), backend=url, api_key=KEY, max_tokens=8)
+    llm = BlendLLM(backend=url, api_key=KEY, max_tokens=8)
     chain = create_stuff_documents_chain(llm, ChatPromptTemplate.from_template("{context}\n\n{question}"))
     assert chain.invoke({"context": [Document(A), Document(B)], "question": QUESTION}) == "Kinport"
     prompt = f"{A}\n\n{B}\n\n{QUESTION}"
@@ -195,7 +200,7 @@ def test_a_stuff_documents_chain_gets_the_same(engine: Any, url: str) -> None:
 
 
 def test_llamaindex_gets_the_same(engine: Any, url: str) -> None:
-    llm = LlamaIndexLLM(model="demo", store=str(engine.store.root), backend=url, api_key=KEY, max_tokens=8)
+    llm = LlamaIndexLLM(backend=url, api_key=KEY, max_tokens=8)
     response = llm.complete(f"{A}\n\n{B}\n\n{QUESTION}")
     assert (response.text, response.raw["ragblend"]["num_chunk_hits"]) == ("Kinport", 2)
 
@@ -208,13 +213,15 @@ def test_the_openai_client_gets_the_same_on_every_route(engine: Any, openai: Ope
     ours = engine.generate(PROMPT, max_tokens=8)
     chat = openai.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=8, temperature=0)
     assert (chat.choices[0].message.content or "").strip() == ours.text
-    ids = engine.match(PROMPT).token_ids
+    ids = engine.renderer.render(PROMPT)
     completion = openai.completions.create(model="demo", prompt=ids, max_tokens=8, temperature=0)
     assert completion.choices[0].text.strip() == ours.text
     for answer in (chat, completion):
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == ours.report.prompt_tokens
         report = (answer.model_extra or {})["kv_transfer_params"]["ragblend"]
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == report["num_reused_tokens"]
         for name in ("mode", "num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "rule", "charged_budget"):
             assert report[name] == getattr(ours.report, name), name
     before = metrics(url)["vllm:ragblend_requests_total"]
@@ -234,10 +241,15 @@ def test_an_openai_request_says_what_it_wishes(openai: OpenAI) -> None:
         assert report["recompute_ratio"] == wish.get("ratio", float(wish.get("mode") == "full"))
 
 
-def test_the_openai_client_streams_as_ever(openai: OpenAI) -> None:
-    stream = openai.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=8, temperature=0, stream=True)
+def test_the_openai_client_streams_as_ever_and_with_the_report_where_it_asks(openai: OpenAI) -> None:
+    asked: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 8, "temperature": 0, "stream": True}
     # No event of ours in the stream of somebody who did not ask for it: `choices[0]` must always be there.
+    stream = openai.chat.completions.create(**asked)
     assert "".join(event.choices[0].delta.content or "" for event in stream).strip() == "Kinport"
+    *said, last = openai.chat.completions.create(**asked, extra_body={"kv_transfer_params": {"ragblend": {}}})
+    assert "".join(event.choices[0].delta.content or "" for event in said).strip() == "Kinport"
+    report = (last.model_extra or {})["kv_transfer_params"]["ragblend"]
+    assert (last.choices, report["mode"], report["num_chunk_hits"]) == ([], "blend", 2)
 
 
 def test_a_prompt_without_stored_chunks_gets_ordinary_vllm(openai: OpenAI, url: str) -> None:
@@ -258,9 +270,9 @@ def test_many_at_once_get_what_one_alone_gets(engine: Any) -> None:
 
 def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:
     stream = engine.stream(PROMPT, max_tokens=900)
-    body = engine.body(stream._request) | {"ignore_eos": True, "stop_token_ids": []}
+    body = engine.body(stream._prompt, stream._options) | {"ignore_eos": True}
     with httpx.stream(
-        "POST", f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
+        "POST", f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
     ) as response:
         next(response.iter_lines())
     end_s = time.monotonic() + 60
@@ -273,21 +285,23 @@ def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:
     assert engine.generate(PROMPT, max_tokens=8).text == "Kinport"
 
 
-def test_metrics_count_hits_and_misses(engine: Any, url: str) -> None:
+def test_metrics_count_hits_and_misses(engine: Any, url: str, home: Path) -> None:
     before = metrics(url)
     engine.generate(PROMPT, max_tokens=1)
-    new = "Ben Howard works for Xanco. He lives in Calville."
+    new, gone = "Ben Howard works for Xanco. He lives in Calville.", "Tom Ashby works for Synon. He lives in Norwick."
+    make_known(home / "kv", engine.renderer, [gone])  # as if its KV had been evicted
+    engine.generate(Prompt.from_messages([("user", f"{A}\n\n{gone}\n\n{QUESTION}")]), max_tokens=1)
     engine.generate(Prompt([A, new], QUESTION), max_tokens=1)
     engine.flush()
-    assert engine.is_stored(new)  # the miss was ingested in the background
+    assert engine.is_stored(new)  # what the prompt named was ingested in the background
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s:
         now = metrics(url)
         grown = {name: now[name] - before[name] for name in now if "ragblend" in name and name.endswith("_total")}
-        if grown["vllm:ragblend_ingested_chunks_total"] == 1 and grown["vllm:ragblend_chunk_hits_total"] == 3:
+        if grown["vllm:ragblend_ingested_chunks_total"] == 1 and grown["vllm:ragblend_chunk_hits_total"] == 4:
             break
         time.sleep(0.2)
-    assert grown["vllm:ragblend_chunk_hits_total"] == 3
+    assert grown["vllm:ragblend_chunk_hits_total"] == 4
     assert grown["vllm:ragblend_chunk_misses_total"] == 1
     assert grown["vllm:ragblend_reused_tokens_total"] > 0
     assert grown["vllm:ragblend_fuse_seconds_total"] > 0
@@ -301,20 +315,10 @@ def test_metrics_count_hits_and_misses(engine: Any, url: str) -> None:
 def test_without_the_key_nothing_is_told(url: str, engine: Any) -> None:
     with pytest.raises(RagblendError, match="RAGBLEND_API_KEY"):
         load_engine("demo", backend=url, api_key="wrong")
-    for method, path in (("GET", ""), ("POST", "/stored"), ("POST", "/forget")):
-        assert httpx.request(method, f"{url}/v1/ragblend{path}", json={"keys": []}).status_code == 401
+    for method, path in (("GET", ""), ("GET", "/documents"), ("DELETE", "/documents")):
+        assert httpx.request(method, f"{url}/v1/ragblend{path}").status_code == 401
     with pytest.raises(AuthenticationError):
         OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
-
-
-def test_bad_keys_are_refused_and_the_server_lives(url: str, engine: Any) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    for body in (b"[]", b"{}", b"nonsense", b'{"keys": "x"}', b'{"keys": [1]}'):
-        answer = httpx.post(f"{url}/v1/ragblend/stored", content=body, headers=headers)
-        assert answer.status_code == 400
-        assert "keys" in answer.json()["error"]["message"]
-    assert httpx.post(f"{url}/v1/ragblend/stored", json={"keys": ["../../etc"]}, headers=headers).status_code < 500
-    assert engine.is_stored(A)
 
 
 def test_the_readmes_client_gets_the_chunks_that_its_curl_sent(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,10 +94,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=["server", "process"])
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatBlend]:
-    store: Path = tmp_path_factory.mktemp("own") / "kv"
+    store: Path | None = tmp_path_factory.mktemp("own") / "kv"
     options: dict[str, Any] = {"backend": "vllm", "vllm_options": SIZES | UNCACHED}
     if request.param == "server":
-        options = {"backend": request.getfixturevalue("url")}
+        store, options = None, {"backend": request.getfixturevalue("url")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from openai import OpenAI
-from served import make_known, served_demo
+from served import served_demo
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
@@ -73,8 +73,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(server.url, home, http)
 
 
-def engine(served: Served, key: str, texts: Path, **options: Any) -> Any:
-    return load_engine("demo", texts / key, backend=served.url, api_key=key, on_miss="inline", **options)
+def engine(served: Served, key: str, **options: Any) -> Any:
+    return load_engine("demo", backend=served.url, api_key=key, on_miss="inline", **options)
 
 
 def hits(engine: Any) -> int:
@@ -91,21 +91,15 @@ def num_matched(served: Served, key: str) -> int:
     return int(told["ragblend"]["num_chunk_hits"]) if told else 0
 
 
-def test_two_keys_find_nothing_of_each_others_chunks(served: Served, tmp_path: Path) -> None:
-    with engine(served, ACME, tmp_path) as acme, engine(served, GLOBEX, tmp_path) as globex:
+def test_two_keys_find_nothing_of_each_others_chunks(served: Served) -> None:
+    with engine(served, ACME) as acme, engine(served, GLOBEX) as globex:
         assert (acme.namespace, globex.namespace) == ("acme", "globex")
         acme.precompute(A)
         assert (hits(acme), hits(globex)) == (1, 0)
         assert (acme.is_stored(A), globex.is_stored(A)) == (True, False)
-        make_known(served.home / "kv", acme.renderer, [A], "acme")
         assert [num_matched(served, key) for key in (ACME, GLOBEX)] == [1, 0]
         assert {header.namespace for header in DiskStore(served.home / "kv").headers()} == {"acme"}
-        # Whoever knows a key of the other's chunk, hash that it is, neither sees nor deletes it.
-        keys = {"keys": list(DiskStore(served.home / "kv").keys())}
-        told = [served.ask(key, "/v1/ragblend/stored", keys).json()["stored"] for key in (ACME, GLOBEX, ADMIN)]
-        assert told == [[True], [False], [True]]
-        assert served.ask(GLOBEX, "/v1/ragblend/forget", keys).json() == {"num_removed": 0}
-        assert served.ask(GLOBEX, "/v1/ragblend/prefetch", keys).json() == {"num_keys": 0}
+        assert not globex.forget(A)
         assert hits(acme) == 1
         globex.precompute(A)
         assert (hits(acme), hits(globex)) == (1, 1)
@@ -153,7 +147,7 @@ def test_every_route_without_a_key_is_refused(served: Served) -> None:
     served.http.get("/health")
     routes = json.loads((served.home / "routes.json").read_text())
     paths = {path for path, _ in routes}
-    assert {"/v1/completions", "/invocations", "/metrics", "/tokenize", "/v1/ragblend/forget"} <= paths
+    assert {"/v1/completions", "/invocations", "/metrics", "/tokenize", "/v1/ragblend/documents"} <= paths
     for path, methods in routes:
         place = re.sub(r"\{[^}]*\}", "x", path)
         for method in {*methods, "GET", "POST", "HEAD"} - {"OPTIONS"}:
@@ -166,19 +160,18 @@ def test_every_route_without_a_key_is_refused(served: Served) -> None:
     assert served.http.get(f"{served.url}//health").status_code == 401
 
 
-def test_what_a_key_has_no_right_to_is_refused(served: Served, tmp_path: Path) -> None:
+def test_what_a_key_has_no_right_to_is_refused(served: Served) -> None:
     for method, path in (("GET", "/metrics"), ("GET", "/openapi.json"), ("POST", "/v1/load_lora_adapter")):
         answer = served.ask(ACME, path, {}, method)
         assert answer.status_code == 403, path
         assert "admin" in answer.json()["error"]["message"]
-    assert served.ask(ASKER, "/v1/ragblend/forget", {"keys": []}).status_code == 403
     assert served.ask(INGESTER, "/v1/completions", PROMPTS["/v1/completions"]).status_code == 403
-    with engine(served, ASKER, tmp_path) as asker, pytest.raises(RagblendError, match="'ingest'"):
+    with engine(served, ASKER) as asker, pytest.raises(RagblendError, match="'ingest'"):
         asker.precompute(B)
-    with engine(served, INGESTER, tmp_path) as ingester:
+    with engine(served, INGESTER) as ingester:
         ingester.precompute(B)
         assert ingester.is_stored(B)
-    with engine(served, ACME, tmp_path, namespace="globex") as forger, pytest.raises(RagblendError, match="globex"):
+    with engine(served, ACME, namespace="globex") as forger, pytest.raises(RagblendError, match="globex"):
         forger.generate(Prompt([A], QUESTION), max_tokens=1)
 
 

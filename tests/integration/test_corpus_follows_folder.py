@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ragblend import Prompt, load_engine
-from ragblend.corpus.chunk_registry import open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EmptyCorpusError

@@ -23,7 +23,7 @@ from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from ragblend import Chunk, Prompt, open_index
-from ragblend.corpus.chunk_registry import open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError

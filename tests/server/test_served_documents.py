@@ -14,14 +14,15 @@ import pytest
 from servers import wait_until
 
 from ragblend import Prompt, load_engine
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.sent_documents import SentDocument
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import BackendUnreachableError, NotFoundError
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.ingestion import registered_similar
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server.document_table import SentDocument
 from ragblend.server.documents import Documents
 from ragblend.server.requests import read_documents
 
@@ -129,7 +130,7 @@ def test_what_has_not_changed_costs_nothing_and_what_has_is_replaced(server: Ser
     counts = server.wait(server.send({"id": "a", "chunks": [A, C]}))
     assert (counts["num_new_kv"], counts["num_known_kv"]) == (1, 1)
     assert [server.engine().is_stored(text) for text in (A, B, C)] == [True, False, True]
-    assert B not in ChunkRegistry(server.root / REGISTRY_FILE)
+    assert B not in ChunkRegistry(server.root / CATALOG_FILE)
 
 
 def test_chunks_of_a_version_come_to_those_it_has(server: Server) -> None:
@@ -160,7 +161,7 @@ def test_a_version_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
         counts = server.wait(ingestion)
         assert (counts["num_stored"], counts["num_new_kv"]) == (1, 0)
         assert list(DiskStore(server.root).keys()) == [server.engine().key(A)]
-        assert list(ChunkRegistry(server.root / REGISTRY_FILE).texts()) == [A]
+        assert list(ChunkRegistry(server.root / CATALOG_FILE).texts()) == [A]
 
 
 def test_removal_leaves_nothing(server: Server) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import print_json, print_line, print_notice, source_facts, waiting_lines
-from ragblend.cli.session import open_engine, open_settings_index, retrieve
+from ragblend.cli.session import open_engine, open_searched_index, retrieve
 from ragblend.config import Settings
 from ragblend.errors import UsageError
 from ragblend.files.output import check_output
@@ -45,7 +45,7 @@ def explain(
     with (
         waiting_lines("comparing"),
         open_engine(settings) as engine,
-        open_settings_index(settings, engine) as opened,
+        open_searched_index(settings, engine) as opened,
     ):
         assert isinstance(engine, TransformersEngine)
         hits = retrieve(opened, question, settings)

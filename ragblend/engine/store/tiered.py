@@ -320,10 +320,6 @@ class TieredStore(KVStore):
         """Return True if any tier has the entry."""
         return any(tier.contains(key) for tier in self._tiers)
 
-    def contains_within_timeout(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key True if any tier has it. Remote tiers share one time limit for all keys."""
-        return self.contains_many(keys, self._remote_deadline_s())
-
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
         """Return for each key True if any tier has it. Remote tiers are queried for the other keys, in batches, and not
         after `until_s` on the monotonic clock."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.base import EngineBase
+from ragblend.engine.base import LocalEngine
 from ragblend.engine.fusion.fidelity import record_fusion
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
@@ -58,7 +58,7 @@ class BlendDecision(NamedTuple):
     fallback_reason: str = ""
 
 
-class BlendingEngine(EngineBase):
+class BlendingEngine(LocalEngine):
     """The part of a TransformersEngine that prefills: requests, and the prefixes that chunks are computed behind."""
 
     def __init__(

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 class TransformersEngine(BlendingEngine):
     """Engine over a TransformersLayers model, a Renderer and a KVStore. Use as a context manager, or `close()` it.
 
-    `options` are the keyword arguments of `EngineBase`, such as system, namespace, on_miss and shadow.
+    `options` are the keyword arguments of `LocalEngine`, such as system, namespace, on_miss and shadow.
     """
 
     keeps_conversations = True  # `stream` takes `conversation=`

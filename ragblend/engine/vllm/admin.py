@@ -1,9 +1,7 @@
-"""The store over HTTP, for who runs the server: what is in it, what is kept, and forgetting all of a namespace.
+"""The store over HTTP, for who runs the server: what is in it, and forgetting all of a namespace.
 
     GET  /v1/ragblend/store          what it holds, by namespace; its budget, its pins, its remote tier
     GET  /v1/ragblend/store/chunks   ?namespace=NS&after=KEY&limit=N -> {"chunks": [...], "next": KEY or null}
-    POST /v1/ragblend/store/pin      {"document", "keys"}: the budget never evicts them
-    POST /v1/ragblend/store/unpin    {"document"}
     POST /v1/ragblend/store/clear    {"namespace"}: from every replica's disk and the remote tier ->
                                      {"num_removed", "num_unread"} of this disk and the remote tier, the latter damaged
                                      or not to be had in the remote
@@ -19,13 +17,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from typing import Any
 
-from ragblend.corpus.chunk_registry import open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore, StoreEntry
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.vllm.params import belongs_to
-from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.errors import UsageError
 
 PATH = "/v1/ragblend/store"
 MAX_CHUNKS = 1000  # of one answer
@@ -48,8 +46,6 @@ def add_admin(app: Any, store: TieredStore, respond: Respond) -> None:
 
     route("", usage, "GET")
     route("/chunks", chunks, "GET")
-    route("/pin", pin, "POST")
-    route("/unpin", unpin, "POST")
     route("/clear", clear, "POST")
 
 
@@ -96,20 +92,6 @@ def chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def pin(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Keep a document's chunks."""
-    keys = fields.get("keys")
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise UsageError('send {"document": "...", "keys": ["..."]}')
-    store.pin(_text(fields, "document"), keys)
-    return {"num_keys": len(keys)}
-
-
-def unpin(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Let go of them again."""
-    return {"unpinned": store.unpin(_text(fields, "document"))}
-
-
 def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     """Forget all of a namespace, with a cache salt or without. What only the remote tier has is fetched, since its name
     does not tell whose it is."""
@@ -130,29 +112,6 @@ def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
                 if kv is not None and belongs_to(kv.header.namespace, namespace):
                     num_removed += store.delete(key)
     return {"num_removed": num_removed, "num_unread": num_unread}
-
-
-def forget_everywhere(store: TieredStore, keys: list[str]) -> int:
-    """Remove entries here and from the remote tier, and tell the other replicas first; how many were there.
-
-    Raises BackendUnreachableError, with the entries gone from this disk, when the others cannot be told."""
-    failure: BackendUnreachableError | None = None
-    for remote in _remotes(store) if keys else ():
-        try:
-            publish_tombstone(remote, keys=keys)
-        except BackendUnreachableError as error:
-            failure = error
-    num_removed = 0
-    for key in keys:
-        try:
-            num_removed += store.delete(key)
-        except BackendUnreachableError as error:
-            failure = error
-    with closing(open_registry(store)) as registry:
-        registry.remove_entries(keys)  # hashes of what the entries held
-    if failure is not None:
-        raise failure
-    return num_removed
 
 
 def _fields(body: bytes) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY, belongs_to, check_namespace
+from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY, check_namespace
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import user_path
 from ragblend.files.reading import open_file
@@ -53,11 +53,9 @@ _ENGINE = frozenset(
         "/invocations",
         "/tokenize",
         "/detokenize",
-        "/v1/ragblend/stored",
     }
 )
 DOCUMENTS_PATH = "/v1/ragblend/documents"
-_ROUTES: Mapping[str, Right] = {"/v1/ragblend/prefetch": "ask", "/v1/ragblend/forget": "ingest"}
 
 
 class ForbiddenError(UsageError):
@@ -80,10 +78,6 @@ class Grant:
         if not self.has_right(right):
             has = ", ".join(sorted(self.rights)) or "none"
             raise ForbiddenError(f"{what} needs the right {right!r}, and this API key has: {has}")
-
-    def can_access(self, namespace: str | None) -> bool:
-        """Return True if the key may query KV stored under `namespace`; for None, an unknown one, only for an admin."""
-        return "admin" in self.rights or (namespace is not None and belongs_to(namespace, self.namespace))
 
 
 @dataclass(slots=True)
@@ -127,7 +121,7 @@ class ApiKeys:
         if path == DOCUMENTS_PATH or path.startswith(f"{DOCUMENTS_PATH}/"):
             grant.require_right("ingest", f"{method} {DOCUMENTS_PATH}")
             return
-        grant.require_right(_ROUTES.get(path, "admin") if method == "POST" else "admin", f"{method} {path}")
+        grant.require_right("admin", f"{method} {path}")
 
 
 def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:

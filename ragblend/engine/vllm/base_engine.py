@@ -1,7 +1,7 @@
-"""Code shared by both vLLM engines: a prompt to token ids and parameters, tokens back to text and a report.
+"""Code of both engines beside vLLM's own: a prompt to token ids and parameters, tokens back to text and a report.
 
-`VllmEngineBase` is the Engine without a connection to vLLM; `client` (over HTTP) and `engine` (in this process) add
-that. Text is tokenized and detokenized here, never by vLLM, so every engine returns the same characters.
+`VllmEngineBase` is the Engine without a connection to vLLM; `engine` (in this process) and `front_end` (a server's
+ingestion) add that. Text is tokenized and detokenized here, never by vLLM.
 
 Depends on matched prompts, reports and the connector's parameters, not on HTTP or vLLM.
 """
@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any, Unpack
 
-from ragblend.engine.agreement import ShadowReport
-from ragblend.engine.base import EngineBase
+from ragblend.engine.base import LocalEngine
 from ragblend.engine.decoding import StopScanner, TextStream
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.rules import find_rule
@@ -31,7 +30,6 @@ from ragblend.engine.report import (
     chunk_reports,
     join_runs,
 )
-from ragblend.engine.shadow import same_tokens
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
@@ -141,15 +139,14 @@ class VllmStream:
                     finished = delta.finish_reason or finished
                     if scanner.stopped and delta.finish_reason is None and request.options.stops:
                         break  # vLLM did not see the stop string in its own reading of the tokens
-            if not self._engine.blends:
-                report.mode, report.rule, report.recompute_ratio = "full", "none", 1.0
             rest = scanner.push(text.flush()) + scanner.flush()
             if rest:
                 result.text += rest
                 yield rest
             result.finish_reason = _finish_reason("stop" if scanner.stopped else finished)
             if reported and request.params.mode in ("blend", "reuse") and not report.refused_reason:
-                self._engine.notices.record_lookup(request.prompt, [chunk.hit for chunk in report.chunks])
+                hits = [chunk.hit for chunk in report.chunks]
+                self._engine.notices.record_lookup(request.prompt.num_tokens, hits, request.prompt.prefix_ids)
         finally:
             report.decode_s = perf_counter() - start_s
             report.completion_tokens = len(result.token_ids)
@@ -166,14 +163,12 @@ class VllmStream:
                 yield delta
 
 
-class VllmEngineBase(EngineBase):
+class VllmEngineBase(LocalEngine):
     """The Engine protocol over a vLLM that runs the ragblend connector. Safe to share between threads.
 
     A missing chunk is precomputed alone, by a request in the background, unless `on_miss` is "inline". A conversation
-    is an ordinary prompt: chunks of earlier turns are fused again. `options` are those of `EngineBase`.
+    is an ordinary prompt: chunks of earlier turns are fused again. `options` are those of `LocalEngine`.
     """
-
-    blends = True  # False: an ordinary vLLM, which prefills everything
 
     def __init__(self, renderer: Renderer, store: KVStore, facts: ServedModelInfo, **options: Any) -> None:
         self.facts = facts
@@ -212,16 +207,7 @@ class VllmEngineBase(EngineBase):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Load the KV of a later request's chunks into the memory of vLLM's workers, in the background. Returns at
-        once.
-
-        A failure only costs speed; it is logged.
-        """
-        self.prefetch_keys(self.likely_keys(chunks))
-
-    @abstractmethod
-    def prefetch_keys(self, keys: list[str]) -> None:
-        """Send a prefetch of `keys` to the workers."""
+        """Do nothing: vLLM's workers read ahead what waiting requests will need."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
         """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
@@ -265,7 +251,7 @@ class VllmEngineBase(EngineBase):
     # -- answering
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
-        """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
+        """Answer `prompt`; `options` are GenerationOptions. Ends at the model's end token or a stop string."""
         stream = self.stream(prompt, **options)
         for _ in stream:
             pass
@@ -316,37 +302,15 @@ class VllmEngineBase(EngineBase):
         self.backfill(prompt.runs[parts[0]] for parts, chunk in chunks if not chunk.hit)
 
     def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
-        """Submit a shadow comparison of `request`, if it is sampled. Only greedy and complete answers are compared.
-
-        vLLM returns tokens without their distribution, so a sampled answer has no reference.
-        """
+        """Submit a shadow comparison of a greedy and complete `answer` to `request`, if it is sampled."""
         params = request.params
-        if params.mode not in ("blend", "reuse") or request.options.temperature or answer.finish_reason == "cancelled":
-            return
-
-        def compare() -> ShadowReport:
-            full = replace(params, mode="full")
-            stream = VllmStream(self, replace(request, params=full))
-            same = same_tokens(stream, answer)
-            return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
-
-        self._shadow.submit(compare, answer.report)
-
-
-def sampling(options: GenerationOptions) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for top-k, min-p, penalties and bias, all of them set.
-
-    vLLM would take an absent one from the model's generation_config, which the transformers engine does not use.
-    """
-    bias = {int(token): float(value) for token, value in (options.logit_bias or {}).items()}
-    return {
-        "top_k": options.top_k or 0,
-        "min_p": options.min_p or 0.0,
-        "repetition_penalty": 1.0 if options.repetition_penalty is None else options.repetition_penalty,
-        "presence_penalty": options.presence_penalty or 0.0,
-        "frequency_penalty": options.frequency_penalty or 0.0,
-        **({"logit_bias": bias} if bias else {}),
-    }
+        if (
+            params.mode in ("blend", "reuse")
+            and not request.options.temperature
+            and answer.finish_reason != "cancelled"
+        ):
+            full = replace(request, params=replace(params, mode="full"))
+            self._shadow.submit_repeat(lambda: VllmStream(self, full), answer)
 
 
 def blend_params(

@@ -1,14 +1,15 @@
-"""Engine over HTTP: drives a vLLM server, started by `ragblend serve`, through `/v1/completions` with token ids.
+"""Engine over HTTP: an OpenAI client of a vLLM server, started by `ragblend serve`.
 
-Text is tokenized and detokenized here; the server receives ids and chunk spans only. Read `VllmClient.deltas` first.
-Depends on HTTP, server-sent events and vLLM's fields, not on KV.
+Messages go to `/v1/chat/completions` as they are, plain text to `/v1/completions`, documents to
+`/v1/ragblend/documents`. The server renders, tokenizes and finds the chunks; here are neither ids nor a tokenizer.
+Read `ServedStream._run` first. Depends on HTTP, server-sent events and vLLM's fields.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import math
 import os
 import socket
 import threading
@@ -16,18 +17,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import cached_property
+from time import perf_counter
+from typing import Any, NamedTuple, NoReturn, Unpack
 from urllib.parse import urlencode, urlsplit
 from weakref import WeakSet
 
 import httpx
 
-from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
-from ragblend.engine.store.base import CONTAINS_BATCH, KVStore, StoreCounters
-from ragblend.engine.store.kv import ChunkKV
-from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
-from ragblend.engine.vllm.params import report_from, vllm_structure
+from ragblend.engine.base import EngineBase
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.report import BlendReport, Generation
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.vllm.params import PARAMS_KEY, report_from, sampling, vllm_structure
 from ragblend.errors import (
     BackendUnreachableError,
     EngineClosedError,
@@ -36,7 +39,11 @@ from ragblend.errors import (
     RagblendError,
     UsageError,
 )
-from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, is_url
+from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, GenerationKeywords, GenerationOptions, is_url
+from ragblend.prompt.match import MatchedPrompt
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.tools import CallFormat, without_tools
+from ragblend.prompt.types import Message, Part, Prompt, as_chunk
 from ragblend.redaction import redact
 
 log = logging.getLogger(__name__)
@@ -46,6 +53,8 @@ CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 600.0  # a long prompt behind a full queue may be silent for minutes
 MAX_RETRIES = 2
 RETRY_STATUS = frozenset({408, 429, 502, 503, 504})
+CHUNK_COLLECTION = "langchain"
+"""Collection of chunks that are stored without a document; `precompute_documents` puts texts without ids there, too."""
 _FIRST_PAUSE_S = 0.5  # doubled with every retry
 _BATCH_CHARS = 8 << 20  # of documents in one request, as JSON in ASCII
 _POLL_S = 0.2  # between looks how far the server is
@@ -68,9 +77,12 @@ class ServerFacts(NamedTuple):
     context_length: int
     fingerprint: str = ""
     bytes_per_token: int = 0
-    num_layers: int = 0
-    context: ContextPolicy | None = None  # what its store's chunks are computed behind
+    context: ContextPolicy = "none"  # what its store's chunks are computed behind
     namespace: str = ""  # that the API key is bound to
+    answer_lead: str = ""  # whitespace that the model writes before an answer
+    knows_tools: bool = True  # whether the model's template shows tools
+    calls: Mapping[str, str | None] | None = None  # how the model writes tool calls, and how they look in its text
+    calls_shown: Mapping[str, str | None] | None = None
 
 
 class Connection:
@@ -96,8 +108,6 @@ class Connection:
         self._first_pause_s = first_pause_s
         self._closed = threading.Event()
         self._streams: WeakSet[Any] = WeakSet()  # network streams that were opened, to wake whoever reads from them
-        self._num_open = 0  # requests under way
-        self._lock = threading.Lock()
         self._http = httpx.Client(
             base_url=base_url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -110,17 +120,16 @@ class Connection:
         """Yield a response whose body is not read yet. The request is retried until the head has arrived, not
         afterwards.
         """
-        with self._counted():
+        with self._translated():
+            response = self._send(method, path, body)
+        try:
             with self._translated():
-                response = self._send(method, path, body)
-            try:
-                with self._translated():
-                    if response.status_code >= 400:
-                        response.read()
-                        raise self._error(response, path)
-                    yield response
-            finally:
-                response.close()
+                if response.status_code >= 400:
+                    response.read()
+                    raise self._error(response, path)
+                yield response
+        finally:
+            response.close()
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object that a request answers with."""
@@ -130,7 +139,7 @@ class Connection:
     def close(self) -> None:
         """Close the sockets. Threads that wait for the server get EngineClosedError at once."""
         self._closed.set()
-        for stream in list(self._streams) if self._num_open else ():
+        for stream in list(self._streams):
             # Closing a socket does not wake a thread that reads from it; shutting it down does.
             with suppress(OSError, AttributeError):
                 stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
@@ -162,16 +171,6 @@ class Connection:
             self._closed.wait(pause_s)
             pause_s *= 2
         raise AssertionError("the last attempt returns or raises")
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with self._lock:
-            self._num_open += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_open -= 1
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -219,7 +218,7 @@ class Connection:
             return BackendUnreachableError(
                 f"{self.url} is busy or starting ({status}: {said}); try again, or add replicas behind it"
             )
-        if status == 400 and "maximum context length" in said:
+        if status == 400 and "context length" in said:
             fix = "retrieve fewer chunks (`k`), or start the server with a larger --max-model-len"
             return PromptTooLongError(f"{said}; {fix}")
         if status < 500:
@@ -253,183 +252,299 @@ def server_facts(connection: Connection, model: str = "") -> ServerFacts:
         own = connection.json("GET", "/v1/ragblend")
     except NotFoundError:
         return facts
-    context = own.get("context")
+    context: Any = own.get("context")
     return facts._replace(
         fingerprint=str(own.get("fingerprint", "")),
         bytes_per_token=int(own.get("bytes_per_token") or 0),
-        num_layers=int(own.get("num_layers") or 0),
-        context=context if CONTEXT.accepts(context) else None,
+        context=context if CONTEXT.accepts(context) else "none",
         namespace=str(own.get("namespace") or ""),
+        answer_lead=str(own.get("answer_lead") or ""),
+        knows_tools=own.get("knows_tools") is not False,
+        calls=own.get("calls"),
+        calls_shown=own.get("calls_shown"),
     )
 
 
-class ServerStore(KVStore):
-    """Store of a server, queried and changed through its HTTP interface. KV is never transferred.
-
-    `root` is a local directory for the texts of ingested chunks; None keeps them in memory. For a server that does not
-    blend, no request is sent and every key is a miss.
+class ServedRenderer:
+    """What a server tells of its model's Renderer. The rest is the tokenizer's, which `load` loads when it is needed:
+    to cut documents and to count tokens, not to ask.
     """
+
+    def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:
+        self._load = load
+        if facts.calls and facts.calls_shown:
+            self.calls, self.calls_shown = CallFormat(**facts.calls), CallFormat(**facts.calls_shown)  # type: ignore[arg-type]
+
+    @cached_property
+    def _loaded(self) -> Renderer:
+        return self._load()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loaded, name)
+
+
+class ServerStore(MemoryStore):
+    """The store of an engine over HTTP, empty: KV and the registry of its chunks are the server's."""
 
     is_remote = True
 
-    def __init__(
-        self,
-        connection: Connection,
-        root: Path | None = None,
-        blends: bool = True,
-        context: ContextPolicy | None = None,
-    ) -> None:
-        self._connection, self._blends, self._policy = connection, blends, context
-        self.root = root
 
-    @property
-    def url(self) -> str:
-        """The server's address."""
-        return self._connection.url
+class ServedStream:
+    """An answer in progress. Iterating yields text; `result` is complete when the iteration ends.
 
-    @property
-    def counters(self) -> StoreCounters:
-        """Zero: nothing is counted here."""
-        return StoreCounters()
+    When the engine is closed, the answer ends at once with its text so far, finish reason "cancelled" and no error.
+    """
 
-    def contains(self, key: str) -> bool:
-        """Return True if the server's store has `key`."""
-        stored = self._ask("stored", key).get("stored")
-        return bool(stored and stored[0])
+    def __init__(self, engine: VllmClient, prompt: Prompt, options: GenerationOptions) -> None:
+        self._engine, self._prompt, self._options = engine, prompt, options
+        self._start_s = perf_counter()
+        ratio = options.recompute_ratio
+        report = BlendReport(options.mode, options.rule, ratio if isinstance(ratio, int | float) else 0.0)
+        self.result = Generation("", [], "cancelled", report)
+        self._pieces = self._run()
 
-    def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
-        """Return, for each key, True if the server's store has it. The server applies its own timeout; `until_s` is
-        ignored.
-        """
-        found: list[bool] = []
-        for start in range(0, len(keys), CONTAINS_BATCH):
-            batch = list(keys[start : start + CONTAINS_BATCH])
-            flags = [bool(each) for each in self._ask("stored", *batch).get("stored") or ()]
-            found += [*flags, *([False] * len(batch))][: len(batch)]
-        return found
+    def __iter__(self) -> Iterator[str]:
+        return self
 
-    def delete(self, key: str) -> bool:
-        """Remove `key` from the server's store. Return True if it was stored."""
-        return bool(self._ask("forget", key).get("num_removed"))
+    def __next__(self) -> str:
+        return next(self._pieces)
 
-    def read_context(self) -> ContextPolicy | None:
-        """Return the context policy that the server reported; None if it has none. The first ingestion sets it."""
-        return self._policy
+    def close(self) -> None:
+        """Stop generating: the connection is closed, and the server aborts. The result keeps the text so far."""
+        self._pieces.close()
 
-    def put_context(self, policy: ContextPolicy) -> None:
-        """Use `policy` as the server's context policy from now on. Raises UsageError if the server has another one."""
-        if policy != (self._policy or policy):
-            raise UsageError(
-                f"the store of the server at {self._connection.url} keeps its chunks in the context {self._policy!r}; "
-                f"change it where the server runs: ragblend precompute --context {policy} --store DIR"
-            )
-        self._policy = policy
+    def _run(self) -> Generator[str]:
+        engine, result = self._engine, self.result
+        report: BlendReport | None = None
+        num_prompt, ttft_s, first_s = 0, 0.0, perf_counter()
+        if engine.closed:
+            return
+        path = "/v1/chat/completions" if self._prompt.is_chat else "/v1/completions"
+        try:
+            with (
+                suppress(EngineClosedError),
+                engine.connection.open("POST", path, engine.body(self._prompt, self._options)) as response,
+            ):
+                for event in events(response.iter_lines()):
+                    if not engine.is_usable:
+                        return
+                    if "error" in event:
+                        said = _message(json.dumps(event))
+                        raise RagblendError(
+                            f"{engine.connection.url} failed while answering: {said}; look at the server's log"
+                        )
+                    report = report_from(event.get("kv_transfer_params")) or report
+                    num_prompt = (event.get("usage") or {}).get("prompt_tokens", num_prompt)
+                    for choice in event.get("choices") or ():
+                        piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                        if not ttft_s and (piece or choice.get("token_ids")):
+                            ttft_s, first_s = perf_counter() - self._start_s, perf_counter()
+                        result.token_ids += choice.get("token_ids") or ()
+                        if reason := choice.get("finish_reason"):
+                            result.finish_reason = reason if reason in ("length", "stop") else "cancelled"
+                            if reason == "stop" and not isinstance(choice.get("stop_reason"), str):
+                                result.token_ids = result.token_ids[:-1]  # the token that ended it
+                        if not result.text:
+                            piece = piece.removeprefix(engine.facts.answer_lead)
+                        if piece:
+                            result.text += piece
+                            yield piece
+        finally:
+            if report is not None:
+                result.report = report
+            elif not engine.blends:
+                result.report = BlendReport("full", "none", 1.0)
+            found = result.report
+            found.prompt_tokens, found.completion_tokens = num_prompt, len(result.token_ids)
+            found.ttft_s, found.decode_s = ttft_s, perf_counter() - first_s
+            if report is not None and result.finish_reason != "cancelled":
+                engine.on_answer(self._prompt, self._options, result)
 
-    def _ask(self, route: str, *keys: str) -> dict[str, Any]:
-        return self._connection.json("POST", f"/v1/ragblend/{route}", {"keys": keys}) if self._blends else {}
 
-    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return None: KV stays on the server."""
-        return None
-
-    def put(self, kv: ChunkKV) -> None:
-        """Raise RagblendError: the server computes its KV itself."""
-        raise RagblendError(f"KV cannot be sent to {self._connection.url}; have it computed there: ragblend ingest")
-
-    def keys(self) -> Iterator[str]:
-        """Return no keys: HTTP offers no list of them."""
-        return iter(())
-
-    def nbytes(self) -> int:
-        """Return 0: the size is not known here."""
-        return 0
-
-
-class VllmClient(VllmEngineBase):
+class VllmClient(EngineBase):
     """Engine over a vLLM server. Made by `load_engine(model, backend="http://HOST:PORT")`.
 
-    A server without ragblend answers as ordinary vLLM. The server's store cannot be listed from here.
+    A server without ragblend answers as ordinary vLLM. `load_renderer` loads the model's tokenizer, which is needed to
+    cut documents into chunks and to count tokens. Chunks that a prompt names and the server has not are sent to it as
+    documents, in the background, unless `on_miss` is "inline".
     """
 
     def __init__(
         self,
         connection: Connection,
         facts: ServerFacts,
-        renderer: Any,
+        load_renderer: Callable[[], Renderer],
         *,
         name: str,
-        root: Path | None = None,
-        stop_ids: Iterable[int] = (),
+        on_miss: str = "store",
+        context: ContextPolicy | None = None,
         **options: Any,
     ) -> None:
-        self.connection = connection
-        self.served_model = facts.model
+        self.connection, self.facts = connection, facts
         self.blends = bool(facts.fingerprint)
-        store = ServerStore(connection, root, self.blends, facts.context)
-        own = ServedModelInfo(
-            name,
-            facts.fingerprint or f"served-{facts.model}",
-            facts.context_length,
-            facts.bytes_per_token,
-            renderer.stop_ids() | frozenset(stop_ids),
-            facts.num_layers,
-        )
         if not self.blends:
             log.warning(
                 "the server at %s is vLLM without ragblend and reuses no chunks; start it with: ragblend serve %s",
                 connection.url,
                 facts.root,
             )
-            options["on_miss"] = "inline"
         options["namespace"] = options.get("namespace") or facts.namespace  # another one is refused by the server
-        super().__init__(renderer, store, own, **options)
+        super().__init__(
+            name=name, fingerprint=facts.fingerprint or f"served-{facts.model}", on_miss=on_miss, **options
+        )
+        self.renderer: Any = ServedRenderer(facts, load_renderer)
+        self.store = ServerStore(0)
+        self.context = self.default_context = facts.context
+        if context is not None:
+            self.set_context_policy(context)
+        self._sends_missing = on_miss == "store" and self.blends
+        self._sent: set[str] = set()
 
-    def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """Yield the deltas of one streamed completion. Closing the generator closes the connection; the server then
-        aborts.
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.facts.context_length
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of stored KV per chunk token, all layers."""
+        return self.facts.bytes_per_token
+
+    def set_context_policy(self, policy: ContextPolicy) -> None:
+        """Raise UsageError for another policy than the server's."""
+        if policy != self.context:
+            raise UsageError(
+                f"the store of the server at {self.connection.url} keeps its chunks in the context {self.context!r}; "
+                f"change it where the server runs: ragblend precompute --context {policy} --store DIR"
+            )
+
+    # -- answering
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
+        """Answer `prompt`; `options` are GenerationOptions. Ends at the model's end token or a stop string."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> ServedStream:
+        """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.
+
+        Options are checked before the request is sent, the prompt's length by the server. Closing the stream early
+        aborts the request.
         """
-        with self.connection.open("POST", "/v1/completions", self.body(request)) as response:
-            for event in events(response.iter_lines()):
-                yield delta(event, self.connection.url)
+        checked = GenerationOptions(**options)
+        if checked.logprobs:
+            raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
+        find_rule(checked.rule)
+        self._check_prompt(prompt, checked.stops)
+        return ServedStream(self, prompt, checked)
 
-    def body(self, request: VllmRequest) -> dict[str, Any]:
-        """Return the JSON body of a completion request."""
-        options = request.options
+    def body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
+        """Return the JSON body of a request, with vLLM's own fields beside OpenAI's."""
+        if prompt.uses_tools and not self.facts.knows_tools:
+            prompt = without_tools(prompt)
         body: dict[str, Any] = {
-            "model": self.served_model,
-            "prompt": request.prompt.token_ids,
+            "model": self.facts.model,
             "max_tokens": options.max_tokens,
             "temperature": options.temperature,
             "top_p": options.top_p,
             "stream": True,
+            "stream_options": {"include_usage": True},
             "return_token_ids": True,
             **sampling(options),
         }
+        if prompt.is_chat:
+            body["messages"] = [_openai_message(message) for message in prompt.messages]
+            if prompt.tools:  # calls are read here, and what holds the answer to them is in structured_outputs
+                body |= {"tools": list(prompt.tools), "tool_choice": "none"}
+        else:
+            body["prompt"] = prompt.messages[0].content
         if options.seed is not None:
             body["seed"] = options.seed
         if options.stops:
             body["stop"] = list(options.stops)
         if options.structured_outputs is not None:
             body["structured_outputs"] = vllm_structure(options.structured_outputs)
-        if self.facts.stop_ids:
-            body["stop_token_ids"] = sorted(self.facts.stop_ids)
         if self.blends:
-            body["kv_transfer_params"] = request.kv_transfer_params
+            params = {"mode": options.mode, "rule": options.rule, "ratio": options.recompute_ratio}
+            params |= {"namespace": self.namespace, "seed": options.seed or 0}
+            body["kv_transfer_params"] = {PARAMS_KEY: params}
         return body
 
-    def prefetch_keys(self, keys: list[str]) -> None:
-        """Send one prefetch request, which the server answers at once. With a load balancer, only one replica
-        prefetches.
-        """
-        if not self.blends or not keys:
+    def on_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
+        """Do what follows a complete answer of a server that blends: warnings, named chunks, a shadow comparison."""
+        report = answer.report
+        if options.mode not in ("blend", "reuse") or report.refused_reason:
             return
+        self.notices.record_lookup(report.prompt_tokens, [chunk.hit for chunk in report.chunks])
+        if self._sends_missing and report.num_chunk_hits < len(prompt.chunks):
+            self._send_missing(prompt)
+        if not options.temperature:
+            full = replace(options, mode="full")
+            self._shadow.submit_repeat(lambda: ServedStream(self, prompt, full), answer)
+
+    # -- documents
+
+    def precompute(self, chunk: Part) -> int:
+        """Have the server store one chunk, as a document of its own. Return the bytes stored, 0 if it was stored
+        already.
+
+        Raises RagblendError if the server did not store it, or is a vLLM without ragblend.
+        """
+        text = as_chunk(chunk).text.strip()
+        counts, reasons = self.send_documents(CHUNK_COLLECTION, [{"id": _chunk_id(text), "chunks": [text]}])
+        if reasons:
+            raise RagblendError(f"the chunk was not stored: {reasons[0]['reason']}")
+        return counts["new_kv_bytes"]
+
+    def is_stored(self, chunk: Part) -> bool:
+        """Return True if the server has stored the chunk as a document of its own."""
+        if not self.blends:
+            return False
+        path = self._documents_path(_chunk_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)
         try:
-            self.connection.json("POST", "/v1/ragblend/prefetch", {"keys": keys})
-        except RagblendError as error:
-            log.warning("nothing is prefetched: %s", error)
+            return bool(self.connection.json("GET", path)["num_kv"])
+        except NotFoundError:
+            return False
+
+    def forget(self, chunk: Part) -> bool:
+        """Delete the chunk that was stored as a document of its own. Return True if it was there."""
+        return self.remove_documents(CHUNK_COLLECTION, [_chunk_id(as_chunk(chunk).text)]) > 0
+
+    def prefetch(self, chunks: Sequence[Part]) -> None:
+        """Do nothing: a server reads what waiting requests will need by itself."""
+
+    def add_known(self, chunks: Iterable[Part]) -> None:
+        """Do nothing: the server knows the chunks of its documents."""
+
+    def flush(self) -> None:
+        """Wait until the chunks that prompts named are stored."""
+        self._worker.submit(lambda: None).result()
+
+    def _send_missing(self, prompt: Prompt) -> None:
+        texts = {chunk.text.strip() for chunk in prompt.chunks if chunk.text.strip()} - self._sent
+        self._sent |= texts
+        documents = [{"id": _chunk_id(text), "chunks": [text]} for text in sorted(texts)]
+
+        def send() -> None:
+            try:
+                self.send_documents(CHUNK_COLLECTION, documents)
+            except RagblendError as error:  # the answer is out already
+                level = logging.DEBUG if isinstance(error, EngineClosedError) else logging.WARNING
+                log.log(level, "a missed chunk was not stored: %s", error)
+
+        if documents:
+            with suppress(RuntimeError):  # the engine is closed, or the interpreter ends
+                self._worker.submit(send)
 
     def send_documents(
-        self, collection: str, documents: Sequence[Mapping[str, Any]], progress: Callable[[str, int, int | None], None]
+        self,
+        collection: str,
+        documents: Sequence[Mapping[str, Any]],
+        progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None,
     ) -> tuple[Counter[str], list[dict[str, str]]]:
         """Send documents to `POST /v1/ragblend/documents`, and wait until the server has stored them.
 
@@ -467,9 +582,10 @@ class VllmClient(VllmEngineBase):
         body = {"collection": collection, "ids": list(ids)}
         return int(self.connection.json("DELETE", self._documents_path(), body)["num_kv"])
 
-    def _documents_path(self, **query: str) -> str:
+    def _documents_path(self, document: str = "", **query: str) -> str:
         given = {**query, **({"namespace": self.namespace} if self.namespace else {})}
-        return "/v1/ragblend/documents" + (f"?{urlencode(given)}" if given else "")
+        place = "/v1/ragblend/documents" + (f"/{document}" if document else "")
+        return place + (f"?{urlencode(given)}" if given else "")
 
     def _check_blends(self) -> None:
         if not self.blends:
@@ -478,19 +594,53 @@ class VllmClient(VllmEngineBase):
                 "start it with: ragblend serve MODEL --store DIR"
             )
 
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids. Return the bytes stored. Raises RagblendError for a vLLM
-        without ragblend.
-        """
-        self._check_blends()
-        return super().precompute_ids(token_ids, behind)
+    # -- what needs the tokenizer, and the ids that a prompt becomes
+
+    def match(self, prompt: Prompt) -> MatchedPrompt:
+        """Raise UsageError: the server finds the chunks of a prompt."""
+        self._refuse("finding chunks in a prompt's ids")
+
+    def key(self, chunk: Part) -> str:
+        """Raise UsageError: keys are made of ids."""
+        self._refuse("the key of a chunk")
+
+    def has_kv(self, chunk_ids: Sequence[int]) -> bool:
+        """Raise UsageError: ids are the server's."""
+        self._refuse("looking for the KV of token ids")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{what} is done where the KV is, not through {self.connection.url}; run it on that machine, with its "
+            "store and backend='transformers' or 'vllm'"
+        )
 
     def close(self) -> None:
-        """Finish background work and free the sockets."""
-        if not self.is_usable:
-            return
+        """Close the sockets, which ends what waits for the server, and the threads of background work."""
+        if self.is_usable:  # not in a forked process: the sockets are its parent's as well
+            self.connection.close()
         super().close()
-        self.connection.close()
+
+
+def _chunk_id(text: str) -> str:
+    """Return the id of a text that is stored without a document: that of the chunk registry."""
+    return hashlib.blake2b(text.strip().encode(), digest_size=16).hexdigest()
+
+
+def _openai_message(message: Message) -> dict[str, Any]:
+    """Return a message in OpenAI's form.
+
+    >>> _openai_message(Message("user", "Why?"))
+    {'role': 'user', 'content': 'Why?'}
+    """
+    sent: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.calls:
+        sent["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+    if message.role == "tool":
+        sent["tool_call_id"] = message.call_id
+    return sent
 
 
 def _batches(documents: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
@@ -529,19 +679,6 @@ def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             raise BackendUnreachableError(f"the server sent {value[:80]!r} instead of JSON; ask again")
         yield event
     raise BackendUnreachableError("the server ended the answer before it was complete; look at its log and ask again")
-
-
-def delta(event: Mapping[str, Any], url: str = "the server") -> OutputDelta:
-    """Return one event of a completion stream as an OutputDelta. Raises RagblendError for an event that reports a
-    failure.
-    """
-    if "error" in event:
-        raise RagblendError(f"{url} failed while answering: {_message(json.dumps(event))}; look at the server's log")
-    report = report_from(event.get("kv_transfer_params"))
-    choices = event.get("choices") or ()
-    if not choices:
-        return OutputDelta(report=report)
-    return OutputDelta(choices[0].get("token_ids") or (), choices[0].get("finish_reason"), report)
 
 
 def _message(text: str) -> str:

@@ -283,11 +283,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 # What vLLM had found of it is sound, and maybe others' as well.
                 self._failed_blocks.update(job.block_ids[job.num_resident // self._worker.layers.block_size :])
 
-    def prefetch(self, keys: Sequence[str]) -> None:
-        """Bring chunks into this worker's memory tier in the background; the first rank also asks the remote tier."""
-        assert self._through is not None
-        self._through.prefetch(keys)
-
     def report_for(self, request_id: str) -> dict[str, Any] | None:
         """The report on one of the latest jobs. Front ends know a request's id without the part vLLM adds to it."""
         for known, report in reversed(self._recent_reports.items()):

@@ -21,11 +21,11 @@ from uuid import uuid4
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import DTYPES
-from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
+from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
 from ragblend.engine.vllm.loading import machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, report_from, vllm_structure
+from ragblend.engine.vllm.params import PARAMS_KEY, report_from, sampling, vllm_structure
 from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.render import Renderer
@@ -88,10 +88,6 @@ class VllmEngine(VllmEngineBase):
             if not finished:
                 with suppress(RagblendError):  # the loop has ended, and the request with it
                     self._loop.submit(partial(self._loop.abort, request_id))
-
-    def prefetch_keys(self, keys: list[str]) -> None:
-        """Between two engine steps, or at once while vLLM rests."""
-        self._loop.submit(partial(self._loop.prefetch, keys))
 
     def reset_prefix_cache(self) -> bool:
         """Have vLLM forget the prefixes it has cached; False, and nothing forgotten, while a request holds some."""
@@ -305,13 +301,6 @@ class _EngineLoop:
         self._may_stop.discard(request_id)
         if self._answers.pop(request_id, None) is not None:
             self._engine.abort_request([request_id])
-
-    def prefetch(self, keys: list[str]) -> None:
-        """Have the workers read `keys` into their memory."""
-        try:
-            self._engine.collective_rpc("ragblend_prefetch", args=(keys,))
-        except Exception as error:  # somebody's own worker_extension_cls: requests load what they need themselves
-            log.warning("nothing is prefetched: %s", error)
 
     def reset_prefix_cache(self, answer: queue.SimpleQueue[bool | BaseException]) -> None:
         """Have vLLM forget its cached prefixes; whether it did goes to `answer`."""

@@ -1,8 +1,7 @@
 """What every vLLM worker can be asked beside its own work: `--worker-extension-cls`, through vLLM's `collective_rpc`.
 
 A stop string ends a request in vLLM's front end, which then drops what the connector had to say about it; the workers
-still know. And a prefetch concerns the workers' memory, not a request. Imports nothing: vLLM adds the class to its
-worker's bases.
+still know. Imports nothing: vLLM adds the class to its worker's bases.
 """
 
 from __future__ import annotations
@@ -18,12 +17,6 @@ class BlendWorkerExtension:
         connector = _connector()
         found: dict[str, Any] | None = connector.report_for(request_id) if hasattr(connector, "report_for") else None
         return found
-
-    def ragblend_prefetch(self, keys: list[str]) -> None:
-        """Bring stored chunks into this worker's memory, in the background."""
-        connector = _connector()
-        if hasattr(connector, "prefetch"):
-            connector.prefetch(keys)
 
 
 def _connector() -> Any:

@@ -87,6 +87,3 @@ class FrontEndEngine(VllmEngineBase):
             )
             async for output in outputs
         ]
-
-    def prefetch_keys(self, keys: list[str]) -> None:
-        """Nothing: what is to be read ahead, clients tell the server."""

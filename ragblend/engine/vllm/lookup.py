@@ -18,10 +18,11 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.matching import PromptMatcher
-from ragblend.engine.vllm.params import BlendParams
+from ragblend.engine.vllm.params import MAX_SPANS, BlendParams
 from ragblend.engine.vllm.worker import StoredSpan
 from ragblend.errors import RagblendError
 from ragblend.options import ContextPolicy
+from ragblend.prompt.match import ChunkRun
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,14 @@ NUM_LOOKUPS = 4  # requests that are looked up at the same time
 class LookupResult(NamedTuple):
     """Stored chunks of a prompt, and keys that only the remote tier may have.
 
-    `params` are the request's, with the chunks that were matched in its ids; `match_s`: seconds of matching, or None.
+    `params` are the request's, with the spans of the `runs` that were matched in its ids; `match_s`: seconds of
+    matching, or None.
     """
 
     params: BlendParams
     stored: tuple[StoredSpan, ...] = ()
     missing: tuple[str, ...] = ()
+    runs: tuple[ChunkRun, ...] = ()
     match_s: float | None = None
 
 
@@ -94,24 +97,24 @@ class ChunkLookup:
         if params.mode == "ingest":  # what is not here is computed, not asked for
             self._persist_policy(params.context)
             return LookupResult(params, self._find_for_ingestion(ids, params))
-        match_s = None
+        match_s, runs = None, tuple[ChunkRun, ...]()
         if not params.spans:
             start_s = perf_counter()
-            params = self._match(ids, params)
-            match_s = perf_counter() - start_s
+            runs = self._match(ids, params.namespace)
+            params, match_s = params.with_runs(runs), perf_counter() - start_s
         candidates = list(self._candidates(ids, params))
         missing = self._missing(candidates) if asks_remote else ()
         stored = () if missing else tuple(self._find_stored(ids, params, candidates))
-        return LookupResult(params, stored, missing, match_s)
+        return LookupResult(params, stored, missing, runs, match_s)
 
-    def _match(self, ids: Sequence[int], params: BlendParams) -> BlendParams:
+    def _match(self, ids: Sequence[int], namespace: str) -> tuple[ChunkRun, ...]:
         if self._matcher is None:
-            return params
+            return ()
         try:
-            return params.with_runs(self._matcher.find_runs(ids, params.namespace))
+            return tuple(self._matcher.find_runs(ids, namespace)[:MAX_SPANS])
         except RagblendError as error:
             log.warning("no chunks are looked for in a prompt: %s", error)
-            return params
+            return ()
 
     def _candidates(
         self, ids: Sequence[int], params: BlendParams

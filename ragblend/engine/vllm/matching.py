@@ -1,6 +1,6 @@
 """Stored chunks in the token ids of prompts, whatever client they came from, and salts for vLLM's own prefix cache.
 
-`PromptMatcher` does for the scheduler what `EngineBase.match` does where the prompt is rendered here. Knows token ids,
+`PromptMatcher` does for the scheduler what `LocalEngine.match` does where the prompt is rendered here. Knows token ids,
 the store's registry and the template's last ids. Knows nothing of vLLM.
 """
 
@@ -13,8 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ragblend.corpus.chunk_registry import open_registry
-from ragblend.corpus.known_chunks import KnownChunks, open_known_chunks
+from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.base import LEAST_QUOTE, turn_end
 from ragblend.engine.store.base import KVStore
 from ragblend.prompt.match import ChunkRun

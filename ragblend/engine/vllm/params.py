@@ -135,7 +135,6 @@ class BlendParams:
 
     def with_runs(self, runs: Sequence[ChunkRun]) -> BlendParams:
         """Return the same wishes for a prompt in which these runs of chunks were found."""
-        runs = runs[:MAX_SPANS]
         around = [(run.chunk_ids[: run.chunk_start], run.chunk_ids[run.chunk_start + run.num_tokens :]) for run in runs]
         return replace(
             self,
@@ -222,6 +221,22 @@ def report_from(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | N
         return BlendReport.read(raw)
     except (TypeError, AttributeError):
         return None
+
+
+def sampling(options: GenerationOptions) -> dict[str, Any]:
+    """Return vLLM's sampling parameters for top-k, min-p, penalties and bias, all of them set.
+
+    vLLM would take an absent one from the model's generation_config, which the transformers engine does not use.
+    """
+    bias = {int(token): float(value) for token, value in (options.logit_bias or {}).items()}
+    return {
+        "top_k": options.top_k or 0,
+        "min_p": options.min_p or 0.0,
+        "repetition_penalty": 1.0 if options.repetition_penalty is None else options.repetition_penalty,
+        "presence_penalty": options.presence_penalty or 0.0,
+        "frequency_penalty": options.frequency_penalty or 0.0,
+        **({"logit_bias": bias} if bias else {}),
+    }
 
 
 def vllm_structure(structured_outputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.report import BlendReport, ChunkReport
+from ragblend.engine.report import BlendReport, ChunkReport, join_runs
 from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher
@@ -43,7 +43,7 @@ from ragblend.engine.vllm.params import (
 from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
 from ragblend.engine.vllm.worker import IDLE_PATIENCE_S, BlendJob, StoredSpan
 from ragblend.errors import RagblendError, UsageError
-from ragblend.prompt.match import MIN_RUN
+from ragblend.prompt.match import MIN_RUN, ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class _RequestState:
     is_ours: bool = True  # it has parameters, or chunks were found in it
     is_salted: bool = False  # its blocks in vLLM's prefix cache are found by nobody, or by its own conversation
     num_resident: int = 0  # tokens at the front that were in those blocks
+    runs: tuple[ChunkRun, ...] = ()  # of chunks, where they were looked for in its ids; its spans are theirs
     num_missing: int = 0  # chunks that were looked for and not found
     is_filled: bool = False  # the workers have told what became of it
     request: Any = None  # vLLM's, until its first token is there
@@ -271,7 +272,7 @@ class BlendScheduler:
                 return False
             state.pending_lookup = None
             if result.match_s is not None:
-                self._take_match(request, state, result.params, result.match_s)
+                self._take_match(request, state, result)
             if result.missing and self._fetch is not None:
                 state.pending_fetch = self._fetch.start(result.missing)
                 return False
@@ -279,11 +280,12 @@ class BlendScheduler:
                 self._plan_fill(request, state, result.stored)
         return True
 
-    def _take_match(self, request: Any, state: _RequestState, params: BlendParams, match_s: float) -> None:
+    def _take_match(self, request: Any, state: _RequestState, result: LookupResult) -> None:
         """Go on with the chunks that were found in a request; without any it is vLLM's, as it came."""
-        self.counting.observe("request_match_seconds", match_s)
-        state.params = params
-        if not params.spans:
+        assert result.match_s is not None
+        self.counting.observe("request_match_seconds", result.match_s)
+        state.params, state.runs = result.params, result.runs
+        if not result.runs:
             self._count_left("no_chunks")
             if not state.is_ours:
                 del self.requests[request.request_id]
@@ -292,7 +294,7 @@ class BlendScheduler:
             state.is_ours = True
             self.counting.add(requests=1)
         self._settle_rule(request, state, is_matched=True)
-        state.report.match_s = match_s
+        state.report.match_s = result.match_s
 
     def _plan_fill(self, request: Any, state: _RequestState, stored: tuple[StoredSpan, ...]) -> None:
         """Decide up to where the request's context will be filled."""
@@ -486,6 +488,8 @@ class BlendScheduler:
             # What was found and could not be read is a miss, too; what nobody looked for, or waited for, is none.
             num_lost = len(state.stored) - report.num_chunk_hits if state.is_filled else 0
             self.counting.add(chunk_hits=report.num_chunk_hits, chunk_misses=state.num_missing + num_lost)
+        if state.runs and len(report.chunks) == len(state.runs):
+            join_runs(report, MatchedPrompt([], state.runs))
         return {PARAMS_KEY: report_to_json(report)}
 
     def _time_first_token(self, state: _RequestState) -> None:

@@ -1,4 +1,4 @@
-"""The report at the end of a completion stream: exactly one, whether vLLM itself sends it or not. Needs no vLLM."""
+"""The report at the end of a stream: exactly one, whether vLLM itself sends it or not. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ TEXT = 'data: {"choices": [{"text": "mentions kv_transfer_params"}]}\n\n'
 DONE = "data: [DONE]\n\n"
 
 
-def sent_by_a_server(last: dict[str, Any] | None) -> list[str]:
+def sent_by_a_server(last: dict[str, Any] | None, is_chat: bool) -> list[str]:
     """A stream of one token, `last` at its end where vLLM's own release sends that."""
 
-    async def stream(request: Any, inputs: Any, results: Any, request_id: str) -> AsyncIterator[str]:
+    async def stream(request: Any, *given: Any, metadata: Any) -> AsyncIterator[str]:
+        *_, results, _ = given
         async for _ in results:
             yield TEXT
         if last is not None:
             yield f"data: {json.dumps(last)}\n\n"
         yield DONE
 
-    async def results() -> AsyncIterator[tuple[int, Any]]:
-        yield 0, SimpleNamespace(request_id="r", kv_transfer_params=REPORT)
+    async def results() -> AsyncIterator[Any]:
+        result = SimpleNamespace(request_id="r", kv_transfer_params=REPORT)
+        yield result if is_chat else (0, result)
 
-    serving = SimpleNamespace(completion_stream_generator=stream)
-    report_in_streams(serving)
+    serving = SimpleNamespace(stream_generator=stream)
+    report_in_streams(serving, "stream_generator", 0 if is_chat else 1)
+    given = [results(), "r"] if is_chat else [None, results(), "r"]
     request = SimpleNamespace(kv_transfer_params={"ragblend": {"mode": "blend"}})
 
     async def collected() -> list[str]:
-        return [each async for each in serving.completion_stream_generator(request, None, results(), "r")]
+        return [each async for each in serving.stream_generator(request, *given, metadata=None)]
 
     return asyncio.run(collected())
 
@@ -48,8 +51,9 @@ def sent_by_a_server(last: dict[str, Any] | None) -> list[str]:
         {"choices": [], "kv_transfer_params": None},
     ],
 )
-def test_a_stream_has_one_report(last: dict[str, Any] | None) -> None:
-    events = sent_by_a_server(last)
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_a_stream_has_one_report(last: dict[str, Any] | None, is_chat: bool) -> None:
+    events = sent_by_a_server(last, is_chat)
     parsed = [json.loads(event.removeprefix("data: ")) for event in events if event != DONE]
     assert [each["kv_transfer_params"] for each in parsed if each.get("kv_transfer_params")] == [REPORT]
     assert (events[0], events[-1]) == (TEXT, DONE)

@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 
 from ragblend import open_index
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, SimilarVariant, open_registry
+from ragblend.catalog.registry import ChunkRegistry, SimilarVariant, open_registry
+from ragblend.catalog.schema import DocumentName
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE
 
 LONG = "This text is longer than an anchor, by far."
+DOC, FIRST, SECOND = DocumentName("notes", "doc"), DocumentName("notes", "first"), DocumentName("notes", "second")
 
 
 @pytest.fixture(params=["file", "memory"])
 def registry(request: pytest.FixtureRequest, tmp_path: Path) -> ChunkRegistry:
-    return ChunkRegistry(tmp_path / REGISTRY_FILE if request.param == "file" else None)
+    return ChunkRegistry(tmp_path / CATALOG_FILE if request.param == "file" else None)
 
 
 def test_add_counts_new_texts_and_compares_them_stripped(registry: ChunkRegistry) -> None:
@@ -44,23 +47,36 @@ def test_remove_forgets(registry: ChunkRegistry) -> None:
 
 def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry: ChunkRegistry) -> None:
     registry.add([LONG, "both", "index"])
-    registry.add([LONG, " both\n", "doc"], "doc")
-    assert registry.preview_release({"doc": [LONG, "both", "doc"]}) == []
-    assert registry.texts_of("doc") == {LONG, "both", "doc"}
+    registry.add([LONG, " both\n", "doc"], DOC)
+    assert registry.preview_release({DOC: [LONG, "both", "doc"]}) == []
+    assert registry.texts_of(DOC) == {LONG, "both", "doc"}
     assert registry.release([LONG, "index", "unknown"]) == ["index", "unknown"]
     assert set(registry.texts()) == {LONG, "both", "doc"}
-    assert registry.preview_release({"doc": [" doc"]}) == [LONG]
-    assert registry.release([LONG, "doc"], "doc") == [LONG, "doc"]
+    assert registry.preview_release({DOC: [" doc"]}) == [LONG]
+    assert registry.release([LONG, "doc"], DOC) == [LONG, "doc"]
     assert registry.remove(["both"]) == 1
     assert registry.release(["both"]) == ["both"]
     assert len(registry) == 0
 
 
 def test_a_text_that_two_documents_release_together_is_previewed(registry: ChunkRegistry) -> None:
-    registry.add([LONG], "first")
-    registry.add([LONG], "second")
-    assert registry.preview_release({"first": []}) == []
-    assert registry.preview_release({"first": [], "second": []}) == [LONG]
+    registry.add([LONG], FIRST)
+    registry.add([LONG], SECOND)
+    assert registry.preview_release({FIRST: []}) == []
+    assert registry.preview_release({FIRST: [], SECOND: []}) == [LONG]
+
+
+def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(registry: ChunkRegistry) -> None:
+    mine, other = DocumentName("notes", "1", "mine"), DocumentName("notes", "1", "other")
+    for name in (mine, other):
+        registry.add([LONG, "short"], name)
+        registry.add_ids([(LONG, range(9)), ("short", range(8))], "t", name.namespace)
+    registry.add(["short"], DocumentName("index:1"))
+    assert registry.preview_release({mine: []}) == [LONG], "whose KV in this namespace is deleted; an index has all"
+    assert registry.release([LONG, "short"], mine) == []
+    assert registry.texts_of(other) == {LONG, "short"}
+    assert [registry.has_ids(LONG, "t", namespace) for namespace in ("mine", "other")] == [False, True]
+    assert registry.has_ids("short", "t", "mine")
 
 
 def test_lone_surrogates_are_skipped_not_fatal(registry: ChunkRegistry) -> None:
@@ -68,7 +84,7 @@ def test_lone_surrogates_are_skipped_not_fatal(registry: ChunkRegistry) -> None:
 
 
 def test_texts_survive_closing_and_reopening(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / REGISTRY_FILE
+    path = tmp_path / "deep" / CATALOG_FILE
     with ChunkRegistry(path) as registry:
         registry.add([LONG])
     assert list(registry.texts()) == [LONG]  # using a closed one opens it again
@@ -87,7 +103,7 @@ def test_another_connection_sees_additions_and_removals_at_once(tmp_path: Path) 
 def test_processes_share_a_file(tmp_path: Path) -> None:
     registry = ChunkRegistry(tmp_path / "r")
     code = (
-        "import sys; from ragblend.corpus.chunk_registry import ChunkRegistry\n"
+        "import sys; from ragblend.catalog.registry import ChunkRegistry\n"
         "r = ChunkRegistry(sys.argv[1])\n"
         "for i in range(20): r.add([f'text {i} of process {sys.argv[2]}, long enough'])"
     )
@@ -127,18 +143,18 @@ def test_an_index_in_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    ["PRAGMA user_version = 6", "UPDATE sqlite_master SET name = 'regiStered_texts' WHERE name = 'registered_texts'"],
+    ["PRAGMA user_version = 2", "UPDATE sqlite_master SET name = 'teXts' WHERE name = 'texts'"],
 )
 def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebody_elses(
     damage: str, tmp_path: Path
 ) -> None:
-    with ChunkRegistry(tmp_path / REGISTRY_FILE) as registry:
+    with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
         registry.add([LONG])
-    with closing(sqlite3.connect(tmp_path / REGISTRY_FILE, isolation_level=None)) as file:
+    with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as file:
         file.execute("PRAGMA writable_schema = 1")
         file.execute(damage)
     with pytest.raises(CorruptError, match="verify --repair"):
-        ChunkRegistry(tmp_path / REGISTRY_FILE)
+        ChunkRegistry(tmp_path / CATALOG_FILE)
 
 
 def test_a_failed_write_leaves_the_registry_usable(tmp_path: Path) -> None:
@@ -155,12 +171,12 @@ def test_a_failed_write_leaves_the_registry_usable(tmp_path: Path) -> None:
 
 def test_format_of_the_file_is_stable(tmp_path: Path) -> None:
     ChunkRegistry(tmp_path / "r").add([LONG])
-    rows = sqlite3.connect(tmp_path / "r").execute("SELECT id, hex(key), text FROM registered_texts").fetchall()
+    rows = sqlite3.connect(tmp_path / "r").execute("SELECT number, hex(key), text FROM texts").fetchall()
     assert rows == [(1, "510457CD45FEF69128E52BF5A14897BF", LONG)]
 
 
 def test_only_the_owner_reads_the_file(tmp_path: Path) -> None:
-    with ChunkRegistry(tmp_path / REGISTRY_FILE) as registry:
+    with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
         registry.add([LONG])
         assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
@@ -170,14 +186,13 @@ def test_registry_of_a_store(tmp_path: Path) -> None:
     assert open_registry(memory) is open_registry(memory)
     assert open_registry(memory) is not open_registry(MemoryStore(1 << 20))
     registry = open_registry(TieredStore(MemoryStore(1 << 20), DiskStore(tmp_path)))
-    assert registry.path == tmp_path / REGISTRY_FILE
+    assert registry.path == tmp_path / CATALOG_FILE
 
 
 def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(tmp_path: Path) -> None:
-    path = tmp_path / REGISTRY_FILE
+    path = tmp_path / CATALOG_FILE
     code = (
-        "import sys; from ragblend.corpus.chunk_registry import ChunkRegistry; "
-        "ChunkRegistry(sys.argv[1]).add(sys.argv[2:])"
+        "import sys; from ragblend.catalog.registry import ChunkRegistry; ChunkRegistry(sys.argv[1]).add(sys.argv[2:])"
     )
     first, second = ChunkRegistry(path), ChunkRegistry(path)
     first.add(["of the first"])
@@ -189,33 +204,77 @@ def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twi
     assert len(ChunkRegistry(path)) == 5
 
 
-FORMER_VARIANTS = (
-    "CREATE TABLE similar_versions (entry TEXT PRIMARY KEY, key BLOB NOT NULL, embedder TEXT NOT NULL, "
-    "vector BLOB NOT NULL, is_stored INTEGER NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID"
-)
+FORMER = Path(__file__).with_name("former_registry.sql")
+"""What `texts.sqlite` had, as the last version of ragblend without a catalogue wrote it."""
+BASALT, SLATE, CHALK = "Basalt is a volcanic rock.", "Slate splits into thin plates.", "Chalk is soft."
 
 
-@pytest.mark.parametrize("version", [3, 4])
-def test_a_file_of_an_earlier_version_keeps_what_it_has(version: int, tmp_path: Path) -> None:
-    path = tmp_path / REGISTRY_FILE
-    variants = [SimilarVariant("entry-b", LONG, b"1234", True), SimilarVariant("entry-a", "short", b"5678")]
-    with ChunkRegistry(path) as registry:
-        registry.add([LONG, "short"], "doc")
-        registry.record_similar(variants, "words 1")
-        registry.add_ids([(LONG, [1, 2])], "t", "")
-    with closing(sqlite3.connect(path, isolation_level=None)) as file:
-        file.execute(FORMER_VARIANTS)
-        columns = "entry, key, embedder, vector, is_stored, checksum"
-        file.execute(f"INSERT INTO similar_versions SELECT {columns} FROM similar_variants")
-        for table in ("similar_variants", "chunk_entries", "document_versions", *["chunk_token_ids"] * (version == 3)):
-            file.execute(f"DROP TABLE {table}")
-        file.execute(f"PRAGMA user_version = {version}")
-    with ChunkRegistry(path) as registry, ChunkRegistry(path) as other:
-        assert other.texts_of("doc") == {LONG, "short"}
-        assert [each for _, each in registry.variants_after(0, "words 1")] == variants[::-1]
-        assert registry.has_ids(LONG, "t", "") == (version == 4)
-        assert not registry.has_all_entries
+def write_former(folder: Path, *changes: str) -> Path:
+    with closing(sqlite3.connect(folder / FORMER_REGISTRY_FILE, isolation_level=None)) as file:
+        file.execute("PRAGMA journal_mode = WAL")
+        file.executescript(FORMER.read_text())
+        for change in changes:
+            file.execute(change)
+    return folder / FORMER_REGISTRY_FILE
+
+
+@pytest.mark.parametrize("version", [3, 4, 5])
+def test_the_registry_of_an_earlier_version_is_read_in_once(
+    version: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = ("similar_variants", "chunk_entries", "document_versions", *["chunk_token_ids"] * (version == 3))
+    changes = [f"DROP TABLE {table}" for table in later]
+    former = write_former(tmp_path, *(changes if version < 5 else ()), f"PRAGMA user_version = {version}")
+    with ChunkRegistry(tmp_path / CATALOG_FILE) as registry, ChunkRegistry(tmp_path / CATALOG_FILE) as other:
+        assert list(registry.texts()) == [BASALT, SLATE, CHALK]
+        assert other.documents() == {
+            DocumentName("notes", "1", "tenant"): 1,
+            DocumentName("index:1f"): 2,
+            DocumentName("langchain", "a/b"): 1,
+        }
+        assert registry.version_of(DocumentName("langchain", "a/b")) == ("v1" if version == 5 else "")
+        assert registry.stored() == {"entry-a": "model", "entry-b": "model"}
+        variants = [SimilarVariant("entry-b", SLATE, b"1234", True), SimilarVariant("entry-c", CHALK, b"5678")]
+        assert [each for _, each in registry.variants_after(0, "words 1")] == (variants if version == 5 else [])
+        assert registry.has_ids(BASALT, "t", "") == (version > 3)
+        assert registry.has_all_entries == (version == 5)
+        assert registry.entries_of([(1, 2)], "tenant") == [["entry-b"] if version == 5 else []]
         assert registry.find_problems() == other.find_problems() == []
+    assert [record.message for record in caplog.records if str(former) in record.message] == [
+        f"{former} was written by an earlier version: its 3 texts are in the catalogue now"
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == [CATALOG_FILE]
+
+
+def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path: Path) -> None:
+    damages = ["UPDATE registered_texts SET text = 'other' WHERE id = 1", "UPDATE chunk_entries SET entry = 'x'||entry"]
+    write_former(tmp_path, *damages, "UPDATE text_holders SET document = 'other' WHERE document = 'langchain/a/b'")
+    with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
+        assert [problem.partition(": ")[2] for problem in registry.find_problems()] == [
+            "1 texts are not what was written",
+            "4 entries of chunks are not what was written",
+        ]
+        assert registry.documents_of(SLATE) == [DocumentName("index:1f")]
+        registry.remove_damaged_rows()
+        assert (list(registry.texts()), registry.find_problems()) == ([SLATE, CHALK], [])
+        assert not registry.has_all_entries, "the entries in the folder are read again"
+
+
+def test_a_registry_of_an_earlier_version_that_is_only_read_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = write_former(tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    registry = ChunkRegistry(tmp_path / CATALOG_FILE)
+    assert list(registry.texts()) == [BASALT, SLATE, CHALK]
+    assert former.exists()
+    assert not (tmp_path / CATALOG_FILE).exists()
+
+
+def test_a_damaged_registry_of_an_earlier_version_is_corrupt(tmp_path: Path) -> None:
+    (tmp_path / FORMER_REGISTRY_FILE).write_bytes(b"not a database at all, but long enough to be read as one" * 20)
+    with pytest.raises(CorruptError, match="ragblend verify --repair"):
+        ChunkRegistry(tmp_path / CATALOG_FILE)
 
 
 def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(registry: ChunkRegistry) -> None:
@@ -233,17 +292,17 @@ def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry:
     registry.record_entry("alone", [(1, 2)], "")
     registry.set_has_all_entries()
     assert registry.has_all_entries
-    with registry._write_transaction() as connection:
-        connection.execute("UPDATE chunk_entries SET namespace = 'other' WHERE entry = 'alone'")
+    with registry._write() as connection:
+        connection.exec_driver_sql("UPDATE entry_chunks SET namespace = 'other' WHERE entry = 'alone'")
     assert registry.entries_of([(1, 2)], "other") == [[]], "a damaged record is no answer"
     registry.remove_damaged_rows()
     assert not registry.has_all_entries
 
 
 def test_a_document_has_one_version(registry: ChunkRegistry) -> None:
-    assert registry.version_of("doc") == ""
-    registry.set_version("doc", "1")
-    registry.set_version("doc", "2")
-    assert registry.version_of("doc") == "2"
-    registry.set_version("doc", "")
-    assert registry.version_of("doc") == ""
+    assert registry.version_of(DOC) == ""
+    registry.set_version(DOC, "1")
+    registry.set_version(DOC, "2")
+    assert registry.version_of(DOC) == "2"
+    registry.set_version(DOC, "")
+    assert registry.version_of(DOC) == ""

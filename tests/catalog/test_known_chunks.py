@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
-from ragblend.corpus.known_chunks import KnownChunks, open_known_chunks
+from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import DocumentName
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.match import ChunkRun
 
 Ids = tuple[int, ...]
@@ -40,7 +42,7 @@ def add(known: KnownChunks, numbers: Sequence[int]) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / REGISTRY_FILE
+    return tmp_path / CATALOG_FILE
 
 
 def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(path: Path) -> None:
@@ -62,9 +64,9 @@ def test_processes_see_what_the_other_adds_and_removes(path: Path) -> None:
     assert chunks_found(known, 3) == {0, 1}
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
-        "from ragblend.corpus.chunk_registry import ChunkRegistry\n"
-        "from ragblend.corpus.known_chunks import KnownChunks\n"
-        "from corpus.test_known_chunks import add, chunks_found\n"
+        "from ragblend.catalog.registry import ChunkRegistry\n"
+        "from ragblend.catalog.known_chunks import KnownChunks\n"
+        "from catalog.test_known_chunks import add, chunks_found\n"
         "known = KnownChunks(ChunkRegistry(sys.argv[1]), 't', '')\n"
         "assert chunks_found(known, 3) == {0, 1}; add(known, [2]); known.remove('text 0')\n"
     )
@@ -120,10 +122,10 @@ def test_all_who_use_a_file_share_one_index_and_registries_in_memory_have_their_
 
 
 DAMAGES = {
-    "other ids": "UPDATE chunk_token_ids SET ids = (SELECT ids FROM chunk_token_ids WHERE id = 2) WHERE id = 1",
-    "ids cut": "UPDATE chunk_token_ids SET ids = substr(ids, 1, 81) WHERE id = 1",
-    "no bytes": "UPDATE chunk_token_ids SET ids = 'text' WHERE id = 1",
-    "other namespace": "UPDATE chunk_token_ids SET namespace = '' WHERE id = 4",
+    "other ids": "UPDATE token_ids SET ids = (SELECT ids FROM token_ids WHERE number = 2) WHERE number = 1",
+    "ids cut": "UPDATE token_ids SET ids = substr(ids, 1, 81) WHERE number = 1",
+    "no bytes": "UPDATE token_ids SET ids = 'text' WHERE number = 1",
+    "other namespace": "UPDATE token_ids SET namespace = '' WHERE number = 4",
 }
 
 
@@ -159,3 +161,19 @@ def test_text_that_is_no_unicode_is_not_known() -> None:
     assert chunks_found(known, 2) == {1}
     assert "\ud800 is half a character" not in known
     assert "text 1" in known
+
+
+def test_a_run_names_a_document_of_its_own_namespace(path: Path) -> None:
+    registry = ChunkRegistry(path)
+    index, second = DocumentName("index:1"), DocumentName("kb", "b.txt")
+    owners = ([DocumentName("kb", "a.txt")], [index, second], [DocumentName("kb", "c.txt", "acme")], [index])
+    for number, documents in enumerate(owners):
+        for document in documents:
+            registry.add([f"text {number}"], document)
+    prompt = [token for number in range(4) for token in ids_of(number)]
+    for namespace, expected in (("", ["a.txt", "b.txt", "", ""]), ("acme", ["", "", "c.txt", ""])):
+        known = KnownChunks(registry, "t", namespace)
+        add(known, range(4))
+        assert [run.document for run in known.find_runs(prompt)] == expected
+    registry.release(["text 1"], second)
+    assert [run.document for run in KnownChunks(registry, "t", "").find_runs(prompt)] == ["a.txt", "", "", ""]

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.corpus.chunk_registry import ChunkRegistry
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.prompt.match import ChunkRun, Run, TokenIndex
 
 _CACHED_CHUNKS = 4096
@@ -33,6 +33,9 @@ class KnownChunks:
         self._owner = (tokenizer, namespace)
         self._lock = threading.Lock()
         self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
+        self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text: registry.has_ids(text, tokenizer, namespace))
+        self._version_of_texts: tuple[int, int] | None = None
+        self._cached_document = lru_cache(_CACHED_CHUNKS)(lambda number: registry.document_with_ids(number, namespace))
         self._clear()
 
     def add(self, chunks: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -44,7 +47,14 @@ class KnownChunks:
         self._registry.remove_ids(text, *self._owner)
 
     def __contains__(self, text: object) -> bool:
-        return isinstance(text, str) and self._registry.has_ids(text, *self._owner)
+        if not isinstance(text, str):
+            return False
+        with self._lock:
+            version = self._registry.version()
+            if version != self._version_of_texts:
+                self._has_text.cache_clear()
+                self._version_of_texts = version
+            return self._has_text(text)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the runs of chunks in a prompt, in its order; they do not overlap."""
@@ -52,13 +62,18 @@ class KnownChunks:
             self._update()
             index = self._index
         runs = index.find_runs(token_ids) if len(index) else []
-        return [_chunk_run(run, ids) for run in runs if (ids := self._cached_ids(run.chunk)) is not None]
+        return [
+            _chunk_run(run, ids, self._cached_document(run.chunk))
+            for run in runs
+            if (ids := self._cached_ids(run.chunk)) is not None
+        ]
 
     def close(self) -> None:
         """Free the registry's file; the next call opens it again, be it the same file or another in its place."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()
+            self._cached_document.cache_clear()
             self._clear()
 
     def _clear(self) -> None:
@@ -68,10 +83,11 @@ class KnownChunks:
 
     def _update(self) -> None:
         """Bring the index to the state of the registry."""
-        version = self._registry.ids_version()
+        version = self._registry.version()
         if version == self._version:
             return
         self._cached_ids.cache_clear()  # of removed chunks the index finds no ids, and so no run
+        self._cached_document.cache_clear()
         added = self._registry.ids_after(self._last_number, *self._owner)
         num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)
         if num_removed > len(self._index) // 4:
@@ -90,8 +106,8 @@ def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> l
     return [_chunk_run(run, arrays[run.chunk]) for run in index.find_runs(token_ids)]
 
 
-def _chunk_run(run: Run, ids: NDArray[np.integer]) -> ChunkRun:
-    return ChunkRun(tuple(ids.tolist()), run.chunk_start, run.start, run.end)
+def _chunk_run(run: Run, ids: NDArray[np.integer], document: str = "") -> ChunkRun:
+    return ChunkRun(tuple(ids.tolist()), run.chunk_start, run.start, run.end, document=document)
 
 
 _OPEN: WeakValueDictionary[tuple[object, str, str], KnownChunks] = WeakValueDictionary()

@@ -1,0 +1,104 @@
+"""Files of earlier versions, whose rows are read into the catalogue once.
+
+Most rows keep their checksums, so that `verify` finds a damaged one here as it would have there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import unquote
+
+from ragblend.catalog.schema import DocumentName
+from ragblend.errors import RagblendError
+from ragblend.files.directory import remove_file
+from ragblend.files.sqlite import connect, transaction, wrap_sqlite_errors
+from ragblend.files.store_folder import FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
+
+log = logging.getLogger(__name__)
+
+_OWNER = "name_part(document, 0), name_part(document, 1), name_part(document, 2)"
+_SENT = (
+    "namespace, collection, id, ingestion, version, stored_version, metadata, body, reason, num_chunks, num_tokens, "
+    "num_known_kv, num_new_kv, new_kv_bytes"
+)
+_VARIANTS = "entry, key, embedder, vector, is_stored, checksum"
+_COPIES = {
+    FORMER_REGISTRY_FILE: (
+        ("texts (key, text)", "key, text FROM registered_texts ORDER BY id"),
+        (
+            "document_texts (collection, id, namespace, key, checksum)",
+            f"{_OWNER}, key, row_checksum({_OWNER}, key) FROM text_holders "
+            "WHERE checksum IS row_checksum(document, key)",
+        ),
+        (
+            "document_versions (collection, id, namespace, version, checksum)",
+            f"{_OWNER}, version, row_checksum({_OWNER}, version) FROM document_versions "
+            "WHERE checksum IS row_checksum(document, version)",
+        ),
+        ("stored_entries (entry, fingerprint, checksum)", "key, fingerprint, checksum FROM stored_kv"),
+        ("entry_chunks (ids_hash, namespace, entry, checksum)", "* FROM chunk_entries"),
+        (f"variants ({_VARIANTS})", f"{_VARIANTS} FROM similar_variants ORDER BY id"),
+        (f"variants ({_VARIANTS})", f"{_VARIANTS} FROM similar_versions ORDER BY entry"),  # of a yet earlier one
+        (
+            "token_ids (tokenizer, namespace, key, ids, checksum)",
+            "tokenizer, namespace, key, ids, checksum FROM chunk_token_ids ORDER BY id",
+        ),
+    ),
+    FORMER_SERVER_FILE: ((f"sent_documents ({_SENT})", f"{_SENT} FROM documents ORDER BY number"),),
+}
+"""By file: the columns into which rows are read, and what is selected for them."""
+_NAME = re.compile(r"(?:@([^/]*)/)?(\w+\(.*?\)|[^/]*)/(.*)", re.DOTALL)
+
+
+def read_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: bool) -> None:
+    """Read the files of an earlier version into the catalogue, and remove them where the catalogue `is_kept`.
+
+    Killed in between, the next call does the rest. Raises CorruptError for a damaged file.
+    """
+    for name, copies in _COPIES.items():
+        path = folder / name
+        if not path.exists():
+            continue
+        again = "ingest the documents again: stored KV is found, not recomputed"
+        fix = f"Delete it and {again}. Or ragblend verify --repair --store {folder}"
+        try:
+            with wrap_sqlite_errors(path, fix), closing(connect(path, fix)) as former:
+                num_rows = _copy(former, connection, copies)
+        except RagblendError:
+            if path.exists():
+                raise
+            continue  # another process has read it in
+        if is_kept:
+            for suffix in ("-wal", "-shm", ""):
+                remove_file(Path(f"{path}{suffix}"))
+        what = f"{num_rows} {'texts' if name == FORMER_REGISTRY_FILE else 'documents'}"
+        log.warning("%s was written by an earlier version: its %s are in the catalogue now", path, what)
+
+
+def _copy(former: sqlite3.Connection, connection: sqlite3.Connection, copies: Sequence[tuple[str, str]]) -> int:
+    """Copy the tables. Return the number of rows of the first."""
+    former.create_function("name_part", 2, lambda document, part: _split(str(document))[part], deterministic=True)
+    with transaction(former, "DEFERRED"), transaction(connection, "IMMEDIATE"):
+        tables = {name for (name,) in former.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        for target, selected in copies:
+            if selected.partition(" FROM ")[2].partition(" ")[0] in tables:
+                marks = ", ".join("?" * (target.count(",") + 1))
+                insert = f"INSERT OR IGNORE INTO {target} VALUES ({marks})"
+                connection.executemany(insert, former.execute(f"SELECT {selected}"))
+        table = copies[0][0].partition(" ")[0]
+        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def _split(name: str) -> DocumentName:
+    """Return the name of a document, which earlier versions wrote with slashes between its parts.
+
+    >>> [tuple(_split(name)) for name in ("langchain/a/b", "@tenant/notes/1", "Chroma(path=/a/b)/1", "index:12")]
+    [('langchain', 'a/b', ''), ('notes', '1', 'tenant'), ('Chroma(path=/a/b)', '1', ''), ('index:12', '', '')]
+    """
+    found = _NAME.fullmatch(name)
+    return DocumentName(found[2], found[3], unquote(found[1] or "")) if found is not None else DocumentName(name)

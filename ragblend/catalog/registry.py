@@ -1,0 +1,516 @@
+"""Ingested chunks in the catalogue: their texts and token ids, so that they are found again in prompts.
+
+Two texts are identical if they are equal after `strip()`. A text belongs to documents, each of a collection: an index
+is one, and so is each document to which a framework gives an id. When the last of them releases the text, its KV can be
+deleted. The catalogue also lists the chunks that each stored entry holds or was computed after, so that the entries of
+a removed text are found without reading them. It lists the stored entries, so that a missing one is noticed, and the
+vectors of chunks that frameworks add, which are in no index. Token ids belong to one tokenizer and one namespace. Knows
+strings and ids, not KV, engines or frameworks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import Connection, Select, Table, bindparam, delete, func, insert, select, update
+
+from ragblend.catalog.database import Catalog
+from ragblend.catalog.schema import (
+    DOCUMENT_TEXTS,
+    ENTRY_CHUNKS,
+    INDEX_MARK,
+    STORED_ENTRIES,
+    TEXTS,
+    TOKEN_IDS,
+    UNNAMED,
+    VARIANTS,
+    VERSIONS,
+    DocumentName,
+    batches,
+    checked_columns,
+    existing,
+    is_among,
+    is_intact,
+    text_key,
+    with_checksum,
+)
+from ragblend.errors import is_unicode
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE
+
+
+class SimilarVariant(NamedTuple):
+    """The variant, computed after similar chunks, of a chunk that a framework has brought."""
+
+    entry: str  # the key of its KV: of one model, prefix and namespace
+    text: str
+    vector: bytes  # [dim] little-endian float32
+    is_stored: bool = False
+
+
+def _of(table: Table, *names: str) -> list[Any]:
+    """Return conditions that columns equal the parameters `b_<column>`, where a statement is executed many times."""
+    return [table.c[name] == bindparam(f"b_{name}") for name in names]
+
+
+def _checked(table: Table, *where: Any) -> Select[Any]:
+    """Return a query for the checked columns of rows; see `is_intact`."""
+    return select(*checked_columns(table)).where(*where)
+
+
+_OWNED_IDS = (TOKEN_IDS.c.tokenizer == bindparam("tokenizer"), TOKEN_IDS.c.namespace == bindparam("namespace"))
+_IDS_AFTER = (
+    select(TOKEN_IDS.c.number, *checked_columns(TOKEN_IDS))
+    .where(TOKEN_IDS.c.number > bindparam("number"), *_OWNED_IDS)
+    .order_by(TOKEN_IDS.c.number)
+)
+_IDS_OF_NUMBER = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "number"))
+_IDS_OF_TEXT = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "key"), *_OWNED_IDS)
+_DOCUMENT_WITH_IDS = (
+    select(DOCUMENT_TEXTS.c.id)
+    .join(TOKEN_IDS, TOKEN_IDS.c.key == DOCUMENT_TEXTS.c.key)
+    .where(*_of(TOKEN_IDS, "number"), *_of(DOCUMENT_TEXTS, "namespace"), DOCUMENT_TEXTS.c.id != "")
+    .order_by(DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
+)
+_IDS_OF_TEXTS = _checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
+_DELETE_IDS = delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "key"), *_OWNED_IDS)
+_COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
+_HAS_TEXT = select(TEXTS.c.number).where(*_of(TEXTS, "key"))
+_KNOWN_KEYS = select(TEXTS.c.key).where(is_among(TEXTS.c.key))
+_OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_among(DOCUMENT_TEXTS.c.key))
+_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(*_of(DOCUMENT_TEXTS, *DocumentName._fields))
+_KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
+    (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
+    | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
+)
+_KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_among(STORED_ENTRIES.c.entry))
+_TEXTS_OF = (
+    select(TEXTS.c.text)
+    .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
+    .where(*_of(DOCUMENT_TEXTS, *DocumentName._fields))
+)
+_TEXTS_OF_DOCUMENTS = select(TEXTS.c.text).where(
+    TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key).where(DOCUMENT_TEXTS.c.id != ""))
+)
+_DISOWN = delete(DOCUMENT_TEXTS).where(*_of(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
+_OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentName._fields]
+_OWNERS_OF = select(*_OWNER_COLUMNS).where(*_of(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
+_VERSION = _checked(VERSIONS, *_of(VERSIONS, *DocumentName._fields))
+_CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(*_of(ENTRY_CHUNKS, "entry"))
+_ENTRIES_OF = _checked(ENTRY_CHUNKS, *_of(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(ENTRY_CHUNKS.c.entry)
+_VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checked_columns(VARIANTS))
+_VARIANTS = (
+    select(*_VARIANT_COLUMNS)
+    .join(TEXTS, TEXTS.c.key == VARIANTS.c.key)
+    .where(*_of(VARIANTS, "embedder"))
+    .order_by(VARIANTS.c.number)
+)
+_VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
+_MISSING_VARIANTS = _VARIANTS.where(VARIANTS.c.is_stored == 0)
+_VARIANT = _checked(VARIANTS, *_of(VARIANTS, "entry", "embedder"))
+_COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(*_of(VARIANTS, "embedder"))
+_SET_VARIANT_STORED = update(VARIANTS).where(*_of(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
+
+
+class ChunkRegistry(Catalog):
+    """Texts of ingested chunks, in the catalogue `path`, or in memory if it is None. See `Catalog`."""
+
+    # --- what it holds ---
+
+    def texts(self) -> Iterator[str]:
+        """Return every text, stripped, in the order in which they were added."""
+        return (row.text for row in self._rows(select(TEXTS.c.text).order_by(TEXTS.c.number)))
+
+    def __len__(self) -> int:
+        return int(self._rows(select(func.count()).select_from(TEXTS))[0][0])
+
+    def __contains__(self, text: object) -> bool:
+        return self._has_key(text_key(_normalize(text) if isinstance(text, str) else ""))
+
+    def _has_key(self, key: bytes) -> bool:
+        return bool(self._rows(_HAS_TEXT, b_key=key))
+
+    def texts_of(self, document: DocumentName) -> set[str]:
+        """Return the texts that belong to a document."""
+        return {row.text for row in self._rows(_TEXTS_OF, **_parameters(document))}
+
+    def documents_of(self, text: str) -> list[DocumentName]:
+        """Return the documents that have a text."""
+        return [DocumentName(*row) for row in self._rows(_OWNERS_OF, b_key=text_key(_normalize(text)))]
+
+    def documents(self) -> dict[DocumentName, int]:
+        """Return the number of texts of each document that has some."""
+        query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
+        return {DocumentName(*row[:-1]): row[-1] for row in self._rows(query)}
+
+    def count_collections(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of documents and chunks by collection, of all but indexes: what documents have that came
+        with an id, or the texts that came without one. The collection of a namespace has that in parentheses.
+        """
+        counts: dict[str, dict[str, int]] = {}
+        for document, num_chunks in self.documents().items():
+            if not document.is_index:
+                name = document.collection or "texts without an id"
+                name += f" (namespace {document.namespace})" if document.namespace else ""
+                found = counts.setdefault(name, {"num_documents": 0, "num_chunks": 0})
+                found["num_documents"] += bool(document.id)
+                found["num_chunks"] += num_chunks
+        return counts
+
+    def texts_of_documents(self) -> list[str]:
+        """Return the texts of the documents that frameworks, or clients of a server, have added by an id."""
+        return [row.text for row in self._rows(_TEXTS_OF_DOCUMENTS)]
+
+    def last_number(self) -> int:
+        """Return the number of the text that was added last, of those that are there; 0 for none."""
+        return self._rows(select(func.max(TEXTS.c.number)))[0][0] or 0
+
+    def texts_after(self, number: int) -> list[str]:
+        """Return the texts that were added after the one of `number`."""
+        return [row.text for row in self._rows(select(TEXTS.c.text).where(TEXTS.c.number > number))]
+
+    # --- changing it: adding what is known writes nothing ---
+
+    def add(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> int:
+        """Add texts to a document; blank ones are skipped. Return the number of new texts."""
+        key_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
+        with self._locked() as connection:
+            if not any(self._find_missing(connection, key_of, document)):
+                return 0
+            with self._write():
+                new, unowned = self._find_missing(connection, key_of, document)  # another process may have been faster
+                _insert(connection, TEXTS, ({"key": key, "text": key_of[key]} for key in new))
+                owner = document._asdict()
+                _insert(
+                    connection, DOCUMENT_TEXTS, (with_checksum(DOCUMENT_TEXTS, **owner, key=key) for key in unowned)
+                )
+        return len(new)
+
+    @staticmethod
+    def _find_missing(
+        connection: Connection, keys: Iterable[bytes], document: DocumentName
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys that no text has, and those that the document does not own."""
+        known = existing(connection, _KNOWN_KEYS, keys)
+        owned = existing(connection, _KEYS_OF_DOCUMENT, keys, **_parameters(document))
+        return [key for key in keys if key not in known], [key for key in keys if key not in owned]
+
+    def version_of(self, document: DocumentName) -> str:
+        """Return the version of a document that `set_version` recorded; "" for none."""
+        rows = self._rows(_VERSION, **_parameters(document))
+        return next((str(row.version) for row in rows if is_intact(row)), "")
+
+    def set_version(self, document: DocumentName, version: str) -> None:
+        """Record the version of a document; "" removes the record."""
+        with self._write() as connection:
+            connection.execute(delete(VERSIONS).where(*_of(VERSIONS, *DocumentName._fields)), _parameters(document))
+            if version:
+                _insert(connection, VERSIONS, [with_checksum(VERSIONS, **document._asdict(), version=version)])
+
+    def preview_release(self, texts_of: Mapping[DocumentName, Iterable[str]]) -> list[str]:
+        """Return the texts that no document of their namespace would have if each of these documents had the texts
+        given here alone."""
+        lost: dict[str, set[DocumentName]] = {}
+        with self._locked():
+            for document, texts in texts_of.items():
+                for text in self.texts_of(document) - set(map(_normalize, texts)):
+                    lost.setdefault(text, set()).add(document)
+            return sorted(text for text, losing in lost.items() if self._is_released(text, losing))
+
+    def _is_released(self, text: str, losing: set[DocumentName]) -> bool:
+        namespaces = {document.namespace for document in losing}
+        owners = self.documents_of(text)
+        return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
+
+    def release(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> list[str]:
+        """Remove texts from a document. Return those that no other document has; they are deleted. Of those that only
+        documents of other namespaces have, the token ids of this one are deleted.
+        """
+        released = {text_key(text): text for text in map(_normalize, texts)}
+        if not released:
+            return []
+        with self._write() as connection:
+            connection.execute(_DISOWN, [{**_parameters(document), "b_key": key} for key in released])
+            kept = existing(connection, _OWNED_KEYS, released)
+            gone = [text for key, text in released.items() if key not in kept]
+            self.remove(gone)
+            elsewhere = kept - existing(connection, _KEYS_OF_NAMESPACE, released, b_namespace=document.namespace)
+            if elsewhere:
+                values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
+                connection.execute(delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "namespace", "key")), values)
+                self._num_changes += 1
+        return gone
+
+    def remove(self, texts: Iterable[str]) -> int:
+        """Delete texts from all documents. Return the number of deleted texts."""
+        keys = [{"b_key": key} for key in dict.fromkeys(text_key(_normalize(text)) for text in texts)]
+        if not keys:
+            return 0
+        with self._write() as connection:
+            # By their keys: a row of which a bit changed is deleted as well.
+            num_removed = len(existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
+            for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
+                connection.execute(delete(table).where(*_of(table, "key")), keys)
+            self._num_changes += 1
+            return num_removed
+
+    @contextmanager
+    def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
+        """Prevent every process from adding texts inside the block. Yield a function that returns True for a stored
+        text's key.
+
+        Hold the block briefly: writers of other processes wait for it.
+        """
+        with self._write():
+            yield self._has_key
+
+    # --- token ids ---
+
+    def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
+        """Store the token ids of texts for a tokenizer (its fingerprint) and a namespace; intact rows are left as they
+        are.
+        """
+        rows = {text_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
+        owner = {"tokenizer": tokenizer, "namespace": namespace}
+
+        def missing() -> list[bytes]:
+            known = set[bytes]()
+            for some in batches(rows):
+                found = connection.execute(_IDS_OF_TEXTS, {**owner, "values": some})
+                known.update(row.key for row in found if is_intact(row))
+            return [key for key in rows if key not in known]
+
+        with self._locked() as connection:
+            if missing():
+                with self._write():
+                    new = missing()
+                    if new:
+                        connection.execute(_DELETE_IDS, [{**owner, "b_key": key} for key in new])
+                    _insert(connection, TOKEN_IDS, (with_checksum(TOKEN_IDS, **owner, key=k, ids=rows[k]) for k in new))
+                    self._num_changes += 1
+
+    def remove_ids(self, text: str, tokenizer: str, namespace: str) -> None:
+        """Delete the token ids of a text."""
+        if is_unicode(text):
+            owner = {"tokenizer": tokenizer, "namespace": namespace}
+            with self._write() as connection:
+                connection.execute(_DELETE_IDS, {**owner, "b_key": text_key(text.strip())})
+                self._num_changes += 1
+
+    def remove_ids_without_text(self) -> None:
+        """Delete the token ids of chunks that prompts named and no document has added."""
+        with self._write() as connection:
+            connection.execute(delete(TOKEN_IDS).where(TOKEN_IDS.c.key.not_in(select(TEXTS.c.key))))
+            self._num_changes += 1
+
+    def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
+        """Return the number and the token ids of each text added after the one of `number`, from intact rows."""
+        rows = self._rows(_IDS_AFTER, number=number, tokenizer=tokenizer, namespace=namespace)
+        return [(row.number, np.frombuffer(row.ids, "<u4")) for row in rows if is_intact(row[1:])]
+
+    def read_ids(self, number: int) -> NDArray[np.uint32] | None:
+        """Return the token ids of the text of this number; None if it was deleted or its row is damaged."""
+        rows = self._rows(_IDS_OF_NUMBER, b_number=number)
+        return next((np.frombuffer(row.ids, "<u4") for row in rows if is_intact(row)), None)
+
+    def document_with_ids(self, number: int, namespace: str) -> str:
+        """Return the id of a document of the namespace that has the text of this number; "" if there is none."""
+        rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
+        return str(rows[0].id) if rows else ""
+
+    def count_ids(self, tokenizer: str, namespace: str) -> int:
+        """Return the number of texts with token ids."""
+        return int(self._rows(_COUNT_IDS, tokenizer=tokenizer, namespace=namespace)[0][0])
+
+    def has_ids(self, text: str, tokenizer: str, namespace: str) -> bool:
+        """Return True if an intact row has the token ids of this text."""
+        key = text_key(_normalize(text))
+        return any(map(is_intact, self._rows(_IDS_OF_TEXT, b_key=key, tokenizer=tokenizer, namespace=namespace)))
+
+    # --- the stored entries ---
+
+    def record_stored(self, keys: Iterable[str], fingerprint: str) -> None:
+        """Record entries that were stored, and the fingerprint of their model."""
+        given = list(dict.fromkeys(keys))
+        with self._locked() as connection:
+            if len(existing(connection, _KNOWN_ENTRIES, given)) < len(given):
+                with self._write():
+                    known = existing(connection, _KNOWN_ENTRIES, given)
+                    rows = (
+                        with_checksum(STORED_ENTRIES, entry=key, fingerprint=fingerprint)
+                        for key in given
+                        if key not in known
+                    )
+                    _insert(connection, STORED_ENTRIES, rows)
+
+    def remove_stored(self, keys: Iterable[str]) -> None:
+        """Remove the records of entries that are deleted, so that they do not count as missing."""
+        with self._write() as connection:
+            _delete_entries(connection, STORED_ENTRIES, keys)
+
+    def stored(self) -> dict[str, str]:
+        """Return the key of every entry that was stored and not deleted since, with its model's fingerprint; intact
+        rows only: a damaged key may name no file at all.
+        """
+        rows = self._rows(_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
+        return {row.entry: row.fingerprint for row in rows if is_intact(row)}
+
+    # --- which chunks an entry holds or was computed after ---
+
+    def record_entry(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
+        """Record that the entry of this key holds, or was computed after, the chunks of these token ids."""
+        self._record_entry(entry, [(_ids_hash(ids), namespace) for ids in chunks])
+
+    def _record_entry(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
+        def missing() -> list[tuple[bytes, str]]:
+            known = {tuple(row) for row in connection.execute(_CHUNKS_OF_ENTRY, {"b_entry": entry})}
+            return [chunk for chunk in dict.fromkeys(chunks) if chunk not in known]
+
+        with self._locked() as connection:
+            if missing():
+                with self._write():
+                    rows = (
+                        with_checksum(ENTRY_CHUNKS, ids_hash=ids_hash, namespace=namespace, entry=entry)
+                        for ids_hash, namespace in missing()
+                    )
+                    _insert(connection, ENTRY_CHUNKS, rows)
+
+    def entries_of(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
+        """Return for each chunk the entries that hold it, or were computed after it, from intact rows."""
+        found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
+        return [[row.entry for row in rows if is_intact(row)] for rows in found]
+
+    def remove_entries(self, entries: Iterable[str]) -> None:
+        """Remove the records of entries that were deleted."""
+        with self._write() as connection:
+            _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
+
+    @property
+    def has_all_entries(self) -> bool:
+        """Return True if every entry in the store's folder is recorded, also those that an earlier version stored."""
+        return bool(self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
+
+    def set_has_all_entries(self) -> None:
+        """Record that every entry in the store's folder is recorded."""
+        self._record_entry("", [(b"", "")])
+
+    # --- similar variants of what frameworks bring ---
+
+    def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarVariant]]:
+        """Return the variants whose vectors this embedder made, with their numbers, in the order in which they were
+        recorded.
+
+        Variants up to `number` and damaged rows are left out.
+        """
+        rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
+        return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
+
+    def count_variants(self, embedder: str) -> int:
+        """Return the number of variants whose vectors this embedder made."""
+        return int(self._rows(_COUNT_VARIANTS, b_embedder=embedder)[0][0])
+
+    def missing_variants(self, embedder: str) -> list[SimilarVariant]:
+        """Return the variants that are requested and not stored, from intact rows."""
+        rows = self._rows(_MISSING_VARIANTS, b_embedder=embedder)
+        return [_as_variant(row) for row in rows if is_intact(row[3:])]
+
+    def has_variant(self, entry: str, embedder: str) -> bool:
+        """Return True if an intact row records the variant with a vector of this embedder."""
+        return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
+
+    def similar_entries(self) -> list[str]:
+        """Return the keys of the entries of stored variants."""
+        query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
+        return [row.entry for row in self._rows(query)]
+
+    def has_similar_entries(self) -> bool:
+        """Return True if a variant is stored."""
+        query = select(VARIANTS.c.number).where(VARIANTS.c.is_stored != 0).limit(1)
+        return bool(self._rows(query))
+
+    def record_similar(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
+        """Record requested variants. They replace earlier records of the same entries."""
+        row_of: dict[str, dict[str, object]] = {}
+        for each in variants:
+            values: dict[str, object] = {"entry": each.entry, "key": text_key(each.text.strip()), "embedder": embedder}
+            values |= {"vector": each.vector, "is_stored": int(each.is_stored)}
+            row_of.pop(each.entry, None)
+            row_of[each.entry] = with_checksum(VARIANTS, **values)
+        with self._write() as connection:
+            _delete_entries(connection, VARIANTS, row_of)
+            _insert(connection, VARIANTS, row_of.values())
+
+    def set_similar_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
+        """Record whether variants are stored now."""
+        if rows := [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in entries]:
+            with self._write() as connection:
+                connection.execute(_SET_VARIANT_STORED, rows)
+
+    def remove_variants(self, entries: Iterable[str]) -> None:
+        """Delete the records of variants that are no longer requested."""
+        with self._write() as connection:
+            _delete_entries(connection, VARIANTS, entries)
+
+
+def _as_variant(row: Any) -> SimilarVariant:
+    return SimilarVariant(row.entry, row.text, row.vector, bool(row.is_stored))
+
+
+def _parameters(document: DocumentName) -> dict[str, object]:
+    return {f"b_{name}": value for name, value in document._asdict().items()}
+
+
+def _insert(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> None:
+    if listed := list(rows):
+        connection.execute(insert(table), listed)
+
+
+def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]) -> None:
+    if rows := [{"b_entry": entry} for entry in entries]:
+        connection.execute(delete(table).where(*_of(table, "entry")), rows)
+
+
+def _normalize(text: str) -> str:
+    """Return the text in the form that is compared; "" for lone surrogates, which are no valid Unicode."""
+    return text.strip() if is_unicode(text) else ""
+
+
+def _ids_hash(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.asarray(ids, "<u4").tobytes(), digest_size=16).digest()
+
+
+_IN_MEMORY: WeakKeyDictionary[Any, ChunkRegistry] = WeakKeyDictionary()
+_IN_MEMORY_LOCK = threading.Lock()
+
+
+def store_folders(store: Any) -> list[Path]:
+    """Return the local folders in which a KVStore stores its files."""
+    roots = (getattr(tier, "root", None) for tier in getattr(store, "tiers", (store,)))
+    return [root for root in roots if isinstance(root, Path)]
+
+
+def has_registry(root: Path) -> bool:
+    """Return True if a store's folder has a registry, be it one of an earlier version."""
+    return any((root / name).exists() for name in (CATALOG_FILE, FORMER_REGISTRY_FILE))
+
+
+def read_registry(store: Any) -> ChunkRegistry:
+    """Return the registry of a KVStore that may have none: then an empty one in memory, and no file is created."""
+    return open_registry(store) if all(map(has_registry, store_folders(store))) else ChunkRegistry()
+
+
+def open_registry(store: Any) -> ChunkRegistry:
+    """Return the registry of a KVStore: in the catalogue next to its local disk tier, else one in memory that lives
+    with the store.
+    """
+    for root in store_folders(store):
+        return ChunkRegistry(root / CATALOG_FILE)
+    with _IN_MEMORY_LOCK:
+        return _IN_MEMORY.setdefault(store, ChunkRegistry())

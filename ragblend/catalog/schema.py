@@ -1,0 +1,225 @@
+"""The tables of the catalogue, for SQLAlchemy.
+
+Rows carry checksums, because SQLite's pages do not: the `row_checksum` of the columns that a table's `info` names. A
+text needs none, because its key is its hash. Knows tables; opens nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Index,
+    Integer,
+    MetaData,
+    Select,
+    Table,
+    Text,
+    UniqueConstraint,
+    bindparam,
+    text,
+)
+from sqlalchemy.types import UserDefinedType
+
+from ragblend.files.sqlite import row_checksum
+
+SCHEMA_VERSION = 1
+METADATA = MetaData()
+
+
+INDEX_MARK = "index:"
+"""Begins the collections of indexes."""
+
+
+class DocumentName(NamedTuple):
+    """What a document is named by: its id in a collection of a namespace. Texts that come without an id belong to the
+    document "". So do those of an index, whose collection is the index and which has no namespace.
+    """
+
+    collection: str = ""
+    id: str = ""
+    namespace: str = ""
+
+    @property
+    def is_index(self) -> bool:
+        """True for what stands for all documents of an index."""
+        return self.collection.startswith(INDEX_MARK) and not self.id
+
+
+UNNAMED = DocumentName()
+
+
+class Blob(UserDefinedType[bytes]):
+    """Bytes as the database returns them, so that a damaged row is read as it is. LargeBinary would convert it."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **_: Any) -> str:
+        """Return the name of the type in SQL."""
+        return "BLOB"
+
+
+def _blob(name: str) -> Column[bytes]:
+    return Column(name, Blob, nullable=False)
+
+
+def _text(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False)
+
+
+def _number() -> Column[int]:
+    return Column("number", Integer, primary_key=True)
+
+
+def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked: str, key: str = "") -> Table:
+    """Return a table with a checksum of the columns `checked`. `key`: its primary key, "" where rows are numbered."""
+    for column in columns:
+        if isinstance(column, Column) and column.name in key.split():
+            column.primary_key = True
+    return Table(
+        name,
+        METADATA,
+        *columns,
+        Column("checksum", Integer, nullable=False),
+        sqlite_autoincrement=not key,
+        sqlite_with_rowid=not key,
+        info={"checked": checked.split()},
+    )
+
+
+META = Table("catalog_meta", METADATA, Column("name", Text, primary_key=True), _text("value"))
+TEXTS = Table(
+    "texts",
+    METADATA,
+    _number(),
+    Column("key", Blob, nullable=False, unique=True),
+    _text("text"),
+    sqlite_autoincrement=True,
+)
+VERSIONS = _checked_table(
+    "document_versions",
+    *(_text(name) for name in (*DocumentName._fields, "version")),
+    key="collection id namespace",
+    checked="collection id namespace version",
+)
+"""The version that each document has, where its caller named one."""
+DOCUMENT_TEXTS = _checked_table(
+    "document_texts",
+    *(_text(name) for name in DocumentName._fields),
+    _blob("key"),
+    key="collection id namespace key",
+    checked="collection id namespace key",
+)
+"""The owners of each text."""
+Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)
+STORED_ENTRIES = _checked_table(
+    "stored_entries", _text("entry"), _text("fingerprint"), key="entry", checked="entry fingerprint"
+)
+"""Entries that were stored and not deleted since, and the fingerprint of their model."""
+ENTRY_CHUNKS = _checked_table(
+    "entry_chunks",
+    _blob("ids_hash"),
+    _text("namespace"),
+    _text("entry"),
+    key="ids_hash namespace entry",
+    checked="ids_hash namespace entry",
+)
+"""Which chunks, by the hash of their token ids, an entry holds or was computed after."""
+Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
+VARIANTS = _checked_table(
+    "variants",
+    _number(),
+    Column("entry", Text, nullable=False, unique=True),
+    _blob("key"),
+    _text("embedder"),
+    _blob("vector"),
+    Column("is_stored", Integer, nullable=False),
+    checked="entry key embedder vector",
+)
+"""Requested similar variants of the chunks that frameworks add, with the vectors that find their neighbours."""
+Index("variants_by_key", VARIANTS.c.key)
+Index("missing_variants", VARIANTS.c.embedder, sqlite_where=VARIANTS.c.is_stored == text("0"))
+TOKEN_IDS = _checked_table(
+    "token_ids",
+    _number(),
+    _text("tokenizer"),
+    _text("namespace"),
+    _blob("key"),
+    _blob("ids"),
+    UniqueConstraint("key", "tokenizer", "namespace"),
+    checked="tokenizer namespace key ids",
+)
+"""The token ids of texts, by tokenizer (its fingerprint) and namespace."""
+
+NUM_COUNTS = ("num_chunks", "num_tokens", "num_known_kv", "num_new_kv", "new_kv_bytes")
+SENT_DOCUMENTS = Table(
+    "sent_documents",
+    METADATA,
+    _number(),
+    *(_text(name) for name in ("namespace", "collection", "id", "ingestion", "version", "metadata")),
+    *(Column(name, Text, nullable=False, server_default="") for name in ("stored_version", "reason")),
+    Column("body", Text),
+    *(Column(name, Integer, nullable=False, server_default="0") for name in NUM_COUNTS),
+    UniqueConstraint("namespace", "collection", "id"),
+    sqlite_autoincrement=True,
+)
+"""The documents that a server was sent."""
+Index("sent_documents_waiting", SENT_DOCUMENTS.c.number, sqlite_where=SENT_DOCUMENTS.c.body.is_not(None))
+
+CHECKED_TABLES = {
+    "versions of documents": VERSIONS,
+    "owners of texts": DOCUMENT_TEXTS,
+    "stored entries": STORED_ENTRIES,
+    "token ids of texts": TOKEN_IDS,
+    "vectors of texts": VARIANTS,
+    "entries of chunks": ENTRY_CHUNKS,
+}
+"""The tables with checksums, by what messages call their rows."""
+
+
+def checked_columns(table: Table) -> list[Column[Any]]:
+    """Return the columns of a table that its checksum is of, and the checksum itself."""
+    return [table.c[name] for name in (*table.info["checked"], "checksum")]
+
+
+def is_intact(row: Sequence[Any]) -> bool:
+    """Return True if the values of `checked_columns` are those that were written."""
+    return bool(row[-1] == row_checksum(*row[:-1]))
+
+
+def with_checksum(table: Table, **values: object) -> dict[str, object]:
+    """Return the values of a row with their checksum."""
+    return {**values, "checksum": row_checksum(*(values[name] for name in table.info["checked"]))}
+
+
+def text_key(stripped: str) -> bytes:
+    """Return the key of a text that is stripped: 16 bytes."""
+    return hashlib.blake2b(stripped.encode(), digest_size=16).digest()
+
+
+MAX_VALUES = 500
+"""Values of one `IN`, whose number databases limit."""
+
+
+def batches(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield the values in lists that are short enough for one statement."""
+    listed = list(values)
+    return (listed[start : start + MAX_VALUES] for start in range(0, len(listed), MAX_VALUES))
+
+
+def is_among(column: ColumnElement[Any]) -> ColumnElement[bool]:
+    """Return the condition that a column has one of the parameter `values`."""
+    return column.in_(bindparam("values", expanding=True))
+
+
+def existing(connection: Connection, query: Select[Any], values: Iterable[Any], **parameters: object) -> set[Any]:
+    """Return those of `values` that `query` finds, a selection of one column by `is_among`."""
+    found: set[Any] = set()
+    for some in batches(values):
+        found.update(connection.execute(query, {"values": some, **parameters}).scalars())
+    return found

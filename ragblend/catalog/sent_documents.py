@@ -1,0 +1,188 @@
+"""Which documents a server was sent, and how far each is.
+
+A document is waiting while its row has a body, the chunks that are still to be stored; it is stored when the version
+that was stored last is the one that was sent last. Knows rows; chunks and prefills nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from sqlalchemy import ColumnElement, bindparam, case, delete, func, insert, select, update
+
+from ragblend.catalog.database import Catalog
+from ragblend.catalog.schema import NUM_COUNTS, SENT_DOCUMENTS
+from ragblend.files.store_folder import CATALOG_FILE
+
+_ROW = SENT_DOCUMENTS.c
+_STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
+_OF_DOCUMENT = (
+    _ROW.namespace == bindparam("b_namespace"),
+    _ROW.collection == bindparam("b_collection"),
+    _ROW.id == bindparam("b_id"),
+)
+_COUNTS = [column for column in _ROW if column.name in NUM_COUNTS]
+_FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata, _ROW.reason, *_COUNTS]
+
+
+class SentDocument(NamedTuple):
+    """A document as it was sent. `body`: its `text`, or its `chunks`, and what is to be known to cut and compare them;
+    with `adds`, the chunks come to those that its version has already.
+    """
+
+    collection: str
+    id: str
+    version: str
+    body: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+class WaitingDocument(NamedTuple):
+    """A document that is to be stored. `number` is another one whenever it is sent again."""
+
+    number: int
+    namespace: str
+    collection: str
+    id: str
+    version: str
+    body: dict[str, Any]
+
+
+class StoredCounts(NamedTuple):
+    """What storing one document came to."""
+
+    num_chunks: int = 0
+    num_tokens: int = 0
+    num_known_kv: int = 0
+    num_new_kv: int = 0
+    new_kv_bytes: int = 0
+
+
+class DocumentTable(Catalog):
+    """The documents that were sent to the server of one store's folder. Safe between threads and processes."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root / CATALOG_FILE)
+
+    def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
+        """Record documents that are to be stored, each in place of an older one of its id, all or none. Return a name
+        for this ingestion."""
+        ingestion = uuid4().hex  # which no other replica gives
+        with self._write() as connection:
+            for document in documents:
+                key, body = _key(namespace, document.collection, document.id), document.body
+                query = select(_ROW.version, _ROW.stored_version, _ROW.body).where(*_OF_DOCUMENT)
+                version, stored_version, waiting = connection.execute(query, key).first() or ("", "", None)
+                if "adds" in body:
+                    if version == document.version and waiting is not None:
+                        body = _joined(json.loads(waiting), body)
+                    stored_version = ""  # not all of its chunks are stored
+                connection.execute(delete(SENT_DOCUMENTS).where(*_OF_DOCUMENT), key)
+                row = {"namespace": namespace, "collection": document.collection, "id": document.id}
+                row |= {"ingestion": ingestion, "version": document.version, "stored_version": stored_version}
+                row |= {"metadata": json.dumps(document.metadata), "body": json.dumps(body)}
+                connection.execute(insert(SENT_DOCUMENTS), row)
+        return ingestion
+
+    def waiting(self, limit: int, max_chars: int) -> list[WaitingDocument]:
+        """Return the documents to be stored next, those of one collection, in the order in which they were sent: at
+        most `limit`, and only the first where its body has more than `max_chars`."""
+        waiting = select(_ROW.namespace, _ROW.collection).where(_ROW.body.is_not(None)).order_by(_ROW.number)
+        columns = (_ROW.number, _ROW.namespace, _ROW.collection, _ROW.id, _ROW.version, _ROW.body)
+        found: list[WaitingDocument] = []
+        with self._transaction("DEFERRED") as connection:
+            owner = connection.execute(waiting.limit(1)).first()
+            if owner is None:
+                return []
+            is_next = (_ROW.body.is_not(None), _ROW.namespace == owner.namespace, _ROW.collection == owner.collection)
+            query = select(*columns).where(*is_next).order_by(_ROW.number).limit(limit)
+            with connection.execute(query) as rows:
+                for *values, body in rows:
+                    max_chars -= len(body)
+                    if found and max_chars < 0:
+                        break
+                    found.append(WaitingDocument._make([*values, json.loads(body)]))
+        return found
+
+    def finish(self, document: WaitingDocument, counts: StoredCounts, reason: str, *, is_stored: bool) -> None:
+        """Record that a document is stored, or why it cannot be; nothing where it was sent again meanwhile."""
+        changes = {"body": None, "stored_version": document.version if is_stored else "", "reason": reason}
+        changed = update(SENT_DOCUMENTS).where(_ROW.number == document.number).values(**changes, **counts._asdict())
+        with self._write() as connection:
+            connection.execute(changed)
+
+    def ids(self, namespace: str, collection: str) -> list[str]:
+        """Return the ids of the documents of a collection."""
+        query = select(_ROW.id).where(*_chosen(namespace, collection)).order_by(_ROW.number)
+        return [row.id for row in self._rows(query)]
+
+    def begin_removal(self, namespace: str, collection: str, ids: Sequence[str]) -> None:
+        """Record that documents are being removed: from now on they are neither waiting nor stored."""
+        changes = {"body": None, "stored_version": "", "reason": "its removal was begun; remove it again"}
+        if ids:
+            with self._write() as connection:
+                keys = [_key(namespace, collection, each) for each in ids]
+                connection.execute(update(SENT_DOCUMENTS).where(*_OF_DOCUMENT).values(**changes), keys)
+
+    def remove(self, namespace: str, collection: str, ids: Sequence[str]) -> int:
+        """Remove documents. Return how many were there."""
+        removed = delete(SENT_DOCUMENTS).where(*_OF_DOCUMENT)
+        with self._write() as connection:
+            num_removed = sum(connection.execute(removed, _key(namespace, collection, each)).rowcount for each in ids)
+        self.truncate_log()
+        return num_removed
+
+    def summarize(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, dict[str, int]]:
+        """Return by collection how many documents are stored, pending and failed, how many are worked on, and what
+        they came to; of one ingestion, or of all."""
+        sums: dict[str, ColumnElement[Any]] = {
+            f"num_{status}": func.sum(case({status: 1}, value=_STATUS, else_=0)) for status in _STATUSES
+        }
+        sums["num_waiting"] = func.count(_ROW.body)
+        sums |= {column.name: func.sum(column) for column in _COUNTS}
+        chosen = _chosen(namespace, collection, ingestion)
+        query = select(_ROW.collection, *sums.values()).where(*chosen).group_by(_ROW.collection)
+        return {row[0]: dict(zip(sums, row[1:], strict=True)) for row in self._rows(query)}
+
+    def with_reason(
+        self, namespace: str, collection: str | None, ingestion: str | None, limit: int
+    ) -> list[dict[str, Any]]:
+        """Return documents of which something is to be told: those that failed, and stored ones without any chunk."""
+        chosen = (*_chosen(namespace, collection, ingestion), _ROW.reason != "")
+        columns = (_ROW.collection, _ROW.id, _STATUS.label("status"), _ROW.reason)
+        query = select(*columns).where(*chosen).order_by(_ROW.number).limit(limit)
+        return [row._asdict() for row in self._rows(query)]
+
+    def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
+        """Return what is known of a document, and its `status`; None where there is none."""
+        query = select(*_FACTS, _STATUS.label("status")).where(*_OF_DOCUMENT)
+        rows = self._rows(query, **_key(namespace, collection, document_id))
+        return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None
+
+
+_STATUSES = ("stored", "pending", "failed")
+
+
+def _key(namespace: str, collection: str, document_id: str) -> dict[str, str]:
+    return {"b_namespace": namespace, "b_collection": collection, "b_id": document_id}
+
+
+def _chosen(namespace: str, collection: str | None, ingestion: str | None = None) -> list[ColumnElement[bool]]:
+    """Return the conditions for the documents of a namespace, and of a collection and an ingestion unless None."""
+    chosen = [_ROW.namespace == namespace]
+    if collection is not None:
+        chosen.append(_ROW.collection == collection)
+    if ingestion is not None:
+        chosen.append(_ROW.ingestion == ingestion)
+    return chosen
+
+
+def _joined(before: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """The bodies of one version that came in two calls: the chunks of both, and their vectors where both have some."""
+    names = ["chunks"] + ["vectors"] * (before.get("embedder") == added.get("embedder") and "vectors" in added)
+    kept = {name: value for name, value in added.items() if name not in ("vectors", "embedder") or len(names) == 2}
+    return {**kept, **{name: [*before[name], *added[name]] for name in names}}

@@ -1,0 +1,59 @@
+"""Random additions, releases and removals leave what a dictionary of owners says."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis.strategies import lists, sampled_from, tuples
+
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import DocumentName
+from ragblend.files.store_folder import CATALOG_FILE
+
+TEXTS = [f"text {number}" for number in range(6)]
+DOCUMENTS = [DocumentName("a", "1"), DocumentName("a/1", ""), DocumentName("", "a/1"), DocumentName("b", "1")]
+OPERATIONS = tuples(
+    sampled_from(["add", "release", "remove", "replace"]),
+    sampled_from(DOCUMENTS),
+    lists(sampled_from(TEXTS), max_size=4),
+    sampled_from([0, 1]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(operations=lists(OPERATIONS, max_size=25))
+def test_a_text_is_there_while_a_document_owns_it(
+    operations: list[tuple[str, DocumentName, list[str], int]],
+) -> None:
+    owned: dict[DocumentName, set[str]] = {name: set() for name in DOCUMENTS}
+    with tempfile.TemporaryDirectory() as folder:
+        registries = [ChunkRegistry(Path(folder, CATALOG_FILE)) for _ in range(2)]
+        for number, (operation, document, texts, which) in enumerate(operations):
+            registry = registries[which]
+            before = set().union(*owned.values())
+            if operation == "add":
+                owned[document] |= {*texts}
+                assert registry.add([f" {text}\n" for text in texts], document) == len({*texts} - before)
+            elif operation == "remove":
+                for name in DOCUMENTS:
+                    owned[name] -= {*texts}
+                assert registry.remove(texts) == len({*texts} & before)
+            else:
+                kept = {*texts} & owned[document] if operation == "replace" else owned[document] - {*texts}
+                released = owned[document] - kept
+                owned[document] = kept
+                orphans = released - set().union(*owned.values())
+                assert {*registry.preview_release({document: kept})} == orphans
+                assert {*registry.release(released, document)} == orphans
+            registry.add_ids([(text, range(number)) for text in texts if text in registry], "t", "")
+            other = registries[1 - which]
+            everything = set().union(*owned.values())
+            assert {*other.texts()} == everything
+            assert {text for text in TEXTS if other.has_ids(text, "t", "")} <= everything
+            assert other.documents() == {name: len(owned[name]) for name in DOCUMENTS if owned[name]}
+            assert all(other.texts_of(name) == owned[name] for name in DOCUMENTS)
+        assert registries[0].find_problems() == []
+        for registry in registries:
+            registry.close()

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.sent_documents import DocumentTable, SentDocument, StoredCounts
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_SERVER_FILE
+
+
+def send(table: DocumentTable, *ids: str, namespace: str = "", text: str = "text") -> str:
+    return table.add(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])
+
+
+def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    former = tmp_path / FORMER_SERVER_FILE
+    with closing(sqlite3.connect(former)) as file:
+        file.executescript(Path(__file__).with_name("former_documents.sql").read_text())
+    ChunkRegistry(tmp_path / CATALOG_FILE).close()  # whoever opens the folder first
+    with DocumentTable(tmp_path) as table:
+        assert not former.exists()
+        found = table.get("", "notes", "1")
+        assert found is not None
+        facts = (found["status"], found["num_tokens"], found["new_kv_bytes"], found["metadata"])
+        assert facts == ("stored", 7, 4096, {"author": "A"})
+        assert [(each.namespace, each.id, each.body) for each in table.waiting(10, 1000)] == [
+            ("tenant", "1", {"chunks": ["Chalk is soft."]})
+        ]
+    assert f"{former} was written by an earlier version: its 3 documents are in the catalogue now" in caplog.messages
+
+
+def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(tmp_path: Path) -> None:
+    with DocumentTable(tmp_path) as table:
+        send(table, "1", "2")
+        send(table, "3", namespace="tenant")
+        send(table, "1", text="of another version")
+        assert [each.id for each in table.waiting(10, 1000)] == ["2", "1"]
+        assert [each.id for each in table.waiting(1, 1000)] == ["2"]
+        assert [each.id for each in table.waiting(10, 1)] == ["2"], "the first however long it is"
+
+
+def test_what_was_sent_again_meanwhile_is_not_finished(tmp_path: Path) -> None:
+    with DocumentTable(tmp_path) as table, DocumentTable(tmp_path) as other:
+        send(table, "1")
+        (first,) = table.waiting(10, 1000)
+        send(other, "1")
+        table.finish(first, StoredCounts(1), "", is_stored=True)
+        assert table.summarize("", None, None)["notes"]["num_pending"] == 1
+        (again,) = other.waiting(10, 1000)
+        other.finish(again, StoredCounts(2), "", is_stored=True)
+        summary = table.summarize("", "notes", None)["notes"]
+        assert (summary["num_stored"], summary["num_waiting"], summary["num_chunks"]) == (1, 0, 2)
+
+
+def test_a_removed_document_is_neither_waiting_nor_in_the_file(tmp_path: Path) -> None:
+    with DocumentTable(tmp_path) as table:
+        send(table, "1", "2", text="a secret")
+        table.begin_removal("", "notes", ["1"])
+        assert [each.id for each in table.waiting(10, 1000)] == ["2"]
+        assert [each["id"] for each in table.with_reason("", None, None, 10)] == ["1"]
+        assert table.remove("", "notes", ["1", "2", "unknown"]) == 2
+        assert table.ids("", "notes") == []
+        assert not any(b"a secret" in path.read_bytes() for path in tmp_path.iterdir())

@@ -1,0 +1,111 @@
+"""Adding never deletes what another caller added: owners in the catalogue decide what is deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from ragblend import load_engine
+from ragblend.catalog.registry import open_registry
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.errors import UsageError
+from ragblend.operations.maintenance import collect_garbage
+from ragblend.precompute import (
+    delete_precomputed,
+    find_added_documents,
+    ingest,
+    precompute_documents,
+    remove_added_documents,
+)
+from ragblend.vectorstores import BlendVectorStore
+
+BASALT, SLATE, CHALK = "Basalt is a volcanic rock.", "Slate splits into thin plates.", "Chalk is a soft limestone."
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[TransformersEngine]:
+    with load_engine("demo", tmp_path / "store", on_miss="inline") as opened:
+        assert isinstance(opened, TransformersEngine)
+        yield opened
+
+
+def add(engine: TransformersEngine, text: str, document_id: str, collection: str = "langchain") -> None:
+    precompute_documents([Document(text)], engine, ids=[document_id], collection=collection)
+
+
+def test_two_stores_with_one_id_keep_both_documents(engine: TransformersEngine) -> None:
+    stores = [
+        BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), llm=engine, collection=tenant)
+        for tenant in ("first", "second")
+    ]
+    for store, text in zip(stores, (BASALT, SLATE), strict=True):
+        store.add_documents([Document(text, id="1")])
+    assert [engine.is_stored(text) for text in (BASALT, SLATE)] == [True, True]
+    stores[0].delete(["1"])
+    assert [engine.is_stored(text) for text in (BASALT, SLATE)] == [False, True]
+
+
+def test_two_namespaces_with_one_id_in_one_collection_keep_both_documents(
+    engine: TransformersEngine, tmp_path: Path
+) -> None:
+    with load_engine("demo", tmp_path / "store", namespace="tenant", on_miss="inline") as tenant:
+        assert isinstance(tenant, TransformersEngine)
+        add(engine, BASALT, "1")
+        add(tenant, SLATE, "1")
+        add(engine, SLATE, "2")
+        assert (engine.is_stored(BASALT), tenant.is_stored(SLATE)) == (True, True)
+        assert delete_precomputed(["1"], tenant) == 1, "what another namespace has of a text is its own"
+        assert (engine.is_stored(SLATE), tenant.is_stored(SLATE)) == (True, False)
+        assert (SLATE in engine.known_chunks, SLATE in tenant.known_chunks) == (True, False)
+
+
+def test_a_collection_whose_name_and_id_read_like_those_of_another_is_another(engine: TransformersEngine) -> None:
+    add(engine, BASALT, "c", collection="a/b")
+    add(engine, SLATE, "b/c", collection="a")
+    assert [engine.is_stored(text) for text in (BASALT, SLATE)] == [True, True]
+
+
+def test_a_text_of_two_collections_that_leaves_one_keeps_its_kv(engine: TransformersEngine, tmp_path: Path) -> None:
+    (tmp_path / "slate.txt").write_text(SLATE)
+    ingest(tmp_path / "slate.txt", engine, tmp_path / "store")
+    add(engine, SLATE, "1")
+    add(engine, SLATE, "1", collection="other")
+    for collection in ("langchain", "other"):
+        assert delete_precomputed(["1"], engine, collection=collection) == 0
+        assert engine.is_stored(SLATE)
+    (tmp_path / "slate.txt").write_text(CHALK)
+    ingest(tmp_path / "slate.txt", engine, tmp_path / "store")
+    assert [engine.is_stored(text) for text in (SLATE, CHALK)] == [False, True]
+
+
+def test_what_a_command_names_is_removed_from_one_collection(engine: TransformersEngine) -> None:
+    for collection, text in (("first", BASALT), ("second", SLATE), ("second", CHALK)):
+        add(engine, text, "2" if text == CHALK else "1", collection)
+    with pytest.raises(UsageError, match="'1' is a document of the collections 'first', 'second'; name one"):
+        find_added_documents("1", engine)
+    assert find_added_documents("unknown", engine) == []
+    assert remove_added_documents(find_added_documents("first/1", engine), engine) == (1, 1)
+    assert [engine.is_stored(text) for text in (BASALT, SLATE, CHALK)] == [False, True, True]
+    assert remove_added_documents(find_added_documents("second", engine), engine) == (2, 2)
+    with closing(open_registry(engine.store)) as registry:
+        assert registry.documents() == {}
+
+
+def test_gc_of_orphans_keeps_what_a_framework_has_added(engine: TransformersEngine, tmp_path: Path) -> None:
+    (tmp_path / "slate.txt").write_text(SLATE)
+    ingest(tmp_path / "slate.txt", engine, tmp_path / "store")
+    add(engine, BASALT, "1")
+    precompute_documents([CHALK], engine)  # nothing by which it could be removed
+    report = collect_garbage(tmp_path / "store", tmp_path / "store", dry_run=True)
+    assert (report.texts, len(report.evicted)) == ((CHALK,), 1)
+    report = collect_garbage(tmp_path / "store", tmp_path / "store")
+    assert (report.texts, len(report.evicted)) == ((CHALK,), 1)
+    stored = {*DiskStore(tmp_path / "store", create=False).keys()}  # the engine's memory has them still
+    assert stored == {engine.key(text) for text in (BASALT, SLATE)}
