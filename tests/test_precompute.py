@@ -263,7 +263,7 @@ def test_damage_met_while_rewriting_is_prefilled(chunks, tmp_path, monkeypatch):
 
 
 def test_a_store_without_a_dtype_of_its_own_is_not_rewritten(chunks):
-    with load_engine("demo", MemoryStore(1 << 20)) as engine, pytest.raises(UsageError, match="on the server's machine"):
+    with load_engine("demo", MemoryStore(1 << 20)) as engine, pytest.raises(UsageError, match="server's machine"):
         precompute_chunks(chunks, engine, rewrite=True)
 
 
