@@ -53,20 +53,21 @@ class Continued(Reference):
             result = self.blend(parts, {layer: ratio}, "k" if rule == "cacheblend_k" else "v")
         self._now = result
         self._logits = [result.logits]
-        self._length = sum(len(part.ids) for part in parts)
+        self._ids = [token for part in parts for token in part.ids]
         return result
 
     @torch.no_grad()
     def logprobs(self, step: int, answer: list[int]) -> Tensor:
         """[vocabulary] before token `step` of `answer`."""
         while len(self._logits) <= step:
-            position = self._length + len(self._logits) - 1
+            position = len(self._ids) + len(self._logits) - 1
             hidden = self.decoder.embed_tokens(torch.tensor([answer[len(self._logits) - 1]]))
             for layer in range(self.num_layers):
                 q, k, v = self.project(layer, hidden)
                 keys = self._now.keys[layer] = torch.cat((self._now.keys[layer], self.rope(layer, k, [position])))
                 values = self._now.values[layer] = torch.cat((self._now.values[layer], v))
-                hidden = self.finish(layer, hidden, self.rope(layer, q, [position]), [position], keys, values)
+                queries, ids = self.rope(layer, q, [position]), self._ids + answer
+                hidden = self.finish(layer, hidden, queries, ids, [position], keys, values)
             self._logits.append(self.logits(hidden))
         return self._logits[step].log_softmax(-1)
 
