@@ -377,20 +377,22 @@ def precompute_documents(
     time, behind the most similar ones of all that came this way, by the vectors of `embedder` (None: MiniLM's where the
     extra `demo` is installed, else by their words).
     """
+    start_s = perf_counter()
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     engine.check_process()
     resolve_context_policy(engine, None)
     remember_defaults(engine)
     given = [documents] if isinstance(documents, str) else list(documents)
     chunks = [as_chunk(document) for document in given]
+    named_as, versioned_as = ids or [*map(_document_id, given)], versions or [""] * len(given)
     if is_document_server(engine):
-        named = ids or [*map(_document_id, given)]
-        return _send_documents(given, chunks, named, versions or [""] * len(given), collection, engine, progress)
+        report = _send_documents(given, chunks, named_as, versioned_as, collection, engine, progress)
+        report.elapsed_s = perf_counter() - start_s
+        return report
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
     texts_of: dict[DocumentName, list[str]] = {}
     version_of: dict[DocumentName, str] = {}
-    named_as, versioned_as = ids or map(_document_id, given), versions or [""] * len(given)
     for document, chunk, found, version in zip(given, chunks, named_as, versioned_as, strict=True):
         name = DocumentName(collection if found else "", found, engine.namespace)
         version_of[name] = version
@@ -421,6 +423,8 @@ def precompute_documents(
         prefill = workers.prefill if workers is not None else prefill_here
     report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
+    report.num_documents = len({found for found in named_as if found}) + list(named_as).count("")
+    report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
     if finder is not None:
         finder.mark_stored(wanted)
     changed = {name for name, version in version_of.items() if name.id and version != registry.version_of(name)}
@@ -432,6 +436,7 @@ def precompute_documents(
         registry.set_version(name, version_of[name])
     if problem:
         logger.warning("what is gone stays in the remote tier until it is evicted there: %s", problem)
+    report.elapsed_s = perf_counter() - start_s
     return report
 
 
@@ -523,6 +528,7 @@ def _send_documents(
         if version:
             sent[name]["version"] = version
     counts = _send(engine, collection, [*sent.values()], report, progress, described)
+    report.num_documents = len(sent)
     report.num_chunks, report.num_tokens = counts["num_chunks"], counts["num_tokens"]
     return report
 

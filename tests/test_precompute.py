@@ -304,3 +304,12 @@ def test_what_is_stored_far_away_is_asked_for_in_few_round_trips():
         report = precompute_chunks(chunks, engine)
     assert (report.num_new_kv, report.num_known_kv) == (0, 30)
     assert (values.calls.count("contains_many"), values.calls.count("contains")) == (1, 0)
+
+
+def test_a_report_says_what_was_given_and_how_long_it_took(engine):
+    texts = ["Bob Fox plays the flute.", "Ann Gray paints.", "Velora."]
+    given = [_document(text, id=name) for text, name in zip(texts, ("1", "1", ""), strict=True)]
+    report = precompute_documents(given, engine, ids=["1", "1", ""])
+    assert (report.num_documents, report.num_chunks) == (2, 3)
+    assert report.num_tokens == sum(map(engine.renderer.count_tokens, texts))
+    assert report.elapsed_s >= report.prefill_s > 0
