@@ -108,7 +108,7 @@ def test_auto_is_the_rule_that_asks_first(engine: TransformersEngine, prompts: S
 
 
 def test_bench_quality_judges_this_model_on_real_questions() -> None:
-    sizes = "--data nq --split selection --questions 3 --chunk-tokens 100 --ratio 0.15 --rules auto,cacheblend"
+    sizes = "--data nq --split selection --num-questions 3 --chunk-tokens 100 --ratios 0.15 --rules auto,cacheblend"
     words = ["bench", "quality", "--model", str(MODEL), *sizes.split(), "--embedder", "hashing", "--json"]
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 0, ran.output
