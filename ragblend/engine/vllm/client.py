@@ -400,7 +400,7 @@ class VllmClient(EngineBase):
         if context is not None:
             self.set_context_policy(context)
         self._sends_missing = on_miss == "store" and self.blends
-        self._sent: set[str] = set()
+        self._sent: set[str] = set()  # ids of the chunks that were sent because the server lacked them
 
     @property
     def context_length(self) -> int:
@@ -525,14 +525,18 @@ class VllmClient(EngineBase):
         self._worker.submit(lambda: None).result()
 
     def _send_missing(self, prompt: Prompt) -> None:
-        texts = {chunk.text.strip() for chunk in prompt.chunks if chunk.text.strip()} - self._sent
-        self._sent |= texts
-        documents = [{"id": _chunk_id(text), "chunks": [text]} for text in sorted(texts)]
+        text_of = {_chunk_id(text): text for chunk in prompt.chunks if (text := chunk.text.strip())}
+        new = text_of.keys() - self._sent
+        self._sent |= new
+        documents = [{"id": name, "chunks": [text_of[name]]} for name in sorted(new)]
 
         def send() -> None:
             try:
-                self.send_documents(CHUNK_COLLECTION, documents)
-            except RagblendError as error:  # the answer is out already
+                _, reasons = self.send_documents(CHUNK_COLLECTION, documents)
+                for reason in reasons:
+                    log.warning("a missed chunk was not stored: %s", reason["reason"])
+            except RagblendError as error:  # the answer is out already; the next miss sends them again
+                self._sent -= new
                 level = logging.DEBUG if isinstance(error, EngineClosedError) else logging.WARNING
                 log.log(level, "a missed chunk was not stored: %s", error)
 

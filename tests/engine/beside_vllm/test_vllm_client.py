@@ -552,6 +552,22 @@ def test_an_index_sends_its_documents_with_their_vectors(client: VllmClient, scr
     assert len(script.removed) == 1
 
 
+def test_chunks_that_the_server_lacks_are_sent_once_and_again_after_a_failure(
+    url: str, script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ragblend.engine.vllm.client._LOST_S", 0.1)
+    script.report = BlendReport("blend", "ask", 0.05, chunks=[HIT, MISS], num_chunks=2, num_chunk_hits=1)
+    script.states = ["unknown"] * 2  # the first batch is lost
+    with load_engine("demo", backend=url) as engine:
+        for num_sent in (1, 2, 2):
+            engine.generate(PROMPT, max_tokens=3)
+            engine.flush()
+            script.states.clear()
+            assert len(script.sent) == num_sent
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["a missed chunk was not stored"]
+    assert all({each["chunks"][0] for each in body["documents"]} == {A, B} for body in script.sent)
+
+
 def test_documents_that_a_server_has_lost_are_an_error(
     client: VllmClient, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
