@@ -567,7 +567,7 @@ def as_chunk(document: Any) -> Chunk:
 def find_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = False) -> list[str]:
     """Sources of the documents that a person means: a file, a folder, a record; see `folders.match_sources`.
 
-    gone: those, too, whose removal has begun and was not finished. Raises NotFoundError when there is none.
+    include_unfinished: also those whose removal has begun and was not finished. Raises NotFoundError if there is none.
     """
     known = [(source, file) for file, sources in index.documents().items() for source in sources]
     found = match_sources(name, known)

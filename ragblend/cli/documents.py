@@ -3,7 +3,8 @@ print."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,11 @@ from ragblend.cli.options import DocumentArgument, JsonOption, Workers, with_set
 from ragblend.cli.printing import count_of, print_ingest, print_message, print_result, progress_bars
 from ragblend.cli.session import embedder_name, open_engine, open_settings_index, open_workers, wait_for_remote
 from ragblend.config import Settings
+from ragblend.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from ragblend.engine.api import Engine
+    from ragblend.index import ChunkIndex
 
 EXIT_PARTIAL = 6
 DOCUMENT_KINDS = (
@@ -110,6 +116,21 @@ def precompute(
         raise typer.Exit(EXIT_PARTIAL)
 
 
+def _open_index(document: str, settings: Settings, engine: Engine) -> ChunkIndex:
+    """Open the index that may have `document`. The error for a store without one names what else the store holds."""
+    from ragblend.catalog.registry import read_registry
+
+    try:
+        return open_settings_index(settings, engine)
+    except NotFoundError:
+        with closing(read_registry(engine.store)) as registry:
+            collections = registry.count_collections()
+        if not collections:
+            raise
+        place = f"{settings.store} has no document {document!r}, only those of {', '.join(collections)}"
+        raise NotFoundError(f"{place}; list them: ragblend stats --store {settings.store}") from None
+
+
 @with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Remove documents: their chunks, pins, and KV and texts that no other document uses. DOC is a file, a folder, or
@@ -124,7 +145,7 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
             sources = [f"{each.collection}/{each.id}" for each in added]
             num_chunks, num_kv = remove_added_documents(added, engine)
         else:
-            with open_settings_index(settings, engine) as opened:
+            with _open_index(document, settings, engine) as opened:
                 sources = find_documents(document, opened, include_unfinished=True)
                 num_chunks, num_kv = remove_documents(sources, engine, opened)
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
