@@ -492,6 +492,8 @@ def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
     explained = run.facts("explain", "Where does Bob Stahl live?", "-k", "2", "--max-tokens", "2", *place)
     assert {each["source"] for each in explained["sources"]} == {"people/1", "people/2"}
     assert run("remove", "1", *place)[0] == 2, "two collections have it"
+    code, _, said = run("remove", "nosuch", *place)
+    assert (code, "only those of people, staff" in said) == (3, True)
     assert run.facts("remove", "staff/1", *place)["num_kv"] == 0
     assert run.facts("remove", "people", *place)["num_kv"] == 2
     assert run("stats", *place)[0] == 3
