@@ -4,9 +4,10 @@
     python -m benchmarks.gpu --device cpu                               # tiny shapes, to see that all of it runs
     python -m benchmarks.gpu --parts ttft --tokens 4096,8192
 
-Each part runs in a process of its own, within its own time. A part that fails or takes too long stops no other, and the
-result says why. Weights are drawn on the device and nothing is downloaded. Times are medians of requests taken in turns
-after a warm-up (`ragblend bench ttft`). `predicted` is what `benchmarks.hardware_model` expects. Read `PARTS` first.
+Each part runs in a process of its own, within its own time. A part that fails or takes too long does not stop the
+others, and the result says why. Weights are drawn on the device and nothing is downloaded. Times are medians of
+requests taken in turns after a warm-up (`ragblend bench ttft`). `predicted` is what `benchmarks.hardware_model`
+expects. Read `PARTS` first.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ def _predicted(run: TtftRun, tokens: int, sizes: Sizes) -> float | None:
     known = next((gpu for gpu in hardware_model.GPUS if gpu in name), None)
     if known is None:
         return None
-    line = hardware_model.reckon(known, tokens, run.ratio, sizes.question_tokens, 0.6)
+    line = hardware_model.estimate(known, tokens, run.ratio, sizes.question_tokens, 0.6)
     return line.full_s / line.together_s
 
 
@@ -468,7 +469,7 @@ def main(
     for name in names:
         print_line(f"{name} ...")
         results[name] = run_part(name, sizes)
-        if out is not None:  # after every part, for whoever has to stop
+        if out is not None:  # after every part, in case the command is interrupted
             _write(results, sizes, out)
     for line in table_lines(results):
         print_line(line)
