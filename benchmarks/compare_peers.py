@@ -8,7 +8,7 @@ The prompts are those of `ragblend bench quality --data musique`: six retrieved 
 every question has other chunks, which were stored in no order. In `topics` questions on a few topics recur, each time
 over six of the topic's ten passages in another order, so that sorting them can help. ragblend's own figures are those
 of `moved`; the order in which chunks were stored does not matter to it.
-At commit 19c4dfd, `benchmarks/compare_kvboost.py` and `compare_contextpilot.py` read them in environments of their own.
+At commit 19c4dfd, `benchmarks/compare_kvboost.py` and `compare_contextpilot.py` read them in separate environments.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Turn(NamedTuple):
 
 
 def conversations(config: QualityConfig, engine: Any, num_chunks: int, kind: str, count: int) -> Iterator[list[Turn]]:
-    """Yield conversations of `TURNS` turns; each has questions and passages of its own."""
+    """Yield conversations of `TURNS` turns; each has questions and passages that no other has."""
     cases = load_cases(config)
     for number in range(count):
         turns = []

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --device cpu                               # tiny shapes, to see that all of it runs
     python -m benchmarks.gpu --parts ttft --tokens 4096,8192
 
-Each part runs in a process of its own, within its own time. A part that fails or takes too long does not stop the
+Each part runs in a separate process, within its own time. A part that fails or takes too long does not stop the
 others, and the result says why. Weights are drawn on the device and nothing is downloaded. Times are medians of
 requests taken in turns after a warm-up (`ragblend bench ttft`). `predicted` is what `benchmarks.hardware_model`
 expects. Read `PARTS` first.
@@ -56,7 +56,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 RATIOS = {"ask": 0.05, "cacheblend": 0.15}
 """Each rule at its default ratio."""
 CPU_PATIENCE = 20
-"""On a CPU, where nothing is timed for its own sake, each part has so many times as long."""
+"""Factor of each part's time limit on a CPU, where the times do not matter."""
 _NO_LIMIT_BYTES = 1 << 50
 
 

@@ -5,8 +5,8 @@
 
 A layer takes as long as the slower of its arithmetic and its memory traffic (the roofline model: Williams, Waterman,
 Patterson, CACM 2009), part by part, while stored KV is copied over the bus. Peaks are from NVIDIA's data sheets;
-`--efficiency` is the share of them that is reached. Recomputed tokens are at random positions, so nearly each is a run
-by itself, the worst case; the GPU's cache is ignored. The engine's own functions count the reads of the KV cache.
+`--efficiency` is the share of them that is reached. Recomputed tokens are at random positions, so nearly each is a
+separate run, the worst case; the GPU's cache is ignored. The engine's own functions count the reads of the KV cache.
 `host s` is the time of the host, which starts every kernel and copies stored KV to the device layer by layer; `as run`
 is the speedup if the host takes longer than the GPU. The host's figures are those that `benchmarks.gpu` measured with
 transformers. Read `estimate` first.
