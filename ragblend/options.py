@@ -179,7 +179,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 @known_names_only
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """The tiers of a store: memory over a directory over a shared place. Checked at birth."""
+    """The tiers of a store, memory over a directory over a shared place, and its catalogue. Checked at birth."""
 
     memory_gib: float = option(2.0, "Budget of the memory tier.", at_least(0, "no memory tier"))
     disk_gib: DiskBudget = option(
@@ -193,6 +193,14 @@ class TierOptions:
         5.0,
         "Longest wait for one chunk of the remote tier.",
         Validator(lambda value: _is_number(value) and value > 0, "more than 0 seconds"),
+    )
+    catalog: str | None = option(
+        None,
+        "Catalogue of the store: postgresql://USER:PASSWORD@HOST/DATABASE; else catalog.sqlite in the store's folder.",
+        Validator(
+            lambda value: isinstance(value, str) and value.startswith(("postgresql://", "postgres://")),
+            "postgresql://USER:PASSWORD@HOST/DATABASE, or leave it out",
+        ),
     )
     kv_dtype: KvDtype = option(
         "auto", "How new KV is stored: auto (as computed), int8 or fp8.", one_of(*get_args(KvDtype))
@@ -220,6 +228,7 @@ class TierKeywords(TypedDict, total=False):
     kv_dir: str | None
     remote: str | None
     remote_timeout_s: float
+    catalog: str | None
     kv_dtype: KvDtype
 
 
