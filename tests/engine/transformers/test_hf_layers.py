@@ -242,7 +242,7 @@ def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch: pytest.
             query, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
         )
 
-    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", bottom_right)
+    monkeypatch.setattr("ragblend.engine.transformers.model_attention.attend_rows", bottom_right)
     with pytest.raises(UnsupportedModelError, match=found):
         load(tiny_model("llama"))
 

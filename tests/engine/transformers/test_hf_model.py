@@ -17,11 +17,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import open_store
-from ragblend.engine.transformers.model import (
-    find_model,
-    load_model,
-    model_fingerprint,
-)
+from ragblend.engine.transformers.checkpoints import find_model, model_fingerprint
+from ragblend.engine.transformers.model import load_model
 from ragblend.errors import NotFoundError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import random_model
