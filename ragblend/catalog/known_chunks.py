@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.prompt.match import ChunkRun, Run, TokenIndex
+from ragblend.prompt.match import ChunkRun
+from ragblend.prompt.token_index import Run, TokenIndex
 
 _CACHED_CHUNKS = 4096
 
