@@ -68,6 +68,7 @@ def is_list(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
+    """Return True for a real number that is no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -1,6 +1,7 @@
 """Options that are set in more than one place, each defined once: type, default, validation and help.
 
-`TierOptions` are for a store, `ModelOptions` and `LoadOptions` for loading, `GenerationOptions` for a request. Settings, command line, engines, the frameworks' models and vLLM's connector copy their fields. Depends on values only.
+`TierOptions` are for a store, `ModelOptions` and `LoadOptions` for loading, `GenerationOptions` for a request. Settings,
+command line, engines, the frameworks' models and vLLM's connector copy their fields. Depends on values only.
 """
 
 from __future__ import annotations
@@ -270,9 +271,7 @@ class GenerationOptions:
     )
     seed: int | None = option(None, "Random seed for sampling.", SEED)
     stop: Sequence[str] | None = option(None, "Texts that end the answer.", TEXTS)
-    structured_outputs: Mapping[str, Any] | None = option(
-        None, "Schema or grammar of the answer.", STRUCTURED
-    )
+    structured_outputs: Mapping[str, Any] | None = option(None, "Schema or grammar of the answer.", STRUCTURED)
     top_k: int | None = option(None, "Most tokens to choose from; 0: all.", int_at_least(0, "all"))
     min_p: float | None = option(
         None,
