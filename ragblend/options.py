@@ -1,7 +1,7 @@
 """Options that are set in more than one place, each defined once: type, default, validation and help.
 
-`TierOptions` are for a store, `ModelOptions` and `LoadOptions` for loading, `GenerationOptions` for a request. Settings,
-command line, engines, the frameworks' models and vLLM's connector copy their fields. Depends on values only.
+`TierOptions` are for a store, `ModelOptions` and `LoadOptions` for loading, `GenerationOptions` for a request.
+Settings, command line, engines, the frameworks' models and vLLM's connector copy their fields. Depends on values only.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_t
 STRUCTURED = Validator(_is_structure, f"one of {', '.join(STRUCTURES)}, as in {{'json': SCHEMA}}")
 BUDGET = Validator(
     lambda value: value == "auto" or (is_number(value) and 0 <= value < math.inf),
-    "0 (no limit) or more GiB, or 'auto' (as much as stays free)",
+    "0 (no limit) or more GiB, or 'auto' (as much as it leaves free)",
 )
 SHARE = between_zero_and_one("full reuse", "recompute every chunk token")
 RATIO = Validator(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.expected}, or 'auto'")
@@ -80,9 +80,8 @@ class TierOptions:
 
     memory_gib: float = option(2.0, "Budget of the memory tier, in GiB.", at_least(0, "no memory tier"))
     disk_gib: DiskBudget = option(
-        "auto", "Budget of the disk tier, in GiB; auto: it grows until as much stays free as it holds; 0: no limit.",
-        BUDGET,
-    )  # fmt: skip
+        "auto", "Budget of the disk tier, in GiB; auto: until it holds as much as it leaves free; 0: no limit.", BUDGET
+    )
     kv_dir: str | None = option(
         None, "Directory of the stored KV, on a faster disk for example. Default: kv in the store's folder."
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.prompt import match
+from ragblend.prompt import token_index
 from ragblend.prompt.token_index import WINDOW, Run, TokenIndex, anchor_offsets, is_long_enough
 
 Ids = list[int]
@@ -179,6 +179,6 @@ def test_a_sentence_in_many_chunks_is_found_and_read_from_few() -> None:
     chunks = {number: [*sentence, *random_ids(rng, 40)] for number in range(3000)}
     runs, num_reads = count_reads(chunks, [1, *sentence, 2])
     assert [run.length for run in runs] == [48]
-    assert num_reads <= 2 * match.MAX_EQUAL_ANCHORS
+    assert num_reads <= 2 * token_index.MAX_EQUAL_ANCHORS
     runs, _ = count_reads(chunks, [1, *chunks[2999], 2])  # its own anchors lead to the sentence, too
     assert runs == [Run(2999, 0, 1, 88)]
