@@ -447,7 +447,7 @@ def test_what_cannot_be_pickled_says_why_and_is_shared_by_deep_copies(engine: Tr
     with pytest.raises(TypeError, match=r"given its engine as an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
         pickle.dumps(chat)
     for attempt in (pickle.dumps, copy.deepcopy, copy.copy):
-        with pytest.raises(TypeError, match=r"TransformersEngine holds a model.*Send what load_engine takes"):
+        with pytest.raises(TypeError, match=r"TransformersEngine holds a model.*Send the arguments of load_engine"):
             attempt(engine)
     held = ChatBlend(model="demo", store=MemoryStore(1 << 20))
     with pytest.raises(TypeError, match="given its store"):
@@ -501,7 +501,7 @@ def test_texts_that_are_never_found_are_said(chat: ChatBlend, caplog: Any) -> No
     for _ in range(4):
         chat.invoke(LONG, max_tokens=1)
     (record,) = caplog.records
-    assert record.getMessage().startswith("nothing was reused: nothing in 3 prompts is stored")
+    assert record.getMessage().startswith("nothing was reused: 3 prompts contained no stored chunk")
 
 
 class CountingCache(InMemoryCache):
