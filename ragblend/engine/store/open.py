@@ -29,7 +29,7 @@ def open_store(
 
     `tiers` are TierOptions. `memory_gib`: budget of the memory tier; 0 omits the tier. `path` None omits the disk tier;
     `kv_dir` puts its entries elsewhere, `disk_gib` limits it ("auto": as much as it leaves free, see `eviction`; 0: no
-    limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; a `get` from it takes at most
+    limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or another object store; a `get` takes at most
     `remote_timeout_s` seconds. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8" in eight bits;
     stored entries of any dtype are read. `fsync` False is for a disk tier whose entries may be lost in a power cut.
     `store_key`: the key that signs entries, and that read entries must be signed with; "auto" is the process's own key,

@@ -203,13 +203,13 @@ def test_other_lies_about_sizes_are_failures_too(said: bytes, talking: Callable[
 def test_an_object_that_is_announced_with_a_terabyte_is_refused_before_it_is_read(
     talking: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % TERABYTE
     port = talking(lambda words: endless(head), is_http=True)
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "DEFAULT_REGION"):
         monkeypatch.setenv(f"AWS_{name}", "us-east-1")
-    options = {"client_kwargs": {"endpoint_url": f"http://127.0.0.1:{port}"}}
-    values = ObjectValues("s3://bucket/kv", 5.0, **options)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    values = ObjectValues("s3://bucket/kv", 5.0)
     with within(4, memory_bytes=100 << 20), pytest.raises(BackendUnreachableError, match="1000000000000"):
         values.get("a" * 32)
 
