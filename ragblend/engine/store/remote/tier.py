@@ -48,7 +48,7 @@ NUM_FETCHES = 8  # chunks fetched at the same time
 RESULT_TTL_S = 2.0  # how long a result is kept for other requests of the same chunk
 _MAX_BAD = 4096
 # Schemes whose file has another name than theirs.
-ALIASES = {"rediss": "redis", "redis+cluster": "redis_cluster", "rediss+cluster": "redis_cluster"}
+ALIASES = dict.fromkeys(("rediss", "redis+cluster", "rediss+cluster"), "redis")
 _OVERDUE = 0.9  # share of the time limit after which a missing result counts as a failure of the backend
 
 
