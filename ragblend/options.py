@@ -87,7 +87,9 @@ class TierOptions:
     kv_dir: str | None = option(
         None, "Directory of the stored KV, on a faster disk for example. Default: kv in the store's folder."
     )
-    remote: str | None = option(None, "Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
+    remote: str | None = option(
+        None, "Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX, gs://, az:// or file:///DIR."
+    )
     remote_timeout_s: float = option(
         5.0,
         "Longest wait for one chunk of the remote tier, in seconds.",
