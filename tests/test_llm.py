@@ -36,12 +36,10 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableLambda
 
 from ragblend import Chunk, Prompt
-from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.engines import share_engine
 from ragblend.frameworks.model import ChunkNotReusedError
@@ -189,34 +187,6 @@ def test_settings_reach_the_engine_and_calls_override_them() -> None:
     assert engine.options == [{**GenerationOptions().keywords, **first, **asked} for asked in ({}, second)]
 
 
-@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_a_calibrated_ratio_is_named_auto(
-    kind: type[ChatBlend | BlendLLM],
-    tiny_engine: Callable[..., TransformersEngine],
-    chat_renderer: Renderer,
-    tmp_path: Path,
-) -> None:
-    engine = tiny_engine(store=DiskStore(tmp_path, fsync=False), renderer=chat_renderer)
-    precompute_documents([A, B], engine)
-    llm: Any = kind(engine=engine, max_tokens=1, recompute_ratio="auto")
-
-    def report(**call: Any) -> dict[str, Any]:
-        (made,), *_ = llm.generate_prompt([ChatPromptValue(messages=[HumanMessage(CONTEXT)])], **call).generations
-        facts = made.message.response_metadata if kind is ChatBlend else made.generation_info
-        return dict(facts["ragblend"])
-
-    assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (DEFAULT_RATIO, None)
-    prefix_ids = engine.match(Prompt(question=CONTEXT)).prefix_ids
-    points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
-    fit = RuleFit("cacheblend", 1, 0.4, True, points)
-    facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, 0.9, 60, "k 2")
-    save_calibration(DiskStore(tmp_path, fsync=False), Calibration(*facts, (fit,)))
-    assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (0.4, 0.9)
-    assert report(recompute_ratio=0.2)["recompute_ratio"] == 0.2
-    with pytest.raises(UsageError, match="'auto'"):
-        report(recompute_ratio="most")
-
-
 # --- what comes back --------------------------------------------------------------------------------------------------
 
 
@@ -256,16 +226,6 @@ def test_streaming_adds_up_to_invoke(chat: ChatBlend) -> None:
     assert merged.usage_metadata == whole.usage_metadata
     assert merged.response_metadata["finish_reason"] == whole.response_metadata["finish_reason"]
     assert merged.response_metadata["ragblend"]["num_chunk_hits"] == 2
-
-
-def test_the_answer_cache_saves_the_second_call() -> None:
-    for kind in (ChatBlend, BlendLLM):
-        llm, engine = scripted(kind, permits=99, cache=InMemoryCache())
-        first, second = llm.invoke("Q"), llm.invoke("Q")
-        assert getattr(first, "content", first) == getattr(second, "content", second)
-        assert len(engine.prompts) == 1
-        kind(engine=engine, cache=llm.cache, recompute_ratio=0.5).invoke("Q")
-        assert len(engine.prompts) == 2
 
 
 def test_what_changes_answers_changes_the_cache_key() -> None:
@@ -485,25 +445,6 @@ def test_a_chain_over_a_store_that_was_never_filled_is_told_to_ingest(tmp_path: 
     assert line.endswith("ragblend.precompute.precompute_documents(documents, llm)")
 
 
-def test_a_model_that_is_asked_without_documents_is_not_warned(tmp_path: Path, caplog: Any) -> None:
-    chat = ChatBlend(model="demo", store=tmp_path, max_tokens=1)
-    for _ in range(4):
-        chat.invoke("Who are you?")
-    precompute_documents([A, B], chat)
-    chat.invoke(CONTEXT)
-    for _ in range(4):
-        chat.invoke(LONG)
-    chat.engine.close()
-    assert not caplog.records
-
-
-def test_texts_that_are_never_found_are_said(chat: ChatBlend, caplog: Any) -> None:
-    for _ in range(4):
-        chat.invoke(LONG, max_tokens=1)
-    (record,) = caplog.records
-    assert record.getMessage().startswith("nothing was reused: nothing in 3 prompts is stored")
-
-
 class CountingCache(InMemoryCache):
     def __init__(self) -> None:
         super().__init__()
@@ -658,22 +599,6 @@ async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind: Any
         [piece async for piece in llm.astream(long)]
     shorter = RunnableLambda(lambda prompt: "a shorter one")
     assert llm.with_fallbacks([shorter], exceptions_to_handle=(ContextOverflowError,)).invoke(long) == "a shorter one"
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"mode": "fast"}, UsageError),
-        ({"recompute_ratio": 2.0}, UsageError),
-        ({"recompute_ratio": "most"}, UsageError),
-        ({"max_tokens": 0}, UsageError),
-        ({"rule": "best"}, UsageError),
-        ({"temperature": -1.0}, UsageError),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], error: type[Exception], engine: TransformersEngine) -> None:
-    with pytest.raises(error):
-        ChatBlend(engine=engine, **settings).invoke("Q")
 
 
 @pytest.mark.parametrize(

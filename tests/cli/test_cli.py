@@ -85,14 +85,6 @@ def test_ask_answers_in_every_mode_with_the_promised_json(run, questions, mode):
     assert set(names.split()) <= set(answer["report"])
 
 
-def test_ask_hits_every_chunk_and_ratio_one_equals_full_on_every_question(run, questions):
-    for item in questions[:: len(questions) // 6]:
-        full = run.facts("ask", item["question"], "--mode", "full", *SHORT, *PLACE)
-        blend = run.facts("ask", item["question"], "--mode", "blend", "--ratio", "1.0", *SHORT, *PLACE)
-        assert blend["answer"] == full["answer"] != ""
-        assert blend["report"]["num_chunk_hits"] == blend["report"]["num_chunks"] == 4
-
-
 def test_ask_streams_the_same_answer_and_lists_sources(run, questions, monkeypatch):
     question = questions[0]["question"]
     plain = run("ask", question, "-k", "2", "--max-tokens", "8", *PLACE)
@@ -576,21 +568,6 @@ def test_what_of_a_corpus_cannot_be_read_is_named_and_changes_the_exit_code(
     assert re.search(message, out + err)
 
 
-def test_an_unsupported_model_is_refused_with_its_layer_type(run, tmp_path):
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    config = Lfm2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, layer_types=["conv", "full_attention"], pad_token_id=0,
-    )  # fmt: skip
-    Lfm2ForCausalLM(config).save_pretrained(tmp_path / "m")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "m" / name).write_bytes((WEIGHTS / name).read_bytes())
-    code, _, err = run("ask", "Who?", "--model", str(tmp_path / "m"), *PLACE)
-    assert code == 1
-    assert "layers of type conv" in err.replace("\n", " ")
-
-
 def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatch):
     from ragblend.demo import show
 
@@ -651,13 +628,3 @@ def test_import_ragblend_loads_nothing_heavy():
     script = f"import sys, ragblend, ragblend.cli.app; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_of_several_calibrations_a_command_takes_the_one_of_its_index(home, monkeypatch):
-    from ragblend.cli.session import open_engine, open_settings_index
-    from ragblend.config import Settings
-
-    monkeypatch.chdir(home)
-    settings = Settings(store="s", embedder="hashing")
-    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
-        assert engine.calibrations.chunker == opened.manifest.chunker != ""

@@ -154,13 +154,6 @@ def test_minified_files_are_passed_over(name: str) -> None:
     assert list(read_documents(f"/{name}", b"a" * 20_000 + b"\n" + b"b" * 20_000).documents)
 
 
-@pytest.mark.parametrize("name", ["a.text", "a.txt", "a.md", "a.rst", "a.log", "a.xml", "noext", "a.js"])
-def test_random_bytes_are_no_document(name: str) -> None:
-    noise = random.Random(3).randbytes(4000).replace(b"\0", b"\1")
-    with pytest.raises(NotADocumentError):
-        read_documents(f"/{name}", noise)
-
-
 def test_a_guessed_encoding_is_noted() -> None:
     contents = read_documents("/a.txt", "Die Käse sind gültig – 5 €".encode("cp1252"))
     assert [document.text for document in contents.documents] == ["Die Käse sind gültig – 5 €"]

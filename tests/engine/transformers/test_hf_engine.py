@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -580,14 +579,6 @@ def test_the_same_prompt_again_still_computes_its_last_token(chat_engine):
     assert again.report.num_prefix_tokens == again.report.prompt_tokens - 1
 
 
-def test_nothing_of_a_conversation_enters_the_store(chat_engine):
-    before = set(chat_engine.store.keys())
-    conversation = Conversation()
-    first = chat_engine.generate(turns(), max_tokens=4, conversation=conversation)
-    chat_engine.generate(turns(first.text), max_tokens=4, conversation=conversation)
-    assert set(chat_engine.store.keys()) == before
-
-
 # --- text that is none ---
 
 HALF = "half \ud83d emoji"
@@ -632,39 +623,6 @@ def test_half_a_character_is_named_wherever_else_text_comes_in(engine, tiny_engi
 # --- streams and threads ---
 
 
-def in_thread(work: Callable[[], Any]) -> Any:
-    """The result of `work` in another thread; fails when it hangs."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive(), "the engine is still held"
-    return found[0]
-
-
-def test_closing_a_stream_early_frees_the_engine(engine, monkeypatch):
-    expected = engine.generate(PROMPT, max_tokens=4).token_ids
-    ids = engine.renderer.text_ids("the answer is long enough")
-    with monkeypatch.context() as patch:
-        script(patch, ids)
-        stream = engine.stream(PROMPT, max_tokens=50)
-        shown = next(stream)
-        stream.close()
-    assert stream.result.finish_reason == "cancelled"
-    assert stream.result.text == shown
-    assert stream.result.report.completion_tokens == len(stream.result.token_ids) == 1
-    assert stream.result.report.num_chunk_hits == 3
-    assert list(stream) == []
-    assert in_thread(lambda: engine.generate(PROMPT, max_tokens=4).token_ids) == expected
-
-
-def test_a_stream_that_is_never_read_holds_nothing(engine):
-    unread = engine.stream(PROMPT, max_tokens=4)
-    assert in_thread(lambda: engine.generate(PROMPT, max_tokens=4).text) is not None
-    unread.close()
-    assert unread.result.finish_reason == "cancelled"
-
-
 def test_a_stream_whose_engine_is_closed_ends_quietly(tiny_engine, monkeypatch, caplog):
     """Half read, read by another thread at this moment, and not begun; with chunks that would have been stored."""
     engine = tiny_engine(on_miss="store", shadow=1.0)
@@ -691,22 +649,6 @@ def test_a_stream_whose_engine_is_closed_ends_quietly(tiny_engine, monkeypatch, 
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_an_open_stream_does_not_block_others(engine):
-    expected = engine.generate(PROMPT, mode="full", max_tokens=6)
-    stream = engine.stream(PROMPT, mode="full", max_tokens=6)
-    first = next(stream)
-    assert in_thread(lambda: engine.generate(PROMPT, mode="full", max_tokens=6).text) == expected.text
-    assert first + "".join(stream) == expected.text
-
-
-def test_an_error_while_answering_frees_the_engine(engine, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.layers, "logits", lambda hidden: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.generate(PROMPT)
-    assert in_thread(lambda: engine.generate(PROMPT, max_tokens=2).token_ids)
-
-
 def test_threads_that_miss_the_same_chunks_store_each_once_for_the_next_time(tiny_engine):
     engine = tiny_engine("llama", on_miss="store")
     with ThreadPoolExecutor(4) as pool:
@@ -724,14 +666,6 @@ def test_leaving_the_engine_finishes_its_background_work(tiny_layers, renderer):
         engine.generate(PROMPT, max_tokens=1)
     assert len(list(store.keys())) == 3
     assert not [thread for thread in threading.enumerate() if re.match("ragblend-(backfill|loader)", thread.name)]
-
-
-def test_the_report_has_the_fields_that_users_are_promised():
-    names = {field.name for field in fields(BlendReport)}
-    assert names >= {
-        "ttft_s", "load_s", "fuse_s", "prompt_tokens", "num_chunks", "num_chunk_hits", "num_reused_tokens",
-        "num_recomputed_tokens", "charged_budget", "charged_budget_32", "rule", "mode",
-    }  # fmt: skip
 
 
 def test_the_layers_times_are_noted_only_when_asked(engine):

@@ -20,8 +20,6 @@ from ragblend.errors import UnsupportedModelError
 from ragblend.lab.bench.common.shapes import DecoderShape
 from ragblend.lab.bench.common.workloads import random_model
 
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-
 
 def load(model: Any, name: str = "tiny") -> TransformersLayers:
     """What loading does: refuse by layer type, then check exactness."""
@@ -71,11 +69,6 @@ def test_a_setting_that_the_model_does_not_follow_is_found(tiny_model):
     model.config.final_logit_softcapping = 1.0
     with pytest.raises(UnsupportedModelError, match=r"fails the exactness check of ratio 1\.0"):
         load(model)
-
-
-def test_dynamic_ntk_rope_is_refused_by_name(make_model):
-    with pytest.raises(UnsupportedModelError, match=r"RoPE type 'dynamic'.*yarn"):
-        reject_unsupported_model(make_model(*classes("Llama"), rope_parameters=DYNAMIC))
 
 
 @pytest.mark.parametrize("window", [2048, 4096])

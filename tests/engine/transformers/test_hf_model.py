@@ -16,7 +16,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.open import open_store
 from ragblend.engine.transformers.model import (
     find_model,
     load_model,
@@ -296,22 +295,6 @@ def test_a_model_that_cannot_be_fused_is_refused_by_load_engine(tmp_path, make_t
     make_tokenizer().save_pretrained(tmp_path / "gpt2")
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no decoder of RoPE attention"):
         load_engine(str(tmp_path / "gpt2"))
-
-
-def test_the_demo_model_answers_and_reuses_what_it_stored(tmp_path):
-    with load_engine("demo", tmp_path / "kv", on_miss="inline") as engine:
-        assert engine.name == "demo"
-        assert isinstance(engine.store, type(open_store(tmp_path / "kv")))
-        full = engine.generate(PROMPT, mode="full", max_tokens=8)
-        for chunk in PROMPT.chunks:
-            assert engine.precompute(chunk) > 0
-        blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8)
-    assert full.text
-    assert blended.text == full.text
-    assert blended.report.num_chunk_hits == 2
-    with load_engine("demo", tmp_path / "kv", on_miss="inline") as engine:  # and the next process finds it
-        assert all(engine.is_stored(chunk) for chunk in PROMPT.chunks)
-        assert engine.precompute(PROMPT.chunks[0]) == 0
 
 
 # --- one store per model ---
