@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tomllib
 from dataclasses import fields
 from importlib.metadata import requires
@@ -214,16 +213,13 @@ def test_a_folder_sets_no_budget_of_a_store_elsewhere(tmp_path: Path):
     assert outside.disk_gib == "auto"
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "bytes", "brackets", "no value"])
-def test_what_is_no_file_in_its_place_is_a_clear_error(kind: str, tmp_path: Path):
+@pytest.mark.parametrize("text", ["", "k = " + "[" * 100_000, "k = \n"], ids=["loop", "brackets", "no value"])
+def test_a_file_that_is_a_loop_or_no_toml_is_a_clear_error(text: str, tmp_path: Path):
+    """tests/cli/test_files.py has folders, pipes and bytes that are no text."""
     path = tmp_path / "ragblend.toml"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "loop":
-        path.symlink_to(path)
+    if text:
+        path.write_text(text)
     else:
-        path.write_bytes({"bytes": b"\xff\xfe", "brackets": b"k = " + b"[" * 100_000, "no value": b"k = \n"}[kind])
-    with pytest.raises(UsageError, match=r"ragblend\.toml (cannot be read|is not UTF-8 text|is not valid TOML)"):
+        path.symlink_to(path)
+    with pytest.raises(UsageError, match=r"ragblend\.toml (cannot be read|is not valid TOML)"):
         load_settings(directory=tmp_path)

@@ -124,6 +124,3 @@ def test_eight_bits_are_exact_at_ratio_one_and_move_the_logits_little_beside_reu
         moved = (logits(coded, ratio, rule="random") - logits(plain, ratio, rule="random")).abs().max()
         assert 0 < moved <= {"int8": 0.1, "fp8": 0.3}[kv_dtype] * reuse_error
     assert coded.bytes_per_token == (RANK + ROPE + 4) * LAYERS
-
-
-# --- loading ---
