@@ -202,7 +202,7 @@ def test_usage_and_metadata(chat: ChatBlend) -> None:
     assert message.response_metadata["finish_reason"] in ("stop", "length")
 
 
-def test_sampling_is_said_as_other_chat_models_say_it(engine: TransformersEngine) -> None:
+def test_sampling_options_have_the_names_of_other_chat_models(engine: TransformersEngine) -> None:
     chat = ChatBlend(engine=engine, max_tokens=8, temperature=1.0, seed=3, top_k=5, call_options={"min_p": 0.01})
     plain = chat.invoke(CONTEXT)
     assert chat.invoke(CONTEXT).content == plain.content
@@ -325,7 +325,7 @@ def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_process_is_told_to_load_its_own_instead_of_hanging(tmp_path: Path) -> None:
+def test_a_forked_process_gets_an_error_instead_of_hanging(tmp_path: Path) -> None:
     code = (
         "import os, sys; from ragblend.llm import ChatBlend\n"
         "chat = ChatBlend(model='demo', store=sys.argv[1], max_tokens=1)\n"
@@ -348,7 +348,7 @@ def test_a_forked_process_is_told_to_load_its_own_instead_of_hanging(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_none(tmp_path: Path) -> None:
+def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_in_none(tmp_path: Path) -> None:
     """Threads hold the engine's lock, and the registry's, in the moment of the fork; a stream is half way."""
     code = """if True:
         import os, signal, sys, threading, time
@@ -429,12 +429,12 @@ def test_configurable_fields_open_the_engine_that_they_name(tmp_path: Path) -> N
     model.engine.close()
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- warnings -------------------------------------------------------------------------------------------------------
 
-LONG = "Context: " + "Nobody has ingested this text about the harbour. " * 30 + "\n\nWho built it?"
+LONG = "Context: " + "This text about the harbour was never ingested. " * 30 + "\n\nWho built it?"
 
 
-def test_a_chain_over_a_store_that_was_never_filled_is_told_to_ingest(tmp_path: Path, caplog: Any) -> None:
+def test_a_chain_over_an_empty_store_logs_the_command_that_fills_it(tmp_path: Path, caplog: Any) -> None:
     llm = BlendLLM(model="demo", store=tmp_path, max_tokens=1, engine_options={"memory_gib": 1})
     for _ in range(4):
         llm.invoke(LONG, max_tokens=1)
@@ -566,7 +566,7 @@ def test_strict_refuses_what_is_not_reused(chat: ChatBlend) -> None:
     artifact = ToolMessage("Nothing.", tool_call_id="1", artifact=[Document(A)])
     refused = {
         "no ingested chunk": HumanMessage("What is new?"),
-        "has no KV": named("A passage that nobody has stored."),
+        "has no KV": named("A passage that was never stored."),
         "not in the prompt word for word": artifact,
     }
     for reason, message in refused.items():
@@ -673,7 +673,7 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_how_a_model_is_loaded_is_said_as_transformers_says_it(kind: Any, tmp_path: Path) -> None:
+def test_loading_options_have_the_names_of_transformers(kind: Any, tmp_path: Path) -> None:
     options = {"device_map": "cpu", "model_kwargs": {"token": "hf_secret"}}
     model = kind(model="demo", store=tmp_path, torch_dtype="bfloat16", engine_options=options)
     assert str(model.engine.layers.dtype) == "torch.bfloat16"

@@ -56,12 +56,16 @@ def renderer(make_tokenizer: Callable[..., Any], calls: str | None) -> Renderer:
 
 
 @pytest.mark.parametrize("written", FORMATS)
-def test_a_template_that_knows_tools_says_how_it_writes_calls(written: str, make_tokenizer: Callable[..., Any]) -> None:
+def test_the_form_of_calls_is_read_from_a_template_that_takes_tools(
+    written: str, make_tokenizer: Callable[..., Any]
+) -> None:
     assert renderer(make_tokenizer, written).calls == FORMATS[written]
 
 
 @pytest.mark.parametrize("written", [MARKED, "{{ raise_exception('no tools') if m.tool_calls }}", None])
-def test_other_models_are_told_in_words(written: str | None, make_tokenizer: Callable[..., Any]) -> None:
+def test_other_templates_get_the_tools_in_the_system_text(
+    written: str | None, make_tokenizer: Callable[..., Any]
+) -> None:
     own = renderer(make_tokenizer, written)
     assert own.calls == HERMES
     text = "".join(own.token_texts(own.render(Prompt.from_messages(CONVERSATION, TOOLS))))
@@ -128,7 +132,7 @@ arguments = st.dictionaries(st.text(max_size=4), json_values, max_size=3)
     cuts=st.lists(st.integers(0, 400), max_size=6),
     escaped=st.booleans(),
 )
-def test_calls_are_read_as_they_were_written_wherever_the_text_is_cut(
+def test_calls_are_read_as_they_were_written_from_any_pieces_of_the_text(
     form: CallFormat, made: list[tuple[str, Any]], before: str, cuts: list[int], escaped: bool
 ) -> None:
     if form.delimiter is None:

@@ -54,7 +54,7 @@ def test_headings_of_markdown(text: str, found: list[tuple[int, str]]) -> None:
     assert all(mark.value[0] in text[mark.offset :].partition("\n")[0] for mark in marks)
 
 
-def test_marks_fit_the_text_whatever_its_line_breaks_are() -> None:
+def test_marks_fit_the_text_with_line_breaks_of_any_kind() -> None:
     record = read(read_markdown, b"\xef\xbb\xbfa\r\n\r\n# B\r\rC\r\n---\r\nd")
     assert record.text == "a\n\n# B\n\nC\n---\nd"
     assert record.marks == (Mark(3, "heading", "B", 1), Mark(8, "heading", "C", 2))

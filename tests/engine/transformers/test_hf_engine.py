@@ -1,4 +1,4 @@
-"""The engine as its users see it: right answers in every mode, honest reports, and nothing of a prompt in the store."""
+"""The engine: right answers in every mode, reports whose numbers add up, and a store without any KV of a prompt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHATML = (
 
 
 def holding_chunks(engine: TransformersEngine) -> TransformersEngine:
-    """The engine, whose store holds CHUNKS from now on."""
+    """Store CHUNKS, and return the engine."""
     for chunk in CHUNKS:
         assert engine.precompute(chunk) > 0
     return engine
@@ -127,7 +127,7 @@ def test_the_answer_ends_before_a_stop_string(engine):
 
 
 def script(monkeypatch: pytest.MonkeyPatch, answer: list[int]) -> None:
-    """The sampler says `answer`, whatever the logits."""
+    """Make the sampler return `answer` for any logits."""
 
     class Scripted:
         logprobs = None
@@ -393,7 +393,7 @@ def test_inline_misses_store_nothing(mode, tiny_engine):
 def test_what_is_stored_after_a_miss_was_computed_alone(tiny_engine):
     """Invariant 7: not one bit of the prompt it was missed in."""
     alone, missed = holding_chunks(tiny_engine("llama")), tiny_engine("llama", on_miss="store")
-    missed.generate(Prompt(CHUNKS, "what?", "a system text of its own"), max_tokens=4)
+    missed.generate(Prompt(CHUNKS, "what?", "another system text"), max_tokens=4)
     missed.flush()
     expected, found = stored(alone), stored(missed)
     assert set(found) == set(expected)
@@ -416,21 +416,21 @@ def test_a_full_store_costs_speed_but_no_answer(tiny_engine):
     assert result.token_ids
     with pytest.raises(StoreFullError):
         engine.flush()
-    engine.flush()  # told once
+    engine.flush()  # the error is raised once
 
 
 def test_a_named_chunk_that_begins_like_a_stored_one_is_stored_for_the_next_time(tiny_engine):
     """What it shares is reused at once, the rest is a miss."""
     engine = tiny_engine("llama", on_miss="store")
     engine.precompute(CHUNKS[0])
-    alike = Chunk(CHUNKS[0].text[:-10] + " and the answer to what the other question is in the theory", "alike.txt")
-    prompt = Prompt([CHUNKS[1], alike], "what is that?")
+    similar = Chunk(CHUNKS[0].text[:-10] + " and the answer to what the other question is in the theory", "similar.txt")
+    prompt = Prompt([CHUNKS[1], similar], "what is that?")
     first = engine.generate(prompt, max_tokens=1).report
-    assert [(chunk.source, chunk.hit) for chunk in first.chunks[1:]] == [("", True), ("alike.txt", False)]
+    assert [(chunk.source, chunk.hit) for chunk in first.chunks[1:]] == [("", True), ("similar.txt", False)]
     engine.flush()
-    assert engine.is_stored(alike)
+    assert engine.is_stored(similar)
     again = engine.generate(prompt, max_tokens=1).report
-    assert [(chunk.source, chunk.hit) for chunk in again.chunks[1:]] == [("alike.txt", True)]
+    assert [(chunk.source, chunk.hit) for chunk in again.chunks[1:]] == [("similar.txt", True)]
 
 
 def test_precompute_stores_a_chunk_once_and_says_how_much(tiny_engine):
@@ -596,14 +596,14 @@ HALF = "half \ud83d emoji"
         ),
     ],
 )
-def test_half_a_character_in_a_prompt_is_named_with_its_place_and_the_way_out(engine, what, prompt):
+def test_half_a_character_in_a_prompt_is_named_with_its_position_and_the_fix(engine, what, prompt):
     message = rf"{what} holds a lone surrogate, U\+D83D at character 5 .*encode\(\"utf-8\", \"replace\"\)"
     for ask in (engine.generate, engine.stream, partial(explain, engine)):
         with pytest.raises(UsageError, match=message):
             ask(prompt)
 
 
-def test_half_a_character_is_named_wherever_else_text_comes_in(engine, tiny_engine):
+def test_half_a_character_is_named_in_every_other_argument(engine, tiny_engine):
     for call in (engine.precompute, engine.is_stored, engine.forget, engine.key):
         with pytest.raises(UsageError, match="a chunk holds a lone surrogate"):
             call(HALF)
@@ -679,7 +679,7 @@ def test_the_layers_times_are_noted_only_when_asked(engine):
     assert sum(event.end_s - event.start_s for event in timeline.load) == pytest.approx(asked.report.load_s)
 
 
-@pytest.mark.parametrize("chunks", [CHUNKS[:1], (Chunk("what nobody has stored"),)])
+@pytest.mark.parametrize("chunks", [CHUNKS[:1], (Chunk("what no call has stored"),)])
 def test_asking_first_needs_nothing_to_ask_about(engine: TransformersEngine, chunks: tuple[Chunk, ...]) -> None:
     """The only chunk is exact where it stands, or missing: nothing is stale, and nothing is asked."""
     prompt = Prompt(chunks, "what is that?")
