@@ -48,7 +48,8 @@ def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fals
         pinned = [pin_document(source, engine, opened) for source in sources]
     num_chunks, num_stored = (sum(counts) for counts in zip(*pinned, strict=True))
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_stored": num_stored}
-    text = f"{document}: {count_of(len(sources), 'document')}, {count_of(num_chunks, 'chunk')} pinned, KV of {num_stored} stored"
+    text = f"{document}: {count_of(len(sources), 'document')}, {count_of(num_chunks, 'chunk')} pinned, "
+    text += f"KV of {num_stored} stored"
     print_result(facts, text, json_)
 
 

@@ -20,7 +20,7 @@ from ragblend.redaction import redact
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ragblend.engine.base import LocalEngine
+    from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.index import SearchHit
     from ragblend.lab.prompt_file import UnmatchedText
     from ragblend.prompt.types import Prompt
@@ -89,7 +89,9 @@ def explain(
         print_notice("see every token: add --html explain.html or --png explain.png")
 
 
-def _retrieved_prompt(engine: LocalEngine, question: str, settings: Settings) -> tuple[Prompt, Sequence[SearchHit]]:
+def _retrieved_prompt(
+    engine: TransformersEngine, question: str, settings: Settings
+) -> tuple[Prompt, Sequence[SearchHit]]:
     """Return the prompt of a question and the chunks that the index retrieves for it."""
     from ragblend.prompt.types import Prompt
 
@@ -98,7 +100,7 @@ def _retrieved_prompt(engine: LocalEngine, question: str, settings: Settings) ->
     return Prompt([hit.chunk for hit in hits], question, settings.system), hits
 
 
-def _unmatched_texts(engine: LocalEngine, prompt: Prompt, settings: Settings) -> list[UnmatchedText]:
+def _unmatched_texts(engine: TransformersEngine, prompt: Prompt, settings: Settings) -> list[UnmatchedText]:
     """Return the stored texts that are in the prompt in another form, with the names of their documents."""
     from ragblend.lab.prompt_file import find_unmatched_texts
 
