@@ -38,7 +38,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "search": ('search "Who signed the lease?" -k 10',),
         "explain": (
             'explain "Who signed the lease?" --model Qwen/Qwen3-8B --html explain.html',
-            "explain --prompt request.json   # why nothing of it is reused",
+            "explain --prompt request.json   # why it reuses nothing",
         ),
         "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
     },

@@ -1,4 +1,4 @@
-"""Which stored texts are in a prompt in another form, and what the first difference is said to be."""
+"""Stored texts that are in a prompt in another form, and the first difference that is reported for each."""
 
 from __future__ import annotations
 
