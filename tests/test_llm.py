@@ -44,7 +44,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.engines import share_engine
-from ragblend.frameworks.model import ChunkNotReusedError
+from ragblend.frameworks.strict import ChunkNotReusedError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
@@ -444,13 +444,13 @@ def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_
 def test_what_cannot_be_pickled_says_why_and_is_shared_by_deep_copies(engine: TransformersEngine) -> None:
     chat = ChatBlend(engine=engine)
     assert copy.deepcopy(chat).engine is engine
-    with pytest.raises(TypeError, match=r"given its engine as an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
+    with pytest.raises(TypeError, match=r"the engine of this .* is an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
         pickle.dumps(chat)
     for attempt in (pickle.dumps, copy.deepcopy, copy.copy):
         with pytest.raises(TypeError, match=r"TransformersEngine holds a model.*Send the arguments of load_engine"):
             attempt(engine)
     held = ChatBlend(model="demo", store=MemoryStore(1 << 20))
-    with pytest.raises(TypeError, match="given its store"):
+    with pytest.raises(TypeError, match="the store of this"):
         pickle.dumps(held)
     assert copy.deepcopy(held).store is held.store
 
@@ -626,7 +626,7 @@ def test_strict_refuses_what_is_not_reused(chat: ChatBlend) -> None:
     refused = {
         "no ingested chunk": HumanMessage("What is new?"),
         "has no KV": named("A passage that nobody has stored."),
-        "not in the prompt word for word": artifact,
+        "does not contain its text": artifact,
     }
     for reason, message in refused.items():
         with pytest.raises(ChunkNotReusedError, match=reason):
@@ -679,7 +679,7 @@ def test_bad_settings(settings: dict[str, Any], error: type[Exception], engine: 
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ({"model": "gpt-4"}, "make another one"),
+        ({"model": "gpt-4"}, "create another object"),
         ({"mode": "fast"}, "mode is 'fast'"),
     ],
 )
@@ -794,7 +794,7 @@ def test_engine_options_that_nothing_could_use_are_refused(kind: Any, engine: Tr
         kind(engine_options={"memory": 8})
     with pytest.raises(UsageError, match="engine_options has device"):
         kind(engine_options={"device": "cpu"})
-    with pytest.raises(UsageError, match="hand them to load_engine"):
+    with pytest.raises(UsageError, match="pass them to load_engine"):
         kind(engine=engine, engine_options={"memory_gib": 8})
     with pytest.raises(UsageError, match="memory_gib cannot be set here"):
         kind(model="demo", backend="http://127.0.0.1:1", engine_options={"memory_gib": 8})

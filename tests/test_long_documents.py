@@ -17,8 +17,8 @@ from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.langchain.long_documents import spans_of, windows_of
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.long_documents import spans_of, windows_of
 from ragblend.prompt.types import Chunk
 
 CONTEXT = 1352  # tokens: the sample corpus has four times as many

@@ -15,7 +15,7 @@ Block = Part | Mapping[str, Any]
 """Text, a chunk, or a content block `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`."""
 
 _INSTEAD = {
-    "image": "have a model that sees describe it, and send its words",
+    "image": "send a description, from a model that reads images for example",
     "audio": "send its transcript",
     "video": "send its transcript, or a description",
     "file": "send its text (`ragblend ingest` reads PDF, HTML, Office and others)",

@@ -64,7 +64,7 @@ class ChatSession:
         try:
             answer = self._engine.generate(prompt, mode="prefix", max_tokens=_REPHRASE_TOKENS)
         except PromptTooLongError:
-            log.warning("the last turns exceed the model's context, so the question is searched for as it was typed")
+            log.warning("the last turns exceed the model's context, so the question is searched for unchanged")
             return question
         found = " ".join(answer.text.split()).strip("\"'` ")
         return found if found and answer.finish_reason == "stop" else question

@@ -329,7 +329,7 @@ def test_an_agent_answers_in_the_form_it_was_made_for(chat: ChatBlend, strategy:
         ({"structured_outputs": {"regex": "a"}}, "the call has tools and regex"),
         ({"response_format": {"type": "xml"}}, "response_format is .*'xml'"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}}, "leave one of them out"),
-        ({"functions": [{"name": "x"}]}, "describe them as tools"),
+        ({"functions": [{"name": "x"}]}, "pass tools instead"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_in_words(chat: ChatBlend, call: dict[str, Any], said: str) -> None:

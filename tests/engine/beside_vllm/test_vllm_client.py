@@ -42,7 +42,7 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.frameworks.conversation import ChatSession
-from ragblend.frameworks.model import ChunkNotReusedError
+from ragblend.frameworks.strict import ChunkNotReusedError
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.llm import ChatBlend
 from ragblend.operations.doctor import run_vllm_diagnostics

@@ -1,0 +1,210 @@
+"""Common base of the LangChain models: tokens, batches, streams, serialisation and metadata of answers.
+
+Depends on langchain-core and `frameworks.model`. `ragblend.llm` has the models.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.language_models import LangSmithParams
+from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
+from langchain_core.messages import BaseMessage
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.config import get_config_list
+
+from ragblend.engine.report import Generation
+from ragblend.errors import PromptTooLongError, UsageError, check_unicode
+from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
+from ragblend.frameworks.model import MAY_HOLD_SECRETS, BlendModel, Request, redact_setting
+from ragblend.langchain.messages import named_message
+from ragblend.redaction import redact
+
+
+class PromptOverflowError(PromptTooLongError, ContextOverflowError):
+    """Error for a prompt beyond the context length, also of the class that LangChain's middleware catches."""
+
+
+class LangChainModel(BlendModel):
+    """Common behaviour of ChatBlend and BlendLLM, which differ in their requests, results and chunks."""
+
+    _overflow_error: ClassVar[type[PromptTooLongError]] = PromptOverflowError
+
+    @classmethod
+    def from_model_id(cls, model_id: str, task: str | None = "text-generation", **settings: Any) -> Self:
+        """Return a model by its name, as langchain-huggingface's classes do. `settings` are the constructor's."""
+        if task not in (None, "text-generation"):
+            raise UsageError(f"task is {task!r}, but only 'text-generation' is supported; leave it out")
+        if settings.get("backend") in ("default", "pipeline"):  # langchain-huggingface's names for transformers
+            del settings["backend"]
+        return cls(model=model_id, **settings)
+
+    # --- tokens ---
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the ids of `text` by the engine's tokenizer, or by `custom_get_token_ids`."""
+        custom: Callable[[str], list[int]] | None = getattr(self, "custom_get_token_ids", None)
+        if custom is not None:
+            return custom(text)
+        check_unicode(text, "the text")
+        return list(self.engine.renderer.text_ids(text))
+
+    def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """Return the number of tokens of the prompt of these messages, chat template and `tools` included.
+
+        For messages that the template rejects, such as an answer alone, it is the sum over their texts.
+        """
+        from ragblend.chat_tools import describe_tools
+
+        try:
+            request = self._prepare(map(named_message, messages), tools=describe_tools(tools or ()))
+            return len(self.engine.renderer.render(request.prompt))
+        except UsageError:
+            return sum(len(self.get_token_ids(message.text)) for message in messages)
+
+    # --- LangChain's serialised form ---
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Return True: `langchain_core.load.dumps` writes the settings, see `to_json`."""
+        return True
+
+    @classmethod
+    def get_lc_namespace(cls) -> list[str]:
+        """Return the module in which `langchain_core.load.loads` finds the class.
+
+        `loads` must allow it: `valid_namespaces=["ragblend"], allowed_objects=[ChatBlend]`.
+        """
+        return ["ragblend", "llm"]
+
+    def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
+        """Return the settings with which the engine can be loaded again, without secrets.
+
+        A model made from an engine, a loaded model or a store object has no such settings and is "not implemented".
+        """
+        whole: Any = super()  # the LangChain class
+        try:
+            self.__getstate__()
+        except TypeError:
+            return cast("SerializedNotImplemented", whole.to_json_not_implemented())
+        written: SerializedConstructor = whole.to_json()
+        for name, value in written["kwargs"].items():
+            shown = redact_setting(value) if name in MAY_HOLD_SECRETS else value
+            written["kwargs"][name] = str(shown) if isinstance(shown, Path) else shown
+        return written
+
+    def batch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:
+        """Return `invoke`'s result for each input. An engine in this process decodes the answers together.
+
+        Each input has separate callbacks and, with `return_exceptions`, a separate error. `max_concurrency` in the
+        config limits the inputs answered at a time; the default is the engine's `max_num_seqs`.
+        """
+        return Runnable.batch(self, inputs, self._make_call_configs(config, len(inputs)), **kwargs)  # type: ignore[arg-type]
+
+    def batch_as_completed(self, inputs: Sequence[Any], config: Any = None, **kwargs: Any) -> Iterator[Any]:
+        """Yield (index, result) of `batch` for each input as soon as it is answered."""
+        plain: Any = Runnable
+        yield from plain.batch_as_completed(self, inputs, self._make_call_configs(config, len(inputs)), **kwargs)
+
+    async def abatch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:
+        """Return the result of `batch` without blocking the event loop."""
+        return await Runnable.abatch(self, inputs, config, **kwargs)  # type: ignore[arg-type]
+
+    def _make_call_configs(self, config: Any, count: int) -> list[RunnableConfig]:
+        """Return the configs of `count` calls. LangChain reads `max_concurrency` from the first one."""
+        configs = get_config_list(config, count)
+        loop = getattr(self.engine, "loop", None)
+        if loop is not None and configs and configs[0].get("max_concurrency") is None:
+            configs[0] = {**configs[0], "max_concurrency": loop.max_num_seqs}
+        return configs
+
+    # --- answers ---
+
+    def _generate(
+        self,
+        prompts: Any,
+        stop: list[str] | None = None,
+        run_manager: Any = None,
+        *,
+        cancelled: threading.Event | None = None,
+        **call: Any,
+    ) -> Any:
+        """Return LangChain's result of one call. Setting `cancelled` ends it early."""
+        raise NotImplementedError
+
+    async def _agenerate(
+        self, prompts: Any, stop: list[str] | None = None, run_manager: Any = None, **call: Any
+    ) -> Any:
+        return await run_in_thread(lambda cancelled: self._generate(prompts, stop, cancelled=cancelled, **call))
+
+    def _stream(
+        self,
+        prompt: Any,
+        stop: list[str] | None = None,
+        run_manager: Any = None,
+        *,
+        stream_usage: bool | None = None,
+        **kwargs: Any,
+    ) -> Generator[Any]:
+        request = self._request(prompt, stop, **kwargs)
+        if request.options.n not in (None, 1):
+            raise UsageError(
+                f"n is {request.options.n}, but a stream has one answer; use invoke, generate or batch for several"
+            )
+        stream = self._open(request)
+        for chunk in self._chunks(request, self._pieces(stream, request)):
+            if run_manager is not None:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+        yield self._last_chunk(stream.result, stream_usage)
+
+    async def _astream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        async for chunk in iterate_in_thread(self._stream(prompt, stop, **kwargs)):
+            calls = getattr(getattr(chunk, "message", None), "tool_call_chunks", None)
+            if run_manager is not None and (chunk.text or calls):
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    def _request(self, prompt: Any, stop: list[str] | None, **call: Any) -> Request:
+        raise NotImplementedError
+
+    def _chunks(self, request: Request, pieces: Iterator[str]) -> Iterator[Any]:
+        """Return LangChain's chunks of a streamed answer, without the last one."""
+        raise NotImplementedError
+
+    def _last_chunk(self, result: Generation, stream_usage: bool | None) -> Any:
+        """Return the chunk that ends a streamed answer, with the report."""
+        raise NotImplementedError
+
+    def _facts(self, result: Generation) -> dict[str, Any]:
+        """Return the `response_metadata` of an answer, with the report under "ragblend"."""
+        facts = {
+            "model_name": self.model,
+            "model_provider": "ragblend",
+            "finish_reason": result.finish_reason,
+            "ragblend": result.report.as_dict(),
+        }
+        return facts if result.logprobs is None else facts | {"logprobs": self._logprobs(result)}
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """Return the settings that change answers, without secrets: the key of LangChain's answer cache."""
+        backend = self.backend if self.backend in ("transformers", "vllm") else redact(self.backend)
+        own = {"backend": backend, "namespace": self.namespace, "system": self.system}
+        own |= self._default_options()
+        del own["timeout"]
+        return {"model": self.model, "fingerprint": self.engine.fingerprint, **dict(sorted(own.items()))}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        whole: Any = super()  # the LangChain class
+        params: LangSmithParams = whole._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "ragblend"
+        given: Any = stop or self.stop  # a list, or one string
+        stops = [given] if isinstance(given, str) else given
+        return params | {"ls_stop": stops} if stops else params
