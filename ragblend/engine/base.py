@@ -113,9 +113,7 @@ class EngineBase(ABC):
 
     @property
     def is_usable(self) -> bool:
-        """True if the engine is not closed and was loaded by this process, not by the one that this process was forked
-        from.
-        """
+        """Return True if the engine is not closed, and was loaded by this process and not by its parent."""
         return not self.closed and self._process == os.getpid()
 
     def check_process(self) -> None:

@@ -38,7 +38,7 @@ def text_and_chunks(content: str | Sequence[Block]) -> tuple[str, list[Chunk]]:
 
 
 def is_media(kind: str) -> bool:
-    """True if a content block of that type is an image, sound, video or file.
+    """Return True if a content block of that type is an image, sound, video or file.
 
     >>> [is_media(kind) for kind in ("image_url", "input_audio", "reasoning")]
     [True, True, False]

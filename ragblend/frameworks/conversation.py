@@ -41,12 +41,12 @@ class ChatSession:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """System text and turns, oldest first."""
+        """Return the system text and the turns, oldest first."""
         return tuple(self._messages)
 
     @property
     def has_answers(self) -> bool:
-        """True if the next question may be a follow-up."""
+        """Return True if the next question may be a follow-up."""
         return any(message.role == "assistant" for message in self._messages)
 
     def condense(self, question: str) -> str:

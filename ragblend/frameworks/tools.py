@@ -63,7 +63,7 @@ def tool_choice(options: CallOptions) -> str:
 
 
 def may_return_calls(options: CallOptions) -> bool:
-    """True if the answer may contain calls."""
+    """Return True if the answer may contain calls."""
     return bool(options.tools) and tool_choice(options) != "none"
 
 

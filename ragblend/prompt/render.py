@@ -135,7 +135,7 @@ class Renderer:
 
     @cached_property
     def tail_ids(self) -> tuple[int, ...]:
-        """Ids that the template writes after the content of the last user message."""
+        """Return the ids that the template writes after the content of the last user message."""
         rendered = self._render([{"role": "user", "content": _PROBE}])
         return rendered.ids_within(rendered.text.rindex(_TAIL) + len(_TAIL), len(rendered.text))
 
@@ -206,7 +206,7 @@ class Renderer:
 
     @cached_property
     def _rewrites_contents(self) -> bool:
-        """True if the template changes the whitespace inside a message's content."""
+        """Return True if the template changes the whitespace inside a message's content."""
         probe = f"{_HEAD}  two\nthree{CHUNK_SEPARATOR}{_TAIL}"
         return probe not in self._apply_template([{"role": "user", "content": probe}])
 

@@ -238,7 +238,7 @@ def test_an_embedders_folder_runs_no_code(tmp_path: Path) -> None:
     modules = [{"idx": 0, "name": "0", "path": "", "type": "evil.Module"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(UsageError, match="code of its own"):
+    with pytest.raises(UsageError, match="names custom code"):
         SentenceTransformerEmbedder(tmp_path).embed(["x"])
 
 
