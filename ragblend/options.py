@@ -76,7 +76,9 @@ MAX_TOP_LOGPROBS = 20  # as with OpenAI and vLLM
 @known_names_only
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Tiers of a store: memory, then a directory, then a shared remote tier. Validated by the constructor."""
+    """Tiers of a store (memory, then a directory, then a shared remote tier), and its catalogue. Validated by the
+    constructor.
+    """
 
     memory_gib: float = option(2.0, "Budget of the memory tier, in GiB.", at_least(0, "no memory tier"))
     disk_gib: DiskBudget = option(
@@ -85,11 +87,21 @@ class TierOptions:
     kv_dir: str | None = option(
         None, "Directory of the stored KV, on a faster disk for example. Default: kv in the store's folder."
     )
-    remote: str | None = option(None, "Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
+    remote: str | None = option(
+        None, "Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX, gs://, az:// or file:///DIR."
+    )
     remote_timeout_s: float = option(
         5.0,
         "Longest wait for one chunk of the remote tier, in seconds.",
         Validator(lambda value: is_number(value) and value > 0, "more than 0 seconds"),
+    )
+    catalog: str | None = option(
+        None,
+        "Catalogue of the store: postgresql://USER:PASSWORD@HOST/DATABASE; else catalog.sqlite in the store's folder.",
+        Validator(
+            lambda value: isinstance(value, str) and value.startswith(("postgresql://", "postgres://")),
+            "postgresql://USER:PASSWORD@HOST/DATABASE, or leave it out",
+        ),
     )
     kv_dtype: KvDtype = option(
         "auto", "Dtype of newly stored KV: auto (as computed), int8 or fp8.", one_of(*get_args(KvDtype))
@@ -117,6 +129,7 @@ class TierKeywords(TypedDict, total=False):
     kv_dir: str | None
     remote: str | None
     remote_timeout_s: float
+    catalog: str | None
     kv_dtype: KvDtype
 
 

@@ -34,7 +34,6 @@ from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
-from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
@@ -63,7 +62,7 @@ def record_entries(store: KVStore) -> ChunkRegistry | None:
     disk = disk_tier(store)
     if disk is None or disk.on_put is not None:
         return None
-    registry = ChunkRegistry(disk.root / CATALOG_FILE)
+    registry = open_registry(disk)
     disk.on_put = partial(record_entry, registry)
     return registry
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
-from ragblend.catalog.registry import open_registry, store_folders
+from ragblend.catalog.registry import catalog_of, open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.catalog.sent_documents import DocumentTable
 from ragblend.corpus.folder_scan import match_sources, source_path
@@ -92,8 +92,8 @@ def remove_added_documents(documents: Iterable[DocumentName], engine: Engine) ->
         num_chunks = sum(len(registry.texts_of(document)) for document in documents)
     for collection, ids in ids_of.items():
         num_removed += delete_precomputed(ids, engine, collection=collection)
-        for folder in store_folders(engine.store):
-            with DocumentTable(folder) as sent:
+        if (place := catalog_of(engine.store)) is not None:
+            with DocumentTable(place) as sent:
                 sent.remove(engine.namespace, collection, ids)
     return num_chunks, num_removed
 

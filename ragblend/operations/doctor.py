@@ -53,7 +53,7 @@ def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
         ("documents", "python-calamine"),
         ("parquet", "pyarrow"),
         ("redis", "redis"),
-        ("s3", "s3fs"),
+        ("s3", "obstore"),
         ("ui", "starlette"),
     ):
         checks.append(_check_package(package, extra))

@@ -140,7 +140,8 @@ def add_documents(app: Any, chunks: ServedChunks, respond: Any) -> None:
             context=chunks.config.context,
         )
 
-    documents = Documents(Path(chunks.config.store), make_engine, chunks.config.for_clients)
+    config = chunks.config
+    documents = Documents(Path(config.store), make_engine, config.for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
 

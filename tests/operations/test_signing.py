@@ -1,4 +1,4 @@
-"""Keys and signatures as a user meets them: made, told, checked, changed; and files that are no files."""
+"""Keys and signatures as a user meets them: made, shown, checked, changed; and pipes, folders and loops as files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUESTION = "Where is Paxara based?"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
-    """In a folder of its own, by a user with a configuration of his own."""
+    """Runs commands in a separate folder, for a user with a separate configuration."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
     return CommandRunner(capsys)
@@ -147,7 +147,9 @@ def test_verify_repair_puts_signed_entries_in_the_place_of_planted_ones(run: Com
     assert run.facts("verify", *PLACE)["checked"] == len(keys)
 
 
-def test_verify_reads_the_remote_tier_and_repair_mends_it(run: CommandRunner, tmp_path: Path) -> None:
+def test_verify_reads_the_remote_tier_and_repair_replaces_its_damaged_entries(
+    run: CommandRunner, tmp_path: Path
+) -> None:
     url = f"file://{tmp_path}/shared"
     run("init-key")
     keys = ingest(run)
@@ -162,7 +164,7 @@ def test_verify_reads_the_remote_tier_and_repair_mends_it(run: CommandRunner, tm
 
 def test_doctor_says_whether_what_is_stored_is_signed(run: CommandRunner) -> None:
     def finding() -> dict[str, Any]:
-        checks = json.loads(run("doctor", "--json")[1])["checks"]  # whatever else this machine lacks
+        checks = json.loads(run("doctor", "--json")[1])["checks"]  # this machine may fail other checks
         return next(check for check in checks if check["name"] == "store key")
 
     assert (finding()["ok"], finding()["optional"], finding()["remedy"]) == (False, True, "ragblend init-key")
@@ -171,7 +173,7 @@ def test_doctor_says_whether_what_is_stored_is_signed(run: CommandRunner) -> Non
     assert Path("config/ragblend/store.key").read_text().strip() not in str(finding())
 
 
-def test_notes_of_a_store_are_believed_only_when_they_are_signed(tmp_path: Path) -> None:
+def test_metadata_of_a_store_is_used_only_if_it_is_signed(tmp_path: Path) -> None:
     key, other = StoreKey(b"k" * 32), StoreKey(b"o" * 32)
     signed = DiskStore(tmp_path, store_key=key)
     signed.put_model("f" * 32, {"model": "m"})
@@ -211,7 +213,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     ["i/chunks.sqlite", "i/manifest.json", "i/vectors.faiss", "s/catalog.sqlite", "s/texts.sqlite", "ragblend.toml",
      "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
 )  # fmt: skip
-def test_a_pipe_a_folder_or_a_loop_in_a_files_place_is_said_and_nothing_hangs(
+def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_named_and_no_command_hangs(
     run: CommandRunner, kind: str, place: str
 ) -> None:
     ingest(run)

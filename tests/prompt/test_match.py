@@ -144,7 +144,7 @@ def test_chunks_whose_ids_are_gone_are_not_found() -> None:
     assert index.find_runs(range(100)) == []
 
 
-def test_windows_whose_hashes_are_equal_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_with_equal_hashes_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenIndex, "_hash", lambda self, windows: windows[:, 0].astype(np.uint64) << np.uint64(32))
     rng = random.Random(1)
     chunks = {number: [5, 6, *random_ids(rng, 60)] for number in range(20)}

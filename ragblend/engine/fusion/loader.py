@@ -220,7 +220,7 @@ class LayerLoader:
 
     @property
     def load_s(self) -> float:
-        """Return the seconds of reading (or computing layer 0) and placing, those that overlapped with fusing included."""
+        """Return the seconds of reading (or computing layer 0) and placing, also those that overlapped with fusing."""
         return sum(event.end_s - event.start_s for event in self.events) + self._read_through_s
 
     @property

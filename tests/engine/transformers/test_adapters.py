@@ -1,4 +1,4 @@
-"""A model with an adapter is a model of its own: it answers as peft runs it, and its KV is never the base's."""
+"""A model with an adapter is a separate model: it answers as peft runs it, and its KV is never the base's."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ def test_an_adapter_by_its_own_name_brings_its_base(saved: Path, adapter: Path, 
     assert "LlamaForCausalLM" in CliRunner().invoke(app, ["doctor", "--model", str(adapter)]).output
 
 
-def test_a_loaded_peft_model_is_told_by_its_adapter_and_stops_when_that_is_switched(saved: Path, adapter: Path) -> None:
+def test_a_loaded_peft_model_is_fingerprinted_with_its_adapter_and_fails_if_it_is_switched(
+    saved: Path, adapter: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(saved)
     model = peft.PeftModel.from_pretrained(load(saved), str(adapter)).eval()
     again = peft.PeftModel.from_pretrained(load(saved), adapter)
@@ -179,7 +181,7 @@ def test_adapters_that_work_on_the_prompt_are_refused(config: Any, reason: str, 
         load_engine((model, AutoTokenizer.from_pretrained(saved)))
 
 
-def test_what_is_no_adapter_is_said(saved: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_adapter_is_named(saved: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no adapter at .*gone; give the directory that peft's save_pretrained"):
         load_engine(str(saved), adapter=tmp_path / "gone")
     with pytest.raises(NotFoundError, match="no adapter at"):
@@ -197,6 +199,6 @@ def test_what_is_no_adapter_is_said(saved: Path, adapter: Path, tmp_path: Path) 
         load_engine(str(saved), model_kwargs={"adapter_kwargs": {}})
 
 
-def test_vllm_is_told_to_take_a_merged_model(adapter: Path) -> None:
+def test_vllm_rejects_an_adapter_and_names_merging(adapter: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
         find_checkpoint(str(adapter))

@@ -51,7 +51,7 @@ def test_two_loadings_share_kv_and_one_changed_weight_does_not(saved: Path) -> N
     assert pair_fingerprint(again) == pair_fingerprint(other)
 
 
-def test_a_model_of_no_folder_is_told_by_its_weights_its_config_and_its_dtype(tiny_model: Any) -> None:
+def test_the_fingerprint_of_a_model_without_a_folder_depends_on_weights_config_and_dtype(tiny_model: Any) -> None:
     first, second = tiny_model("llama"), tiny_model("llama")
     assert pair_fingerprint(first) == pair_fingerprint(second)
     change(second, 1e-6)
@@ -88,7 +88,7 @@ def test_a_model_that_is_not_in_memory_is_refused(saved: Path) -> None:
         load_engine((model.to("meta"), tokenizer))
 
 
-def test_a_models_own_attention_stays_that_of_its_own_forward(saved: Path) -> None:
+def test_a_models_own_forward_keeps_its_own_attention(saved: Path) -> None:
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ def test_noise_is_nothing_where_nothing_is_quantised(saved: Path) -> None:
         assert max(noise.values()) < 1e-5
 
 
-def test_a_saved_quantised_checkpoint_and_a_loaded_one_are_told_by_their_weights(saved: Path, tmp_path: Path) -> None:
+def test_quantised_checkpoints_saved_or_loaded_are_fingerprinted_by_their_weights(saved: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     model = AutoModelForCausalLM.from_pretrained(saved, **asked("nf4"), dtype=torch.float32, device_map={"": "cpu"})
     tokenizer = AutoTokenizer.from_pretrained(saved)
