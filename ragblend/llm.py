@@ -37,8 +37,7 @@ try:
     from langchain_core.runnables.config import ContextThreadPoolExecutor
     from langchain_core.tools import BaseTool
 
-    from ragblend.langchain.messages import PromptWithRoles, keep_roles, named_message, token_usage
-    from ragblend.langchain.model import LangChainModel
+    from ragblend.langchain.model import LangChainModel, PromptWithRoles, keep_roles, named_message, token_usage
     from ragblend.langchain.model import PromptOverflowError as PromptOverflowError
 except ImportError as error:
     raise ImportError("ragblend.llm needs LangChain: pip install 'ragblend[langchain]'") from error
