@@ -65,9 +65,9 @@ class ShadowCounters:
         """Return the counters as one line of text.
 
         >>> ShadowCounters(0.5, 8, 4, num_first_tokens_same=4, num_kl=4, kl_sum=0.02).summary()
-        'full prefill ran beside 4 of 8 answers: first token the same in 4 (100 %, 51 to 100 %), mean KL 0.005 nats'
+        'full prefill also ran for 4 of 8 answers: first token the same in 4 (100 %, 51 to 100 %), mean KL 0.005 nats'
         """
-        text = f"full prefill ran beside {self.num_shadowed} of {self.num_requests} answers"
+        text = f"full prefill also ran for {self.num_shadowed} of {self.num_requests} answers"
         parts = []
         if self.first_token_agreement is not None and self.first_token_interval is not None:
             same = _share(self.num_first_tokens_same, self.first_token_agreement, self.first_token_interval)

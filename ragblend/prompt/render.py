@@ -226,7 +226,7 @@ class Renderer:
         turns = [{"role": "user", "content": "x"}]
         try:
             begun = self._apply_template(turns)
-            whole = self._apply_template([*turns, {"role": "assistant", "content": _HEAD}], asks=False)
+            whole = self._apply_template([*turns, {"role": "assistant", "content": _HEAD}], add_generation_prompt=False)
         except UsageError:
             return ""
         lead = whole[len(begun) :].partition(_HEAD)[0] if whole.startswith(begun) else ""
@@ -304,12 +304,18 @@ class Renderer:
         text = self._apply_template(self._protect(turns, word, found), self._protect(tools, word, found))
         return self._encode_protected(text, word, found)
 
-    def _apply_template(self, turns: Sequence[Turn], tools: Sequence[Any] = (), *, asks: bool = True) -> str:
-        """Return the text that the chat template renders. asks: the text ends where the model's answer begins."""
+    def _apply_template(
+        self, turns: Sequence[Turn], tools: Sequence[Any] = (), *, add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text that the chat template renders. By default the text ends where the model's answer begins."""
         more = {"tools": list(tools)} if tools else {}
         try:
             text = self._tokenizer.apply_chat_template(
-                list(turns), chat_template=self._template, tokenize=False, add_generation_prompt=asks, **more
+                list(turns),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **more,
             )
         except Exception as error:  # templates raise jinja2 errors of many kinds
             roles = [turn.get("role") for turn in turns]

@@ -155,7 +155,7 @@ def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions,
     full = run.facts("ask", question, "--mode", "full", *common)
     assert code == 0
     assert found["report"]["shadow"]["answers_identical"] == (found["answer"] == full["answer"])
-    assert "full prefill ran beside 1 of 1 answers" in err
+    assert "full prefill also ran for 1 of 1 answers" in err
     assert run.facts("ask", question, *common)["report"]["shadow"] is None
     monkeypatch.setenv("RAGBLEND_SHADOW", "1.0")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(item["question"] for item in questions[:2]) + "\n\n"))

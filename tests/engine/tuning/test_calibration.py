@@ -134,7 +134,7 @@ def test_a_file_under_another_models_name_is_not_used(tmp_path: Path, caplog: py
     renamed = saved.with_name(replace(CALIBRATION, fingerprint="beef").filename)
     saved.rename(renamed)
     assert load_calibration(tmp_path, "beef", (1, 2, 3)) is None
-    assert "something else" in caplog.text
+    assert "another model" in caplog.text
 
 
 @pytest.mark.parametrize(("number", "error"), [(28, StoreFullError), (30, StoreNotWritableError)])
