@@ -295,10 +295,10 @@ class _IndexStore(VectorStore):
         vectors = self.index.embed([chunk.text for chunk in chunks])  # all at once: embedding is the slow part
         with self.index.write_transaction():
             for chunk, vector in zip(chunks, vectors, strict=True):
-                self.index.addas_document(chunk.source, chunk.id, [chunk], vector[None, :])
+                self.index.add_document(chunk.source, chunk.id, [chunk], vector[None, :])
             for name in blank:
                 with suppress(NotFoundError):
-                    self.index.removeas_document(SOURCE_PREFIX + name)
+                    self.index.remove_document(SOURCE_PREFIX + name)
         if blank:
             logger.warning("not stored: %s: no visible text", ", ".join(blank))
         return [name for name in names if name not in blank]
@@ -312,7 +312,7 @@ class _IndexStore(VectorStore):
                 f"{next(iter(others))} is a chunk of an ingested file; remove the file: ragblend remove FILE"
             )
         for source in stored:
-            self.index.removeas_document(source)
+            self.index.remove_document(source)
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
