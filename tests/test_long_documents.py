@@ -254,7 +254,7 @@ def test_sizes_that_fit_nowhere_are_refused_with_the_numbers(
     ("given_input", "reason"),
     [
         ({"document": "x"}, "needs a question"),
-        ({"input": "Who?"}, "give a text"),
+        ({"input": "Who?"}, "pass a text"),
         ({"input": "Who?", "document": 3}, "is a int"),
         ({"input": "Who?", "document": ["x", 3]}, "is a int"),
         ({"input": "Who?", "document": " "}, "empty"),
