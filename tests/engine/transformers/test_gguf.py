@@ -110,7 +110,7 @@ def test_a_gguf_is_found_by_every_name_it_has(file: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "error", "reason"),
     [
-        ("{tmp}/gone.gguf", NotFoundError, r"no GGUF at .*gone\.gguf; give a file, or one of .*ORG/REPO:gone\.gguf"),
+        ("{tmp}/gone.gguf", NotFoundError, r"no GGUF at .*gone\.gguf; pass a file, or one of .*ORG/REPO:gone\.gguf"),
         ("gone.gguf", NotFoundError, "no GGUF at gone.gguf"),
         ("{tmp}:gone.gguf", NotFoundError, "no GGUF at"),
         ("org/gone:x.gguf", NotFoundError, "neither a local path nor on Hugging Face"),
