@@ -85,7 +85,7 @@ def test_any_other_name_is_refused_with_the_nearest(
 
 def test_so_it_is_in_calls(engine: TransformersEngine) -> None:
     chat = ChatBlend(engine=engine)
-    with pytest.raises(UsageError, match=r"request_timeout=\.\.\.; the nearest is 'timeout'; the options of a call are "):
+    with pytest.raises(UsageError, match=r"request_timeout=\.\.\.; the nearest is 'timeout'; the options of "):
         chat.invoke("the other", request_timeout=4)
     with pytest.raises(UsageError, match="the call has torch_dtype="):
         chat.invoke("the other", torch_dtype="float32")
