@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
-from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, arrangements, as_turn
+from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, arrangements, as_turn, is_markup
 from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, without_tools
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
@@ -392,17 +392,6 @@ class Renderer:
         original = self._tokenizer.get_added_vocab()
         added = self._plain_backend(_WORD).get_added_tokens_decoder()
         return {number: original[token.content] for number, token in added.items() if token.content in original}
-
-
-def is_markup(text: str) -> bool:
-    """Return True if an added token controls the model although it is not marked special, as `<tool_call>` does.
-
-    Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
-
-    >>> is_markup("<think>"), is_markup("    "), is_markup("é")
-    (True, False, False)
-    """
-    return len(text) > 1 and any(letter.isalnum() for letter in text)
 
 
 def _texts_in(value: Any) -> Iterator[str]:
