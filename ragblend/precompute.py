@@ -30,7 +30,7 @@ from ragblend.corpus.loaders import FileReader, Loader
 from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore, StoreDefaults
-from ragblend.engine.store.tiered import disk_tier, format_bytes
+from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import (
     BackendUnreachableError,
     EmptyCorpusError,
@@ -153,7 +153,7 @@ def ingest(
         resolve_context_policy(engine, context)
     remember_defaults(engine)
     reader = FileReader(max_file_mib, text_field, loader)
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine.store)]
     own += [disk.kv_dir] if disk is not None else []
     found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
@@ -262,7 +262,7 @@ def precompute_chunks(
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
     report.num_known_kv += len(distinct) - len(missing)
-    disk, absent = disk_tier(engine.store), set(missing)
+    disk, absent = engine.store.disk_tier, set(missing)
     known = [chunk for chunk in distinct.values() if chunk not in absent]
     missing, renewed = attach_similar_texts(missing, engine, index), list[Chunk]()
     if rewrite:
@@ -303,7 +303,7 @@ def precompute_chunks(
 
 def remember_defaults(engine: Engine) -> None:
     """Have the store's folder remember the engine's model and system text for those who name none."""
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     if disk is not None:
         path = Path(engine.name)
         model = str(path.absolute()) if engine.name != "demo" and path.exists() else engine.name
@@ -652,7 +652,7 @@ def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, i
 
 def _refresh_pins(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:
     """A pinned document that was ingested again may have other chunks now."""
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     pinned = disk.pins() if disk is not None else {}
     for source in sources:
         if source in pinned:
@@ -692,7 +692,7 @@ def open_engine_index(
 
 def disk_bytes(engine: Engine) -> int:
     """Bytes of KV on disk; 0 for an engine that keeps it in memory."""
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     return disk.nbytes() if disk is not None else 0
 
 

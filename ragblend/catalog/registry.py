@@ -492,8 +492,7 @@ _IN_MEMORY_LOCK = threading.Lock()
 
 def store_folders(store: Any) -> list[Path]:
     """Return the local folders in which a KVStore stores its files."""
-    roots = (getattr(tier, "root", None) for tier in getattr(store, "tiers", (store,)))
-    return [root for root in roots if isinstance(root, Path)]
+    return [] if store.disk_tier is None else [store.disk_tier.root]
 
 
 def has_registry(root: Path) -> bool:

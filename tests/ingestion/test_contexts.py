@@ -17,7 +17,6 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.metadata import CONTEXT_FILE
 from ragblend.engine.store.remote.tier import open_remote
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.index import open_index
@@ -60,7 +59,7 @@ def test_similar_variants_are_stored_once_remembered_and_used(docs, opened):
     assert (report.num_chunks, report.num_new_kv) == (4, 8)
     again = bring_in(docs, opened())
     assert (again.num_new_kv, again.num_known_kv) == (0, 8)
-    behind = texts_behind(engine, disk_tier(engine.store).header(engine.key(similar("fox"))))
+    behind = texts_behind(engine, engine.store.disk_tier.header(engine.key(similar("fox"))))
     assert behind == {"kern", "bell"}  # those with most words in common, and never itself
     prompt = Prompt([Chunk(TEXTS[name]) for name in ("fox", "kern", "moss")], "Who plays the flute?")
     report = opened().generate(prompt, max_tokens=1).report
@@ -126,7 +125,7 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
             assert (report.num_new_kv, report.num_removed_kv) == (num_new, num_removed)
             wanted = {engine.key(chunk) for chunk in chunk_variants(index.chunks(), policy)}
             assert set(engine.store.keys()) == wanted
-            pinned = disk_tier(engine.store).pins()[str(docs / "fox.txt")]
+            pinned = engine.store.disk_tier.pins()[str(docs / "fox.txt")]
             assert set(pinned) == {engine.key(chunk) for chunk in chunk_variants([Chunk(TEXTS["fox"])], policy)}
             assert (engine.context, engine.store.read_context()) == (policy, policy)
 
@@ -136,7 +135,7 @@ def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, op
     with opened(remote=url) as engine:
         bring_in(docs, engine, context="similar")
         engine.store.flush()
-        remote, disk = engine.store.tiers[-1], disk_tier(engine.store)
+        remote, disk = engine.store.tiers[-1], engine.store.disk_tier
         headers = {name: disk.header(engine.key(similar(name))) for name in TEXTS}
         behind = {name: texts_behind(engine, header) for name, header in headers.items()}
         lost = {name for name, others in behind.items() if "fox" in others}

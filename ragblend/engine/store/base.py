@@ -10,10 +10,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec
 from ragblend.options import ContextPolicy, KvDtype
+
+if TYPE_CHECKING:
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.store.memory import MemoryStore
+    from ragblend.engine.store.remote.tier import RemoteStore
 
 
 @dataclass(slots=True)
@@ -64,9 +69,19 @@ class KVStore(ABC):
         return (self,)
 
     @property
-    def remote_tiers(self) -> tuple[KVStore, ...]:
+    def memory_tier(self) -> MemoryStore | None:
+        """The tier in memory; None if there is none."""
+        return None
+
+    @property
+    def disk_tier(self) -> DiskStore | None:
+        """The tier on disk, which stores pins and other metadata; None if there is none."""
+        return None
+
+    @property
+    def remote_tiers(self) -> tuple[RemoteStore, ...]:
         """The tiers on other machines."""
-        return tuple(tier for tier in self.tiers if tier.is_remote)
+        return ()
 
     @property
     @abstractmethod
@@ -131,6 +146,14 @@ class KVStore(ABC):
     @abstractmethod
     def delete(self, key: str) -> bool:
         """Delete an entry; return True if there was one."""
+
+    def delete_local(self, key: str) -> bool:
+        """Delete an entry from the tiers of this machine; return True if any had it."""
+        return False if self.is_remote else self.delete(key)
+
+    def replace(self, kv: ChunkKV) -> None:
+        """Put an entry with the same KV in another stored dtype. Raises what `put` and `delete` raise."""
+        self.put(kv)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction until `unpin`. Replaces an earlier pin of the document."""

@@ -129,6 +129,11 @@ class DiskStore(StoreMetadata, KVStore):
         )
 
     @property
+    def disk_tier(self) -> DiskStore:
+        """This tier."""
+        return self
+
+    @property
     def counters(self) -> StoreCounters:
         """Hits, misses, puts, damage and evictions of this process since the store was opened."""
         return self._counters

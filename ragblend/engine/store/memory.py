@@ -51,6 +51,11 @@ class MemoryStore(KVStore):
         self._lock = threading.Lock()
 
     @property
+    def memory_tier(self) -> MemoryStore:
+        """This tier."""
+        return self
+
+    @property
     def counters(self) -> StoreCounters:
         """Hits, misses, puts, damage and evictions since the store was created."""
         return self._counters

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from itertools import chain
 from time import monotonic
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from ragblend.engine.store.base import KVStore, StoreCounters
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.finite import kv_is_finite
 from ragblend.engine.store.kv import (
     ChunkKV,
@@ -33,6 +33,10 @@ from ragblend.engine.store.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
 from ragblend.options import ContextPolicy, KvDtype, TierOptions
+
+if TYPE_CHECKING:
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.store.remote.tier import RemoteStore
 
 __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
 
@@ -58,14 +62,14 @@ class TieredStore(KVStore):
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         self._tiers = tiers
-        self._remote_tiers = tuple(tier for tier in tiers if tier.is_remote)  # cached, because every request reads it
+        self._remote_tiers = tuple(chain.from_iterable(tier.remote_tiers for tier in tiers))  # every request reads it
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
         # Queues of promotions into tiers other than memory, by position.
         self._promotions = {
             position: WriteQueue(tier.put, PROMOTION_BYTES, f"ragblend-promote-{position}")
             for position, tier in enumerate(tiers[:-1])
-            if not isinstance(tier, MemoryStore)
+            if tier.memory_tier is None
         }
         for position, tier in enumerate(tiers):
             tier.set_read_back_tiers(tiers[:position])
@@ -80,7 +84,17 @@ class TieredStore(KVStore):
         return self._tiers
 
     @property
-    def remote_tiers(self) -> tuple[KVStore, ...]:
+    def memory_tier(self) -> MemoryStore | None:
+        """The tier in memory; None if there is none."""
+        return next((found for tier in self._tiers if (found := tier.memory_tier) is not None), None)
+
+    @property
+    def disk_tier(self) -> DiskStore | None:
+        """The tier on disk, which stores pins and other metadata; None if there is none."""
+        return next((found for tier in self._tiers if (found := tier.disk_tier) is not None), None)
+
+    @property
+    def remote_tiers(self) -> tuple[RemoteStore, ...]:
         """The tiers on other machines."""
         return self._remote_tiers
 
@@ -246,7 +260,7 @@ class TieredStore(KVStore):
             try:
                 tier.put(held)
             except RagblendError as error:
-                if not (isinstance(tier, MemoryStore) and len(self._tiers) > 1):
+                if tier.memory_tier is None or len(self._tiers) == 1:
                     failure = failure or error
         if failure is not None:
             raise failure
@@ -367,11 +381,6 @@ class TieredStore(KVStore):
             left_s = None if until_s is None else max(0.0, until_s - monotonic())
             done = getattr(part, action)(left_s) and done
         return done
-
-
-def disk_tier(store: KVStore) -> DiskStore | None:
-    """Return the local disk tier of `store`, which holds pins and other metadata; None if there is none."""
-    return next((tier for tier in store.tiers if isinstance(tier, DiskStore)), None)
 
 
 class _PromotingKV(KVView):

@@ -114,6 +114,11 @@ class RemoteStore(KVStore):
         self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._backoff_s, fix)
 
     @property
+    def remote_tiers(self) -> tuple[RemoteStore]:
+        """This tier."""
+        return (self,)
+
+    @property
     def url(self) -> str:
         """The address of the backend, without the password."""
         return self.values.url
