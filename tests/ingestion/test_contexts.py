@@ -292,21 +292,3 @@ def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, c
     assert not note.exists()
     assert run_command("precompute", "--context", "similar", *place) == 0
     assert DiskStore(tmp_path / "kv").read_context() == "similar"
-
-
-@pytest.mark.parametrize("left", ["neighbour", "fixed"])
-def test_a_context_that_left_is_as_if_the_store_remembered_none(left, docs, opened, tmp_path, caplog):
-    """The note is one that commit 19c4dfd wrote."""
-    (tmp_path / "kv").mkdir()
-    note = tmp_path / "kv" / CONTEXT_FILE
-    shutil.copy(GOLDEN / "left" / f"context-{left}.json", note)
-    with opened() as engine:
-        assert (engine.context, engine.store.read_context()) == ("none", None)
-        assert bring_in(docs, engine).num_new_kv == 4
-        assert DiskStore(tmp_path / "kv").read_context() is None
-        assert verify_store(tmp_path / "kv", tmp_path / "kv").damaged_files == {}
-        assert json.loads(note.read_text())["context"] == left  # nobody has said another
-        assert bring_in(docs, engine, context="similar").num_new_kv == 4
-    assert DiskStore(tmp_path / "kv").read_context() == "similar"
-    assert caplog.text.count(f"remembers the context {left!r}") == 1
-    assert "ragblend precompute --context none|similar" in caplog.text

@@ -7,6 +7,7 @@ Implementations of ByteStore: `remote.redis_values`, `remote.object_values`.
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,8 +48,8 @@ class KVStore(ABC):
     """Chunk KV by key: one tier, or several tiers as one store. Safe to share between threads; a DiskStore also between
     processes.
 
-    A tier implements the abstract methods. The other methods have defaults for a tier on this machine that never
-    evicts, stores no metadata and has written an entry when `put` returns.
+    A tier implements the abstract methods and calls `super().__init__()`. The other methods have defaults for a tier on
+    this machine that never evicts, stores no metadata and has written an entry when `put` returns.
     """
 
     is_remote = False
@@ -57,6 +58,10 @@ class KVStore(ABC):
     """The longest that a request waits for this tier, in seconds."""
     kv_dtype: KvDtype = "auto"
     """How `put` stores KV: "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`)."""
+
+    def __init__(self) -> None:
+        self._counters = StoreCounters()
+        self._counters_lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -84,9 +89,15 @@ class KVStore(ABC):
         return ()
 
     @property
-    @abstractmethod
     def counters(self) -> StoreCounters:
         """Hits, misses, writes, damage, evictions and failures since the store was opened."""
+        return self._counters
+
+    def _count(self, **steps: int) -> None:
+        """Add to the counters of these names."""
+        with self._counters_lock:
+            for name, step in steps.items():
+                setattr(self._counters, name, getattr(self._counters, name) + step)
 
     # -- reading
 

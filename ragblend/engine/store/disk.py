@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ragblend.engine.store.base import KVStore, StoreCounters, VerifyResult
+from ragblend.engine.store.base import KVStore, VerifyResult
 from ragblend.engine.store.chunk_file import (
     DiskKV,
     MismatchError,
@@ -107,6 +106,7 @@ class DiskStore(StoreMetadata, KVStore):
     ) -> None:
         if isinstance(capacity_bytes, int) and capacity_bytes < 0:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
+        super().__init__()
         named = user_path(root, "store")
         self.root = open_folder(named)
         self.capacity_bytes = capacity_bytes
@@ -114,9 +114,7 @@ class DiskStore(StoreMetadata, KVStore):
         self._demands = ReadRequirements(self.store_key)
         self.on_put: Callable[[KVHeader], object] | None = None  # called before an entry is written
         self._has_warned = False  # about an unsigned entry
-        self._counters = StoreCounters()
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
-        self._lock = threading.Lock()
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {named}; fill one with: ragblend ingest DOCS --store {named}")
         self._directory = Directory(self.root, fsync=fsync)
@@ -133,11 +131,6 @@ class DiskStore(StoreMetadata, KVStore):
         """This tier."""
         return self
 
-    @property
-    def counters(self) -> StoreCounters:
-        """Hits, misses, puts, damage and evictions of this process since the store was opened."""
-        return self._counters
-
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
         """From now on, entries of that model have this shape, or are damaged."""
         self._demands.specs[fingerprint] = shape
@@ -152,8 +145,8 @@ class DiskStore(StoreMetadata, KVStore):
         try:
             file = SharedFile(self._path(key))
             kv = DiskKV(key, path, file, self._quarantine, self._demands)
-            if token_ids is not None and kv.header.token_ids != tuple(token_ids):
-                raise MismatchError(f"its {kv.header.num_tokens} token ids differ from the {len(token_ids)} asked for")
+            if not kv.header.has_ids(token_ids):
+                raise MismatchError(f"its {kv.header.num_tokens} token ids differ from those asked for")
         except FileNotFoundError:
             pass
         except (OSError, UsageError) as error:
@@ -456,8 +449,3 @@ class DiskStore(StoreMetadata, KVStore):
             "stored KV %s is not used: %s, %s. Who wrote it? If you trust all that this store holds: ragblend sign "
             "--store %s; else ragblend verify --repair", key, reason, outcome, self.root,
         )  # fmt: skip
-
-    def _count(self, **steps: int) -> None:
-        with self._lock:
-            for name, step in steps.items():
-                setattr(self._counters, name, getattr(self._counters, name) + step)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -38,7 +37,6 @@ MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machin
 PREFIXES_DIR = "prefixes"
 CONTEXT_FILE = "context.json"
 DEFAULTS_FILE = "store.json"
-CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # policies of earlier versions, which their stores still name
 METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 """Folders whose JSON files are signed if the store has a key. Pins are not signed: they only affect eviction."""
 
@@ -158,21 +156,20 @@ class StoreMetadata:
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
 
     def read_context(self) -> ContextPolicy | None:
-        """Return the policy that `put_context` stored; None for none or for a removed policy. Raises CorruptError."""
+        """Return the policy that `put_context` stored; None if there is none. Raises CorruptError."""
         path = self.root / CONTEXT_FILE
         try:
-            policy = _policy_in(path)
+            policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")
+            if not CONTEXT.accepts(policy):
+                raise ValueError(f"its context is {policy!r}")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise CorruptError(
-                f"{path} is damaged ({error}), so what its chunks were computed behind is not known. Say it again: "
-                f"ragblend precompute --context none|similar --store {self.root}; or drop the file and "
-                f"go on without: ragblend verify --repair --store {self.root}"
+                f"{path} is damaged ({error}), so the ingestion context of the store's chunks is not known. Set it: "
+                f"ragblend precompute --context none|similar --store {self.root}; or delete the file: "
+                f"ragblend verify --repair --store {self.root}"
             ) from error
-        if policy in CONTEXTS_THAT_LEFT:
-            _warn_of_removed_context(self.root, policy)
-            return None
         return cast(ContextPolicy, policy)
 
     def verify_metadata(
@@ -194,16 +191,11 @@ class StoreMetadata:
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
                     complain("", path, UsageError(problem))
-        try:
-            _policy_in(self.root / CONTEXT_FILE)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            found.append(VerifyResult(CONTEXT_FILE, False, str(error)))
-        try:
-            self.read_defaults()
-        except CorruptError as error:
-            found.append(VerifyResult(DEFAULTS_FILE, False, str(error.__cause__)))
+        for name, read in ((CONTEXT_FILE, self.read_context), (DEFAULTS_FILE, self.read_defaults)):
+            try:
+                read()
+            except CorruptError as error:
+                found.append(VerifyResult(name, False, str(error.__cause__)))
         yield from found
 
     def delete_metadata(self, place: str) -> None:
@@ -269,26 +261,6 @@ def _note_kind(path: Path) -> str:
     if path.name in (CONTEXT_FILE, DEFAULTS_FILE):
         return path.name
     return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
-
-
-def _policy_in(path: Path) -> str:
-    """Return the context policy in a file, removed policies included. Raises FileNotFoundError, OSError, and ValueError
-    for any other content."""
-    policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")
-    if not CONTEXT.accepts(policy) and policy not in CONTEXTS_THAT_LEFT:
-        raise ValueError(f"its context is {policy!r}")
-    return str(policy)
-
-
-@cache
-def _warn_of_removed_context(root: Path, policy: str) -> None:
-    """Warn once per store and process, because every request reads the file."""
-    log.warning(
-        "the store %s remembers the context %r, which ragblend no longer has: it is ignored, and entries stored in it "
-        "are not used. Store the chunks again: ragblend precompute --context none|similar --store %s; entries that are "
-        "not used leave when room is needed, or with the folder",
-        root, policy, root,
-    )  # fmt: skip
 
 
 def _place(path: Path) -> str:

@@ -61,10 +61,11 @@ class TieredStore(KVStore):
     def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto") -> None:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
+        super().__init__()
         self._tiers = tiers
         self._remote_tiers = tuple(chain.from_iterable(tier.remote_tiers for tier in tiers))  # every request reads it
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
-        self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
+        self._num_deletes = 0
         # Queues of promotions into tiers other than memory, by position.
         self._promotions = {
             position: WriteQueue(tier.put, PROMOTION_BYTES, f"ragblend-promote-{position}")
@@ -103,7 +104,7 @@ class TieredStore(KVStore):
         """A snapshot: one hit or miss per `get`, one put per `put`; the other counts are sums over the tiers."""
         tiers = [tier.counters for tier in self._tiers]
         sums = {each.name: sum(getattr(counters, each.name) for counters in tiers) for each in fields(StoreCounters)}
-        sums |= {"num_hits": self._num_hits, "num_misses": self._num_misses, "num_puts": self._num_puts}
+        sums |= {name: getattr(self._counters, name) for name in ("num_hits", "num_misses", "num_puts")}
         sums["num_dropped"] += sum(queue.num_dropped for queue in self._promotions.values())
         return StoreCounters(**sums)
 
@@ -121,14 +122,12 @@ class TieredStore(KVStore):
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
         """Return the entry for a request that `fetched` its keys (`fetch_many`). Does not contact other machines."""
         kv = fetched.get(key)
-        if kv is None or (token_ids is not None and kv.header.token_ids != tuple(token_ids)):
+        if kv is None or not kv.header.has_ids(token_ids):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])
         return self._counted(kv)
 
     def _counted(self, kv: ChunkKV | None) -> ChunkKV | None:
-        with self._lock:
-            self._num_hits += kv is not None
-            self._num_misses += kv is None
+        self._count(num_hits=kv is not None, num_misses=kv is None)
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
@@ -200,18 +199,12 @@ class TieredStore(KVStore):
     def _shared(self, key: str, token_ids: Sequence[int] | None) -> _PromotingKV | None:
         """Return the entry that another reader is reading now; None if there is none."""
         shared = self._being_read.get(key)
-        if (
-            shared is None
-            or not shared.is_good
-            or (token_ids is not None and shared.header.token_ids != tuple(token_ids))
-        ):
-            return None
-        return shared
+        return shared if shared is not None and shared.is_good and shared.header.has_ids(token_ids) else None
 
     def _pending_write(self, position: int, key: str, token_ids: Sequence[int] | None) -> MemoryKV | None:
         """Return the entry that is queued for the tier at `position`; None if there is none."""
         kv = self._promotions[position].peek(key)
-        return kv if kv is None or token_ids is None or kv.header.token_ids == tuple(token_ids) else None
+        return kv if kv is not None and kv.header.has_ids(token_ids) else None
 
     def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
         """Return the entry for the caller, who promotes it to the faster tiers by reading it to the end."""
@@ -264,8 +257,7 @@ class TieredStore(KVStore):
                     failure = failure or error
         if failure is not None:
             raise failure
-        with self._lock:
-            self._num_puts += 1
+        self._count(num_puts=1)
 
     def replace(self, kv: ChunkKV) -> None:
         """Put an entry with the same KV in another stored dtype. The remote entry is deleted first, or it would be
