@@ -136,7 +136,7 @@ class DiskStore(StoreMetadata, KVStore):
         return self
 
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
-        """From now on, entries of that model have this shape, or are damaged."""
+        """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
         self._demands.specs[fingerprint] = shape
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
@@ -205,7 +205,7 @@ class DiskStore(StoreMetadata, KVStore):
         return None if kv is None else kv.header
 
     def headers(self) -> Iterator[KVHeader]:
-        """Verified headers of entries, read one by one as they are asked for; in no order, keys being hashes."""
+        """Yield the verified header of each entry, in no order. A header is read when it is yielded."""
         for folder in self.kv_dir.glob("??"):
             for path in folder.glob(f"[!.]*{ENTRY_SUFFIX}"):
                 if (header := self.header(path.stem)) is not None:
@@ -316,7 +316,7 @@ class DiskStore(StoreMetadata, KVStore):
 
     @property
     def has_evicted(self) -> bool:
-        """Whether an entry ever had to leave for a budget, so that one that is gone need not be lost."""
+        """True if a budget ever evicted an entry, so that a missing entry need not be lost."""
         return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_damaged(self, key: str) -> None:
@@ -327,7 +327,7 @@ class DiskStore(StoreMetadata, KVStore):
             self.delete(key)
 
     def clean(self) -> int:
-        """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
+        """Delete temporary files of dead processes, or older than an hour; return their number."""
         return self._directory.remove_stale_files() + self._entries.remove_stale_files()
 
     def gc(
@@ -403,7 +403,7 @@ class DiskStore(StoreMetadata, KVStore):
         return self.kv_dir / checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
 
     def _files(self, suffix: str) -> Iterator[Path]:
-        """Files of that suffix whose name is a key in the right directory, in order of their keys."""
+        """Yield the files of a suffix whose name is a key in the right directory, in order of their keys."""
         for path in sorted(self.kv_dir.glob(f"??/[!.]*{suffix}")):
             if NAME.fullmatch(path.stem) and path.stem[:2] == path.parent.name:
                 yield path
@@ -450,6 +450,6 @@ class DiskStore(StoreMetadata, KVStore):
         is_first, self._has_warned = not self._has_warned, True
         log.log(
             logging.WARNING if is_first else logging.INFO,
-            "stored KV %s is not used: %s, %s. Who wrote it? If you trust all that this store holds: ragblend sign "
-            "--store %s; else ragblend verify --repair", key, reason, outcome, self.root,
+            "stored KV %s is not used: %s, %s. If you trust every entry of this store, sign them: ragblend sign "
+            "--store %s; else prefill them again: ragblend verify --repair", key, reason, outcome, self.root,
         )  # fmt: skip

@@ -167,7 +167,7 @@ class MemoryStore(KVStore):
 
 
 def _own(layer: StoredLayer) -> StoredLayer:
-    """Return the layer in CPU memory of its own: a slice would keep the whole tensor alive from which it was cut."""
+    """Return the layer in CPU memory that it does not share: a slice would keep the whole tensor in memory."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in layer}
     if sum(storages.values()) == layer.nbytes and not any(map(_needs_copy, layer)):
         return layer

@@ -42,7 +42,7 @@ METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 
 
 class StoreDefaults(NamedTuple):
-    """What the latest ingestion into a store named, and nobody has to name again. "" and None: nothing is known."""
+    """Model and system text of the latest ingestion: the defaults of later commands. "" and None: not known."""
 
     model: str = ""
     system: str | None = None
@@ -84,7 +84,7 @@ class StoreMetadata:
         ]
         if damaged:
             raise CorruptError(
-                f"{damaged[0]}, so what it keeps is not known, and nothing is evicted. Mend it: ragblend verify "
+                f"{damaged[0]}, so the entries that it pins are not known, and nothing is evicted. Repair it: ragblend verify "
                 f"--repair --store {self.root}"
             )
         return frozenset(str(key) for note in notes for key in note["keys"])
@@ -125,7 +125,7 @@ class StoreMetadata:
         try:
             ids = decode_signed_json(read_file(path), _note_kind(path))["token_ids"]
             if prefix_name(ids) != name:
-                raise ValueError("its ids are others than those which it is named after")
+                raise ValueError("its ids do not match its name")
         except FileNotFoundError as error:
             raise NotFoundError(f"the store lacks {path}, the token ids of the system text; {fix}") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -257,7 +257,7 @@ def prefix_name(token_ids: Sequence[int]) -> str:
 
 
 def _note_kind(path: Path) -> str:
-    """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
+    """Return the kind under which a file is signed. Facts about a model do not name it, so the kind does."""
     if path.name in (CONTEXT_FILE, DEFAULTS_FILE):
         return path.name
     return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
