@@ -84,8 +84,8 @@ class StoreMetadata:
         ]
         if damaged:
             raise CorruptError(
-                f"{damaged[0]}, so the entries that it pins are not known, and nothing is evicted. Repair it: ragblend verify "
-                f"--repair --store {self.root}"
+                f"{damaged[0]}, so the entries that it pins are not known, and nothing is evicted. Repair it: "
+                f"ragblend verify --repair --store {self.root}"
             )
         return frozenset(str(key) for note in notes for key in note["keys"])
 
