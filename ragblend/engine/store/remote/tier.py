@@ -288,17 +288,7 @@ class RemoteStore(KVStore):
 
     def contains(self, key: str) -> bool:
         """Return True if the entry is stored or queued; False for a damaged one and without an answer."""
-        if self._queue.peek(key) is not None:
-            return True
-        if key in self._bad or not self._is_open_for_asking():
-            return False
-        try:
-            found = self.values.contains(key)
-        except RagblendError as error:
-            self._record_failure(str(error))
-            return False
-        self.breaker.record_success()
-        return found
+        return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
         """Return `contains` for each key, in batches. Keys not queried by `until_s`, or after a failure, are False.
