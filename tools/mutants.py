@@ -65,7 +65,7 @@ key-without-namespace           store      chunk_key
 layer-checksum-skipped          store      _read_layer
     _checksum(A, B) != C  ->  False
 token-ids-not-compared          store      DiskStore.get
-    A is not None and B.header.token_ids != tuple(A)  ->  False
+    not A.header.has_ids(B)  ->  False
 pinned-entries-evicted          store      _choose_victims
     {*A(), B}  ->  {B}
 put-lock-lost                   store      reserve

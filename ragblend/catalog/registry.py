@@ -492,13 +492,12 @@ _IN_MEMORY_LOCK = threading.Lock()
 
 def store_folders(store: Any) -> list[Path]:
     """Return the local folders in which a KVStore stores its files."""
-    roots = (getattr(tier, "root", None) for tier in getattr(store, "tiers", (store,)))
-    return [root for root in roots if isinstance(root, Path)]
+    return [] if store.disk_tier is None else [store.disk_tier.root]
 
 
 def catalog_of(store: Any) -> str | Path | None:
     """Return where the catalogue of a KVStore is: a file in its folder, or a URL; None where the store has neither."""
-    url: str | None = getattr(store, "catalog", None)
+    url: str | None = store.catalog
     return next((find_catalog(root, url) for root in store_folders(store)), url)
 
 

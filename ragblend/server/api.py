@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.store.kv import DTYPES
-from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.tiered import TieredStore, disk_tier
+from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
@@ -150,9 +149,8 @@ class _SharedStore(TieredStore):
     """A store whose other replicas are told what is deleted."""
 
     def delete(self, key: str) -> bool:
-        for remote in self.tiers:
-            if isinstance(remote, RemoteStore):
-                publish_tombstone(remote, keys=[key])
+        for remote in self.remote_tiers:
+            publish_tombstone(remote, keys=[key])
         return super().delete(key)
 
 
@@ -163,7 +161,7 @@ class ServedChunks:
         self.config = config = ConnectorConfig.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._model = vllm_config.model_config
         self.store = config.open_shared()
-        self._disk = disk_tier(self.store)
+        self._disk = self.store.disk_tier
         self._context = config.context
         self._fingerprint = model_fingerprint(self._model)
         self.store.set_expected_spec(self._fingerprint, model_shape(self._model))

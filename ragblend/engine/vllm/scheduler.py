@@ -19,7 +19,6 @@ from typing import Any
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport, join_runs
 from ragblend.engine.store.kv import KVSpec
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
@@ -86,7 +85,7 @@ class BlendScheduler:
         # What the remote tier has sent is there a second time, so nothing here waits for the disk.
         local = config.open_local(fsync=False)
         self.tiers = TierMetrics(local, shows_bytes=False)
-        disk = disk_tier(local)
+        disk = local.disk_tier
         assert disk is not None
         self.disk = disk
         self.remote = config.open_remote()
