@@ -87,7 +87,7 @@ def running_redis(directory: Path, *options: str) -> Iterator[RedisServer]:
 def running_s3() -> Iterator[int]:
     """The port of a moto server, an empty S3."""
     moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
     server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
     server.start()
     try:

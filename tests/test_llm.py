@@ -412,7 +412,7 @@ def test_objects_that_cannot_be_pickled_name_the_reason_and_are_shared_by_deep_c
     with pytest.raises(TypeError, match=r"given its engine as an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
         pickle.dumps(chat)
     for attempt in (pickle.dumps, copy.deepcopy, copy.copy):
-        with pytest.raises(TypeError, match=r"TransformersEngine holds a model.*Send what load_engine takes"):
+        with pytest.raises(TypeError, match=r"TransformersEngine holds a model.*Send the arguments of load_engine"):
             attempt(engine)
     held = ChatBlend(model="demo", store=MemoryStore(1 << 20))
     with pytest.raises(TypeError, match="given its store"):

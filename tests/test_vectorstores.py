@@ -24,8 +24,9 @@ from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError, UsageError
+from ragblend.ingestion.documents import remove_documents
 from ragblend.llm import ChatBlend
-from ragblend.precompute import ingest, precompute_documents, remove_documents
+from ragblend.precompute import ingest, precompute_documents
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
 
 A = "The lighthouse on Gull Rock was built long ago."

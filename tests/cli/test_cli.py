@@ -320,7 +320,7 @@ def test_ask_with_another_system_text_names_on_stderr_the_command_that_fixes_it(
     shown = subprocess.run(command, cwd=home, env=path, capture_output=True, text=True, check=True)
     assert json.loads(shown.stdout)["report"]["num_chunk_hits"] == 0
     (line,) = (line for line in shown.stderr.splitlines() if line.startswith("WARNING"))
-    assert "the store holds KV behind another prefix, none behind this one" in line
+    assert "the store holds KV after other prefixes, none after this one" in line
     command = shlex.split(line[line.index("ragblend precompute") : line.index(", or from Python")])
     assert run(*command[1:])[0] == 0
     assert run.facts(*ask)["report"]["num_chunk_hits"] == 3
@@ -506,11 +506,9 @@ def test_gc_of_orphans_lists_what_it_deletes(docs, run):
 def test_another_chunk_size_is_reported(docs, run):
     run("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--chunk-size", "64", *PLACE)
     code, _, err = run("ingest", "docs", *PLACE)
-    assert (code, "chunks of" in err) == (0, False)
+    assert (code, "chunks are" in err) == (0, False)
     code, _, err = run("ingest", "docs", "--chunk-size", "32", *PLACE)
-    assert code == 0
-    assert "chunks of 32 tokens" in err
-    assert "64 tokens" in err
+    assert (code, "chunks are 32 tokens now and were 64 tokens" in err) == (0, True)
     assert run.facts("stats", *PLACE)["chunk_size"] == 32
 
 
@@ -556,7 +554,7 @@ def test_bad_input_gives_one_clear_line_and_its_exit_code(run, case):
             "docs.jsonl", b'"Alice Kern works for Nexon."\n{"text": "cut\n"Bob Fox lives in Norburg."\n', 6,
             r"(?s)2 documents \(0 unchanged\), 2 chunks.*failed: .*docs\.jsonl: .* left out: line 2 is not JSON",
         ),
-        (".hidden", b"", 1, "nothing to ingest"),
+        (".hidden", b"", 1, "no documents that match"),
     ],
 )  # fmt: skip
 def test_unreadable_files_of_a_corpus_are_named_and_change_the_exit_code(run, tmp_path, name, content, code, message):

@@ -24,9 +24,9 @@ from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.errors import RagblendError, StoreFullError, StoreNotWritableError
 from ragblend.files.output import write_output
 from ragblend.index import SearchHit
+from ragblend.ingestion.report import IngestReport
 from ragblend.lab.plan import read_profile
 from ragblend.lab.quality.data import find_data, read_cases
-from ragblend.precompute import IngestReport
 from ragblend.prompt.types import Chunk
 
 ROOT = Path(__file__).parents[2]

@@ -70,7 +70,7 @@ def test_kv_after_another_prefix_is_reported_once_with_the_command_that_fixes_it
         for _ in range(5):
             assert ask(engine, Prompt(TEXTS[:3], "Who?", system)).report.num_chunk_hits == 0
         (line,) = said()
-        assert f"holds KV behind another prefix, none behind this one ({system!r})" in line
+        assert f"holds KV after other prefixes, none after this one ({system!r})" in line
         command = shlex.split(line[line.index("ragblend precompute") : line.index(", or from Python")])
         assert command[2:] == ["--model", "demo", "--store", str(tmp_path / "kv"), "--system", system]
         precompute_documents(TEXTS, engine)  # the other way that it names
@@ -84,7 +84,7 @@ def test_kv_after_a_system_text_is_reported_to_prompts_without_one(tiny_engine: 
     precompute_documents(TEXTS, tiny_engine(store=store, system="Be brief.", context=context))
     ask(tiny_engine(store=store))
     (line,) = said()
-    assert "holds KV behind another prefix, none behind this one (no system text)" in line
+    assert "holds KV after other prefixes, none after this one (no system text)" in line
 
 
 def test_prompts_of_which_nothing_is_stored_are_reported_once_after_three(tiny_engine: Make, said: Any) -> None:
@@ -93,7 +93,7 @@ def test_prompts_of_which_nothing_is_stored_are_reported_once_after_three(tiny_e
     for number in range(6):
         ask(engine)
         assert len(said()) == (number >= 2)
-    assert said()[0].startswith("nothing was reused: nothing in 3 prompts is stored")
+    assert said()[0].startswith("nothing was reused: 3 prompts contained no stored chunk")
 
 
 def test_a_remote_tier_that_does_not_answer_is_the_only_warning(tiny_engine: Make, said: Any) -> None:

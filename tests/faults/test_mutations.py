@@ -36,8 +36,9 @@ from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import machine_facts, write_profile
 from ragblend.errors import RagblendError
 from ragblend.index import open_index
+from ragblend.ingestion.documents import pin_document
 from ragblend.operations.maintenance import repair_store, verify_store
-from ragblend.precompute import ingest, open_engine_index, pin_document
+from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.render import Renderer
 
 pytestmark = pytest.mark.timeout(3600)

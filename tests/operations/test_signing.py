@@ -22,7 +22,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import load_into_memory
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.signing import StoreKey, find_key, read_key, write_key
-from ragblend.engine.transformers import model as transformers_model
+from ragblend.engine.transformers import checkpoints
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 
 CHUNKS = ("Nora Adler works for Paxara.", "The company is based in Oston.")
@@ -246,16 +246,16 @@ def test_an_embedders_folder_runs_no_code(tmp_path: Path) -> None:
 
 def test_the_embedded_model_is_the_one_that_was_shipped(tmp_path: Path, monkeypatch: Any) -> None:
     place = tmp_path / "demo" / "weights"
-    shutil.copytree(transformers_model.find_model("demo"), place)
-    monkeypatch.setattr(transformers_model, "files", lambda package: tmp_path)
-    transformers_model._demo_checkpoint.cache_clear()
-    assert transformers_model.find_model("demo") == place
+    shutil.copytree(checkpoints.find_model("demo"), place)
+    monkeypatch.setattr(checkpoints, "files", lambda package: tmp_path)
+    checkpoints._demo_checkpoint.cache_clear()
+    assert checkpoints.find_model("demo") == place
     with (place / "model.safetensors").open("ab") as file:
         file.write(b"!")
-    transformers_model._demo_checkpoint.cache_clear()
+    checkpoints._demo_checkpoint.cache_clear()
     with pytest.raises(CorruptError, match=r"model\.safetensors.*--force-reinstall"):
-        transformers_model.find_model("demo")
-    transformers_model._demo_checkpoint.cache_clear()
+        checkpoints.find_model("demo")
+    checkpoints._demo_checkpoint.cache_clear()
 
 
 def test_doctor_runs_no_code_of_a_model_that_the_folder_names(run: CommandRunner, caplog: Any) -> None:

@@ -144,7 +144,7 @@ def test_a_loaded_peft_model_is_fingerprinted_with_its_adapter_and_fails_if_it_i
         with model.disable_adapter():
             assert pair_fingerprint(model) not in marks[1:]
             for mode in ("blend", "full"):
-                with pytest.raises(RagblendError, match="adapters are not those any more"):
+                with pytest.raises(RagblendError, match="adapters were changed after"):
                     engine.generate(PROMPT, mode=mode, max_tokens=4)
         assert engine.generate(PROMPT, max_tokens=4).token_ids == answer.token_ids
     merged = peft.PeftModel.from_pretrained(load(saved), str(adapter)).merge_and_unload()
@@ -164,8 +164,8 @@ def test_an_adapter_that_transformers_itself_loaded_counts(saved: Path, adapter:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "puts .*tokens .*before"),
-        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "puts .*tokens .*before"),
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "adds tokens before"),
+        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "adds tokens before"),
         (
             peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["k_proj"], alora_invocation_tokens=[5, 6]),
             "starts at certain tokens of the prompt",
@@ -188,12 +188,12 @@ def test_a_folder_that_is_no_adapter_is_named(saved: Path, adapter: Path, tmp_pa
         load_engine(str(saved), adapter=saved)
     broken = Path(shutil.copytree(adapter, tmp_path / "broken"))
     (broken / "adapter_model.safetensors").rename(broken / "adapter_model.bin")
-    with pytest.raises(NotFoundError, match="pickled adapters can run code"):
+    with pytest.raises(NotFoundError, match="pickled adapters are not read"):
         load_engine(str(saved), adapter=broken)
     homeless = Path(shutil.copytree(adapter, tmp_path / "homeless"))
     config = json.loads((homeless / "adapter_config.json").read_text())
     (homeless / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
-    with pytest.raises(NotFoundError, match="names no base model; say it: model=BASE, adapter="):
+    with pytest.raises(NotFoundError, match="names no base model; pass model=BASE, adapter="):
         load_engine(str(homeless))
     with pytest.raises(UsageError, match="adapter_kwargs"):
         load_engine(str(saved), model_kwargs={"adapter_kwargs": {}})

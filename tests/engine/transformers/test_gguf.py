@@ -113,7 +113,7 @@ def test_a_gguf_is_found_by_every_name_it_has(file: Path, tmp_path: Path) -> Non
         ("{tmp}/gone.gguf", NotFoundError, r"no GGUF at .*gone\.gguf; give a file, or one of .*ORG/REPO:gone\.gguf"),
         ("gone.gguf", NotFoundError, "no GGUF at gone.gguf"),
         ("{tmp}:gone.gguf", NotFoundError, "no GGUF at"),
-        ("org/gone:x.gguf", NotFoundError, "neither here nor on Hugging Face"),
+        ("org/gone:x.gguf", NotFoundError, "neither a local path nor on Hugging Face"),
         ("{tmp}", NotFoundError, r"has no config\.json; name the GGUF: .*broken\.gguf"),
         ("{tmp}/broken.gguf", UnsupportedModelError, "cannot be loaded as a causal language model"),
         ("big-00001-of-00003.gguf", UnsupportedModelError, "llama-gguf-split --merge"),

@@ -50,8 +50,8 @@ SIZES = {
         ("Olmo2", "Olmo2Attention", SIZES),
         ("Gemma3nText", "several hidden states per token", {}),
         ("Gemma3Text", "use_bidirectional_attention", SIZES | {"use_bidirectional_attention": True}),
-        ("DeepseekV32", r"multi-head latent attention \(MLA\) with an index.*keys", SIZES),
-        ("Mamba", "one state of everything before them", {}),
+        ("DeepseekV32", r"multi-head latent attention \(MLA\) with an index.*separate keys", SIZES),
+        ("Mamba", "one state of all tokens so far", {}),
     ],
 )
 def test_what_cannot_be_fused_is_refused_by_its_layers(name, named, changes):
@@ -235,7 +235,7 @@ def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch: pytest.
             query, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
         )
 
-    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", bottom_right)
+    monkeypatch.setattr("ragblend.engine.transformers.model_attention.attend_rows", bottom_right)
     with pytest.raises(UnsupportedModelError, match=found):
         load(tiny_model("llama"))
 
@@ -337,7 +337,7 @@ def test_layers_without_kv_anywhere_but_behind_all_others_are_refused(layers, ti
     model = tiny_model("gemma4")
     for layer in layers:
         model.model.layers[layer].self_attn.is_kv_shared_layer = True
-    with pytest.raises(UnsupportedModelError, match="KV of another model, or has a layer with"):
+    with pytest.raises(UnsupportedModelError, match="KV of another model, or has a layer that makes KV after"):
         reject_unsupported_model(model)
 
 

@@ -16,11 +16,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.transformers.model import (
-    find_model,
-    load_model,
-    model_fingerprint,
-)
+from ragblend.engine.transformers.checkpoints import find_model, model_fingerprint
+from ragblend.engine.transformers.model import load_model
 from ragblend.errors import NotFoundError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import random_model
@@ -57,8 +54,8 @@ def change_config(path: Path, **changes: Any) -> None:
         ("a/b/c", "no model directory at {name}.*'demo'"),
         ("{saved}/config.json", "no model directory"),
         ("{saved}/..", r"has no config\.json"),
-        ("org/no-such-model-here", "model '{name}' is neither here nor on Hugging Face.*`model='demo'`"),
-        ("no such model", "model '{name}' is neither here nor on Hugging Face.*`model='demo'`"),
+        ("org/no-such-model-here", "model '{name}' is neither a local path nor on Hugging Face.*`model='demo'`"),
+        ("no such model", "model '{name}' is neither a local path nor on Hugging Face.*`model='demo'`"),
     ],
 )
 def test_a_name_that_is_no_model_is_an_error_with_the_fix(name, said, saved):
@@ -166,7 +163,7 @@ def test_cuda_where_there_is_none_is_refused_with_the_fix(device, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_that_is_not_there_is_refused_with_their_number():
-    with pytest.raises(UsageError, match=f"PyTorch sees {torch.cuda.device_count()} GPUs"):
+    with pytest.raises(UsageError, match=f"PyTorch finds {torch.cuda.device_count()} GPUs"):
         load_model("demo", ModelOptions(device="cuda:99"))
 
 
@@ -208,14 +205,14 @@ SERVER = {"backend": "http://127.0.0.1:1", "dtype": "float32", "attn_implementat
             ({"device": each}, f"device is '{each}'.*choose cpu, cuda or cuda:N")
             for each in ("x", "cuda:x", "meta", "")
         ),
-        ({"dtype": "float32", "torch_dtype": torch.bfloat16}, "dtype is both 'float32' and 'bfloat16'"),
+        ({"dtype": "float32", "torch_dtype": torch.bfloat16}, "dtype is given twice, as 'float32' and as 'bfloat16'"),
         ({"dtype": "float8"}, "dtype is 'float8'; choose one of auto"),
-        ({"device_map": SPLIT}, "spreads the model over cpu, disk: its layers are run one at a time"),
-        ({"device_map": "auto", "device": "cpu"}, "give one of them"),
-        ({"revision": "v2"}, "revision is 'v2', and .* is a path"),
-        ({"model_kwargs": {"state_dict": {}}}, "state_dict, which ragblend cannot use.*hand over the pair"),
+        ({"device_map": SPLIT}, "spreads the model over cpu, disk, but its layers run one at a time"),
+        ({"device_map": "auto", "device": "cpu"}, "both set the device; remove one"),
+        ({"revision": "v2"}, "revision is 'v2', but .* is a path"),
+        ({"model_kwargs": {"state_dict": {}}}, "state_dict, which ragblend cannot use.*pass it with its tokenizer"),
         ({"model_kwargs": {"use_safetensors": False}}, "pickled weights can run code"),
-        ({"model_kwargs": {"subfolder": "x"}}, "give the path of the folder itself"),
+        ({"model_kwargs": {"subfolder": "x"}}, "pass the path of the folder itself"),
         ({"model_kwargs": {"tp_plan": "auto"}}, "tensor_parallel_size"),
         ({"model_kwargs": {"no_such_argument": 1}}, "no_such_argument"),
         (SERVER, "attn_implementation, dtype are set where the server starts, not with http"),
@@ -235,7 +232,7 @@ def test_a_model_that_transformers_itself_has_split_is_refused(saved, tmp_path):
     layers = {f"model.layers.{index}": "disk" if index else "cpu" for index in range(6)}
     ends = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     model = AutoModelForCausalLM.from_pretrained(saved, device_map=layers | ends, offload_folder=tmp_path / "off")
-    with pytest.raises(UsageError, match="is spread over cpu, disk: its layers"):
+    with pytest.raises(UsageError, match="is spread over cpu, disk, but its layers"):
         load_engine((model, AutoTokenizer.from_pretrained(saved)))
 
 

@@ -70,13 +70,13 @@ def test_the_config_that_a_model_was_loaded_with_counts_and_not_the_files(saved:
 def test_what_cannot_be_set_any_more_is_refused(saved: Path) -> None:
     with pytest.raises(UsageError, match=r"dtype, attn_implementation cannot be set for a model that is loaded"):
         load_engine(load(saved), dtype="bfloat16", attn_implementation="eager")
-    with pytest.raises(UsageError, match="a loaded model is run here; with backend='vllm' give its name"):
+    with pytest.raises(UsageError, match="a loaded model runs in this process, but backend is 'vllm'; pass its name"):
         load_engine(load(saved), backend="vllm")
 
 
 @pytest.mark.parametrize("given", [(1, 2), ("a", "b"), 3, ["model", "tokenizer"]])
 def test_what_is_no_pair_is_refused_with_how_to_make_one(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"give a name, a path, a pipeline, or a loaded model with its tokenizer"):
+    with pytest.raises(UsageError, match=r"pass a name, a path, a pipeline, or a loaded model with its tokenizer"):
         load_engine(given)
     with pytest.raises((UsageError, ValueError), match="loaded model with its tokenizer"):
         ChatBlend(model=given)

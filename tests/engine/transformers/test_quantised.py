@@ -154,7 +154,7 @@ def test_fp8_is_dequantised_on_a_cpu_and_does_not_pass_for_what_a_gpu_computes(s
         full = engine.generate(PROMPT, mode="full", max_tokens=8).token_ids
         blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8)
         assert (blended.token_ids, blended.report.num_chunk_hits) == (full, 3)
-        from ragblend.engine.transformers.model import model_fingerprint
+        from ragblend.engine.transformers.checkpoints import model_fingerprint
 
         assert engine.fingerprint == model_fingerprint(path, "float32+dequantised")
 

@@ -163,7 +163,7 @@ def test_every_token_that_ends_an_answer_may_end_it(renderer: Renderer) -> None:
         ({"json": 5}, "5 is no JSON schema"),
         ({"regex": "("}, "regex that cannot be followed"),
         ({"grammar": "start: nothing"}, "unknown name"),
-        ({"structural_tag": {"format": {"type": "zoo"}}}, "'zoo' of a structural tag is not known"),
+        ({"structural_tag": {"format": {"type": "zoo"}}}, "a structural tag has the type 'zoo'"),
         ({"structural_tag": {}}, "structural_tag that cannot be followed"),
         ({"xml": 1}, "choose one of json, json_object, regex, choice, grammar, structural_tag"),
         ({"json": {}, "regex": "a"}, "choose one of json"),

@@ -217,10 +217,10 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
         assert calibrations.resolve_request_tuning((1, 2, 3), NO_PROBE_RULE, None).fit is None
     for line in caplog.messages:
         assert left.name in line
-        assert "has rule 'repair' at layer 1; there is no such rule here; make it again: ragblend calibrate" in line
+        assert "rule 'repair' at layer 1, which this ragblend does not have; make it again: ragblend calibrate" in line
     (problem,) = DiskStore(tmp_path).verify_metadata(calibration_error)
     assert problem.key.endswith(left.name)
-    assert "there is no such rule here" in problem.reason
+    assert "which this ragblend does not have" in problem.reason
     save(tmp_path)  # made again, it has the same name
     assert load_calibration(tmp_path, "f00d", (1, 2, 3)) == CALIBRATION
 
