@@ -62,7 +62,7 @@ def run_python(page: str, names: dict[str, object], replaced: dict[str, str]) ->
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """Every command of the shell blocks, each part of a pipe alone: its page and line, its words without redirections."""
+    """Every command of the shell blocks, pipes split: its page and line, and its words without redirections."""
     found = []
     for block in blocks("bash"):
         begun, start = "", block.line
