@@ -174,7 +174,9 @@ def test_the_floor_of_jinja2_is_what_transformers_demands_for_chat_templates():
         ('kv_dir = "/home/another/kv"', "kv_dir"),
     ],
 )
-def test_a_folders_file_does_not_run_code_or_reach_outside_and_says_so(line, name, tmp_path: Path, caplog):
+def test_a_folders_file_does_not_run_code_or_reach_outside_and_a_warning_names_the_line(
+    line, name, tmp_path: Path, caplog
+):
     folder = tmp_path / "project"
     (folder / "inside").mkdir(parents=True)
     (folder / "link").symlink_to(tmp_path, target_is_directory=True)

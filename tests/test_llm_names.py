@@ -57,7 +57,7 @@ def test_a_server_and_a_dtype_are_named_as_elsewhere(kind: Any, tmp_path: Path) 
         kind(model="demo", store=tmp_path, base_url="elsewhere")
 
 
-def test_an_answer_is_as_long_as_the_call_says_by_any_name(engine: TransformersEngine) -> None:
+def test_an_answer_is_as_long_as_the_call_sets_by_any_name(engine: TransformersEngine) -> None:
     chat = ChatBlend(engine=engine)
     for name in ("max_tokens", "max_new_tokens", "max_completion_tokens"):
         assert chat.invoke("the other", **{name: 2}).usage_metadata["output_tokens"] <= 2
@@ -135,7 +135,7 @@ def test_a_stream_ends_with_its_usage_unless_it_is_switched_off(engine: Transfor
     assert used(chat, stream_usage=False) == used(ChatBlend(engine=engine, max_tokens=2, stream_usage=False)) == []
 
 
-def test_the_profile_says_how_much_it_reads_and_what(engine: TransformersEngine) -> None:
+def test_the_profile_has_the_context_length_and_the_inputs(engine: TransformersEngine) -> None:
     profile = ChatBlend(engine=engine).profile
     assert profile["max_input_tokens"] == engine.context_length
     assert (profile["text_inputs"], profile["image_inputs"], profile["tool_calling"]) == (True, False, True)

@@ -61,7 +61,7 @@ def as_searched_otherwise(folder: Path, former: str) -> None:
         ("faiss:HNSW16", ["searched in faiss:HNSW16", "flat vectors.faiss"]),
     ],
 )
-def test_an_index_that_was_searched_otherwise_opens_as_a_flat_one_and_says_so_once(former, said, tmp_path, caplog):
+def test_an_index_of_another_kind_opens_as_a_flat_one_with_one_warning(former, said, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     rows = rows_of(8)
     with open_index(tmp_path, embedder(), create=True) as index:

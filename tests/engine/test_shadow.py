@@ -96,7 +96,7 @@ def test_the_share_is_drawn_with_the_seed(shadowed):
 @pytest.mark.parametrize(
     ("share", "mode", "counted"), [(0.0, "blend", 0), (1.0, "full", 0), (1.0, "prefix", 0), (1.0, "reuse", 1)]
 )
-def test_only_answers_from_fused_kv_are_shadowed_and_only_where_asked(shadowed, share, mode, counted):
+def test_only_answers_from_fused_kv_are_shadowed_and_only_with_a_share(shadowed, share, mode, counted):
     engine = shadowed(share)
     report = engine.generate(prompts()[0], mode=mode, max_tokens=2).report
     engine.flush_shadow()

@@ -332,7 +332,7 @@ def test_an_agent_answers_in_the_form_it_was_made_for(chat: ChatBlend, strategy:
         ({"functions": [{"name": "x"}]}, "pass tools instead"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_in_words(chat: ChatBlend, call: dict[str, Any], said: str) -> None:
+def test_unsupported_requests_are_refused_with_the_reason(chat: ChatBlend, call: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         chat.bind_tools([fill, ring]).invoke("Q", **call)
 

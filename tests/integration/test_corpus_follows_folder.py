@@ -159,7 +159,7 @@ def ingest_somewhere(folder: Folder, engine: Any, index: ChunkIndex, monkeypatch
     monkeypatch.chdir(place)
     what = rng.choice((folder.root, folder.root, rng.choice(folder.folders()), folder.any_file()))
     if "draft" in str(what):
-        return  # who names what `.gitignore` names gets it; a fresh ingest of the folder would not
+        return  # a file that is named is ingested though `.gitignore` names it; a fresh ingest of the folder skips it
     given = str(what) if rng.random() < 0.5 else os.path.relpath(what, place)
     with suppress(EmptyCorpusError):
         ingest(given, engine, index, glob=rng.choice(("*", "*", "*.md", "*.txt")), **OPTIONS)

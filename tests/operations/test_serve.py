@@ -122,7 +122,7 @@ def broken_stores(root: Path) -> dict[str, Path]:
 @pytest.mark.parametrize("kind", ["a file", "below a file", "a damaged note", "not ours to write"])
 def test_a_dry_run_refuses_the_store_that_serve_refuses(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
     store, access = broken_stores(tmp_path)[kind], os.access
-    # For root, who may write everywhere.
+    # Root may write everywhere, so the check is replaced.
     monkeypatch.setattr("os.access", lambda place, *mode: access(place, *mode) and place != tmp_path / "locked")
     monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
     monkeypatch.setattr("os.execvpe", lambda *call: pytest.fail(f"started {call}"))

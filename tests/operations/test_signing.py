@@ -162,7 +162,7 @@ def test_verify_reads_the_remote_tier_and_repair_replaces_its_damaged_entries(
     assert run("verify", *common)[0] == 0
 
 
-def test_doctor_says_whether_what_is_stored_is_signed(run: CommandRunner) -> None:
+def test_doctor_reports_whether_the_store_is_signed(run: CommandRunner) -> None:
     def finding() -> dict[str, Any]:
         checks = json.loads(run("doctor", "--json")[1])["checks"]  # this machine may fail other checks
         return next(check for check in checks if check["name"] == "store key")

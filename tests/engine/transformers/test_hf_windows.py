@@ -135,7 +135,7 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, st
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}),
     ],
 )
-def test_what_a_layer_sees_is_part_of_the_fingerprint(family, change, saved_model):
+def test_windows_and_shared_layers_are_part_of_the_fingerprint(family, change, saved_model):
     path = saved_model(family, sliding_window=30)
     before = model_fingerprint(path, "float32")
     assert model_fingerprint(path, "float32", {"use_cache": False}) == before
