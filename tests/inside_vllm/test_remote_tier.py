@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ask, ask_all, engine, free_blocks, ingest, random_ids, report, tokens, watch_counts
+from harness import PREFIX, ask, ask_all, engine, free_blocks, ingest, random_ids, report, tokens, watch_counts
 from servers import RedisServer, TcpProxy, running_redis
 
 from ragblend import Prompt, load_engine
@@ -17,7 +17,6 @@ from ragblend.engine.store.remote.tier import open_remote
 from ragblend.precompute import precompute_documents
 
 pytestmark = pytest.mark.timeout(600)
-PREFIX = random_ids(5, 1)
 CHUNKS = [random_ids(30 + 7 * index, 100 + index) for index in range(6)]
 QUESTION = random_ids(6, 300)
 
@@ -47,13 +46,21 @@ def requests() -> list[tuple[list[int], dict[str, Any]]]:
     dice = random.Random(0)
     made = []
     for _ in range(12):
-        ids, spans = list(PREFIX), []
+        ids = list(PREFIX)
         for chunk in dice.sample(CHUNKS, dice.randint(1, 5)):
-            spans.append([len(ids), len(ids) + len(chunk)])
             ids += chunk
-        params = {"mode": "blend", "rule": "cacheblend_k", "ratio": dice.choice([0.1, 0.3]), "spans": spans}
+        params = {"mode": "blend", "rule": "cacheblend_k", "ratio": dice.choice([0.1, 0.3])}
         made.append((ids + QUESTION, params))
     return made
+
+
+def chunks_in(ids: list[int]) -> list[int]:
+    """The numbers of the chunks that a prompt has."""
+    return [
+        number
+        for number, chunk in enumerate(CHUNKS)
+        if any(ids[at : at + len(chunk)] == chunk for at in range(len(ids)))
+    ]
 
 
 def connector(llm: Any) -> Any:
@@ -79,7 +86,7 @@ def test_a_replica_with_an_empty_disk_answers_as_the_one_that_ingested(
         assert all(report(output)["num_chunk_hits"] == report(output)["num_chunks"] for output in found)
         assert all(report(output)["stall_s"] > 0 for output in found)
         assert free_blocks(llm) == free
-        asked = {tuple(ids[start:end]) for ids, params in requests() for start, end in params["spans"]}
+        asked = {number for ids, _ in requests() for number in chunks_in(ids)}
         assert len(list(DiskStore(tmp_path).keys())) == len(asked)
         assert counters["remote_hits"] == len(asked)
         again = ask_all(llm, requests())
@@ -135,7 +142,7 @@ def test_a_remote_that_lies_is_not_believed(redis_server, first, checkpoint, tmp
         output = ask(llm, *requests()[0])
         assert tokens(output) == first["plain"][0]
         assert report(output)["num_chunk_hits"] == 0
-        assert counters["damaged_entries"] == len(requests()[0][1]["spans"])
+        assert counters["damaged_entries"] == len(chunks_in(requests()[0][0]))
         assert list(DiskStore(tmp_path).keys()) == []
 
 
@@ -172,7 +179,7 @@ def test_redis_killed_and_started_again_while_serving(first, checkpoint, tmp_pat
 
 def single(chunk: list[int]) -> tuple[list[int], dict[str, Any]]:
     ids = [*PREFIX, *chunk, *QUESTION]
-    return ids, {"mode": "reuse", "spans": [[len(PREFIX), len(PREFIX) + len(chunk)]]}
+    return ids, {"mode": "reuse"}
 
 
 def wait_for_keys(server: RedisServer) -> list[str]:
@@ -247,7 +254,7 @@ def test_with_a_key_vllm_uses_only_what_it_signed(redis_server, first, checkpoin
     with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
         counters, (request, *_) = watched_counters(llm), requests()
         assert report(ask(llm, *request))["num_chunk_hits"] == 0
-        assert counters["damaged_entries"] == len(request[1]["spans"])
+        assert counters["damaged_entries"] == len(chunks_in(request[0]))
         assert list(DiskStore(tmp_path, store_key=None).keys()) == [], "nothing was moved up"
         for chunk in CHUNKS:
             ingest(llm, PREFIX, chunk)
