@@ -129,7 +129,7 @@ class Side:
 def measure(
     config: ThroughputConfig, read_s: float, rule: str, repeats: int, alone_s: float, notify: Callable[[str], None]
 ) -> list[StallRun]:
-    """`repeats` rounds of the three sides, each with a stream of its own: `alone_s` seconds with nothing beside it."""
+    """`repeats` rounds of the three sides, each with a new stream: `alone_s` seconds with nothing beside it."""
     sides = {name: Side(name) for name in SIDES}
     length = PREFIX_TOKENS + config.num_chunks * config.chunk_tokens + QUESTION_TOKENS + STREAM_TOKENS
     with (

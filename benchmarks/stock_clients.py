@@ -5,8 +5,8 @@
         --out data/results/stock-clients.json
 
 The passages of MuSiQue questions go to the server's documents API. Each question is then asked over its passages at
-temperature 0 by the openai package, by `ChatOpenAI` in a LangChain chain and by LlamaIndex' `OpenAILike`; nothing of
-ragblend is in these clients. The reference is ragblend's engine in this process over a copy of the server's store, with
+temperature 0 by the openai package, by `ChatOpenAI` in a LangChain chain and by LlamaIndex' `OpenAILike`; these
+clients do not use ragblend. The reference is ragblend's engine in this process over a copy of the server's store, with
 the defaults of both. Before each request vLLM's prefix cache is emptied, so that all of them find the same. Read
 `compare` first.
 """

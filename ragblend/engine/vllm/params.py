@@ -28,16 +28,8 @@ from typing import Any, Literal, get_args
 
 from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError, check_unicode
-from ragblend.options import (
-    CONTEXT,
-    MODES,
-    ContextPolicy,
-    GenerationOptions,
-    Mode,
-    RatioChoice,
-    check_options,
-    copy_option,
-)
+from ragblend.option_fields import check_options, copy_option
+from ragblend.options import CONTEXT, MODES, ContextPolicy, GenerationOptions, Mode, RatioChoice
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""

@@ -13,7 +13,8 @@ from tier_support import make_kv
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVSpec
-from ragblend.engine.transformers.model import AS_IT_IS, load_tokenizer
+from ragblend.engine.transformers.checkpoints import AS_IT_IS
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.scheduler import BlendScheduler
 from ragblend.files.store_folder import CATALOG_FILE
