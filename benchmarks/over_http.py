@@ -4,8 +4,9 @@
         --out data/results/over-http.json
 
 The passages of MuSiQue questions are stored by `ragblend serve`, sent to its documents API, and by the transformers
-engine in this process, each in a store of its own and with the defaults of both. They take turns, some documents at a
-time, so that what else the machine does meets both; CPU seconds stay true on a busy one.
+engine in this process, each in its store and with the defaults of both; the vectors by which similar chunks
+are found are the same. They take turns, some documents at a time, so that what else the machine does meets both; CPU
+seconds stay true on a busy one.
 
 Each question is then asked over its passages, on both sides by default and in mode full. Closeness is the
 Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats, over the whole vocabulary:
@@ -33,11 +34,13 @@ from torch import Tensor
 from benchmarks.results import write_result
 from benchmarks.stock_clients import TEMPLATE, Questions, ingest, served
 from ragblend import Prompt, load_engine
+from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.report import Mode
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.precompute import precompute_documents
 
+EMBEDDER = HashingEmbedder()
 _SESSIONS: set[int] = set()  # of the processes that this one has started
 _NAMED_ID = "token_id:"  # how vLLM names a token of `return_tokens_as_token_ids`
 
@@ -53,11 +56,15 @@ def measure_ingestion(
         for side in ("served", "local") if number % 2 else ("local", "served"):
             start_s, start_cpu_s = perf_counter(), _cpu_s(side)
             if side == "served":
-                num_new = ingest(url, batch)["num_new_kv"]
+                num_new = ingest(url, [_with_vectors(document) for document in batch])["num_new_kv"]
             else:
                 texts = [(document["id"], text) for document in batch for text in document["chunks"]]
                 report = precompute_documents(
-                    [text for _, text in texts], engine, ids=[name for name, _ in texts], collection="musique"
+                    [text for _, text in texts],
+                    engine,
+                    ids=[name for name, _ in texts],
+                    collection="musique",
+                    embedder=EMBEDDER,
                 )
                 num_new = report.num_new_kv
             record[f"{side}_s"], record[f"{side}_entries"] = perf_counter() - start_s, num_new
@@ -67,8 +74,13 @@ def measure_ingestion(
     return found
 
 
+def _with_vectors(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document with the vectors by which both sides find similar chunks."""
+    return {**document, "vectors": EMBEDDER.embed(document["chunks"]).tolist(), "embedder": EMBEDDER.name}
+
+
 def _cpu_s(side: str) -> float:
-    """Return the CPU seconds that this process has used, or the server's processes, which are a session of its own."""
+    """Return the CPU seconds that this process has used, or the server's processes, which are a separate session."""
     if side == "local":
         return process_time()
     ticks = 0

@@ -183,7 +183,7 @@ _ENCODED = {
     "a form": b"id=a&text=Some+text.",
     "a part": b'--x\r\nContent-Disposition: form-data; name="text"\r\n\r\nA text.\r\n--x--\r\n',
 }
-_COLLECTIONS = {**_NAMES, "somebody else's": '"@globex/kb"', "null": "null"}
+_COLLECTIONS = {**_NAMES, "of another namespace": '"@globex/kb"', "null": "null"}
 
 
 def _generate() -> Iterator[tuple[str, Hostile]]:
