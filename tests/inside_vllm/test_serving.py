@@ -239,7 +239,8 @@ def test_the_store_pulled_away_while_serving(how, serving):
     others = random_requests(8, 4)
     found = [tokens(answer) for answer in ask_all(llm, others, 6, None)]
     assert found == [tokens(ask(llm, other, None, 6, None)) for other, _ in others]  # full computes, all of them
-    lost = ingest(llm, PREFIX, random_ids(20, 77))
+    ingested = {"mode": "ingest", "spans": [[len(PREFIX), len(PREFIX) + 20]]}
+    lost = report(ask(llm, [*PREFIX, *random_ids(20, 77), 7], ingested, max_tokens=1))
     assert (how == "removed") == (lost["refused_reason"] == "")  # a directory is made again, a file stays
     assert how == "removed" or "not stored" in lost["refused_reason"]
     assert free_blocks(llm) == free

@@ -256,7 +256,8 @@ class VllmEngineBase(LocalEngine):
             return
         if not report.refused_reason and answer.finish_reason != "cancelled":
             prefix_ids = self._own_prefix(request.token_ids, request.prompt)
-            self.notices.record_lookup(report.prompt_tokens, [chunk.hit for chunk in report.chunks], prefix_ids)
+            hits = [chunk.hit for chunk in report.chunks] or [False] * len(request.prompt.chunks)
+            self.notices.record_lookup(report.prompt_tokens, hits, prefix_ids)
         if report.num_chunk_hits < max(report.num_chunks, len(request.prompt.chunks)):
             self._backfill_missed(request.prompt)
         if not request.options.temperature and answer.finish_reason != "cancelled":
