@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import PREFIX, ask, connector_worker, engine, ingest, random_ids, report, tokens
 
 QUESTION = random_ids(6, 300)
@@ -17,10 +18,11 @@ def blending() -> tuple[list[int], dict[str, Any]]:
 
 
 def test_chunks_of_a_request_that_waits_for_its_turn_are_read_meanwhile(
-    checkpoint: Callable[[str], Path], tmp_path: Path
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm import SamplingParams
 
+    monkeypatch.setattr("ragblend.engine.vllm.scheduler.PATIENCE_S", 60.0)  # its chunks are known before it waits
     with engine(checkpoint("llama"), tmp_path, max_num_seqs=1, skip_tokenizer_init=True) as llm:
         for chunk in STORED:
             ingest(llm, PREFIX, chunk)
