@@ -290,8 +290,11 @@ class BlendWorker:
     def _blend(self, job: BlendJob) -> Steps[_JobOutput]:
         """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
         reuse = job.params.mode != "blend"
+        own = (job.params.namespace, job.prefix_ids)
+        was_known = own in self._prefixes
         prefix = () if job.num_resident else (yield from self._prefix(job))
         num_resident = job.num_resident or sum(placement.end for placement in prefix)
+        num_known = 0 if own in self._prefixes and not was_known and not job.num_resident else num_resident
         damaged: set[str] = set()
         while True:
             plan = self._fuse_plan(job, self._lookup(job, damaged), num_resident)
@@ -320,7 +323,7 @@ class BlendWorker:
         by_start = {each.start: (each, stored[each.start]) for each in plan.placements}
         starts = [start for start, _ in job.spans]
         used = {start: by_start[first] for start in starts if (first := max(start, job.num_resident)) in by_start}
-        record_fusion(report, starts, used, plan, result)
+        record_fusion(report, starts, used, plan, result, num_known)
         for start, chunk in zip(starts, report.chunks, strict=True):
             if start < job.num_resident:  # blended for an earlier turn
                 chunk.exact = job.ratio >= 1
