@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class Documents:
         self._engines: dict[str, Engine] = {}
         self._lock = threading.Lock()
         self._num_removing = 0
-        self._progress = (0, 0)
+        self._progress = ("", 0, 0)  # the namespace whose chunks are prefilled, and how many of how many are
         self._new_kv: Counter[str] = Counter()
         self._new_bytes: Counter[str] = Counter()
         self._wake, self._closed = threading.Event(), threading.Event()
@@ -124,7 +125,9 @@ class Documents:
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
         """Return how many documents of which collection are stored, pending and failed, and why."""
-        done, total = self._progress
+        storing, done, total = self._progress
+        if storing != namespace:  # of others nothing is told
+            done = total = 0
         return {
             "collections": self._table.summarize(namespace, collection, ingestion),
             "reasons": self._table.with_reason(namespace, collection, ingestion, MAX_REASONS),
@@ -170,7 +173,7 @@ class Documents:
         except BackendUnreachableError:
             return False
         finally:
-            self._progress = (0, 0)
+            self._progress = ("", 0, 0)
 
     def _store(self, rows: Sequence[WaitingDocument]) -> None:
         """Chunk, embed, record and prefill documents of one collection, and note of each what became of it."""
@@ -184,7 +187,7 @@ class Documents:
             report = precompute_documents(
                 [chunk for chunks in chunks_of for chunk in chunks],
                 engine,
-                self._note_progress,
+                partial(self._note_progress, first.namespace),
                 ids=[row.id for row in owners],
                 versions=[row.version if row.body.get("adds") else "" for row in owners],
                 collection=first.collection,
@@ -213,8 +216,8 @@ class Documents:
             is_stored = has_all and row.id not in failed
             self._table.finish(row, StoredCounts(*counts), reason, is_stored=is_stored)
 
-    def _note_progress(self, stage: str, done: int, total: int | None) -> None:
-        self._progress = (done, total or 0)
+    def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
+        self._progress = (namespace, done, total or 0)
 
     def _prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
         """A `workers.Prefill`: one chunk after the other, with rests while requests generate."""

@@ -482,7 +482,7 @@ def test_a_model_the_server_does_not_run_is_refused(url: str) -> None:
 
 
 def test_a_store_object_cannot_be_sent(url: str) -> None:
-    with pytest.raises(UsageError, match="leave it out"):
+    with pytest.raises(UsageError, match="leave `store` out"):
         load_engine("demo", object(), backend=url)  # type: ignore[call-overload]
 
 
