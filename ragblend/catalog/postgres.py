@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, InvalidatePoolError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
-from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
+from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION, SHARED_METADATA
 from ragblend.errors import (
     BackendUnreachableError,
     RagblendError,
@@ -124,7 +124,8 @@ class PostgresDialect(Dialect):
         if not inspect(connection).has_table(META.name):
             connection.exec_driver_sql(f"BEGIN; SELECT pg_advisory_xact_lock({_CREATION_LOCK})")
             if not inspect(connection).has_table(META.name):  # or another process was faster
-                METADATA.create_all(connection, checkfirst=False)
+                for tables in (METADATA, SHARED_METADATA):
+                    tables.create_all(connection, checkfirst=False)
                 rows = [{"name": "schema", "value": str(SCHEMA_VERSION)}, {"name": "version", "value": "0"}]
                 connection.execute(META.insert(), rows)
             connection.exec_driver_sql("COMMIT")

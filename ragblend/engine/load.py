@@ -213,6 +213,8 @@ def _load_transformers(
         kv_store: KVStore = open_store(store, **settings.tiers)
     elif settings.remote is not None:
         raise UsageError("a remote tier goes into the store that you pass: TieredStore(your_store, open_remote(URL))")
+    elif settings.catalog is not None:
+        raise UsageError("a catalogue goes into the store that you pass: DiskStore(DIR, catalog=URL)")
     elif settings.kv_dtype != "auto":
         raise UsageError(f"the store that you pass has its dtype: TieredStore(..., kv_dtype={settings.kv_dtype!r})")
     else:
@@ -222,7 +224,9 @@ def _load_transformers(
     machine = None
     if isinstance(store, Path):
         shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
-        register_model(store, loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, settings.new_model)
+        register_model(
+            store, loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, settings.new_model, settings.catalog
+        )
         machine = read_machine_profile(store, loaded.fingerprint, machine_facts(layers.device))
     return TransformersEngine(
         layers,
@@ -310,7 +314,7 @@ def _load_vllm(
     found = str(checkpoint.path)
     place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else store.absolute()
     root = place if isinstance(place, Path) else Path(place.name)
-    register_model(root, checkpoint.fingerprint, checkpoint.facts(), settings.new_model)
+    register_model(root, checkpoint.fingerprint, checkpoint.facts(), settings.new_model, settings.catalog)
     transfer = transfer_config(
         root, settings.tiers, model=found, system=settings.system, context=settings.context, trust_remote_code=trust
     )
@@ -321,13 +325,19 @@ def _load_vllm(
     )
 
 
-def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool) -> None:
-    """Note in the store at `path` whose KV it holds, and what that looks like, which `verify` needs to know.
+def register_model(
+    path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool, catalog: str | None = None
+) -> None:
+    """Note in the store at `path` whose KV it holds, and what that looks like, which `verify` needs to know; and in its
+    catalogue, where other stores have it as well.
 
     A store that holds only other models' KV is refused, unless `new_model`.
     """
+    from ragblend.catalog.database import find_catalog
+    from ragblend.catalog.registry import register_shared_model
     from ragblend.engine.store.disk import DiskStore
 
+    register_shared_model(find_catalog(path, catalog), fingerprint, str(facts["model"]), new_model=new_model)
     disk = DiskStore(path)
     models = disk.models()
     if "kv_shapes" in models.get(fingerprint, {}):

@@ -15,6 +15,7 @@ import psycopg
 import pytest
 from postgres import PASSWORD, PostgresServer, fresh_schema, start_postgres
 
+from ragblend import load_engine
 from ragblend.catalog import known_chunks
 from ragblend.catalog.database import find_catalog
 from ragblend.catalog.known_chunks import KnownChunks
@@ -303,6 +304,21 @@ def test_two_schemas_of_a_database_are_two_catalogues(postgres: str) -> None:
         ChunkRegistry(other).add(["of the other"])
         assert list(ChunkRegistry(one).texts()) == ["of one"]
         assert list(ChunkRegistry(other).texts()) == ["of the other"]
+
+
+def test_a_catalogue_has_the_documents_of_one_model_unless_another_is_added(
+    shared_catalog: str, tmp_path: Path
+) -> None:
+    with load_engine("demo", tmp_path / "one", catalog=shared_catalog):
+        pass
+    with ChunkRegistry(shared_catalog) as registry:
+        refused(StoreMismatchError, lambda: registry.add_model("f" * 8, "other", new_model=False), "demo", "other")
+        registry.add_model("f" * 8, "other", new_model=True)
+        registry.add_model("f" * 8, "other", new_model=False)
+    with load_engine("demo", tmp_path / "two", catalog=shared_catalog) as engine:
+        engine.precompute("A text.")
+        assert list(engine.known_chunks._registry.stored()) == []
+    assert not (tmp_path / "two" / CATALOG_FILE).exists()
 
 
 def test_a_catalogue_is_where_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_ragblend_knows_every_variable_that_it_is_given(everything: list[dict[st
 
 def test_no_secret_is_in_a_release(everything: list[dict[str, Any]]) -> None:
     environment = {each["name"]: each for each in container(everything)["env"]}
-    for name in ("RAGBLEND_API_KEY", "RAGBLEND_REMOTE", KEY_VARIABLE, "HF_TOKEN"):
+    for name in ("RAGBLEND_API_KEY", "RAGBLEND_REMOTE", "RAGBLEND_CATALOG", KEY_VARIABLE, "HF_TOKEN"):
         assert environment[name]["valueFrom"]["secretKeyRef"]["name"]
     assert not [each for each in everything if each["kind"] == "Secret"]
 
