@@ -1,8 +1,9 @@
-"""What is done where no KV is fused: map-reduce and map-rerank, as in CacheBlend's figures, and reordered chunks.
+"""Baselines that fuse no KV: map-reduce and map-rerank, as in CacheBlend's figures, and reordered chunks.
 
-All prefill in full, so they are exact for the prompts that they send, which are other prompts than the one asked.
-Distances are read over the KV of the last of them: what asking otherwise costs, no error of arithmetic. Knows engines,
-prompts and words; nothing of tables. Read `ask_baseline` first; `benchmarks.figures` measures them beside blending.
+All of them prefill in full. They are exact for the prompts that they send, but these are not the prompt that was asked.
+Their distance from full prefill is computed over the KV of the last prompt that they send: it is the cost of sending
+another prompt, not a numerical error. Depends on engines, prompts and texts; prints nothing. Read `ask_baseline` first;
+`benchmarks.figures` measures them beside blending.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ INSTRUCTION = "Summarise in one or two sentences what the passage says that help
 
 
 class Asked(NamedTuple):
-    """A greedy answer, and the prompt whose KV it was decoded from."""
+    """A greedy answer, and the prompt from whose KV it was decoded."""
 
     answer: Answer
     prompt: MatchedPrompt
@@ -38,11 +39,11 @@ Ask = Callable[[Sequence[Part], str, str | None, int], Asked]
 
 
 def ask_baseline(name: Baseline, engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_tokens: int) -> Asked:
-    """`prompt`, which is `case` as it would be asked, by the baseline.
+    """Answer `prompt`, the usual prompt of `case`, by a baseline.
 
-    The answer's `ttft_s` is all that runs before its first token is known, one prompt after the other. Its charged
-    budgets are the tokens of all prompts that were prefilled over those of `prompt`, hence beyond 1 where question and
-    system text are read again for every chunk; tokens decoded on the way are in the time only.
+    The answer's `ttft_s` includes every prompt that runs before its first token is known. Its charged budgets are the
+    tokens of all prefilled prompts divided by those of `prompt`, so they exceed 1 where question and system text are
+    read again for every chunk. Tokens that are decoded before the answer count in the time only.
     """
     num_prefilled = 0
 
@@ -67,9 +68,9 @@ def ask_baseline(name: Baseline, engine: TransformersEngine, prompt: Prompt, cas
 
 
 def map_reduce(ask: Ask, chunks: Sequence[Part], case: QaCase, answer_tokens: int) -> Asked:
-    """The question over summaries, each made of one chunk with the question at hand (LangChain's chain).
+    """Ask the question over summaries of single chunks, each made for this question (LangChain's map-reduce chain).
 
-    What only two chunks together say, no summary can. A chunk that the model has no word for is left out."""
+    A fact that needs two chunks is in no summary. A chunk with an empty summary is left out."""
     said = [ask([chunk], INSTRUCTION.format(question=case.question), None, SUMMARY_TOKENS) for chunk in chunks]
     summaries = [text for each in said if (text := each.answer.text.strip())]
     last = ask(summaries, case.question, case.system, answer_tokens)
@@ -79,29 +80,30 @@ def map_reduce(ask: Ask, chunks: Sequence[Part], case: QaCase, answer_tokens: in
 def map_rerank(
     ask: Ask, chunks: Sequence[Part], case: QaCase, answer_tokens: int, score: Callable[[Asked], float]
 ) -> Asked:
-    """The question over each chunk alone; the answer with the highest score is the one, the first of equal ones.
+    """Ask the question over each chunk alone. Return the answer with the highest score, the first of equal ones.
 
-    It is known once all of them are decoded, so its first token is as late as its last."""
+    The answer is known when all of them are decoded, so its first token is as late as its last."""
     found = [ask([chunk], case.question, case.system, answer_tokens) for chunk in chunks]
     return _after(max(found, key=score), sum(each.total_s for each in found))
 
 
 def confidence(engine: TransformersEngine, found: Asked) -> float:
-    """Mean log-probability of the answer's tokens, the one that ends it included, natural logarithm.
+    """Return the mean natural log-probability of the answer's tokens, its end token included.
 
-    LangChain's chain has the model write a score between 0 and 100 behind its answer. A small model writes none, or the
-    same one always; what it expects can be read from any model. Neither tells a right answer from a sure one: where a
-    model has learnt to say that something is not stated, it says so of most chunks, and is sure of it.
+    In LangChain's chain the model writes a score from 0 to 100 after its answer. A small model writes none, or always
+    the same one; log-probabilities can be read from any model. Neither shows that an answer is right: a model that has
+    learnt to say "not stated" says so of most chunks, with a high score.
     """
     token_ids = found.answer.token_ids
     return -loss(score_tokens(engine, found.prompt, found.answer.fused, token_ids), token_ids)
 
 
 def reordered(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """In an order of the texts' own, by hash: prompts over the same chunks begin with the same ones.
+    """Return the chunks in the order of their texts' hashes, so that prompts over the same chunks begin with the same
+    ones.
 
-    So prefix caching, which is exact, finds longer prefixes (ContextPilot's idea). How much longer depends on what
-    else is asked; a prompt by itself finds none, so its time is that of full prefill.
+    Prefix caching, which is exact, then finds longer prefixes (ContextPilot's idea). How much longer depends on the
+    other prompts; a single prompt finds none, so its time is that of full prefill.
     """
     return sorted(chunks, key=lambda chunk: blake2b(chunk.text.encode(), digest_size=16).digest())
 

@@ -1,10 +1,10 @@
-"""Answers decoded together against the same answers one after another: requests and tokens per second.
+"""Answers decoded together compared with the same answers decoded in turn: requests and tokens per second.
 
     python -m benchmarks.batch_decode --threads 1 --out data/results/batch-decode.json
 
-In every round the requests are answered one after another, then by `generate_batch`, so many at a time: side by side,
-warm-up outside, the median of the rounds' ratios. Every prompt is blended from chunks that are stored; prefilling is
-per request either way. `speedup` is of whole requests, `decode_speedup` of their decoding alone. Read `measure` first.
+In every round the requests are answered in turn, and then by `generate_batch` in batches of each size. The result is
+the median of the rounds' ratios, after a warm-up. Every prompt is blended from stored chunks; requests are prefilled in
+turn either way. `speedup` is that of whole requests, `decode_speedup` that of decoding alone. Read `measure` first.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ NUM_ALONE = 8
 
 @dataclass(frozen=True, slots=True)
 class BatchRun:
-    """So many requests at a time; all values are medians of the rounds'. The `alone` ones are of the same rounds.
+    """One batch size. All values are medians over the rounds; those named `alone` are of requests in turn, same rounds.
 
-    `cpu_speedup` and `decode_cpu_speedup` are the same ratios of CPU seconds, which other processes of a shared machine
-    change less; with one thread on a quiet machine they are the same.
+    `cpu_speedup` and `decode_cpu_speedup` are the ratios of CPU seconds, which other processes of a shared machine
+    change less. With one thread on a quiet machine both ratios are equal.
     """
 
     model: str
@@ -52,15 +52,15 @@ class BatchRun:
     requests_per_s_alone: float
     step_s: float  # one decode step of all
     step_s_alone: float
-    speedup: float  # requests per second over those of one after another
+    speedup: float  # requests per second divided by those in turn
     decode_speedup: float  # tokens per second of decoding, prefilling left out
     cpu_speedup: float
     decode_cpu_speedup: float
-    num_same_answers: int  # token for token those of one after another, in the last round
+    num_same_answers: int  # answers with the same tokens as in turn, in the last round
 
 
 class Timed:
-    """What some requests took, in seconds per request of the clock and of the CPU, and in seconds per decode step."""
+    """Seconds per request, by clock and CPU, and seconds per decode step, of some requests."""
 
     def __init__(self, answer: Callable[[], list[Generation]]) -> None:
         start_s, cpu_start_s = perf_counter(), process_time()
@@ -79,7 +79,7 @@ def measure(
     repeats: int,
     notify: Callable[[str], None],
 ) -> list[BatchRun]:
-    """Every size beside one after another, in turns; `prompts` are as many as the largest size."""
+    """Measure every batch size in alternation with requests in turn. `prompts` are as many as the largest size."""
 
     def alone(max_tokens: int) -> list[Generation]:
         return [engine.generate(prompt, max_tokens=max_tokens) for prompt in prompts[:NUM_ALONE]]
@@ -129,7 +129,7 @@ COLUMNS = (
 
 
 def opened(subject: str, dtype: str, seed: int) -> TransformersEngine:
-    """An engine over a shape with random weights, or over a checkpoint, whose answers are as long as they may be."""
+    """Open an engine over a shape with random weights, or over a checkpoint, whose answers have the full length."""
     store = MemoryStore(1 << 33)
     if subject in SHAPES:
         engine = engine_for(subject, store, seed=seed)
@@ -153,7 +153,7 @@ def main(
     seed: int = 0,
     out: Path | None = None,
 ) -> None:
-    """Shapes and checkpoints, in float32. Table on stderr, one line of JSON on stdout, and in a file."""
+    """Measure shapes and checkpoints in float32. Print a table to stderr and one line of JSON to stdout or a file."""
     set_num_threads(threads)
     quiet_libraries()
     counts, runs = split_counts(sizes), list[BatchRun]()

@@ -1,10 +1,11 @@
-"""Do both engines choose the same tokens, and give the same answers? Real prompts, one store, transformers and vLLM.
+"""Whether both engines choose the same tokens and give the same answers, on real prompts over one store.
 
     make real-model test-vllm
     .venv-vllm/bin/python -m benchmarks.both_engines --model models/smollm2 --questions 50 \
         --out data/results/both-engines.json
 
-Both in this process, float32. Chunks are stored by the transformers engine; vLLM finds them by the same keys.
+transformers and vLLM both run in this process, in float32. The transformers engine stores the chunks; vLLM finds them
+under the same keys.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
 
 
 def watch_selections() -> list[list[int]]:
-    """Filled with the positions that each of vLLM's blends recomputes."""
+    """Return a list that is filled with the positions that each of vLLM's blends recomputes."""
     from ragblend.engine.vllm import worker as vllm_worker
 
     worker: Any = vllm_worker
@@ -42,7 +43,7 @@ def watch_selections() -> list[list[int]]:
 
 
 def compare(config: QualityConfig, ratios: list[float], store: Path) -> list[dict[str, Any]]:
-    """A record per prompt and ratio."""
+    """Return a record per prompt and ratio."""
     options: dict[str, Any] = {"dtype": "float32", "system": SYSTEM, "on_miss": "inline"}
     serving = {"max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30}
     found = []
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15])
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that its choices can be watched
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that `watch_selections` can patch it
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     torch.set_num_threads(1)
     config = QualityConfig(model=given.model, data=given.data, part=given.split, num_questions=given.questions)

@@ -1,14 +1,14 @@
-"""The prompts that other projects are given beside ragblend, and ragblend's own figures on them (docs/faq.md).
+"""Prompts for a comparison with other projects, and ragblend's own figures on them (docs/faq.md).
 
     make real-model
     python -m benchmarks.compare_peers --model models/smollm2 --prompts build/peers.json \
         --out data/results/compare-ragblend.json
 
 The prompts are those of `ragblend bench quality --data musique`: six retrieved chunks of at most 256 tokens. In `moved`
-every question brings chunks of its own, stored before in no order. In `topics` few topics are asked about again and
-again, each time over six of the topic's ten passages in another order: where sorting can win something. ragblend's own
-figures are of `moved`; where chunks stood before is nothing to it.
-At commit 19c4dfd, `benchmarks/compare_kvboost.py` and `compare_contextpilot.py` read them in environments of their own.
+every question has other chunks, which were stored in no order. In `topics` questions on a few topics recur, each time
+over six of the topic's ten passages in another order, so that sorting them can help. ragblend's own figures are those
+of `moved`; the order in which chunks were stored does not matter to it.
+At commit 19c4dfd, `benchmarks/compare_kvboost.py` and `compare_contextpilot.py` read them in separate environments.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ CONFIGURATIONS = (
 )
 TIMES_ASKED = 3  # each topic
 STORE_BYTES = 4 << 30
-EMBEDDER = "hashing"  # words in common: what is retrieved is no part of the question here
+EMBEDDER = "hashing"  # words in common: retrieval is no part of this comparison
 
 
 def topics(asked: Sequence[tuple[str, Prompt]], passages: int, seed: int = 0) -> list[tuple[int, str, Prompt]]:
-    """Each question's chunks, asked `TIMES_ASKED` times: which of them, in which order, is drawn anew. Comes with the
-    number of the topic and the question. The topics take turns."""
+    """Yield each question `TIMES_ASKED` times with a new random selection and order of its chunks, and the numbers of
+    topic and question. The topics take turns.
+    """
     rng = random.Random(seed)
     return [
         (number, question, Prompt(rng.sample(list(prompt.chunks), passages), question, SYSTEM))
@@ -58,11 +59,14 @@ def topics(asked: Sequence[tuple[str, Prompt]], passages: int, seed: int = 0) ->
 
 
 def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: Prompt) -> dict[str, Any]:
-    """What another project needs of a prompt: the ids of its parts, which are all its tokens, and the texts."""
+    """Return what another project needs of a prompt: the token ids of its parts, which together are all of its tokens,
+    and the texts.
+    """
     parts: list[list[int]] = []
     matched, number = engine.match(prompt), None
     for kind, start, end, chunk in matched.segments:
-        if kind == "text" or (kind == "chunk" and chunk == number):  # what follows a chunk goes with it
+        # The text after a chunk belongs to the chunk's part.
+        if kind == "text" or (kind == "chunk" and chunk == number):
             parts[-1].extend(matched.token_ids[start:end])
         else:
             parts.append(matched.token_ids[start:end])
@@ -78,7 +82,7 @@ def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: 
 def measure_ragblend(
     base: TransformersEngine, prompts: Sequence[Prompt], near: SimilarPassages
 ) -> list[dict[str, Any]]:
-    """A run per configuration: first-token KL from full prefill in nats, TTFT as a share of full prefill's."""
+    """Return a run per configuration: first-token KL from full prefill in nats, TTFT as a share of full prefill's."""
     seen: dict[Configuration, list[tuple[float, float, float, bool]]] = {each: [] for each in CONFIGURATIONS}
     full_s: list[float] = []
     for prompt in prompts:

@@ -2,11 +2,11 @@
 
     .venv-vllm/bin/python -m benchmarks.conversations --model models/smollm2 --out data/results/conversations.json
 
-Three kinds of conversation of six turns over passages of MuSiQue: `same`, whose chunks come with the first turn and
-later turns ask about them; `new`, where every turn brings chunks; and `mixed`, where every other turn does. A turn has
-the whole conversation so far in front of it, with the answers that its own mode gave, as chat clients send it. The
-requests have no parameters but the mode: vLLM's scheduler finds the chunks in their token ids. At ratio 1.0 the
-answers are compared with those of mode `full`. Read `converse` first.
+Three kinds of conversation of six turns over passages of MuSiQue: `same` has all chunks in the first
+turn, and later turns ask about them; `new` has new chunks in every turn, `mixed` in every other turn. A turn's prompt
+begins with the conversation so far, including the answers that the same mode gave, as chat clients send it. The only
+parameter of a request is the mode: vLLM's scheduler finds the chunks in the token ids. At ratio 1.0 the answers are
+compared with those of mode `full`. Read `converse` first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WAYS = (
 
 
 class Turn(NamedTuple):
-    """What the user says: a question, behind the chunks that the turn brings."""
+    """A question, and the chunks that precede it in the same message."""
 
     chunks: tuple[str, ...]
     question: str
@@ -69,7 +69,7 @@ class Turn(NamedTuple):
 
 
 def conversations(config: QualityConfig, engine: Any, num_chunks: int, kind: str, count: int) -> Iterator[list[Turn]]:
-    """Yield conversations of `TURNS` turns; each has questions and passages of its own."""
+    """Yield conversations of `TURNS` turns; each has questions and passages that no other has."""
     cases = load_cases(config)
     for number in range(count):
         turns = []
@@ -83,7 +83,7 @@ def conversations(config: QualityConfig, engine: Any, num_chunks: int, kind: str
 
 
 def converse(engine: Any, turns: list[Turn], way: Way, answer_tokens: int) -> list[dict[str, Any]]:
-    """Hold a conversation from an empty prefix cache on, and return a record of each turn."""
+    """Hold a conversation, beginning with an empty prefix cache. Return a record of each turn."""
     engine.reset_prefix_cache()
     messages, found = [Message("system", SYSTEM)], []
     for turn in turns:
@@ -109,7 +109,7 @@ def converse(engine: Any, turns: list[Turn], way: Way, answer_tokens: int) -> li
 
 
 def measure(engine: Any, config: QualityConfig, num_chunks: int, count: int) -> list[dict[str, Any]]:
-    """A record per conversation and way; the ways take turns at each conversation."""
+    """Return a record per conversation and way; the ways take turns at each conversation."""
     found = []
     converse(engine, next(conversations(config, engine, num_chunks, "same", 1)), WAYS[0], config.answer_tokens)  # warm
     for kind in KINDS:
@@ -124,7 +124,9 @@ def measure(engine: Any, config: QualityConfig, num_chunks: int, count: int) -> 
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Per kind: the mean TTFT of each turn by way, blend's over the better one's, and equal answers at ratio 1.0."""
+    """Return per kind the mean TTFT of each turn by way, blend's divided by the better other one's, and the number of
+    equal answers at ratio 1.0.
+    """
     kinds: dict[str, Any] = {}
     for kind in KINDS:
         held = {

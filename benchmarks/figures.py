@@ -2,11 +2,11 @@
 
     python -m benchmarks.figures --model MODEL --data musique --num-questions 40 --out FILE.json --plot FILE.png
 
-It is `ragblend bench quality`, with its options, and with ways to ask that fuse nothing beside its modes and rules
-(`benchmarks.baselines`). Read `run_figure` first.
+`ragblend bench quality` with its options, and the baselines of `benchmarks.baselines`, which fuse no KV. Read
+`run_figure` first.
 """
 
-# No `from __future__ import annotations`: `options_of` reads those of FigureConfig, whatever name this file runs under.
+# No `from __future__ import annotations`: `options_of` reads the annotations of FigureConfig when this file runs.
 
 import json
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ PANELS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureConfig(QualityConfig):
-    """What `bench quality` is asked, and the baselines."""
+    """The options of `bench quality`, and the baselines."""
 
     rules: Annotated[tuple[str, ...], Option("--rules", help="Comma-separated.")] = ("ask", "cacheblend")
     baselines: Annotated[
@@ -53,7 +53,7 @@ class FigureConfig(QualityConfig):
     ] = BASELINES
 
     def validate(self) -> None:
-        """Baselines that there are, besides what `bench quality` refuses."""
+        """Reject unknown baselines, and the values that `bench quality` rejects."""
         QualityConfig.validate(self)
         for baseline in self.baselines:
             if baseline not in BASELINES:
@@ -61,7 +61,7 @@ class FigureConfig(QualityConfig):
 
 
 def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) -> QualityResult:
-    """What `bench quality` finds, and a run for each baseline."""
+    """Return the result of `bench quality` with one more run for each baseline."""
 
     def also(base: TransformersEngine, prompt: Prompt, case: QaCase) -> dict[Configuration, QualityRecord]:
         return measure_baselines(base, prompt, case, config.baselines, config.answer_tokens)
@@ -72,7 +72,9 @@ def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) ->
 def measure_baselines(
     base: TransformersEngine, prompt: Prompt, case: QaCase, names: Sequence[Baseline], answer_tokens: int
 ) -> dict[Configuration, QualityRecord]:
-    """One prompt by each baseline. Its configuration has the ratio of full prefill, which it is: of its own prompts."""
+    """Measure one prompt by each baseline. Their ratio is that of full prefill, because they prefill their own prompts
+    in full.
+    """
     engine = engine_for(base, case, "none")
     expected = expect(engine, prompt, case, answer_tokens)
     records = {}
@@ -85,7 +87,7 @@ def measure_baselines(
 
 
 def bench_figure(config: FigureConfig, plot: Path | None, out: Path | None, echo: Echo) -> dict[str, Any]:
-    """Card and table to `echo`, a picture to `plot`, the JSON object to `out`; returns it."""
+    """Print hardware card and table with `echo`, draw `plot`, write `out`; return the JSON object."""
     with progress_bars() as progress:
         benchmark = Benchmark(run_figure, table_lines, lambda facts, path: plot_quality(facts, path, PANELS))
         facts = benchmark.run(config, echo=echo, plot=plot, on_progress=progress)

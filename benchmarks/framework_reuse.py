@@ -3,8 +3,8 @@
     python -m benchmarks.framework_reuse --out data/results/framework-reuse.json
 
 The passages of each question are split, embedded and precomputed by the framework's own API. Each construct then asks
-the question with nothing but the LLM replaced. A row's share is placed tokens over the tokens of the texts that the
-construct put into its prompts, summed over all calls. What counts is matching, so the model is a random Llama of two
+the question; only the LLM is replaced. A row's share is placed tokens over the tokens of the texts that the
+construct put into its prompts, summed over all calls. Only matching is measured, so the model is a random Llama of two
 layers with the tokenizer and the chat template of --tokenizer. Read `measure` first.
 """
 
@@ -91,12 +91,12 @@ class Row:
     construct: str
     note: str = ""
     num_calls: int = 0
-    num_given_tokens: int = 0  # of the texts that it put into prompts
+    num_given_tokens: int = 0  # tokens of the texts that it put into prompts
     num_placed_tokens: int = 0
 
     @property
     def share(self) -> float:
-        """Placed tokens over given tokens."""
+        """Return placed tokens divided by given tokens."""
         return self.num_placed_tokens / self.num_given_tokens if self.num_given_tokens else 0.0
 
 
@@ -166,7 +166,7 @@ def texts_of(documents: Sequence[Document]) -> Texts:
 
 
 class WordRetriever(BaseRetriever):
-    """The documents that share most words with the question: the keyword half of a hybrid search."""
+    """Retriever of the documents that share most words with the question: the keyword half of a hybrid search."""
 
     documents: list[Document]
 
@@ -176,12 +176,14 @@ class WordRetriever(BaseRetriever):
 
 
 class SentenceExtractor(BaseDocumentCompressor):
-    """Keeps the sentences that share a word of five letters or more with the question, as LLMChainExtractor would."""
+    """Compressor that keeps the sentences with a word of five or more letters of the question, as LLMChainExtractor
+    would.
+    """
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Any = None
     ) -> Sequence[Document]:
-        """Return the documents with these sentences alone, without those that have none."""
+        """Return the documents with only these sentences; documents without one are left out."""
         words = set(re.findall(r"\w{5,}", query.lower()))
         kept = []
         for document in documents:

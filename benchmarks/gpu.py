@@ -4,9 +4,10 @@
     python -m benchmarks.gpu --device cpu                               # tiny shapes, to see that all of it runs
     python -m benchmarks.gpu --parts ttft --tokens 4096,8192
 
-Each part runs in a process of its own, within its own time. A part that fails or takes too long stops no other, and the
-result says why. Weights are drawn on the device and nothing is downloaded. Times are medians of requests taken in turns
-after a warm-up (`ragblend bench ttft`). `predicted` is what `benchmarks.hardware_model` expects. Read `PARTS` first.
+Each part runs in a separate process, within its own time. A part that fails or takes too long does not stop the
+others, and the result says why. Weights are drawn on the device and nothing is downloaded. Times are medians of
+requests taken in turns after a warm-up (`ragblend bench ttft`). `predicted` is what `benchmarks.hardware_model`
+expects. Read `PARTS` first.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 RATIOS = {"ask": 0.05, "cacheblend": 0.15}
 """Each rule at its default ratio."""
 CPU_PATIENCE = 20
-"""On a CPU, where nothing is timed for its own sake, each part has so many times as long."""
+"""Factor of each part's time limit on a CPU, where the times do not matter."""
 _NO_LIMIT_BYTES = 1 << 50
 
 
@@ -215,7 +216,7 @@ def _predicted(run: TtftRun, tokens: int, sizes: Sizes) -> float | None:
     known = next((gpu for gpu in hardware_model.GPUS if gpu in name), None)
     if known is None:
         return None
-    line = hardware_model.reckon(known, tokens, run.ratio, sizes.question_tokens, 0.6)
+    line = hardware_model.estimate(known, tokens, run.ratio, sizes.question_tokens, 0.6)
     return line.full_s / line.together_s
 
 
@@ -468,7 +469,7 @@ def main(
     for name in names:
         print_line(f"{name} ...")
         results[name] = run_part(name, sizes)
-        if out is not None:  # after every part, for whoever has to stop
+        if out is not None:  # after every part, in case the command is interrupted
             _write(results, sizes, out)
     for line in table_lines(results):
         print_line(line)

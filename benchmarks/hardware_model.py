@@ -1,15 +1,15 @@
-"""What blending would cost on a GPU, in bytes and floating-point operations: a reckoning, no measurement.
+"""Estimated cost of blending on a GPU, from bytes and floating-point operations. Nothing is measured.
 
     python -m benchmarks.hardware_model                         # Llama 3.1 8B on an A100 and an H100
     python -m benchmarks.hardware_model --ratio 0.15 --tokens 4096,32768 --out FILE.json
 
 A layer takes as long as the slower of its arithmetic and its memory traffic (the roofline model: Williams, Waterman,
-Patterson, CACM 2009), part by part, and stored KV comes over the bus meanwhile. Peaks are from NVIDIA's data sheets;
-`--efficiency` is the share of them that is reached. Recomputed tokens stand where chance puts them, so nearly each is a
-run of its own, the worst case; that a GPU's cache spares some reading is left out. What is read of the KV cache is
-counted by the engine's own functions. `host s` is what the host needs beside the GPU, and `as run` what remains where
-that takes longer: it starts every kernel, and brings stored KV to the device, a layer at a time. Its figures are those
-that `benchmarks.gpu` measured of transformers. Read `reckon`.
+Patterson, CACM 2009), part by part, while stored KV is copied over the bus. Peaks are from NVIDIA's data sheets;
+`--efficiency` is the share of them that is reached. Recomputed tokens are at random positions, so nearly each is a
+separate run, the worst case; the GPU's cache is ignored. The engine's own functions count the reads of the KV cache.
+`host s` is the time of the host, which starts every kernel and copies stored KV to the device layer by layer; `as run`
+is the speedup if the host takes longer than the GPU. The host's figures are those that `benchmarks.gpu` measured with
+transformers. Read `estimate` first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import typer
 from ragblend.engine.vllm.attention_calls import kv_reads_per_run, kv_reads_shared
 
 BYTES = 2  # of a bfloat16
-ASKED_SHARE = 0.8  # of the layers, which the question runs through first
+ASKED_SHARE = 0.8  # share of the layers that the question runs through first
 ATTENTION_TILE = 128  # queries that share one reading of the keys in a full prefill
-# Of the host, as in data/results/gpu-h100.json: kernels and copies started in a layer of `ask`, seconds of each, and
-# bytes a second of KV that is brought to the device in reuse of 32,768 tokens (`load_s`).
+# The host's figures in data/results/gpu-h100.json: kernels and copies started per layer of `ask`, seconds for each, and
+# bytes per second of KV copied to the device when 32,768 tokens are reused (`load_s`).
 LAUNCHES_PER_LAYER, LAUNCH_S, LOADED_PER_S = 190, 9e-6, 8.5e9
 
 
@@ -47,7 +47,7 @@ GPUS = {"A100": Gpu(312e12, 2.039e12, 32e9), "H100": Gpu(989e12, 3.35e12, 64e9)}
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder. `weights`: of one layer."""
+    """A decoder. `weights` is the number of weights of one layer."""
 
     layers: int
     heads: int
@@ -57,15 +57,15 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token, in one layer."""
+        """Return the bytes of KV of one token in one layer."""
         return 2 * self.kv_heads * self.head_size * BYTES
 
     def linear_flops(self, rows: int) -> float:
-        """Of one layer's matrices."""
+        """Return the operations of one layer's matrices for some tokens."""
         return 2.0 * self.weights * rows
 
     def attention_flops(self, pairs: float) -> float:
-        """Of so many pairs of a query and a key that it sees: scores, and the sum of values."""
+        """Return the operations of attention for a number of query-key pairs: scores, and the sum of values."""
         return 4.0 * self.heads * self.head_size * pairs
 
 
@@ -74,18 +74,18 @@ LLAMA_8B = Model(32, 32, 8, 128, 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 40
 
 
 class Cost(NamedTuple):
-    """Operations, and bytes of the GPU's memory."""
+    """Operations, and bytes read or written in the GPU's memory."""
 
     flops: float
     memory_bytes: float
 
     def seconds(self, gpu: Gpu, efficiency: float) -> float:
-        """By whatever is slower."""
+        """Return the seconds of the slower of both."""
         return max(self.flops / gpu.flops, self.memory_bytes / gpu.memory) / efficiency
 
 
 def full(model: Model, tokens: int) -> list[Cost]:
-    """One layer of full prefill: its matrices, and its attention."""
+    """Return the cost of one layer of full prefill: its matrices, and its attention."""
     read = sum(min(start + ATTENTION_TILE, tokens) for start in range(0, tokens, ATTENTION_TILE))
     return [
         Cost(model.linear_flops(tokens), model.weights * BYTES),
@@ -94,7 +94,7 @@ def full(model: Model, tokens: int) -> list[Cost]:
 
 
 def recomputed(model: Model, rows: list[int], together: bool) -> list[Cost]:
-    """One layer over the tokens at `rows`, by themselves or together, and stored KV put into its place."""
+    """Return the cost of one layer over the tokens at `rows`, one by one or together, with stored KV placed."""
     read = kv_reads_shared(rows) if together else kv_reads_per_run(rows)
     return [
         Cost(model.linear_flops(len(rows)), model.weights * BYTES),
@@ -103,7 +103,7 @@ def recomputed(model: Model, rows: list[int], together: bool) -> list[Cost]:
 
 
 def asked(model: Model, tokens: int, question: int) -> list[Cost]:
-    """One layer over the question alone, which reads all of the prompt's KV once."""
+    """Return the cost of one layer over the question alone, which reads the prompt's KV once."""
     return [
         Cost(model.linear_flops(question), model.weights * BYTES),
         Cost(model.attention_flops(question * tokens), tokens * model.kv_bytes),
@@ -111,14 +111,14 @@ def asked(model: Model, tokens: int, question: int) -> list[Cost]:
 
 
 def seconds(costs: list[Cost], gpu: Gpu, efficiency: float) -> float:
-    """Of parts one after the other."""
+    """Return the seconds of parts that run in sequence."""
     return sum(cost.seconds(gpu, efficiency) for cost in costs)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt on one GPU. Seconds to the first token, of the bus and of the host beside it, and what attention reads
-    of the cache in one layer, in GB."""
+    """One prompt on one GPU: seconds to the first token, of the bus and of the host, and the GB of cache that attention
+    reads in one layer."""
 
     gpu: str
     tokens: int
@@ -131,20 +131,22 @@ class Line:
     together_gb: float
 
 
-def reckon(
+def estimate(
     gpu: str, tokens: int, ratio: float, question: int, efficiency: float, model: Model = LLAMA_8B, seed: int = 0
 ) -> Line:
-    """Full prefill against blending `ratio` of all but the question, with KV that comes over the bus."""
+    """Estimate full prefill, and blending with KV from the bus that recomputes `ratio` of all tokens but the
+    question's.
+    """
     device, chunk_tokens = GPUS[gpu], tokens - question
     rows = sorted(random.Random(seed).sample(range(chunk_tokens), round(ratio * chunk_tokens)))
-    placed = Cost(0.0, 2.0 * chunk_tokens * model.kv_bytes)  # read and written once more
+    placed = Cost(0.0, 2.0 * chunk_tokens * model.kv_bytes)  # read and written again
     ask_s = ASKED_SHARE * model.layers * seconds(asked(model, tokens, question), device, efficiency)
     bus_s = model.layers * chunk_tokens * model.kv_bytes / device.bus
     times = []
     for together in (False, True):
         layer_s = seconds([*recomputed(model, rows, together), placed], device, efficiency)
         question_s = seconds(asked(model, tokens, question), device, efficiency)
-        # The question is asked while KV arrives; then what it chose is fused, and the engine runs the question itself.
+        # The question selects tokens while KV arrives; the selection is fused, and then the engine runs the question.
         times.append(max(ask_s, ASKED_SHARE * bus_s) + model.layers * (layer_s + question_s))
     full_s = model.layers * seconds(full(model, tokens), device, efficiency)
     gb = [read(rows) * model.kv_bytes / 1e9 for read in (kv_reads_per_run, kv_reads_shared)]
@@ -160,7 +162,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the JSON object.")] = None,
 ) -> None:
     """Print a table, and write it."""
-    lines = [reckon(gpu, int(count), ratio, question, efficiency) for gpu in GPUS for count in tokens.split(",")]
+    lines = [estimate(gpu, int(count), ratio, question, efficiency) for gpu in GPUS for count in tokens.split(",")]
     print("gpu    tokens   full s   by runs  together   bus s  host s   as run   GB by runs  GB together")
     for line in lines:
         print(

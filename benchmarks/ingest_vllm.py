@@ -1,7 +1,7 @@
-"""Ingestion inside vLLM beside vLLM's own prefill of the same chunks: `python -m benchmarks.ingest_vllm`.
+"""Ingestion inside vLLM compared with vLLM's own prefill of the same chunks: `python -m benchmarks.ingest_vllm`.
 
-Both are what `ragblend ingest --backend vllm` sends: each chunk behind the same prefix, several on their way at once.
-"prefill" is vLLM's own, batched as it likes, and keeps nothing; "ingest" also takes the KV out and stores it on disk.
+Both process the requests of `ragblend ingest --backend vllm`: each chunk after the same prefix, several at a time.
+"prefill" is vLLM's own, with its own batching, and stores nothing; "ingest" also copies the KV and stores it on disk.
 Read `_timed`.
 """
 
@@ -36,7 +36,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class IngestRun:
-    """One mode: the median of the rounds. `tokens` are the chunks'; the prefix before each is computed beside them."""
+    """One mode: the median of the rounds. `tokens` are those of the chunks; the prefix is computed as well."""
 
     mode: str
     chunks: int
@@ -59,10 +59,10 @@ def bench_ingest_vllm(
     seed: int = 0,
     echo: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Tokens per second of both, as one JSON object. `ingest_over_prefill` is the median ratio.
+    """Return the tokens per second of both as one JSON object. `ingest_over_prefill` is the median ratio.
 
-    The rounds alternate, after one of each that is not counted. vLLM runs in this process, so `ingest_over_prefill_cpu`
-    compares all the work that was done, storing included. `shape` is llama-50m unless a `model` is given.
+    The rounds alternate, after one uncounted round of each. vLLM runs in this process, so `ingest_over_prefill_cpu`
+    compares the CPU time of all work, storing included. `shape` is llama-50m unless a `model` is given.
     """
     config = ThroughputConfig(
         shape=shape, model=model, num_chunks=chunks, pool=chunks, chunk_tokens=chunk_tokens, dtype=dtype,
@@ -85,7 +85,7 @@ def bench_ingest_vllm(
             prefill, ingest = _timed(lambda: _prefill(engine, pool)), _timed(lambda: engine.precompute_all(pool))
             for chunk in pool:
                 engine.forget(chunk)
-            if number:  # the first round warms up
+            if number:  # the first round is the warm-up
                 rounds.append((prefill, ingest))
                 echo(f"round {number}: prefill {prefill.s:.2f} s, ingest {ingest.s:.2f} s")
         name = engine.name
@@ -113,7 +113,7 @@ def bench_ingest_vllm(
 
 
 class _Taken(NamedTuple):
-    """What one pass over the chunks took. `cpu_s`, of all threads, is what stays true on a machine that others use."""
+    """Time of one pass over the chunks. `cpu_s`, of all threads, is comparable on a machine that others use as well."""
 
     s: float
     cpu_s: float
@@ -127,7 +127,7 @@ def _timed(work: Callable[[], Iterator[Any]]) -> _Taken:
 
 
 def _prefill(engine: VllmEngine, chunks: tuple[Chunk, ...]) -> Iterator[Any]:
-    """Every chunk through vLLM's own prefill, as many at once as ingestion has; its prefix cache is not asked."""
+    """Prefill every chunk with vLLM itself, as many at a time as ingestion does, without its prefix cache."""
 
     def one(chunk: Chunk) -> None:
         with closing(engine.deltas(engine.request(Prompt([chunk], "0"), mode="full", max_tokens=1))) as deltas:
@@ -150,7 +150,7 @@ def main(
     vllm_options: Annotated[str | None, typer.Option(help="A JSON object for vLLM.")] = None,
     seed: int = 0,
 ) -> None:
-    """Tables on stderr, one line of JSON on stdout."""
+    """Print tables to stderr and one line of JSON to stdout."""
     set_num_threads(threads)
     quiet_libraries()
     facts = bench_ingest_vllm(

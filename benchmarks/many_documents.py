@@ -1,11 +1,11 @@
-"""What one document more costs where many are stored: added, replaced, removed and found, one by one.
+"""Cost of adding, replacing, removing and finding one document when many are stored.
 
     python -m benchmarks.many_documents --out data/results/many-documents.json
 
-A store and a LangChain vector store over it grow through the counts; at each, documents come as LangChain and
-LlamaIndex users bring them, one in a call. The store is filled with entries of the demo model's shape whose values are
-zeros, so that filling takes minutes; what is timed afterwards is the whole call, prefill included, and what a prompt
-costs until its chunks are matched. `open` is a new process's engine and its first prompt.
+A store and a LangChain vector store over it grow to each of the counts. At each count documents are added as LangChain
+and LlamaIndex users do, one per call. The store is filled with entries of the demo model's shape whose values are
+zeros, so that filling takes only minutes. Timed are whole calls, prefill included, and the matching of a prompt's
+chunks. `open` is the time until a new process's engine has matched its first prompt.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def text_of(number: int) -> str:
 
 
 class ManyDocuments:
-    """A store with documents 0 to `count`, and what is asked of it."""
+    """A store with documents 0 to `count`, and the operations that are timed."""
 
     def __init__(self, folder: Path) -> None:
         self.count = 0
@@ -59,7 +59,7 @@ class ManyDocuments:
         engine = self.llm.engine
         assert isinstance(engine, TransformersEngine)
         self._engine = engine
-        # A vector store whose own cost does not grow: its vectors are made of the text's digest.
+        # A vector store whose own cost does not grow with its size: a vector is made from its text's digest.
         self.store = BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), llm=self.llm)
 
     def grow(self, count: int) -> None:
@@ -91,10 +91,10 @@ class ManyDocuments:
 
     def measure(self) -> dict[str, Any]:
         """Return the median milliseconds of each step at the count that the store has."""
-        sleep(3)  # a folder that changed a moment ago is listed again
+        sleep(3)  # a folder that has just changed is listed again
         new = iter(range(self.count, self.count + 10 * REPEATS))
         ids = [str(number) for number in range(0, self.count, self.count // REPEATS)]
-        self.store.delete([ids[0]])  # a process's first removal and prompt read what is kept in memory afterwards
+        self.store.delete([ids[0]])  # a process's first removal and prompt fill caches
         self._match(1)
         steps: dict[str, Callable[[int], object]] = {
             "add": lambda at: self.store.add_documents([Document(text_of(number := next(new)), id=str(number))]),

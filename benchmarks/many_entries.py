@@ -1,11 +1,11 @@
-"""What a store of a million entries takes for each of them, beside one of ten thousand: disk and Redis.
+"""Cost per entry of a store with a million entries, compared with ten thousand: disk and Redis.
 
     python -m benchmarks.many_entries --place disk --out data/results/many-entries-disk.json
 
-Entries are small (KV of 8 tokens, 2 layers, 1 head of 16 in bfloat16: 1 KiB, and a header), so that what is timed is
-the store's own work and not bytes. One store grows through the counts and is measured at each. `put` on disk is with
-fsync as users have it; the entries between the counts are filled in without. Redis is started here, on this machine.
-Page cache and directories are warm: they were just written. Read `Place` first.
+Entries are small (KV of 8 tokens, 2 layers, 1 head of 16 in bfloat16: 1 KiB, and a header), so that the store's own
+work is timed and not the copying of bytes. One store grows to each of the counts and is measured there. `put` on disk
+uses fsync, as by default; the entries between the counts are written without. Redis runs on this machine. Page cache
+and directories are warm, because they were just written. Read `Place` first.
 """
 
 from __future__ import annotations
@@ -40,23 +40,25 @@ SAMPLE = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One place with so many entries. `us_each`: microseconds per entry, the median where entries come one by one."""
+    """One place with a number of entries. `us_each` is in microseconds per entry, the median where entries are handled
+    singly.
+    """
 
     place: Literal["disk", "redis"]
     num_entries: int
     nbytes: int
     us_each: dict[str, float] = field(default_factory=dict)
-    peak_rss_mib: dict[str, float] = field(default_factory=dict)  # of what walks through all of them
+    peak_rss_mib: dict[str, float] = field(default_factory=dict)  # seconds of operations over all entries
 
 
 def entry(number: int, values: Sequence[LayerKV]) -> MemoryKV:
-    """The entry of that number: ids of its own, values of all."""
+    """Return the entry of a number: its token ids are unique, its values the same for all."""
     ids = (number >> 16, number & 0xFFFF, *range(TOKENS - 2))
     return MemoryKV(KVHeader(chunk_key("model", (1,), ids), "model", (1,), ids, LAYERS, "bfloat16"), tuple(values))
 
 
 class Place:
-    """A store, how it is filled, and what is asked of it."""
+    """A store, how it is filled, and the operations that are timed."""
 
     def __init__(
         self, name: Literal["disk", "redis"], store: DiskStore | RemoteStore, filler: DiskStore | None
@@ -64,18 +66,18 @@ class Place:
         self.name, self.store, self._filler = name, store, filler
         self._values = [LayerKV(*(torch.randn(HEADS, TOKENS, DIM).bfloat16() for _ in range(2))) for _ in range(LAYERS)]
         self._keys: list[str] = []  # all that are stored
-        self._number = 0  # of the next entry: one that left does not come back
+        self._number = 0  # of the next entry: deleted ones are not added again
         self._draw = random.Random(0)
 
     def grow(self, count: int) -> float:
-        """Fill it up to `count` entries; seconds for each that came."""
+        """Fill the store up to `count` entries. Return the seconds per added entry."""
         start_s, before = perf_counter(), len(self._keys)
         while len(self._keys) < count:
             self._put(self._filler or self.store)
         return (perf_counter() - start_s) / max(1, count - before)
 
     def measure(self) -> Run:
-        """Everything at the count it has."""
+        """Time every operation at the store's current count."""
         run = Run(self.name, len(self._keys), self.store.nbytes())
         known, absent = self._draw.sample(self._keys, SAMPLE), [f"{at:032x}" for at in range(SAMPLE)]
         run.us_each["put"] = 1e6 * median(self._seconds(lambda: self._put(self.store)) for _ in range(SAMPLE // 4))
@@ -102,7 +104,9 @@ class Place:
     def _put(self, store: DiskStore | RemoteStore) -> None:
         kv = entry(self._number, self._values)
         self._number += 1
-        store.send(kv) if isinstance(store, RemoteStore) else store.put(kv)  # `put` of a remote tier is a queue's
+        store.send(kv) if isinstance(store, RemoteStore) else store.put(
+            kv
+        )  # `put` of a remote tier only appends to a queue
         self._keys.append(kv.header.key)
 
     def _read(self, key: str) -> None:
@@ -120,7 +124,7 @@ class Place:
             raise SystemExit(f"{len(bad)} are damaged, {bad[0]}")
 
     def _gc(self) -> None:
-        """Make one in a hundred leave."""
+        """Evict one entry in a hundred."""
         assert isinstance(self.store, DiskStore)
         gone = set(self.store.gc(max_bytes=self.store.nbytes() * 99 // 100).evicted)
         self._keys = [key for key in self._keys if key not in gone]
@@ -134,7 +138,7 @@ class Place:
 
 @contextmanager
 def redis_server(home: Path) -> Iterator[str]:
-    """Run a Redis or Valkey without persistence; give its URL."""
+    """Run a Redis or Valkey without persistence; yield its URL."""
     server = Redis(home, WITHOUT_PERSISTENCE)
     server.start()
     try:

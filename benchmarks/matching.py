@@ -1,11 +1,12 @@
-"""Matching stored chunks in prompts: how much is found in everyday templates, how long it takes, what an index costs.
+"""Matching stored chunks in prompts: the share that is found in everyday templates, the time, and the size of the
+index.
 
     python -m benchmarks.matching recall --tokenizer models/smollm2 --tokenizer tekken.json --out FILE.json
     python -m benchmarks.matching index --chunks 1000 --chunks 100000 --chunks 1000000 --out FILE.json
 
-`recall` puts the passages of MuSiQue questions, and texts in other scripts, into prompts by TEMPLATES and says which
-share of the chunks' tokens is found; a tokenizer is a folder, a `tekken.json` or a SentencePiece `.model`, such as the
-package mistral-common ships. `index` times TokenIndex on random chunks, and on prompts that are hard to match. Read
+`recall` puts the passages of MuSiQue questions, and texts in other scripts, into prompts by TEMPLATES and prints the
+share of the chunks' tokens that is found; a tokenizer is a folder, a `tekken.json` or a SentencePiece `.model`, such as
+the package mistral-common ships. `index` times TokenIndex on random chunks, and on prompts that are hard to match. Read
 `measure_recall` first.
 """
 
@@ -29,8 +30,8 @@ from ragblend.catalog.known_chunks import find_runs_of
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
 from ragblend.lab.quality.data import find_data, read_cases
-from ragblend.prompt.match import TokenIndex
 from ragblend.prompt.render import Renderer
+from ragblend.prompt.token_index import TokenIndex
 from ragblend.prompt.types import Prompt
 
 NUM_QUESTIONS, NUM_CHUNKS = 6, 6
@@ -174,7 +175,7 @@ app = typer.Typer(add_completion=False)
 
 
 def measure_recall(renderer: Renderer, questions: Sequence[tuple[str, Sequence[str]]]) -> dict[str, Any]:
-    """The share of the chunks' tokens that is found: by template, by script, and of text that is rewritten.
+    """Return the share of the chunks' tokens that is found: by template, by script, and of rewritten text.
 
     questions: each with its passages.
     """
@@ -208,7 +209,9 @@ def measure_recall(renderer: Renderer, questions: Sequence[tuple[str, Sequence[s
 
 
 def _share(renderer: Renderer, prompts: Iterable[tuple[Sequence[str], Sequence[str], str]]) -> float:
-    """The share of the tokens of chunks that is found, given each prompt's chunks, what it has of them, a question."""
+    """Return the share of the chunks' tokens that is found. Each case: chunks, their texts in the prompt, and a
+    question.
+    """
     found = total = 0
     for chunks, written, question in prompts:
         ids = [renderer.chunk_ids(chunk) for chunk in chunks]
@@ -220,7 +223,7 @@ def _share(renderer: Renderer, prompts: Iterable[tuple[Sequence[str], Sequence[s
 
 
 def load_renderer(place: str) -> Renderer:
-    """The renderer of a tokenizer: a folder, a `tekken.json`, or a SentencePiece `.model`."""
+    """Return the renderer of a tokenizer: a folder, a `tekken.json`, or a SentencePiece `.model`."""
     from transformers import AutoTokenizer
 
     path = Path(place)
@@ -277,7 +280,9 @@ def index(
 
 
 def _measure_size(count: int, repeats: int) -> dict[str, float]:
-    """Milliseconds to match a prompt, bytes and microseconds to add a chunk, in an index of `count` random chunks."""
+    """Return milliseconds to match a prompt, and bytes and microseconds to add a chunk, of an index of `count` random
+    chunks.
+    """
     random = np.random.default_rng(0)
     stored = random.integers(0, VOCABULARY, (count, CHUNK_TOKENS), np.uint32)
     known = TokenIndex(stored.__getitem__)
@@ -291,12 +296,12 @@ def _measure_size(count: int, repeats: int) -> dict[str, float]:
     start_s = perf_counter()
     for number, ids in enumerate(new):
         known.add([(count + number, ids)])
-    add_us = (perf_counter() - start_s) * 1e4  # a hundred of them
+    add_us = (perf_counter() - start_s) * 1e4  # a hundred added chunks
     return {"find_ms": find_ms, "bytes_per_chunk": known.nbytes / count, "add_us": add_us}
 
 
 def _hard_cases() -> dict[str, tuple[list[NDArray[np.int64]], NDArray[np.int64]]]:
-    """Chunks and a prompt of LONG_PROMPT_TOKENS ids that have many more hits than runs."""
+    """Return chunks and prompts of LONG_PROMPT_TOKENS ids with many more hits than runs."""
     random = np.random.default_rng(0)
 
     def draw(count: int) -> NDArray[np.int64]:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.quoted_questions --model models/smollm2 --out data/results/quoted-questions.json
 
-The chunks of an FAQ hold questions and answers, so a user's question is a part of a stored chunk. If its KV were taken
-from there, the question would not have read the prompt. Each question is asked twice: over entries that quote it, and
-over the same passages without their questions. The answers of blending should be those of full prefill as often in
-both. Read `compare` first.
+The chunks of an FAQ hold questions and answers, so a user's question may be part of a stored chunk. If its KV were
+taken from there, the question would not have attended to the prompt. Each question is asked twice: over entries that
+quote it, and over the same passages without their questions. The answers of blending should be those of full prefill as
+often in both. Read `compare` first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUM_ENTRIES, PASSAGE_CHARACTERS, ANSWER_TOKENS = 5, 400, 8
 
 
 class Comparison(NamedTuple):
-    """How close blending came to full prefill, over all questions."""
+    """Closeness of blending to full prefill, over all questions."""
 
     num_questions: int
     same_answer: float  # share of questions whose first ANSWER_TOKENS tokens are the same
@@ -68,7 +68,7 @@ def compare(engine: TransformersEngine, entries: Sequence[str], questions: Seque
 
 
 def _answer(engine: TransformersEngine, prompt: Prompt, mode: Mode) -> tuple[Generation, Tensor]:
-    """The greedy answer, and the logits [vocabulary] of its first token."""
+    """Return the greedy answer, and the logits [vocabulary] of its first token."""
     kept: list[Tensor] = []
     request = engine.request(prompt, mode=mode, max_tokens=ANSWER_TOKENS)
     stream = GenerationStream(engine, request, lambda prefilled, _: kept.append(prefilled.logits))

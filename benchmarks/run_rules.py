@@ -1,12 +1,12 @@
-"""What counts as a run: the least length, middles of chunks, edges. On questions that are not reported.
+"""Rules for what counts as a run: least length, middles of chunks, edges. Measured on questions that are not reported.
 
     python -m benchmarks.run_rules --model models/smollm2 --out data/results/run-rules.json
 
 A prompt repeats stored chunks whole or in part. Each study changes which parts are placed from the store, and compares
 the first token with full prefill of the same ids, by KL(full || blended) in nats:
 
-- `edges`: whole chunks; up to some tokens at both ends of each run are computed instead of placed.
-- `middles`: each chunk without its first third; placed whole, placed but for its first tokens, or computed.
+- `edges`: whole chunks; some tokens at both ends of each run are computed instead of placed.
+- `middles`: each chunk without its first third; placed whole, placed without its first tokens, or computed.
 - `parts`: every other sentence of each chunk; runs shorter than some length are computed.
 
 Rule and ratio are those of the default. Read `STUDIES` first.
@@ -33,7 +33,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.intervals import mean_interval
 from ragblend.lab.quality.data import QaCase, find_data, get_dataset_split, read_cases
-from ragblend.prompt import match
+from ragblend.prompt import token_index
 from ragblend.prompt.match import ChunkRun
 from ragblend.prompt.types import Prompt
 
@@ -41,22 +41,22 @@ NUM_CHUNKS, CHUNK_CHARACTERS, RATIO = 6, 900, 0.05
 
 
 def whole(chunk: str) -> str:
-    """Return the chunk as it is stored."""
+    """Return the chunk unchanged."""
     return chunk
 
 
 def without_first_third(chunk: str) -> str:
-    """Return the chunk from the first space behind its first third on."""
+    """Return the chunk from the first space after its first third on."""
     return chunk[chunk.index(" ", len(chunk) // 3) + 1 :]
 
 
 def every_other_sentence(chunk: str) -> str:
-    """Return the sentences at odd places, as an extractive compressor leaves some of them."""
+    """Return the first, third, fifth, ... sentence, as an extractive compressor might."""
     return " ".join(re.split(r"(?<=[.!?])\s+", chunk)[1::2]) or chunk
 
 
 def trimmed(num_first: int, num_last: int) -> Callable[[ChunkRun], ChunkRun | None]:
-    """Return what computes so many tokens at the ends of a run instead of placing them."""
+    """Return a function that shortens a run: a number of tokens at its ends are computed instead of placed."""
 
     def trim(run: ChunkRun) -> ChunkRun | None:
         part = run.within(run.start + num_first, run.end - num_last)
@@ -66,7 +66,7 @@ def trimmed(num_first: int, num_last: int) -> Callable[[ChunkRun], ChunkRun | No
 
 
 def at_least(num_tokens: int) -> Callable[[ChunkRun], ChunkRun | None]:
-    """Return what leaves out shorter runs."""
+    """Return a function that leaves out shorter runs."""
     return lambda run: run if run.num_tokens >= num_tokens else None
 
 
@@ -85,7 +85,7 @@ STUDIES: dict[str, tuple[Callable[[str], str], dict[str, Callable[[ChunkRun], Ch
 
 
 class Variant(NamedTuple):
-    """How close one variant came to full prefill, over all questions."""
+    """Closeness of one variant to full prefill, over all questions."""
 
     study: str
     variant: str
@@ -139,7 +139,7 @@ def main(
     threads: Annotated[int | None, typer.Option("--threads", help="Compute threads.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="JSON file.")] = None,
 ) -> None:
-    """Compare what may be placed of chunks that stand in a prompt whole or in part."""
+    """Compare which parts of repeated chunks are placed from the store."""
     quiet_libraries()
     set_num_threads(threads)
     cases = [
@@ -149,7 +149,7 @@ def main(
             :questions
         ]
     ]
-    match.MIN_RUN = match.WINDOW  # shorter runs than the default are among the variants
+    token_index.MIN_RUN = token_index.WINDOW  # shorter runs than the default are among the variants
     found: list[Variant] = []
     with load_engine(model, None, on_miss="inline") as engine:
         if not isinstance(engine, TransformersEngine):

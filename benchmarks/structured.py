@@ -1,16 +1,16 @@
-"""Is every answer valid that is held to a schema, and what do the masks cost?
+"""Whether every answer that has to follow a schema is valid, and the cost of the masks.
 
     python -m benchmarks.structured --model demo --model models/smollm2 --answers 200 --out FILE.json
 
-Prompts are questions over three stored passages of the embedded corpus, blended as they always are; every second answer
-is sampled at temperature 1. The schema has nested objects, enums and arrays, and bounds what would else have no end in
-a small model: strings, numbers, lists. Answers are checked by the package jsonschema, which shares no code with what
-made them.
+Prompts are questions over three stored passages of the embedded corpus, blended with the defaults; every second answer
+is sampled at temperature 1. The schema has nested objects, enums and arrays, and limits strings, numbers and lists,
+which a small model may otherwise never end. The package jsonschema, which shares no code with the generation, checks
+the answers.
 
-Cost, over `--compared` of them: the answer's own tokens are decoded once more, one by one, free and masked in turns.
-`mask_share` is the time in masks and in following the grammar, as a share of the masked decode, `masked_to_free` the
-two side by side. `held_to_free` is the decode that gave the answer, whose forced tokens share a step, beside the free
-one. All are medians over answers. Knows the engine by its guide, which it times. Read `measure` first.
+The cost is measured on `--compared` answers: the tokens of each are decoded again, one by one, alternately with and
+without masks. `mask_share` is the share of the masked decode that is spent on masks and grammar, `masked_to_free` the
+ratio of both decodes. `held_to_free` compares the decode that produced the answer, in which forced tokens share a step,
+with the free one. All are medians over answers. Read `measure` first.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ROUNDS = 3
 
 
 def prompts(count: int) -> list[Prompt]:
-    """Questions over three passages each, no two prompts the same."""
+    """Return questions over three passages each; no two prompts are equal."""
     chunks = [chunk for record in sample_corpus().records for chunk in record.chunks]
     asked = ("What is this about?", "Who or what is named, and where?", "What happened, and in which year?")
     return [
@@ -84,13 +84,13 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def measure(model: str, num_answers: int, num_compared: int) -> dict[str, Any]:
-    """One row: answers of one model, how many are valid, and what it cost."""
+    """Return one row: the answers of one model, the number of valid ones, and the cost."""
     answers, costs = list[Generation](), list[dict[str, float]]()
     with load_engine(model, on_miss="inline") as engine:
         asked = prompts(num_answers)
         for chunk in {chunk for prompt in asked for chunk in prompt.chunks}:
             engine.precompute(chunk)
-        # Warm-up: the tokenizer's words, the grammar and what is learnt of it.
+        # Warm-up: fills the caches of the tokenizer's words and of the grammar.
         engine.generate(asked[0], structured_outputs={"json": SCHEMA}, max_tokens=MAX_TOKENS)
         for number, prompt in enumerate(asked):
             request = engine.request(
@@ -119,14 +119,14 @@ def measure(model: str, num_answers: int, num_compared: int) -> dict[str, Any]:
 
 
 def compared(engine: TransformersEngine, request: EngineRequest, answer: Generation) -> dict[str, float]:
-    """What the masks of one answer cost, beside a free decode of the same tokens."""
+    """Return the cost of one answer's masks, compared with a free decode of the same tokens."""
     assert request.grammar is not None
     prefilled = engine.prefill(request)
     num_prompt_tokens, tokens = prefilled.fused.length, answer.token_ids
     free_s, masked_s, guide_s = list[float](), list[float](), list[float]()
     for _ in range(ROUNDS):
         for guide in (None, request.grammar.guide()):
-            prefilled.fused.length = num_prompt_tokens  # the tokens behind it are written over
+            prefilled.fused.length = num_prompt_tokens  # later tokens overwrite it
             taken_s, in_guide_s = decoded(engine, request, prefilled, tokens, guide)
             (free_s if guide is None else masked_s).append(taken_s)
             guide_s += [] if guide is None else [in_guide_s]
@@ -146,7 +146,7 @@ def decoded(
     tokens: Sequence[int],
     guide: TokenGuide | None,
 ) -> tuple[float, float]:
-    """Seconds to decode `tokens` behind a prompt one by one, each chosen as ever, and those of them in `guide`."""
+    """Return the seconds to decode `tokens` after a prompt one by one, and the part of them spent in `guide`."""
     sampler, logits, in_guide_s = Sampler(request.options), prefilled.logits, 0.0
     start_s = perf_counter()
     for token in tokens:
@@ -161,7 +161,7 @@ def decoded(
 
 
 def is_valid(text: str) -> bool:
-    """Whether an answer is JSON, and the schema's."""
+    """Return True if an answer is JSON and follows the schema."""
     try:
         jsonschema.validate(json.loads(text), SCHEMA)
     except (ValueError, jsonschema.ValidationError):

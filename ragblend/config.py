@@ -24,6 +24,7 @@ from ragblend.errors import UsageError
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_text
 from ragblend.files.store_folder import DEFAULT_STORE
+from ragblend.option_fields import Validator, at_least, copy_option, one_of, option
 from ragblend.options import (
     CONTEXT,
     SHADOW,
@@ -34,12 +35,7 @@ from ragblend.options import (
     ModelOptions,
     RatioChoice,
     TierOptions,
-    Validator,
-    at_least,
-    copy_option,
     is_url,
-    one_of,
-    option,
 )
 from ragblend.redaction import redact
 

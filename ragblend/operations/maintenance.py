@@ -41,8 +41,9 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import NUM_SIMILAR, chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
+from ragblend.ingestion.documents import pin_document
 from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.precompute import pin_document, precompute_chunks
+from ragblend.precompute import precompute_chunks
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk
 

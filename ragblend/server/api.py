@@ -30,7 +30,8 @@ from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore, disk_tier
 from ragblend.engine.store.tombstones import publish_tombstone
-from ragblend.engine.transformers.model import find_model, load_tokenizer
+from ragblend.engine.transformers.checkpoints import find_model
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.admin import add_admin
 from ragblend.engine.vllm.api_keys import ForbiddenError
 from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of

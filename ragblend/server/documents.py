@@ -40,7 +40,9 @@ from ragblend.corpus.vectors import normalize_rows
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.precompute import DEFAULT_CHUNK_TOKENS, delete_precomputed, precompute_documents
+from ragblend.ingestion.documents import delete_precomputed
+from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
+from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 
 log = logging.getLogger(__name__)

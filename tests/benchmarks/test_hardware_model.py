@@ -1,4 +1,4 @@
-"""The reckoning for GPUs counts what really is computed and read, and the table in the docs is what it says."""
+"""The estimate for GPUs counts what is computed and read, and the table in the docs has its figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny_models import FAMILIES, make_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.hardware_model import LLAMA_8B, Line, Model, main, reckon
+from benchmarks.hardware_model import LLAMA_8B, Line, Model, estimate, main
 from ragblend.engine.fusion.attention import attend_rows
 from ragblend.engine.vllm.attention_calls import kv_reads_per_run, kv_reads_shared
 
@@ -86,5 +86,5 @@ def test_the_docs_table_is_the_results() -> None:
 
 def test_reading_by_runs_loses_sooner_or_later_and_together_does_not() -> None:
     for gpu in ("A100", "H100"):
-        long = reckon(gpu, 131_072, 0.05, 32, 0.6)
+        long = estimate(gpu, 131_072, 0.05, 32, 0.6)
         assert long.by_runs_s > long.full_s > long.together_s

@@ -38,8 +38,8 @@ def answers(index: ChunkIndex, questions: np.ndarray, k: int = 6) -> list[list[t
 
 
 def as_searched_otherwise(folder: Path, former: str) -> None:
-    """Have an index be as an older version left it, whose manifest names another kind of FAISS index, or a database
-    with no file beside it and a number of its own."""
+    """Rewrite an index as an older version wrote it: its manifest names another kind of FAISS index, or a database
+    with a number and without a vectors file."""
     with open_index(folder) as index:
         index.write_metadata(vectors=former, vectors_number="9f0c8e3d2b1a7645", vectors_left="[]")
         manifest = asdict(index.manifest) | {"vectors": former}

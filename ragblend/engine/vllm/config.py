@@ -20,18 +20,8 @@ from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import user_path
 from ragblend.files.store_folder import DEFAULT_STORE
-from ragblend.options import (
-    TIER_NAMES,
-    ContextPolicy,
-    GenerationOptions,
-    Mode,
-    RatioChoice,
-    TierOptions,
-    at_least,
-    check_options,
-    copy_option,
-    option,
-)
+from ragblend.option_fields import at_least, check_options, copy_option, option
+from ragblend.options import TIER_NAMES, ContextPolicy, GenerationOptions, Mode, RatioChoice, TierOptions
 from ragblend.redaction import redact
 
 
