@@ -108,19 +108,25 @@ class KnownChunks:
         self._index = TokenIndex(self._cached_ids)
         self._version: tuple[int, int] | None = None
         self._last_number = 0
+        self._num_removals = 0
 
     def _update(self) -> None:
         """Bring the index to the state of the registry."""
         version = self._registry.version()
         if version == self._version:
             return
+        if self._version is not None and version < self._version:  # another database is in its place
+            self._clear()
         self._cached_ids.cache_clear()  # of removed chunks the index finds no ids, and so no run
         self._cached_document.cache_clear()
+        num_removals = self._registry.num_removals()
         added = self._registry.ids_after(self._last_number, *self._owner)
-        num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)
-        if num_removed > len(self._index) // 4:
-            self._clear()
-            added = self._registry.ids_after(0, *self._owner)
+        if num_removals != self._num_removals:  # counting takes long in PostgreSQL
+            num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)
+            if num_removed > len(self._index) // 4:
+                self._clear()
+                added = self._registry.ids_after(0, *self._owner)
+            self._num_removals = num_removals
         self._index.add(added)
         self._last_number = max((number for number, _ in added), default=self._last_number)
         self._version = version

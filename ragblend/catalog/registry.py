@@ -84,6 +84,8 @@ _DOCUMENT_WITH_IDS = (
 _IDS_OF_TEXTS = _checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
 _DELETE_IDS = delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "key"), *_OWNED_IDS)
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
+_REMOVALS = "removals"
+_NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
 _HAS_TEXT = select(TEXTS.c.number).where(*_of(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_among(TEXTS.c.key))
 _OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_among(DOCUMENT_TEXTS.c.key))
@@ -266,7 +268,7 @@ class ChunkRegistry(Catalog):
             if elsewhere:
                 values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
                 connection.execute(delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "namespace", "key")), values)
-                self._num_changes += 1
+                self._count_removal(connection)
         return gone
 
     def remove(self, texts: Iterable[str]) -> int:
@@ -279,7 +281,7 @@ class ChunkRegistry(Catalog):
             num_removed = len(existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
             for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
                 connection.execute(delete(table).where(*_of(table, "key")), keys)
-            self._num_changes += 1
+            self._count_removal(connection)
             return num_removed
 
     @contextmanager
@@ -323,13 +325,24 @@ class ChunkRegistry(Catalog):
             owner = {"tokenizer": tokenizer, "namespace": namespace}
             with self._write() as connection:
                 connection.execute(_DELETE_IDS, {**owner, "b_key": text_key(text.strip())})
-                self._num_changes += 1
+                self._count_removal(connection)
 
     def remove_ids_without_text(self) -> None:
         """Delete the token ids of chunks that prompts named and no document has added."""
         with self._write() as connection:
             connection.execute(delete(TOKEN_IDS).where(TOKEN_IDS.c.key.not_in(select(TEXTS.c.key))))
-            self._num_changes += 1
+            self._count_removal(connection)
+
+    def _count_removal(self, connection: Connection) -> None:
+        row = {"name": _REMOVALS, "value": str(self.num_removals() + 1)}
+        connection.execute(delete(META).where(META.c.name == _REMOVALS))
+        connection.execute(insert(META), row)
+        self._num_changes += 1
+
+    def num_removals(self) -> int:
+        """Return how often token ids were removed, of any tokenizer and namespace."""
+        rows = self._rows(_NUM_REMOVALS)
+        return int(rows[0].value) if rows else 0
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
         """Return the number and the token ids of each text added after the one of `number`, from intact rows."""
