@@ -188,7 +188,7 @@ class PostgresDialect(Dialect):
         if state and state[:2] not in ("08", "57", "53", "28", "3D"):
             return RagblendError(f"the catalogue {self.name} rejects a statement ({reason}; {state}); report it")
         self._has_tables = False  # another server may answer next
-        if "FATAL:" in text or state[:2] in ("28", "3D", "53"):
+        if ("FATAL:" in text and "database system is" not in text) or state[:2] in ("28", "3D", "53"):
             return BackendUnreachableError(
                 f"the catalogue {self.name} refuses the connection: {reason}. Check user, password and database in "
                 "`catalog` and the server's max_connections"
