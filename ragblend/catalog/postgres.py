@@ -64,6 +64,10 @@ class PostgresDialect(Dialect):
     is_shared = True
 
     def __init__(self, url: str) -> None:
+        try:
+            import psycopg  # noqa: F401
+        except ImportError as error:
+            raise ImportError("a catalogue in PostgreSQL needs psycopg: pip install 'ragblend[postgres]'") from error
         self._url = url
         self.name, self.key = redact(url), url
         self._has_tables = False
@@ -202,10 +206,6 @@ class PostgresDialect(Dialect):
 @cache
 def _engine(url: str) -> Engine:
     """Return the pool of this process's connections to `url`, and the compiled statements."""
-    try:
-        import psycopg  # noqa: F401
-    except ImportError as error:
-        raise ImportError("a catalogue in PostgreSQL needs psycopg: pip install 'ragblend[postgres]'") from error
     engine = create_engine(
         "postgresql+psycopg://",
         creator=lambda: _connect(url),
