@@ -109,7 +109,7 @@ class DocumentTable(Catalog):
             query = select(*columns).where(*is_next).order_by(_ROW.number).limit(limit + len(taken))
             with connection.execute(query) as rows:
                 for *values, body in rows:
-                    if document_name(*values[1:4]) in taken:
+                    if taken and document_name(*values[1:4]) in taken:
                         continue
                     max_chars -= len(body)
                     if found and (max_chars < 0 or len(found) == limit):
