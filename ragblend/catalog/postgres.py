@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SCHEMES = ("postgresql://", "postgres://")
-CONNECT_TIMEOUT_S = 5
+CONNECT_TIMEOUT_S = 3
 VERSION_TIMEOUT_S = 1.0  # for the number that each prompt asks for; a request waits no longer
 ANSWER_TIMEOUT_S = 60.0
 LOCK_TIMEOUT_S = 30.0
