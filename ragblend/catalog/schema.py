@@ -15,6 +15,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    DateTime,
     Index,
     Integer,
     LargeBinary,
@@ -199,6 +200,17 @@ SENT_DOCUMENTS = Table(
 )
 """The documents that a server was sent."""
 _partial_index("sent_documents_waiting", SENT_DOCUMENTS.c.number, SENT_DOCUMENTS.c.body.is_not(None))
+
+SHARED_METADATA = MetaData()
+"""Tables of a catalogue that several servers have, in addition to the others."""
+LEASES = Table(
+    "leases",
+    SHARED_METADATA,
+    Column("name", EscapedText, primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+)
+"""Who is working on what, and until when."""
 
 CHECKED_TABLES = {
     "versions of documents": VERSIONS,

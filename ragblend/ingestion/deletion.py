@@ -162,11 +162,11 @@ def _unrecorded_headers(store: KVStore) -> Iterator[KVHeader]:
 def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
     """Record the entries that an earlier version of ragblend has stored, once for a store."""
     disk = engine.store.disk_tier
-    if disk is None or registry.has_all_entries:
+    if disk is None or registry.has_all_entries(disk.root):
         return
     for header in disk.headers():
         record_entry(registry, header)
-    registry.set_has_all_entries()
+    registry.set_has_all_entries(disk.root)
 
 
 def delete_texts_kv(

@@ -237,7 +237,8 @@ class TieredStore(KVStore):
     def put(self, kv: ChunkKV) -> None:
         """Write to every tier, in the store's dtype. A memory tier that cannot hold the entry is skipped.
 
-        A remote tier writes in the background. Raises the first tier's error after all tiers were tried. KV with
+        A remote tier writes in the background. Raises the first tier's error after all tiers were tried, and
+        BackendUnreachableError before, with no tier written, where the catalogue's server does not answer. KV with
         infinity or NaN is not stored, with a warning, because no reader would accept it.
         """
         held = convert_kv_dtype(load_into_memory(kv), self.kv_dtype)
@@ -248,12 +249,14 @@ class TieredStore(KVStore):
             )  # fmt: skip
             return
         failure: RagblendError | None = None
-        for tier in self._tiers:
+        for tier in sorted(self._tiers, key=lambda tier: not isinstance(tier, DiskStore)):
             if not tier.fits(held):
                 continue
             try:
                 tier.put(held)
             except RagblendError as error:
+                if tier.disk_tier is not None and isinstance(error, BackendUnreachableError):
+                    raise  # the catalogue does not answer: a removal would not find an entry that it has no record of
                 if tier.memory_tier is None or len(self._tiers) == 1:
                     failure = failure or error
         if failure is not None:
