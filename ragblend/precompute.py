@@ -20,14 +20,13 @@ from typing import Any
 import numpy as np
 
 from ragblend.catalog.registry import open_registry, store_folders
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentName, text_key
 from ragblend.catalog.sent_documents import DocumentTable
 from ragblend.chunker import Splitter, get_splitter_version, split
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.embedders import Embedder
 from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
 from ragblend.corpus.loaders import FileReader, Loader
-from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore, StoreDefaults
 from ragblend.engine.store.tiered import disk_tier, format_bytes
@@ -502,7 +501,7 @@ def _send_indexed(
         empty = {"id": chunk.source, "chunks": [], "vectors": [], "embedder": embedder}
         document = sent.setdefault(chunk.source, empty)
         document["chunks"].append(chunk.text)
-        vector = np.frombuffer(vectors[text_hash(chunk.text)], "<f4").astype(float)
+        vector = np.frombuffer(vectors[text_key(chunk.text.strip())], "<f4").astype(float)
         document["vectors"].append(vector.round(6).tolist())  # half as many characters
     _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
     return report
@@ -522,7 +521,7 @@ def _send_documents(
     sent: dict[str, dict[str, Any]] = {}
     described: dict[str, str] = {}
     for document, chunk, found, version in zip(given, chunks, ids, versions, strict=True):
-        name = found or text_hash(chunk.text).hex()
+        name = found or text_key(chunk.text.strip()).hex()
         described.setdefault(name, _describe_document(document, chunk))
         sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)
         if version:

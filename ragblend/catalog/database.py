@@ -25,6 +25,7 @@ from ragblend.catalog.former import read_former_files
 from ragblend.catalog.schema import (
     CHECKED_TABLES,
     ENTRY_CHUNKS,
+    INDEX_TABLES,
     META,
     METADATA,
     SCHEMA_VERSION,
@@ -37,7 +38,12 @@ from ragblend.errors import CorruptError, StoreMismatchError
 from ragblend.files.directory import remove_file, to_write_error
 from ragblend.files.places import user_path
 from ragblend.files.sqlite import connect, truncate_log, wrap_sqlite_errors
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
+from ragblend.files.store_folder import (
+    CATALOG_FILE,
+    FORMER_INDEX_FILE,
+    FORMER_REGISTRY_FILE,
+    FORMER_SERVER_FILE,
+)
 
 
 class Catalog:
@@ -78,11 +84,16 @@ class Catalog:
         with self._locked() as connection:
             truncate_log(_sqlite(connection))
 
-    def find_problems(self) -> list[str]:
-        """Return one sentence for each problem with the file. Raises CorruptError if it cannot be read at all."""
+    def find_structure_problems(self) -> list[str]:
+        """Return one sentence for each problem with the file itself, whatever the rows say."""
         with self._locked() as connection:
             lines = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
-            found = [f"{self.path}: {line}" for line in lines if line != "ok"]
+            return [f"{self.path}: {line}" for line in lines if line != "ok"]
+
+    def find_problems(self) -> list[str]:
+        """Return one sentence for each problem with the file. Raises CorruptError if it cannot be read at all."""
+        with self._locked():
+            found = self.find_structure_problems()
             for what, damaged in self._damaged_rows().items():
                 if damaged:
                     found.append(f"{self.path}: {len(damaged)} {what} are not what was written")
@@ -101,6 +112,10 @@ class Catalog:
             # The entries in the store's folder are read and recorded again.
             connection.execute(delete(ENTRY_CHUNKS).where(ENTRY_CHUNKS.c.entry == ""))
         self.close()
+
+    def damage_error(self, what: str) -> CorruptError:
+        """Return the error to raise for rows that are not what was written, with what to do about it."""
+        return CorruptError(f"{self.path}: {what}. {fix_hint(self.path)}")
 
     def __enter__(self) -> Self:
         return self
@@ -169,15 +184,21 @@ class Catalog:
 
 def fix_hint(path: Path | None) -> str:
     """Return what to do about a damaged file."""
+    folder = path and path.parent
+    return f"Mend it: ragblend verify --repair --store {folder}; or {explain_reingestion(path)}"
+
+
+def explain_reingestion(path: Path | None) -> str:
+    """Return how a store gets a new catalogue, in words that end a sentence."""
     return (
-        f"Mend it: ragblend verify --repair --store {path and path.parent}; or delete it and ingest the documents "
-        "again: stored KV is found, not recomputed"
+        f"delete {path}* and run ragblend ingest DOCS --store {path and path.parent} (stored KV is found, not "
+        "recomputed), and add again what frameworks and servers have added"
     )
 
 
 def drop_catalog(root: Path) -> None:
     """Delete a damaged catalogue from a store's directory. The next process that adds texts creates it again."""
-    for name in (FORMER_REGISTRY_FILE, FORMER_SERVER_FILE, CATALOG_FILE):
+    for name in (FORMER_REGISTRY_FILE, FORMER_SERVER_FILE, FORMER_INDEX_FILE, CATALOG_FILE):
         for suffix in ("-wal", "-shm", ""):
             remove_file(root / f"{name}{suffix}")
 
@@ -200,6 +221,14 @@ def _connect() -> sqlite3.Connection:
     return connect(path, f"Move {path} away", create=True)
 
 
+def _connect_to(path: Path | None) -> Connection:
+    token = _PATH.set(path)
+    try:
+        return _engine().connect()
+    finally:
+        _PATH.reset(token)
+
+
 def _sqlite(connection: Connection | None) -> sqlite3.Connection:
     assert connection is not None
     return cast("sqlite3.Connection", connection.connection.dbapi_connection)
@@ -220,12 +249,13 @@ def _open(path: Path | None) -> Connection:
     is_kept = path is not None and (is_writable or path.exists())
     if is_kept and path is not None:
         _create_private(path)
-    token = _PATH.set(path if is_kept else None)
+    connection = _connect_to(path if is_kept else None)
     try:
-        connection = _engine().connect()
-    finally:
-        _PATH.reset(token)
-    try:
+        if is_kept and not is_writable and _is_former(connection):  # it is read in memory, as former files are
+            copy, is_kept = _connect_to(None), False
+            _sqlite(connection).backup(_sqlite(copy))
+            connection.close()
+            connection = copy
         _check_schema(connection, path)
         if folder is not None and (is_writable or not is_kept):
             read_former_files(folder, _sqlite(connection), is_kept=is_kept)
@@ -242,12 +272,13 @@ def _check_schema(connection: Connection, path: Path | None) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
         if not _read_schema(connection):  # or another process was faster
             METADATA.create_all(connection, checkfirst=False)
-            made = f"{SCHEMA_VERSION} {_digest(_read_schema(connection))}"
-            connection.execute(META.insert().values(name="schema", value=made))
-            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            _record_schema(connection)
         connection.exec_driver_sql("COMMIT")
         schema = _read_schema(connection)
     tables = {name for kind, name, _ in schema if kind == "table"}
+    if META.name in tables and _is_former(connection):
+        _add_index_tables(connection)
+        schema = _read_schema(connection)
     if tables.isdisjoint(METADATA.tables):
         raise StoreMismatchError(
             f"{path} is not a catalogue (it holds the tables {', '.join(sorted(tables))}); "
@@ -263,6 +294,28 @@ def _check_schema(connection: Connection, path: Path | None) -> None:
             f"{path} is version {version} of a catalogue, this ragblend reads {SCHEMA_VERSION}; use the ragblend that "
             "made it, or choose another folder for the store: `store='OTHER_DIR'`"
         )
+
+
+def _is_former(connection: Connection) -> bool:
+    """Return True for a catalogue from before it had the tables of an index."""
+    return connection.exec_driver_sql("PRAGMA user_version").scalar() == 1
+
+
+def _add_index_tables(connection: Connection) -> None:
+    """Add the tables that a catalogue of version 1 lacks, unless it has other tables than it had."""
+    recorded = select(META.c.value).where(META.c.name == "schema")
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+    if connection.execute(recorded).scalar() == f"1 {_digest(_read_schema(connection))}":
+        METADATA.create_all(connection, tables=INDEX_TABLES, checkfirst=False)
+        _record_schema(connection)
+    connection.exec_driver_sql("COMMIT")
+
+
+def _record_schema(connection: Connection) -> None:
+    made = f"{SCHEMA_VERSION} {_digest(_read_schema(connection))}"
+    connection.execute(delete(META))
+    connection.execute(META.insert().values(name="schema", value=made))
+    connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _read_schema(connection: Connection) -> Sequence[tuple[str, str, str]]:

@@ -24,10 +24,10 @@ import numpy as np
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.catalog.sent_documents import DocumentTable, SentDocument, StoredCounts, WaitingDocument
+from ragblend.catalog.vectors import normalize_rows
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document, has_visible_text
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.vectors import normalize_rows
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
 from ragblend.ingestion.contexts import chunk_variants

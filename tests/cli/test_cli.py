@@ -21,11 +21,10 @@ from commands import INGEST, PLACE, CommandRunner, ingest_sample
 from langchain_core.documents import Document
 from servers import RedisServer, running_redis
 
-from ragblend import __version__, load_engine
+from ragblend import __version__, load_engine, open_index
 from ragblend.cli import app as cli
 from ragblend.cli.options import parse_workers
 from ragblend.cli.session import terminal_log
-from ragblend.corpus.checked_database import remove_database
 from ragblend.demo import WEIGHTS
 from ragblend.errors import UsageError
 from ragblend.precompute import precompute_documents
@@ -501,7 +500,8 @@ def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
 
 def test_gc_of_orphans_says_what_it_takes(docs, run):
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
-    remove_database(docs.parent / "s")
+    with open_index(docs.parent / "s") as index:
+        index.clear()
     (docs / "a.md").unlink()
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     out = run("gc", "--orphans", "--dry-run", *PLACE)[1]

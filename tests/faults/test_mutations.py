@@ -26,9 +26,9 @@ from commands import run_command
 from places import text_about
 
 from ragblend import Prompt, load_engine
+from ragblend.catalog.database import drop_catalog
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentName
-from ragblend.corpus.checked_database import remove_database
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.model import load_tokenizer
@@ -49,14 +49,12 @@ NUM_MUTATIONS = 500 if FULL else 60  # in each part
 EVERY_COMMAND = 25  # mutations between those whose repair is the command's, with an engine of its own
 KINDS = {
     "entry": "kv/kv/??/*.safetensors",
-    "registry": "kv/catalog.sqlite",
+    "catalogue": "kv/catalog.sqlite",
     "model note": "kv/models/*.json",
     "pin": "kv/pins/*.json",
     "calibration": "kv/calibrations/*.json",
     "machine": "kv/machines/*.json",
-    "database": "kv/chunks.sqlite",
     "vectors": "kv/vectors.faiss",
-    "manifest": "kv/manifest.json",
 }
 LOSABLE = {"model note", "pin", "profile", "machine"}
 """Files without which a store is another whole store: of a model not used yet, unpinned, not calibrated or measured."""
@@ -137,7 +135,7 @@ def told(work: Path) -> dict[str, Any]:
             "machines": {path.name: path.read_bytes() for path in work.glob(KINDS["machine"])},
             "documents": index.documents(),
             "files": index.files(),
-            "facts": replace(index.manifest, vectors_sha256="", generation=0),
+            "facts": replace(index.manifest, generation=0),
             "chunks": [(chunk, dict(chunk.metadata)) for chunk in sorted(index.chunks(), key=lambda each: each.id)],
             "vectors": vectors,
             "texts": sorted(registry.texts()),
@@ -260,7 +258,7 @@ def mend(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bo
             return
     except RagblendError as error:
         counts["ways out named"] += error.exit_code in DOCUMENTED
-    remove_database(work / "kv")
+    drop_catalog(work / "kv")
     bring_in(work, engine)
     run_command("verify", "--repair", *place)
     counts["mended by ingesting again"] += 1

@@ -208,7 +208,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "place",
-    ["i/chunks.sqlite", "i/manifest.json", "i/vectors.faiss", "s/catalog.sqlite", "s/texts.sqlite", "ragblend.toml",
+    ["i/catalog.sqlite", "i/vectors.faiss", "s/catalog.sqlite", "s/texts.sqlite", "ragblend.toml",
      "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
 )  # fmt: skip
 def test_a_pipe_a_folder_or_a_loop_in_a_files_place_is_said_and_nothing_hangs(
