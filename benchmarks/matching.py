@@ -30,8 +30,8 @@ from ragblend.catalog.known_chunks import find_runs_of
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
 from ragblend.lab.quality.data import find_data, read_cases
-from ragblend.prompt.match import TokenIndex
 from ragblend.prompt.render import Renderer
+from ragblend.prompt.token_index import TokenIndex
 from ragblend.prompt.types import Prompt
 
 NUM_QUESTIONS, NUM_CHUNKS = 6, 6

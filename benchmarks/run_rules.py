@@ -33,7 +33,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.intervals import mean_interval
 from ragblend.lab.quality.data import QaCase, find_data, get_dataset_split, read_cases
-from ragblend.prompt import match
+from ragblend.prompt import token_index
 from ragblend.prompt.match import ChunkRun
 from ragblend.prompt.types import Prompt
 
@@ -149,7 +149,7 @@ def main(
             :questions
         ]
     ]
-    match.MIN_RUN = match.WINDOW  # shorter runs than the default are among the variants
+    token_index.MIN_RUN = token_index.WINDOW  # shorter runs than the default are among the variants
     found: list[Variant] = []
     with load_engine(model, None, on_miss="inline") as engine:
         if not isinstance(engine, TransformersEngine):

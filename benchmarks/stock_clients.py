@@ -124,14 +124,17 @@ class Questions:
 
 
 @contextmanager
-def served(python: str, model: str, home: Path) -> Iterator[str]:
-    """`ragblend serve` over an empty store in `home`/kv, by the interpreter of an environment with vLLM."""
+def served(python: str, model: str, home: Path, *flags: str) -> Iterator[str]:
+    """`ragblend serve` over an empty store in `home`/kv, by the interpreter of an environment with vLLM.
+
+    `flags` are more of the server's.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [python, "-m", "ragblend", "serve", str(Path(model).absolute()), "--store", str(home / "kv")]
     command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
-    command += ["--kv-cache-memory-bytes", str(1 << 30), "--served-model-name", "model"]
+    command += ["--kv-cache-memory-bytes", str(1 << 30), "--served-model-name", "model", *flags]
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     environment = {"PYTHONPATH": str(Path.cwd()), **os.environ, **own}
     with (home / "log").open("wb") as log:

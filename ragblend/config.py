@@ -24,6 +24,7 @@ from ragblend.errors import UsageError
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_text
 from ragblend.files.store_folder import DEFAULT_STORE
+from ragblend.option_fields import Validator, at_least, copy_option, one_of, option
 from ragblend.options import (
     CONTEXT,
     SHADOW,
@@ -34,12 +35,7 @@ from ragblend.options import (
     ModelOptions,
     RatioChoice,
     TierOptions,
-    Validator,
-    at_least,
-    copy_option,
     is_url,
-    one_of,
-    option,
 )
 from ragblend.redaction import redact
 
@@ -48,13 +44,14 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "ragblend.toml"
 USER_FILE = "config.toml"
 """The user's own settings, in `user_folder()`."""
-USER_ONLY_SETTINGS = ("remote", "store_key_file", "trust_remote_code")
+USER_ONLY_SETTINGS = ("remote", "catalog", "store_key_file", "trust_remote_code")
 """Settings that no folder's file may set to any value."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
 _WITHOUT_FLAG = (
     "memory_gib",
     "disk_gib",
     "kv_dir",
+    "catalog",
     "remote_timeout_s",
     "store_key_file",
     "max_file_mib",
@@ -146,7 +143,9 @@ class Settings(TierOptions):
     def __repr__(self) -> str:
         """Return the settings without passwords in URLs."""
         shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        shown |= {name: value and redact(value) for name, value in shown.items() if name in ("remote", "backend")}
+        shown |= {
+            name: value and redact(value) for name, value in shown.items() if name in ("remote", "catalog", "backend")
+        }
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
@@ -160,7 +159,9 @@ def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None
 
 def trusted_setting(name: str) -> Any:
     """Return a setting that no folder's file may set, from the environment or the user's file; None if unset."""
-    return read_environment(os.environ, (name,)).get(name, _read_settings_file(user_folder() / USER_FILE).get(name))
+    if (variable := f"RAGBLEND_{name.upper()}") in os.environ:
+        return _cast(name, os.environ[variable], variable)
+    return _read_settings_file(user_folder() / USER_FILE).get(name)
 
 
 def user_folder() -> Path:
@@ -194,6 +195,8 @@ def _rejection_reason(name: str, value: Any, folder: Path, trusted: Mapping[str,
         return "an embedding model in a folder may bring code"
     if name == "remote":
         return "your documents' KV would be sent there, and KV from there would be used"
+    if name == "catalog":
+        return "the texts of your documents would be sent there"
     if name == "backend" and is_url(value):
         return "your documents and questions would be sent there, with your API key"
     if name == "store_key_file":

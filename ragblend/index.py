@@ -22,10 +22,10 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragblend.catalog.database import explain_reingestion
 from ragblend.catalog.documents import ChunkRow, IndexedDocuments
-from ragblend.catalog.registry import ChunkRegistry, open_registry, store_folders
+from ragblend.catalog.registry import ChunkRegistry, catalog_of, open_registry
 from ragblend.catalog.schema import text_key
+from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.catalog.vectors import FaissVectors, normalize_rows
 from ragblend.corpus.embedders import (
     Embedder,
@@ -219,7 +219,7 @@ class ChunkIndex(IndexedDocuments):
     def registry_for(self, store: Any) -> Iterator[ChunkRegistry]:
         """Yield the registry of a KVStore: that of this index where both are in one folder, so that a transaction of
         the index is one of the registry."""
-        if self.path in store_folders(store)[:1]:
+        if catalog_of(store) == self.registry.key:
             yield self.registry
         else:
             with open_registry(store) as registry:
@@ -441,7 +441,7 @@ class ChunkIndex(IndexedDocuments):
         if rows.shape != (num_rows, dim):
             raise StoreMismatchError(
                 f"vectors have shape {rows.shape}, {self.path} needs {(num_rows, dim)}, one per text, by "
-                f"{self._made_by.embedder!r}; use it, or {explain_reingestion(self.registry.path)}"
+                f"{self._made_by.embedder!r}; use it, or {explain_reingestion(self.path / CATALOG_FILE)}"
             )
         return normalize_rows(rows)
 
@@ -457,8 +457,8 @@ class ChunkIndex(IndexedDocuments):
     def _check_structure(self) -> None:
         """Raise CorruptError where the catalogue's file is damaged: a chunk missing from one of its indexes would be
         unfindable without a word."""
-        file = self.registry.path
-        if file is not None and file.exists() and file.stat().st_size <= _CHECK_AT_OPEN_BYTES:
+        file = self.path / CATALOG_FILE
+        if file.exists() and file.stat().st_size <= _CHECK_AT_OPEN_BYTES:
             for problem in self.registry.find_structure_problems():
                 raise self.registry.damage_error(f"it is damaged ({problem})")
 
@@ -513,7 +513,7 @@ class ChunkIndex(IndexedDocuments):
         if not has_name or dim != made_by.dim:
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
-                f"(dim {dim}); leave `embedder` out to use that one, or {explain_reingestion(self.registry.path)}"
+                f"(dim {dim}); leave `embedder` out to use that one, or {explain_reingestion(self.path / CATALOG_FILE)}"
             )
         self._check_version(embedder)
 
@@ -534,7 +534,7 @@ class ChunkIndex(IndexedDocuments):
                 f"{self.path} was made with another model or revision than this {embedder.name!r}: their vectors of "
                 f"one text are {distance:.2f} apart (at most {_MAX_PROBE_DISTANCE} is rounding), so a search would "
                 "find the wrong chunks. Pass the embedding that made the index, or "
-                f"{explain_reingestion(self.registry.path)}"
+                f"{explain_reingestion(self.path / CATALOG_FILE)}"
             )
 
     def _check_version(self, embedder: Embedder | str) -> None:
@@ -543,5 +543,5 @@ class ChunkIndex(IndexedDocuments):
         if made != now:
             raise StoreMismatchError(
                 f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, this is version {now}, "
-                f"which reads all of a long chunk and not only its beginning; {explain_reingestion(self.registry.path)}"
+                f"which reads all of a long chunk and not only its beginning; {explain_reingestion(self.path / CATALOG_FILE)}"
             )

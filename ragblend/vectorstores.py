@@ -32,7 +32,9 @@ from ragblend.corpus.embedders import (
 from ragblend.errors import NotFoundError, UsageError, check_unicode
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.deletion import delete_orphaned_kv
-from ragblend.precompute import LANGCHAIN_COLLECTION, delete_precomputed, precompute_documents
+from ragblend.ingestion.documents import delete_precomputed
+from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION
+from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 
 try:

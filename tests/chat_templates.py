@@ -14,6 +14,16 @@ _SYSTEM_APART = (
     "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] %}{% set rest = messages[1:] %}"
     "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
 )
+# What Hermes and Qwen 2.5 write: a tag for each call.
+CALL_TAGS = (
+    "{% for c in m.tool_calls or [] %}{{ '\\n' if not loop.first else '' }}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+)
+# What Mistral writes: a list of calls.
+CALL_LIST = (
+    "{% if m.tool_calls %}[CALLS] [{% for c in m.tool_calls %}{{ ', ' if not loop.first else '' }}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}]{% endif %}'
+)
 _LISTED = "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}{% for m in messages %}<|im|>{{ m['role'] }}\n"
 _SAID = "{{ m['content'] }}<|end|>\n{% endfor %}" + _ASKS
 
@@ -85,18 +95,6 @@ TEMPLATES = {
     "one line": Template(
         "{% for m in messages %}{{ m.role }}: {{ m.content.split() | join(' ') }} {% endfor %}answer:"
     ),
-    # Hermes, Qwen 2.5: a tag for each call.
-    "calls": Template(
-        _LISTED + "{% for c in m.tool_calls or [] %}{{ '\\n' if not loop.first else '' }}<tool_call>\n"
-        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-        + _SAID,
-        tools=True,
-    ),
-    # Mistral: a list of calls.
-    "list of calls": Template(
-        _LISTED + "{% if m.tool_calls %}[CALLS] [{% for c in m.tool_calls %}{{ ', ' if not loop.first else '' }}"
-        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}]{% endif %}'
-        + _SAID,
-        tools=True,
-    ),
+    "calls": Template(_LISTED + CALL_TAGS + _SAID, tools=True),
+    "list of calls": Template(_LISTED + CALL_LIST + _SAID, tools=True),
 }

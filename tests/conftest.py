@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# Whoever runs the tests may have settings and a store key of his own.
+# The user who runs the tests may have own settings and a store key.
 os.environ.update(XDG_CONFIG_HOME="/nonexistent")
 os.environ.pop("RAGBLEND_STORE_KEY", None)
 os.environ.pop("RAGBLEND_STORE_KEY_FILE", None)
@@ -74,8 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Mark the tests of the files and folders in SLOW; put those of FIRST first, after pytest-randomly's work."""
     here = Path(__file__).parent
     slow, fast, first = ({here / name for name in names} for names in (SLOW, FAST, FIRST))
-    gone = [str(path) for path in slow | fast | first if not path.exists()]
-    assert not gone, f"SLOW, FAST or FIRST in {__file__} names files that are gone: {gone}"
+    missing = [str(path) for path in slow | fast | first if not path.exists()]
+    assert not missing, f"SLOW, FAST or FIRST in {__file__} names files that do not exist: {missing}"
     for item in items:
         if item.path not in fast and not slow.isdisjoint([item.path, *item.path.parents]):
             item.add_marker(pytest.mark.slow)
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Have garbage collected from now on, among what the tests make."""
+    """Enable garbage collection, for objects that the tests make."""
     gc.freeze()
     gc.enable()
 
@@ -97,7 +97,7 @@ def counted(record_property: Callable[[str, object], None]) -> Callable[[str], N
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The seed of the random order, and the faults that were survived. A test that fails has a report of its own."""
+    """Print the seed of the random order, and the faults that passed tests survived."""
     seed = terminalreporter.config.getoption("randomly_seed", None)
     if seed is not None:
         terminalreporter.line(f"the order was random; to repeat it: --randomly-seed={seed}")
@@ -138,7 +138,7 @@ def stock_model() -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def tiny_model(stock_model: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`tiny_model(family)`: a copy of its own, to be wrapped or broken."""
+    """`tiny_model(family)`: a new copy, which a test may wrap or change."""
     return lambda family: copy.deepcopy(stock_model(family))
 
 
@@ -197,7 +197,7 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 @pytest.fixture(scope="session")
 def make_spaced_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
     """`make_spaced_tokenizer(chat_template=None, specials=())`: Llama 2's and Mistral's kind, which puts a space
-    in front of whatever it is given and spells unknown letters in bytes."""
+    in front of every text and spells unknown letters in bytes."""
 
     def build(chat_template: str | None = None, specials: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
         words = ["<pad>", "<s>", "</s>", "<unk>", *specials, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aehtosn"]

@@ -1,4 +1,4 @@
-"""Counts what would make the host wait for a GPU: wherever code looks into a tensor instead of handing it on."""
+"""Counts operations that make the host wait for a GPU: reads of a tensor's values on the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASTS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"}
 
 
 class DeviceLooks(TorchFunctionMode):
-    """Inside, `places` counts by file and line of the house the looks into tensors that this thread takes.
+    """Inside, `places` counts this thread's host reads of tensors, by file and line of the package.
 
     Models' own code is left out; so are copies to the device, which do not wait for what is computed there.
     """
@@ -32,7 +32,7 @@ class DeviceLooks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every operation of torch comes by here."""
+        """Count `func` if it is a host read, and run it."""
         if _looks(getattr(func, "__name__", ""), args, kwargs or {}):
             place = _caller()
             if place:
@@ -56,7 +56,7 @@ def _has_mask(index: Any) -> bool:
 
 
 def _caller() -> str:
-    """Where the house called torch; "" where somebody else did."""
+    """Return the line of the package that called torch; "" for a call of other code."""
     frame = sys._getframe(2)
     while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back

@@ -9,16 +9,10 @@ import zlib
 from collections.abc import Callable
 from email.message import EmailMessage
 
+from office_files import make_docx, make_epub, make_odf, make_pptx, make_xlsx, shape, word_paragraph
+
+XHTML = "http://www.w3.org/1999/xhtml"
 SENTENCES = "".join(f"Paragraph {number}: the lease ends in May and rent is due monthly.\n\n" for number in range(40))
-
-
-def zipped(**members: str) -> bytes:
-    """A zip archive; "__" in a name stands for a slash and "_DOT_" for a full stop."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in members.items():
-            archive.writestr(name.replace("__", "/").replace("_DOT_", "."), text)
-    return buffer.getvalue()
 
 
 def bomb(data: bytes, name: str, size_mib: int) -> bytes:
@@ -66,77 +60,20 @@ def packed_stream(size_mib: int) -> bytes:
     return b"<</Filter/FlateDecode/Length %d>>stream\n%s\nendstream" % (len(data), data)
 
 
-WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
-SHEET = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
-SLIDE = "http://schemas.openxmlformats.org/presentationml/2006/main"
-DRAWING = "http://schemas.openxmlformats.org/drawingml/2006/main"
-XHTML = "http://www.w3.org/1999/xhtml"
-RELATIONS = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
-PACKAGE = "http://schemas.openxmlformats.org/package/2006"
-
-
-def office(main: str, **members: str) -> bytes:
-    """An Office file whose main part is `main`."""
-    relation = f'<Relationship Id="r1" Type="{RELATIONS}/officeDocument" Target="{main}"/>'
-    types = (
-        '<Default Extension="xml" ContentType="application/xml"/>'
-        '<Default Extension="rels" ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
-    )
-    return zipped(
-        _DOT_rels="",
-        **{
-            "[Content_Types]_DOT_xml": f'<Types xmlns="{PACKAGE}/content-types">{types}</Types>',
-            "_rels/_DOT_rels": f'<Relationships xmlns="{PACKAGE}/relationships">{relation}</Relationships>',
-        },
-        **members,
-    )
-
-
 def docx(body: str = "") -> bytes:
-    body = body or "".join(f"<w:p><w:r><w:t>{line}</w:t></w:r></w:p>" for line in SENTENCES.split("\n\n"))
-    return office(
-        "word/document.xml",
-        word__document_DOT_xml=f'<w:document xmlns:w="{WORD}"><w:body>{body}</w:body></w:document>',
-    )
-
-
-def pptx() -> bytes:
-    text = f"<a:p><a:r><a:t>{SENTENCES}</a:t></a:r></a:p>"
-    shape = f"<p:sp><p:nvSpPr><p:nvPr/></p:nvSpPr><p:txBody>{text}</p:txBody></p:sp>"
-    slide = f'<p:sld xmlns:p="{SLIDE}" xmlns:a="{DRAWING}"><p:cSld><p:spTree>{shape}</p:spTree></p:cSld></p:sld>'
-    ids = f'<p:sldIdLst xmlns:r="{RELATIONS}"><p:sldId id="256" r:id="r1"/></p:sldIdLst>'
-    relation = f'<Relationship Id="r1" Type="{RELATIONS}/slide" Target="slides/slide1.xml"/>'
-    return office(
-        "ppt/presentation.xml",
-        ppt__presentation_DOT_xml=f'<p:presentation xmlns:p="{SLIDE}">{ids}</p:presentation>',
-        ppt___rels__presentation_DOT_xml_DOT_rels=(
-            f'<Relationships xmlns="{PACKAGE}/relationships">{relation}</Relationships>'
-        ),
-        ppt__slides__slide1_DOT_xml=slide,
-    )
+    return make_docx(body or "".join(map(word_paragraph, SENTENCES.split("\n\n"))))
 
 
 def xlsx(far_row: str = "") -> bytes:
-    cells = "".join(
+    rows = "".join(
         f'<row r="{row}"><c r="A{row}" t="inlineStr"><is><t>bolt {row}</t></is></c><c r="B{row}"><v>{row}</v></c></row>'
         for row in range(1, 50)
     )
-    cells += far_row
-    relation = f'<Relationship Id="r1" Type="{RELATIONS}/worksheet" Target="worksheets/sheet1.xml"/>'
-    sheets = f'<sheets xmlns:r="{RELATIONS}"><sheet name="Bolts" sheetId="1" r:id="r1"/></sheets>'
-    return office(
-        "xl/workbook.xml",
-        xl__workbook_DOT_xml=f'<workbook xmlns="{SHEET}">{sheets}</workbook>',
-        xl___rels__workbook_DOT_xml_DOT_rels=(
-            f'<Relationships xmlns="{PACKAGE}/relationships">{relation}</Relationships>'
-        ),
-        xl__worksheets__sheet1_DOT_xml=f'<worksheet xmlns="{SHEET}"><sheetData>{cells}</sheetData></worksheet>',
-    )
+    return make_xlsx({"Bolts": rows + far_row})
 
 
 def opendocument(kind: str, body: str = "") -> bytes:
     """An OpenDocument file of a kind: text, spreadsheet or presentation."""
-    names = "urn:oasis:names:tc:opendocument:xmlns"
     lines = "".join(f"<text:p>{line}</text:p>" for line in SENTENCES.split("\n\n"))
     table = "<table:table table:name='T'><table:table-row><table:table-cell office:value-type='string'>{}"
     bodies = {
@@ -144,36 +81,12 @@ def opendocument(kind: str, body: str = "") -> bytes:
         "spreadsheet": table.format(lines) + "</table:table-cell></table:table-row></table:table>",
         "presentation": f"<draw:page><draw:frame><draw:text-box>{lines}</draw:text-box></draw:frame></draw:page>",
     }
-    prefixes = " ".join(f'xmlns:{name}="{names}:{name}:1.0"' for name in ("office", "text", "table"))
-    media_type = f"application/vnd.oasis.opendocument.{kind}"
-    entry = f'<m:file-entry m:full-path="/" m:media-type="{media_type}"/>'
-    return zipped(
-        mimetype=media_type,
-        **{"META-INF/manifest_DOT_xml": f'<m:manifest xmlns:m="{names}:manifest:1.0">{entry}</m:manifest>'},
-        content_DOT_xml=(
-            f'<office:document-content {prefixes} xmlns:draw="{names}:drawing:1.0"><office:body>'
-            f"<office:{kind}>{body or bodies[kind]}</office:{kind}></office:body></office:document-content>"
-        ),
-    )
+    return make_odf(body or bodies[kind], kind)
 
 
 def epub(chapter: str = "", num_readings: int = 1) -> bytes:
     """A book of one chapter, which its spine names `num_readings` times."""
-    chapter = chapter or f"<h1>Lease</h1><p>{SENTENCES}</p>"
-    container, spine = "urn:oasis:names:tc:opendocument:xmlns:container", '<itemref idref="c"/>' * num_readings
-    return zipped(
-        mimetype="application/epub+zip",
-        **{
-            "META-INF/container_DOT_xml": (
-                f'<container xmlns="{container}"><rootfiles><rootfile full-path="b.opf"/></rootfiles></container>'
-            )
-        },
-        b_DOT_opf=(
-            '<package xmlns="http://www.idpf.org/2007/opf"><manifest><item id="c" href="c.xhtml" '
-            f'media-type="application/xhtml+xml"/></manifest><spine>{spine}</spine></package>'
-        ),
-        c_DOT_xhtml=f'<html xmlns="{XHTML}"><body>{chapter}</body></html>',
-    )
+    return make_epub({"c": chapter or f"<h1>Lease</h1><p>{SENTENCES}</p>"}, '<itemref idref="c"/>' * num_readings)
 
 
 def mail() -> bytes:
@@ -204,7 +117,7 @@ WHOLE: dict[str, Callable[[], bytes]] = {
     "xhtml": lambda: b'<?xml version="1.0"?><html xmlns="%s">' % XHTML.encode() + html()[6:] + b"</body></html>",
     "pdf": pdf,
     "docx": docx,
-    "pptx": pptx,
+    "pptx": lambda: make_pptx({"s": shape(SENTENCES)}, ["s"]),
     "xlsx": xlsx,
     "odt": lambda: opendocument("text"),
     "ods": lambda: opendocument("spreadsheet"),

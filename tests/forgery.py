@@ -1,7 +1,7 @@
-"""What somebody who can write a store, and knows its format, may put under a key that will be asked for.
+"""Forged entries: files that a writer with access to a store, and with its format, may put under a requested key.
 
-`FORGERIES` are bytes, for every tier; `PLANTS` are what else can stand in a file's place. Whoever forges redoes every
-checksum that needs no key.
+`FORGERIES` are bytes, for every tier; `PLANTS` are other things in place of a file. A forger computes
+every checksum that needs no key again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ragblend.engine.store.signing import StoreKey
 
 
 class Victim(NamedTuple):
-    """The entry that will be asked for, the lie to be told in its place, another entry, and the keys."""
+    """The requested entry, the forged one in its place, another entry, and the keys."""
 
     true: MemoryKV
     lie: MemoryKV  # true's header, the KV of another text
@@ -277,7 +277,7 @@ PLANTS: dict[str, Callable[[Path, Victim], Any]] = {
 
 
 def remove(path: Path) -> None:
-    """Whatever stands there."""
+    """Delete a file, a link or a folder with its contents."""
     if path.is_dir() and not path.is_symlink():
         for below in path.iterdir():
             remove(below)

@@ -1,4 +1,4 @@
-"""Commands of ours by the hundred: one process imports everything and forks a child for each, so that a kill, a full
+"""Hundreds of `ragblend` commands: one process imports everything and forks a child for each, so that a kill, a full
 disk or a mutated file costs a fraction of a second and not an import.
 
     with Commands() as commands:
@@ -39,7 +39,7 @@ transformers.utils.logging.disable_progress_bar()
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.utime", "os.link", "sqlite3.connect"}
 
 
-def watch(root, tell):
+def watch(root, report):
     # Every change of a file below `root`.
     root = os.path.realpath(root)
 
@@ -56,7 +56,7 @@ def watch(root, tell):
         if path.startswith("file://"):
             path = path[7:]
         if os.path.realpath(path).startswith(root):
-            tell()
+            report()
 
     sys.addaudithook(hook)
 
@@ -69,12 +69,12 @@ def child(order, moments, out, err):
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["limit_bytes"],) * 2)
     count = 0
 
-    def tell():
+    def report():
         nonlocal count
         count += 1
         os.write(moments, count.to_bytes(4, "little"))
 
-    watch(order["cwd"], tell)
+    watch(order["cwd"], report)
     code = 0
     try:
         sys.argv = ["ragblend", *order["argv"]]
@@ -101,7 +101,7 @@ def said(pipe):
 
 
 def pipe():
-    # Not a file: what a command says is to be heard with a file-size limit of nothing, too.
+    # A pipe, not a file: output must arrive under a file-size limit of 0, too.
     ends = os.pipe()
     fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, SAID_BYTES)
     return ends

@@ -1,4 +1,4 @@
-"""Bodies that nobody who means well sends to `POST` and `DELETE /v1/ragblend/documents`. Each is refused."""
+"""Malformed and malicious bodies for `POST` and `DELETE /v1/ragblend/documents`. Each is rejected."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ POSTED: dict[str, tuple[str, bytes]] = {
     "an id twice": (JSON, json.dumps({"documents": [_TEXT, _TEXT]}).encode()),
     "a collection that is a number": (JSON, b'{"collection": 7, "documents": [{"text": "a"}]}'),
     "an empty collection": (JSON, b'{"collection": "", "documents": [{"text": "a"}]}'),
-    "somebody else's collection": (JSON, b'{"collection": "@globex/kb", "documents": [{"text": "a"}]}'),
+    "another tenant's collection": (JSON, b'{"collection": "@globex/kb", "documents": [{"text": "a"}]}'),
     "a long collection": (JSON, json.dumps({"collection": "a" * 1000, "documents": [_TEXT]}).encode()),
     "a chunk size of nothing": (JSON, _document(**_TEXT, chunk_size=0)),
     "a negative chunk size": (JSON, _document(**_TEXT, chunk_size=-512)),
@@ -97,8 +97,8 @@ DELETED: dict[str, bytes] = {
     "ids as a string": b'{"ids": "a"}',
     "an id that is a number": b'{"ids": [7]}',
     "an empty id": b'{"ids": [""]}',
-    "everybody's": b'{"collection": "*", "ids": null, "all": true}',
-    "somebody else's collection": b'{"collection": "@globex/kb"}',
+    "every tenant's": b'{"collection": "*", "ids": null, "all": true}',
+    "another tenant's collection": b'{"collection": "@globex/kb"}',
     "a collection that is a list": b'{"collection": ["kb"]}',
     "brackets without end": b"[" * 200_000,
 }

@@ -1,4 +1,4 @@
-"""A small corpus with an index and a store in a folder of its own, which is put back as it was between commands."""
+"""A small corpus with an index and a store in a separate folder, which is restored between commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INGEST = (
 
 
 def text_about(name: str, version: int = 0) -> str:
-    """Several chunks, each with a word that stands nowhere else."""
+    """Several chunks, each with a unique word."""
     return "\n\n".join(
         f"The {name} of room {number} has the secret {secret(name, version)}{number} and {number + 3} windows. "
         f"Anna, who paints {name} walls, gave it {number * 7} chairs, a lamp, a long table and a red door in May."

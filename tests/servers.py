@@ -87,7 +87,7 @@ def running_redis(directory: Path, *options: str) -> Iterator[RedisServer]:
 def running_s3() -> Iterator[int]:
     """The port of a moto server that stands for S3, empty."""
     moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
     server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
     server.start()
     try:
@@ -193,7 +193,7 @@ class HttpServer:
 
 
 class LoopbackServer:
-    """Serves every connection to `port` in a thread of its own, by `_serve`."""
+    """Serves every connection to `port` in a separate thread, by `_serve`."""
 
     def __init__(self) -> None:
         self.num_connections = 0
@@ -225,7 +225,7 @@ class TcpProxy(LoopbackServer):
 
     pass; delay (`delay_s` before each reply); hang (take everything, answer nothing); drip (one byte a time, 20 ms
     apart); refuse (close at once); error (an HTTP 500 to every request); cut (close after `cut_after` bytes of reply);
-    announce (a Redis value is said to have `announced` bytes); corrupt (a bit of every reply is another).
+    announce (the length of a Redis value is given as `announced` bytes); corrupt (a bit of every reply is another).
     """
 
     def __init__(self, target_port: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tomllib
 from dataclasses import fields
 from importlib.metadata import requires
@@ -38,10 +37,10 @@ def write_own(text: str) -> None:
 def test_the_file_in_the_docs_has_the_defaults_but_for_the_model(tmp_path: Path, caplog):
     (example,) = (block.text for block in blocks("toml") if block.page == "docs/cli.md")
     assert load_settings(directory=write(tmp_path, example)) == Settings(model="Qwen/Qwen3-8B")
-    assert not caplog.records, "nothing of it is ignored"
+    assert not caplog.records, "no line of it is ignored"
 
 
-def test_the_index_of_an_earlier_version_is_ignored_and_said(tmp_path: Path, caplog):
+def test_the_index_of_an_earlier_version_is_ignored_with_a_warning(tmp_path: Path, caplog):
     write(tmp_path, 'index = "ragblend-data/index"\nstore = "ragblend-data/kv"\n')
     assert load_settings(directory=tmp_path) == Settings(store="ragblend-data/kv")
     assert "sets index, which is ignored: documents and KV are in one folder" in caplog.text
@@ -85,7 +84,7 @@ def test_values_of_every_type_are_read_from_the_environment(
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("K", "six"), ("RATIO", "half"), ("TRUST_REMOTE_CODE", "maybe"), ("MEMORY_GIB", ""), ("CHUNK_SIZE", "1.5")],
+    [("K", "six"), ("RATIO", "half"), ("TRUST_REMOTE_CODE", "perhaps"), ("MEMORY_GIB", ""), ("CHUNK_SIZE", "1.5")],
 )
 def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(
     variable, value, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -96,7 +95,7 @@ def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(
 
 
 @pytest.mark.parametrize(
-    "line", ['k = "six"', "k = 2.5", "k = true", "k = [1]", "ratio = {a = 1}", 'trust_remote_code = "maybe"']
+    "line", ['k = "six"', "k = 2.5", "k = true", "k = [1]", "ratio = {a = 1}", 'trust_remote_code = "perhaps"']
 )
 def test_a_value_of_the_wrong_type_in_the_file_is_refused_with_its_path(line, tmp_path: Path):
     with pytest.raises(UsageError, match=rf"ragblend\.toml sets {line.split()[0]} to"):
@@ -172,7 +171,7 @@ def test_the_floor_of_jinja2_is_what_transformers_demands_for_chat_templates():
         ('store = "link/kv"', "store"),
         ('store = "~/kv"', "store"),
         ('store = "~root/kv"', "store"),
-        ('kv_dir = "/home/somebody/kv"', "kv_dir"),
+        ('kv_dir = "/home/another/kv"', "kv_dir"),
     ],
 )
 def test_a_folders_file_does_not_run_code_or_reach_outside_and_says_so(line, name, tmp_path: Path, caplog):
@@ -214,16 +213,13 @@ def test_a_folder_sets_no_budget_of_a_store_elsewhere(tmp_path: Path):
     assert outside.disk_gib == "auto"
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "bytes", "brackets", "no value"])
-def test_what_is_no_file_in_its_place_is_a_clear_error(kind: str, tmp_path: Path):
+@pytest.mark.parametrize("text", ["", "k = " + "[" * 100_000, "k = \n"], ids=["loop", "brackets", "no value"])
+def test_a_file_that_is_a_loop_or_no_toml_is_a_clear_error(text: str, tmp_path: Path):
+    """tests/cli/test_files.py has folders, pipes and bytes that are no text."""
     path = tmp_path / "ragblend.toml"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "loop":
-        path.symlink_to(path)
+    if text:
+        path.write_text(text)
     else:
-        path.write_bytes({"bytes": b"\xff\xfe", "brackets": b"k = " + b"[" * 100_000, "no value": b"k = \n"}[kind])
-    with pytest.raises(UsageError, match=r"ragblend\.toml (cannot be read|is not UTF-8 text|is not valid TOML)"):
+        path.symlink_to(path)
+    with pytest.raises(UsageError, match=r"ragblend\.toml (cannot be read|is not valid TOML)"):
         load_settings(directory=tmp_path)

@@ -1,4 +1,4 @@
-"""Texts of any shape: what is looked at grows with the text, limits are said, and ordinary text is read as it was.
+"""Texts of any shape: work grows with the text, errors name the limits, and ordinary text is read as before.
 
 The tests count what is looked at (characters counted, searched, copied, held), so that none depends on the clock.
 """
@@ -203,7 +203,7 @@ def test_json_lines_that_are_no_text_are_refused_before_the_first_document(data:
     assert str(streamed.value) == str(plain.value)
 
 
-def test_json_lines_that_change_while_they_are_read_are_not_half_believed(tmp_path: Path) -> None:
+def test_json_lines_that_change_while_they_are_read_are_an_error(tmp_path: Path) -> None:
     path = _lines(tmp_path / "a.jsonl", 3)
     opened = open_source(str(path))
     _lines(path, 2)

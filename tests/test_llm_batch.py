@@ -127,7 +127,7 @@ def test_llamaindex_calls_at_the_same_time_are_decoded_together(engine: Transfor
 
 
 class Noting(BaseCallbackHandler):
-    """What the runs of one prompt told."""
+    """Records the callbacks of the runs of one prompt."""
 
     def __init__(self) -> None:
         self.started: list[UUID] = []

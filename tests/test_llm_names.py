@@ -126,7 +126,7 @@ def test_a_tokenizer_of_ones_own_counts(engine: TransformersEngine) -> None:
     assert ChatBlend(engine=engine, custom_get_token_ids=lambda text: [1] * len(text)).get_num_tokens("abc") == 3
 
 
-def test_a_stream_ends_with_its_tokens_unless_told_otherwise(engine: TransformersEngine) -> None:
+def test_a_stream_ends_with_its_usage_unless_it_is_switched_off(engine: TransformersEngine) -> None:
     def used(chat: ChatBlend, **call: Any) -> list[Any]:
         return [each.usage_metadata for each in chat.stream("the other", **call) if each.usage_metadata]
 

@@ -76,7 +76,9 @@ def test_a_document_of_four_times_the_context_is_answered(combine: Any, engine: 
 def test_every_chunk_is_prefilled_once_though_windows_share_it(
     engine: TransformersEngine, prefilled: list[str]
 ) -> None:
-    document = Document(report_of_the_company().page_content.replace(".", " ."))  # texts that nobody has asked about
+    document = Document(
+        report_of_the_company().page_content.replace(".", " .")
+    )  # texts that no other test has prefilled
     asked = chain(engine, overlap_tokens=300)
     found = asked.invoke({"input": ASKED[0][0], "document": document})
     reports, tokens = [window["report"] for window in found["windows"]], found["tokens"]
@@ -87,7 +89,7 @@ def test_every_chunk_is_prefilled_once_though_windows_share_it(
         == tokens["num_prefilled_tokens"]
         == sum(map(engine.renderer.count_tokens, prefilled))
     )
-    # All that stands in a window was stored by then: reused, but for what blending recomputes.
+    # All chunks of a window are stored when it is answered: reused, except for tokens that blending recomputes.
     assert all(report["num_chunk_hits"] == report["num_chunks"] for report in reports)
     in_windows = sum(chunk["num_tokens"] for report in reports for chunk in report["chunks"])
     assert in_windows >= tokens["num_chunk_tokens"] + 300 * (len(reports) - 1)
@@ -142,7 +144,7 @@ def test_an_instruction_takes_the_place_of_the_question_and_documents_come_in_an
 # --- how answers become one: a model that says what it was asked ---
 
 
-class Telling(ChatBlend):
+class Numbered(ChatBlend):
     """Answers with the number of the call, and notes what it was sent."""
 
     sent: list[str] = []  # noqa: RUF012
@@ -156,51 +158,51 @@ class Telling(ChatBlend):
 
 
 @pytest.fixture
-def telling(engine: TransformersEngine) -> Telling:
-    return Telling(engine=engine, max_tokens=4, sent=[], strict=True)
+def numbered(engine: TransformersEngine) -> Numbered:
+    return Numbered(engine=engine, max_tokens=4, sent=[], strict=True)
 
 
-def test_answers_that_differ_are_made_one_by_the_model(telling: Telling) -> None:
-    asked = create_long_document_chain(telling, chunk_tokens=128)
+def test_answers_that_differ_are_made_one_by_the_model(numbered: Numbered) -> None:
+    asked = create_long_document_chain(numbered, chunk_tokens=128)
     found = asked.invoke({"input": "Who?", "document": report_of_the_company()}, {"max_concurrency": 1})
     num_windows = len(found["windows"])
-    assert len(telling.sent) == num_windows + 1
-    assert all("answer: not stated" in text for text in telling.sent[:-1])
-    assert telling.sent[-1].startswith(
+    assert len(numbered.sent) == num_windows + 1
+    assert all("answer: not stated" in text for text in numbered.sent[:-1])
+    assert numbered.sent[-1].startswith(
         "These are answers from different parts of one document:\n\nIt is 1.\n\nIt is 2."
     )
     assert found["answer"] == f"It is {num_windows + 1}."
     assert found["report"]["num_chunks"] == 0
 
 
-def test_answers_too_many_for_a_prompt_are_made_one_in_rounds(telling: Telling) -> None:
-    telling.saying = "It is {number} " + "and the other and the other and the other" * 20
-    asked = create_long_document_chain(telling, chunk_tokens=128)
+def test_answers_too_many_for_a_prompt_are_made_one_in_rounds(numbered: Numbered) -> None:
+    numbered.saying = "It is {number} " + "and the other and the other and the other" * 20
+    asked = create_long_document_chain(numbered, chunk_tokens=128)
     found = asked.invoke({"input": "Who?", "document": report_of_the_company()}, {"max_concurrency": 1})
-    combining = [text for text in telling.sent if text.startswith("These are answers")]
+    combining = [text for text in numbered.sent if text.startswith("These are answers")]
     assert len(combining) > 2
-    assert all(telling.get_num_tokens(text) < CONTEXT for text in combining)
-    assert found["answer"].startswith(f"It is {len(telling.sent)} ")
+    assert all(numbered.get_num_tokens(text) < CONTEXT for text in combining)
+    assert found["answer"].startswith(f"It is {len(numbered.sent)} ")
     assert found["tokens"]["prompt_tokens"] > sum(each["report"]["prompt_tokens"] for each in found["windows"])
 
 
-def test_windows_that_agree_or_say_nothing_need_no_further_answer(telling: Telling) -> None:
+def test_windows_that_agree_or_say_nothing_need_no_further_answer(numbered: Numbered) -> None:
     for saying in ("It is so.", "This is Not stated."):
-        telling.saying = saying
-        found = create_long_document_chain(telling, chunk_tokens=128).invoke(
+        numbered.saying = saying
+        found = create_long_document_chain(numbered, chunk_tokens=128).invoke(
             {"input": "Who?", "document": report_of_the_company()}
         )
         assert (found["answer"], "report" in found) == (saying, False)
-    assert not [text for text in telling.sent if text.startswith("These are answers")]
+    assert not [text for text in numbered.sent if text.startswith("These are answers")]
 
 
-def test_refining_hands_every_window_the_answer_so_far(telling: Telling) -> None:
-    asked = create_long_document_chain(telling, combine="refine", chunk_tokens=128)
+def test_refining_hands_every_window_the_answer_so_far(numbered: Numbered) -> None:
+    asked = create_long_document_chain(numbered, combine="refine", chunk_tokens=128)
     found = asked.invoke({"input": "Who?", "document": report_of_the_company()})
-    assert len(telling.sent) == len(found["windows"])
-    for number, text in enumerate(telling.sent[1:], start=1):
+    assert len(numbered.sent) == len(found["windows"])
+    for number, text in enumerate(numbered.sent[1:], start=1):
         assert f"The answer from earlier passages: It is {number}.\n" in text
-    assert found["answer"] == f"It is {len(telling.sent)}."
+    assert found["answer"] == f"It is {len(numbered.sent)}."
     assert "answer" not in found["windows"][-1]  # it is the answer
 
 
@@ -276,7 +278,7 @@ def test_bad_input_is_refused_in_words(given_input: Any, reason: str, engine: Tr
 def test_a_way_or_a_prompt_that_cannot_be_used_is_refused_before_a_document_is_read(engine, options, found):
     with pytest.raises(UsageError, match=found):
         chain(engine, **options)
-    assert chain(engine, map_prompt='{input} As {{"name": "..."}}').invoke({"input": "Who?", "document": "Nobody."})
+    assert chain(engine, map_prompt='{input} As {{"name": "..."}}').invoke({"input": "Who?", "document": "No text."})
 
 
 def test_with_no_words_for_no_answer_no_answer_is_left_out(engine):

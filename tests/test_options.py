@@ -1,4 +1,4 @@
-"""Options are checked where they are made, whoever makes them, and a type checker knows the same names."""
+"""Options are checked when they are made, and a type checker has the same names."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from ragblend.options import (
         ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias is .*; choose a dictionary of token ids"),
         ({"logit_bias": {5: 200}}, "from -100 .never. to 100"),
-        ({"top_logprobs": 3}, "top_logprobs is 3 and logprobs is off; give logprobs=True too"),
+        ({"top_logprobs": 3}, "top_logprobs is 3 but logprobs is off; pass logprobs=True, too"),
     ],
 )
 def test_a_generation_option_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
@@ -121,7 +121,7 @@ def test_a_ratio_is_refused_in_the_same_words_on_its_way_to_vllm() -> None:
 @pytest.mark.parametrize(
     ("options", "keywords"), [(TierOptions, TierKeywords), (GenerationOptions, GenerationKeywords)]
 )
-def test_type_checkers_are_told_the_same_names_and_types(options: type, keywords: type) -> None:
+def test_type_checkers_have_the_same_names_and_types(options: type, keywords: type) -> None:
     names = options.__dataclass_fields__
     hints = get_type_hints(options)
     assert get_type_hints(keywords) == {name: hints[name] for name in names}

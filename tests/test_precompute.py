@@ -16,15 +16,9 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import EmptyCorpusError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
-from ragblend.precompute import (
-    as_chunk,
-    describe_capacity,
-    ingest,
-    open_engine_index,
-    precompute_chunks,
-    precompute_documents,
-    precompute_index,
-)
+from ragblend.ingestion.capacity import describe_capacity
+from ragblend.ingestion.server_documents import as_chunk
+from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
 from ragblend.prompt.types import Chunk
 
 TEXTS = {
@@ -97,7 +91,7 @@ def test_interrupted_ingestion_goes_on_where_it_stopped(corpus, engine, tmp_path
 
 
 def test_the_forecast_is_checked_against_the_disk_before_prefilling(corpus, engine, tmp_path, monkeypatch):
-    import ragblend.precompute as module
+    import ragblend.ingestion.capacity as module
 
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000, "total": 10**9})())
     with pytest.raises(StoreFullError, match=r"needs .* has 1000 B free"):
@@ -149,7 +143,7 @@ TOO_LONG = r"it takes \d+ tokens with the system text, demo reads \d+; split it"
         (Chunk, {"source": "b.pdf"}, LONG, f"b.pdf: {TOO_LONG}"),
         (str, {}, LONG, f"'a lamp a lamp .*': {TOO_LONG}"),
         (_document, {"id": "7"}, SURROGATE, r"7: its text holds a lone surrogate, U\+D83D"),
-        (_document, {"id": "7"}, " \u200b\ufeff\n", "7: it holds no visible text"),
+        (_document, {"id": "7"}, " \u200b\ufeff\n", "7: it has no visible text"),
     ],
 )
 def test_a_document_that_cannot_be_prefilled_is_named_and_stops_no_other(make, fields, text, reason, engine, caplog):
@@ -287,7 +281,9 @@ def test_what_the_default_limit_means_is_said_before_prefilling(tmp_path):
             describe_capacity(store, 5 << 20)
         for seed in range(3):
             store.put(make_kv(seed, tokens=8192))
-        assert re.search(r"holds 3\..* may hold 4\..*longest ago leaves", describe_capacity(store, 2 << 20))
+        assert re.search(
+            r"holds 3\..* may hold 4\..*least recently used KV is evicted", describe_capacity(store, 2 << 20)
+        )
         chosen = DiskStore(small / "kv", fsync=False, capacity_bytes=2 << 20)
         assert "may hold 2.0 MiB" in describe_capacity(chosen, 4 << 20), "a number is somebody's choice"
         assert describe_capacity(DiskStore(small / "kv", fsync=False), 4 << 20).endswith("free"), "and so is no limit"

@@ -60,7 +60,7 @@ def test_no_message_about_a_remote_shows_its_password(url: str, caplog: pytest.L
     assert SECRET not in "\n".join(shown)
 
 
-def test_a_password_with_marks_in_it_is_told_how_to_be_written() -> None:
+def test_a_password_with_reserved_characters_is_an_error_that_names_their_escapes() -> None:
     with pytest.raises(UsageError, match="'#' as %23"):
         open_remote("redis://:a#b@cache:6379/0")
 

@@ -24,8 +24,9 @@ from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError, UsageError
+from ragblend.ingestion.documents import remove_documents
 from ragblend.llm import ChatBlend
-from ragblend.precompute import ingest, precompute_documents, remove_documents
+from ragblend.precompute import ingest, precompute_documents
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
 
 A = "The lighthouse on Gull Rock was built long ago."
@@ -69,7 +70,7 @@ def test_kv_of_a_text_that_another_document_has_stays(store: BlendVectorStore, c
 
 
 def test_a_document_that_comes_again_under_its_id_replaces_what_it_was(chat: ChatBlend) -> None:
-    """Also in stores that cannot tell what they hold, and under ids that are given beside the documents."""
+    """Also in stores that cannot list their documents, and under ids that are given next to the documents."""
 
     class Mute(InMemoryVectorStore):
         def get_by_ids(self, ids: Any, /) -> list[Document]:
@@ -97,7 +98,7 @@ def test_precomputed_documents_with_ids_follow_too(chat: ChatBlend) -> None:
     assert known(chat, A, B) == [True, True], "that without an id has it still"
 
 
-def test_documents_that_are_replaced_together_leave_nothing_of_the_text_that_they_had(
+def test_documents_that_are_replaced_together_leave_no_kv_of_their_former_text(
     store: BlendVectorStore, chat: ChatBlend
 ) -> None:
     store.add_texts([A, A], ids=["1", "2"])

@@ -48,7 +48,7 @@ def path_of(root: Path, key: str) -> Path:
 
 
 def flip(path: Path, position: int, by: int = 1) -> None:
-    """Change one byte of the file, under whoever holds it."""
+    """Change one byte of the file, in place, also while it is open."""
     data = bytearray(path.read_bytes())
     data[position] ^= by
     with path.open("r+b") as stream:
@@ -56,7 +56,7 @@ def flip(path: Path, position: int, by: int = 1) -> None:
 
 
 class DictValues:
-    """A ByteStore in a dict, down when told so; counts what it was asked."""
+    """A ByteStore in a dict, unreachable if `is_down`; records its calls."""
 
     url, max_value_bytes = "dict://", 1 << 30
 

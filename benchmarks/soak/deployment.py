@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.soak.memory import rss_bytes
 from ragblend.errors import BackendUnreachableError, NotFoundError
 
 ADMIN_KEY = "soak-key-of-the-admin"
@@ -97,7 +98,7 @@ class Redis:
     def rss_bytes(self) -> dict[str, int]:
         """Resident memory, by process."""
         process = self._process
-        rss = _rss_bytes(process.pid) if process is not None else None
+        rss = rss_bytes(process.pid) if process is not None else None
         return {} if rss is None else {f"redis {self.num_starts}": rss}
 
 
@@ -224,7 +225,7 @@ class Replica(ServedReplica):
         for pid in self.pids():
             role = "api" if process is not None and pid == process.pid else _command_of(pid)
             if role.startswith("VLLM") or role == "api":
-                rss = _rss_bytes(pid)
+                rss = rss_bytes(pid)
                 if rss is not None:
                     found[f"{self.lives[-1].name} {role.removeprefix('VLLM::').lower()}"] = rss
         return found
@@ -276,12 +277,3 @@ def _command_of(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
-
-
-def _rss_bytes(pid: int) -> int | None:
-    """Resident memory; None where the process is gone."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    return None

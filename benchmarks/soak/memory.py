@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -16,6 +18,15 @@ NUM_BLOCKS, MIN_PER_BLOCK = 20, 2
 EVERY_S = 1.0
 WARM_UP = 1 / 3
 _MIB = 1 << 20
+
+
+def rss_bytes(pid: int) -> int | None:
+    """Return the resident memory of a process; None if it has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 class Sample(NamedTuple):

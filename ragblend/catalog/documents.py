@@ -277,7 +277,7 @@ class IndexedDocuments:
         """What is wrong with the stored bytes of the catalogue, one sentence each."""
         found = self.registry.find_problems()
         if count := self._rows(_STRAYS)[0][0]:
-            found.append(f"{self.registry.path}: {count} chunks belong to no document")
+            found.append(f"{self.registry.name}: {count} chunks belong to no document")
         return found
 
     # --- what is left to delete elsewhere ---
@@ -416,8 +416,9 @@ class IndexedDocuments:
         return generation
 
     def _not_found(self, source: str) -> NotFoundError:
-        folder = self.registry.path and self.registry.path.parent
-        return NotFoundError(f"no document {source!r} in {folder}; see ragblend stats --store {folder}")
+        return NotFoundError(
+            f"no document {source!r} in {self.registry.name}; ragblend stats lists those that are there"
+        )
 
     @staticmethod
     def _delete_document(connection: Connection, number: int) -> None:

@@ -7,24 +7,32 @@ and the index. Knows nothing about texts' meaning, KV or engines.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from time import monotonic
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.prompt.match import ChunkRun, Run, TokenIndex
+from ragblend.errors import BackendUnreachableError
+from ragblend.prompt.match import ChunkRun
+from ragblend.prompt.token_index import Run, TokenIndex
+
+log = logging.getLogger(__name__)
 
 _CACHED_CHUNKS = 4096
+_OUTAGE_PAUSE_S = 5.0  # a catalogue that did not answer is asked again after so long
 
 
 class KnownChunks:
     """Finds runs of the chunks that `registry` has of a tokenizer and a namespace. Thread-safe.
 
+    While the registry's server does not answer, no chunk is known: prompts are prefilled whole. A warning says so once.
     Get one by `open_known_chunks`.
     """
 
@@ -32,6 +40,7 @@ class KnownChunks:
         self._registry = registry
         self._owner = (tokenizer, namespace)
         self._lock = threading.Lock()
+        self._retry_at_s = 0.0  # on the monotonic clock, after an outage
         self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
         self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text: registry.has_ids(text, tokenizer, namespace))
         self._version_of_texts: tuple[int, int] | None = None
@@ -47,26 +56,45 @@ class KnownChunks:
         self._registry.remove_ids(text, *self._owner)
 
     def __contains__(self, text: object) -> bool:
-        if not isinstance(text, str):
+        if not isinstance(text, str) or monotonic() < self._retry_at_s:
             return False
-        with self._lock:
-            version = self._registry.version()
-            if version != self._version_of_texts:
-                self._has_text.cache_clear()
-                self._version_of_texts = version
-            return self._has_text(text)
+        try:
+            with self._lock:
+                version = self._registry.version()
+                if version != self._version_of_texts:
+                    self._has_text.cache_clear()
+                    self._version_of_texts = version
+                return self._has_text(text)
+        except BackendUnreachableError as error:
+            self._record_outage(error)
+            return False
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the runs of chunks in a prompt, in its order; they do not overlap."""
-        with self._lock:
-            self._update()
-            index = self._index
-        runs = index.find_runs(token_ids) if len(index) else []
-        return [
-            _chunk_run(run, ids, self._cached_document(run.chunk))
-            for run in runs
-            if (ids := self._cached_ids(run.chunk)) is not None
-        ]
+        try:
+            with self._lock:
+                if monotonic() < self._retry_at_s:
+                    return []
+                self._update()
+                index = self._index
+            runs = index.find_runs(token_ids) if len(index) else []
+            found = [
+                _chunk_run(run, ids, self._cached_document(run.chunk))
+                for run in runs
+                if (ids := self._cached_ids(run.chunk)) is not None
+            ]
+        except BackendUnreachableError as error:
+            self._record_outage(error)
+            return []
+        if self._retry_at_s:
+            self._retry_at_s = 0.0
+            log.warning("the catalogue answers again: stored chunks are found in prompts")
+        return found
+
+    def _record_outage(self, error: BackendUnreachableError) -> None:
+        if not self._retry_at_s:
+            log.warning("no stored chunk is found in prompts, which are prefilled whole: %s", error)
+        self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
         """Free the registry's file; the next call opens it again, be it the same file or another in its place."""
@@ -126,7 +154,7 @@ os.register_at_fork(after_in_child=_forget_parents)
 
 def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -> KnownChunks:
     """Return the chunks of a tokenizer and a namespace in a registry: one object for all who use its file."""
-    key = (registry.path or id(registry), tokenizer, namespace)
+    key = (registry.key or id(registry), tokenizer, namespace)
     with _OPEN_LOCK:
         known = _OPEN.get(key)
         if known is None:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Connection, Select, Table, bindparam, delete, func, insert, select, update
 
-from ragblend.catalog.database import Catalog
+from ragblend.catalog.database import Catalog, find_catalog
 from ragblend.catalog.schema import (
     DOCUMENT_TEXTS,
     ENTRY_CHUNKS,
@@ -43,7 +43,7 @@ from ragblend.catalog.schema import (
     with_checksum,
 )
 from ragblend.errors import is_unicode
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE
+from ragblend.files.store_folder import FORMER_REGISTRY_FILE
 
 
 class SimilarVariant(NamedTuple):
@@ -120,7 +120,7 @@ _SET_VARIANT_STORED = update(VARIANTS).where(*_of(VARIANTS, "entry")).values(is_
 
 
 class ChunkRegistry(Catalog):
-    """Texts of ingested chunks, in the catalogue `path`, or in memory if it is None. See `Catalog`."""
+    """Texts of ingested chunks, in the catalogue at `place`, or in memory if it is None. See `Catalog`."""
 
     # --- what it holds ---
 
@@ -496,21 +496,27 @@ def store_folders(store: Any) -> list[Path]:
     return [root for root in roots if isinstance(root, Path)]
 
 
-def has_registry(root: Path) -> bool:
-    """Return True if a store's folder has a registry, be it one of an earlier version."""
-    return any((root / name).exists() for name in (CATALOG_FILE, FORMER_REGISTRY_FILE))
+def catalog_of(store: Any) -> str | Path | None:
+    """Return where the catalogue of a KVStore is: a file in its folder, or a URL; None where the store has neither."""
+    url: str | None = getattr(store, "catalog", None)
+    return next((find_catalog(root, url) for root in store_folders(store)), url)
+
+
+def has_registry(store: Any) -> bool:
+    """Return True if the catalogue of a KVStore was made, be it by an earlier version."""
+    place = catalog_of(store)
+    return not isinstance(place, Path) or place.exists() or place.with_name(FORMER_REGISTRY_FILE).exists()
 
 
 def read_registry(store: Any) -> ChunkRegistry:
     """Return the registry of a KVStore that may have none: then an empty one in memory, and no file is created."""
-    return open_registry(store) if all(map(has_registry, store_folders(store))) else ChunkRegistry()
+    return open_registry(store) if has_registry(store) else ChunkRegistry()
 
 
 def open_registry(store: Any) -> ChunkRegistry:
-    """Return the registry of a KVStore: in the catalogue next to its local disk tier, else one in memory that lives
-    with the store.
-    """
-    for root in store_folders(store):
-        return ChunkRegistry(root / CATALOG_FILE)
+    """Return the registry of a KVStore: in its catalogue, else one in memory that lives with the store."""
+    place = catalog_of(store)
+    if place is not None:
+        return ChunkRegistry(place)
     with _IN_MEMORY_LOCK:
         return _IN_MEMORY.setdefault(store, ChunkRegistry())

@@ -11,15 +11,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
+    BigInteger,
     Column,
     ColumnElement,
     Connection,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     Select,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
     bindparam,
     text,
@@ -64,16 +67,37 @@ class Blob(UserDefinedType[bytes]):
         return "BLOB"
 
 
+class EscapedText(TypeDecorator[str]):
+    """Text in PostgreSQL, which takes no NUL character: that is written as two others. In the order of its bytes."""
+
+    impl = Text(collation="C")
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: object) -> str | None:
+        """Return the text as it is written."""
+        return value if value is None else value.replace("\x1a", "\x1a1").replace("\x00", "\x1a0")
+
+    def process_result_value(self, value: str | None, dialect: object) -> str | None:
+        """Return the text that was written."""
+        return value if value is None else value.replace("\x1a0", "\x00").replace("\x1a1", "\x1a")
+
+
+POSTGRES = "postgresql"
+INTEGER = Integer().with_variant(BigInteger(), POSTGRES)
+TEXT = Text().with_variant(EscapedText(), POSTGRES)
+BLOB = Blob().with_variant(LargeBinary(), POSTGRES)
+
+
 def _blob(name: str) -> Column[bytes]:
-    return Column(name, Blob, nullable=False)
+    return Column(name, BLOB, nullable=False)
 
 
 def _text(name: str) -> Column[str]:
-    return Column(name, Text, nullable=False)
+    return Column(name, TEXT, nullable=False)
 
 
 def _number() -> Column[int]:
-    return Column("number", Integer, primary_key=True)
+    return Column("number", INTEGER, primary_key=True)
 
 
 def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked: str, key: str = "") -> Table:
@@ -85,19 +109,24 @@ def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked:
         name,
         METADATA,
         *columns,
-        Column("checksum", Integer, nullable=False),
+        Column("checksum", INTEGER, nullable=False),
         sqlite_autoincrement=columns[0].name == "number",
         sqlite_with_rowid=not key,
         info={"checked": checked.split()},
     )
 
 
-META = Table("catalog_meta", METADATA, Column("name", Text, primary_key=True), _text("value"))
+def _partial_index(name: str, column: Column[Any], where: ColumnElement[bool]) -> Index:
+    """Make an index of the rows of which `where` holds."""
+    return Index(name, column, sqlite_where=where, postgresql_where=where)
+
+
+META = Table("catalog_meta", METADATA, Column("name", TEXT, primary_key=True), _text("value"))
 TEXTS = Table(
     "texts",
     METADATA,
     _number(),
-    Column("key", Blob, nullable=False, unique=True),
+    Column("key", BLOB, nullable=False, unique=True),
     _text("text"),
     sqlite_autoincrement=True,
 )
@@ -134,16 +163,16 @@ Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
 VARIANTS = _checked_table(
     "variants",
     _number(),
-    Column("entry", Text, nullable=False, unique=True),
+    Column("entry", TEXT, nullable=False, unique=True),
     _blob("key"),
     _text("embedder"),
     _blob("vector"),
-    Column("is_stored", Integer, nullable=False),
+    Column("is_stored", INTEGER, nullable=False),
     checked="entry key embedder vector",
 )
 """Requested similar variants of the chunks that frameworks add, with the vectors that find their neighbours."""
 Index("variants_by_key", VARIANTS.c.key)
-Index("missing_variants", VARIANTS.c.embedder, sqlite_where=VARIANTS.c.is_stored == text("0"))
+_partial_index("missing_variants", VARIANTS.c.embedder, VARIANTS.c.is_stored == text("0"))
 TOKEN_IDS = _checked_table(
     "token_ids",
     _number(),
@@ -162,14 +191,14 @@ SENT_DOCUMENTS = Table(
     METADATA,
     _number(),
     *(_text(name) for name in ("namespace", "collection", "id", "ingestion", "version", "metadata")),
-    *(Column(name, Text, nullable=False, server_default="") for name in ("stored_version", "reason")),
-    Column("body", Text),
-    *(Column(name, Integer, nullable=False, server_default="0") for name in NUM_COUNTS),
+    *(Column(name, TEXT, nullable=False, server_default="") for name in ("stored_version", "reason")),
+    Column("body", TEXT),
+    *(Column(name, INTEGER, nullable=False, server_default="0") for name in NUM_COUNTS),
     UniqueConstraint("namespace", "collection", "id"),
     sqlite_autoincrement=True,
 )
 """The documents that a server was sent."""
-Index("sent_documents_waiting", SENT_DOCUMENTS.c.number, sqlite_where=SENT_DOCUMENTS.c.body.is_not(None))
+_partial_index("sent_documents_waiting", SENT_DOCUMENTS.c.number, SENT_DOCUMENTS.c.body.is_not(None))
 
 INDEX_FACTS = _checked_table("index_facts", _text("name"), _text("value"), key="name", checked="name value")
 """What made the index, and how many times its documents changed."""
@@ -178,20 +207,20 @@ FILES = _checked_table("files", _text("path"), _text("version"), _text("top"), k
 DOCUMENTS = _checked_table(
     "documents",
     _number(),
-    Column("source", Text, nullable=False, unique=True),
+    Column("source", TEXT, nullable=False, unique=True),
     *(_text(name) for name in ("file", "content_hash", "status")),
     checked="number source file content_hash status",
 )
 Index("documents_by_file", DOCUMENTS.c.file)
 CHUNKS = _checked_table(
     "chunks",
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    *(Column(name, Integer, nullable=False) for name in ("document", "ordinal", "start", "end")),
+    Column("id", INTEGER, primary_key=True, autoincrement=False),
+    *(Column(name, INTEGER, nullable=False) for name in ("document", "ordinal", "start", "end")),
     _text("text"),
     _text("metadata"),
-    Column("num_tokens", Integer),
+    Column("num_tokens", INTEGER),
     _blob("vector"),
-    Column("generation", Integer, nullable=False),
+    Column("generation", INTEGER, nullable=False),
     _blob("text_key"),
     UniqueConstraint("document", "ordinal"),
     checked="id document ordinal start end text metadata num_tokens vector generation text_key",

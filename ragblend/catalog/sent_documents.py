@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, bindparam, case, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, bindparam, case, cast, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog
-from ragblend.catalog.schema import NUM_COUNTS, SENT_DOCUMENTS
-from ragblend.files.store_folder import CATALOG_FILE
+from ragblend.catalog.schema import INTEGER, NUM_COUNTS, SENT_DOCUMENTS
 
 _ROW = SENT_DOCUMENTS.c
 _STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
@@ -63,10 +61,7 @@ class StoredCounts(NamedTuple):
 
 
 class DocumentTable(Catalog):
-    """The documents that were sent to the server of one store's folder. Safe between threads and processes."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root / CATALOG_FILE)
+    """The documents that were sent to the servers of one catalogue. Safe between threads and processes."""
 
     def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
         """Record documents that are to be stored, each in place of an older one of its id, all or none. Return a name
@@ -143,7 +138,7 @@ class DocumentTable(Catalog):
             f"num_{status}": func.sum(case({status: 1}, value=_STATUS, else_=0)) for status in _STATUSES
         }
         sums["num_waiting"] = func.count(_ROW.body)
-        sums |= {column.name: func.sum(column) for column in _COUNTS}
+        sums |= {column.name: cast(func.sum(column), INTEGER) for column in _COUNTS}  # PostgreSQL's is a decimal
         chosen = _chosen(namespace, collection, ingestion)
         query = select(_ROW.collection, *sums.values()).where(*chosen).group_by(_ROW.collection)
         return {row[0]: dict(zip(sums, row[1:], strict=True)) for row in self._rows(query)}

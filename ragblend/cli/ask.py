@@ -90,7 +90,7 @@ def chat(
 
     A follow-up may refer to earlier turns, so the model first rewrites it into the question to search for.
     """
-    from ragblend.engine.transformers.model import DEMO
+    from ragblend.engine.transformers.checkpoints import DEMO
     from ragblend.frameworks.conversation import ChatSession
 
     with open_engine(settings) as engine, open_searched_index(settings, engine) as opened:

@@ -138,7 +138,12 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
     what it has itself. A file that still exists is ingested again by the next `ingest` of its folder. After a crash, or
     an unreachable remote tier (exit code 5), run the same command again.
     """
-    from ragblend.precompute import find_added_documents, find_documents, remove_added_documents, remove_documents
+    from ragblend.ingestion.documents import (
+        find_added_documents,
+        find_documents,
+        remove_added_documents,
+        remove_documents,
+    )
 
     with open_engine(settings) as engine:
         if added := find_added_documents(document, engine):

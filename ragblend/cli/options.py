@@ -18,7 +18,8 @@ import typer
 from ragblend.cli.session import settings_for_demo, settings_from
 from ragblend.config import Settings, flag_name, setting_type, unflagged_settings, with_flags
 from ragblend.errors import RagblendError, UsageError
-from ragblend.options import RATIO, OptionSpec
+from ragblend.option_fields import OptionSpec
+from ragblend.options import RATIO
 
 Command = Callable[..., None]
 

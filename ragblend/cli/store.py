@@ -41,7 +41,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
 @with_settings("model store", unflagged="device dtype namespace system trust_remote_code")
 def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Keep documents' KV: no budget evicts it until `unpin`. After another ingest their new chunks are kept, too."""
-    from ragblend.precompute import find_documents, pin_document
+    from ragblend.ingestion.documents import find_documents, pin_document
 
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         sources = find_documents(document, opened)

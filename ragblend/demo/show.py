@@ -19,8 +19,11 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError
 from ragblend.files.places import user_path
 from ragblend.index import ChunkIndex, SearchHit, open_index
+from ragblend.ingestion.documents import remove_documents
+from ragblend.ingestion.report import IngestReport
+from ragblend.ingestion.sync import Progress
 from ragblend.options import MODES
-from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_documents
+from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.types import Prompt
 
 DEMO_DIRECTORY = Path("ragblend-data/demo")

@@ -23,11 +23,11 @@ class ShadowReport:
 class ShadowCounters:
     """Counters of shadow comparisons since the engine was loaded."""
 
-    share: float = 0.0  # of the requests to compare
+    share: float = 0.0  # share of the requests to compare
     num_requests: int = 0  # answers from fused KV ("blend", "reuse")
-    num_shadowed: int = 0  # of them, compared with full prefill
-    num_dropped: int = 0  # chosen, but too many were waiting, or the engine was closed
-    num_failed: int = 0  # chosen, but full prefill failed; the log says why
+    num_shadowed: int = 0  # of num_requests: compared with full prefill
+    num_dropped: int = 0  # sampled, but too many comparisons were waiting, or the engine was closed
+    num_failed: int = 0  # sampled, but full prefill failed; the log has the error
     num_first_tokens_same: int = 0  # of num_shadowed
     num_kl: int = 0  # comparisons with the first token's distribution, summed in kl_sum
     kl_sum: float = 0.0  # nats

@@ -1,4 +1,6 @@
-"""What every engine offers, as Protocols: implemented by `transformers.engine`, `vllm.engine` and `vllm.client`."""
+"""Protocols of an engine and of its streamed answers, implemented by `transformers.engine`, `vllm.engine` and
+`vllm.client`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from ragblend.prompt.types import Part, Prompt
 
 
 class Stream(Protocol):
-    """An answer as it is made: iterate for text; `result` is complete once the iteration has ended."""
+    """Answer in progress. Iterating yields its text; `result` is complete once the iteration has ended."""
 
     result: Generation
 
@@ -26,43 +28,43 @@ class Stream(Protocol):
 
 
 class Engine(Protocol):
-    """A model with a store: precompute chunks, then answer prompts from their fused KV. Safe to share between threads.
+    """Model with a store: precompute chunks, then answer prompts from their fused KV. Safe to share between threads.
 
-    `generate` and `stream` take GenerationOptions by name. `precompute` returns the bytes stored, 0 when the chunk's KV
-    was there already; `forget` drops it, if it was.
+    `generate` and `stream` take GenerationOptions by name. `precompute` returns the bytes stored, 0 if the chunk's KV
+    was stored already. `forget` deletes the chunk's KV and returns True if it was stored.
     """
 
     @property
     def name(self) -> str: ...
     @property
-    def namespace(self) -> str: ...  # of its chunks, which prompts of no other namespace find
+    def namespace(self) -> str: ...  # namespace of its chunks; prompts of other namespaces do not match them
     @property
     def fingerprint(self) -> str: ...
     @property
-    def system(self) -> str | None: ...  # the text that chunks are computed behind
+    def system(self) -> str | None: ...  # system text after which chunks are prefilled
     @property
     def renderer(self) -> Renderer: ...
     @property
     def store(self) -> KVStore: ...
     @property
-    def context(self) -> ContextPolicy: ...  # what chunks are computed behind besides the prefix, see `lookup`
+    def context(self) -> ContextPolicy: ...  # context policy: text after which chunks are prefilled, see `lookup`
     @property
-    def default_context(self) -> ContextPolicy: ...  # the same where nobody said, and the store remembers nothing
+    def default_context(self) -> ContextPolicy: ...  # context policy if none is configured or stored
     def set_context_policy(self, policy: ContextPolicy) -> None: ...
     @property
     def context_length(self) -> int: ...
     @property
     def bytes_per_token(self) -> int: ...
     @property
-    def shadow(self) -> ShadowCounters: ...  # full prefill beside a share of the requests, see `load_engine`
+    def shadow(self) -> ShadowCounters: ...  # shadow comparisons, see `load_engine`
     def flush_shadow(self) -> None: ...
     def key(self, chunk: Part) -> str: ...
     def has_kv(self, chunk_ids: Sequence[int]) -> bool: ...
     def is_stored(self, chunk: Part) -> bool: ...
     def precompute(self, chunk: Part) -> int: ...
-    def prefetch(self, chunks: Sequence[Part]) -> None: ...  # into the fastest tier, in the background; a hint
+    def prefetch(self, chunks: Sequence[Part]) -> None: ...  # into the fastest tier, in the background; optional work
     def forget(self, chunk: Part) -> bool: ...
-    def add_known(self, chunks: Iterable[Part]) -> None: ...  # chunks that are to be found in prompts
+    def add_known(self, chunks: Iterable[Part]) -> None: ...  # chunks that are matched in prompts from this call on
     def match(self, prompt: Prompt) -> MatchedPrompt: ...
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation: ...
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Stream: ...

@@ -34,18 +34,17 @@ from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
-from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
 
 LEAST_QUOTE = 64
-"""Tokens from which a run at the end of the user's turn is a document; a shorter one is a question that quotes it."""
+"""Least tokens of a run at the end of the user's turn that counts as a document; a shorter run is a quotation."""
 
 
 def turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
-    """Return the position after the last user turn of a prompt that the template ends with `tail_ids`, if it does.
+    """Return the position after the last user turn of a prompt: the start of `tail_ids`, if the prompt ends with them.
 
     >>> turn_end([5, 6, 7, 1, 2], [1, 2]), turn_end([5, 6, 7], [1, 2])
     (3, 3)
@@ -55,26 +54,26 @@ def turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
 
 
 def record_entries(store: KVStore) -> ChunkRegistry | None:
-    """Have the disk tier of a store record in its registry which chunks each entry holds, or was computed after.
+    """Make the store's disk tier record in its registry the chunks that each entry contains or was computed after.
 
-    An entry is recorded before its file is written, so that a killed process leaves none that is not. Return the
-    registry; None without a disk tier, and where the tier records its entries already.
+    An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
+    registry; None without a disk tier, or if the tier records its entries already.
     """
     disk = disk_tier(store)
     if disk is None or disk.on_put is not None:
         return None
-    registry = ChunkRegistry(disk.root / CATALOG_FILE)
+    registry = open_registry(disk)
     disk.on_put = partial(record_entry, registry)
     return registry
 
 
 def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
-    """Record in the registry which chunks the entry with this header holds, or was computed after."""
+    """Record in the registry the chunks that the entry with this header contains or was computed after."""
     registry.record_entry(header.key, (header.token_ids, *header.context_ids), header.namespace)
 
 
 class EngineBase(ABC):
-    """Settings, checks and the end of any engine. Use as a context manager, or `close()` it.
+    """Settings, checks and closing of any engine. Use as a context manager, or `close()` it.
 
     `worker` runs work in the background, by default a separate thread. `flags`: the command-line options that name the
     model and the store, for the commands in messages.
@@ -122,15 +121,15 @@ class EngineBase(ABC):
         """Raise RagblendError in a process that was forked from the one that loaded this engine: a call would hang."""
         if self._process != os.getpid():
             raise RagblendError(
-                f"the engine of {self.name} was loaded before this process was forked; PyTorch's threads and our own "
-                "are not there any more, and it would hang. Load it in this process, or start processes by "
+                f"the engine of {self.name} was loaded before this process was forked; the forked process has none of "
+                "the engine's threads, so the call would hang. Load the engine in this process, or start processes by "
                 "multiprocessing.get_context('spawn')"
             )
 
     @property
     @abstractmethod
     def context_length(self) -> int:
-        """Longest prompt plus answer, in tokens."""
+        """Return the longest prompt plus answer, in tokens."""
 
     # -- answering
 
@@ -147,7 +146,7 @@ class EngineBase(ABC):
 
     @property
     def shadow(self) -> ShadowCounters:
-        """Counters of shadow comparisons, which `load_engine(shadow=P)` turns on."""
+        """Return the counters of shadow comparisons, which `load_engine(shadow=P)` turns on."""
         return self._shadow.counters
 
     def flush_shadow(self) -> None:
@@ -157,7 +156,7 @@ class EngineBase(ABC):
     def close(self) -> None:
         """Finish background work. Safe to call again.
 
-        Open streams end at their next token, with finish reason "cancelled". A closed engine answers no more requests.
+        Open streams end at their next token, with finish reason "cancelled". Later requests raise EngineClosedError.
         """
         if not self.is_usable:
             return
@@ -177,7 +176,7 @@ class EngineBase(ABC):
         """Raise TypeError: a model, threads and open files can be neither pickled nor copied."""
         raise TypeError(
             f"{type(self).__name__} holds a model, threads and locks of this process; it cannot be pickled or copied. "
-            "Send what load_engine takes and load it there; BlendLLM(model=..., store=...) does so by itself"
+            "Send the arguments of load_engine and load the engine there; BlendLLM(model=..., store=...) does this"
         )
 
 
@@ -217,7 +216,7 @@ class LocalEngine(EngineBase):
 
     @cached_property
     def known_chunks(self) -> KnownChunks:
-        """Chunks of the store and the namespace that are matched in prompts."""
+        """Return the chunks of the store and the namespace that are matched in prompts."""
         return open_known_chunks(open_registry(self.store), self.renderer.fingerprint, self.namespace)
 
     def match(self, prompt: Prompt) -> MatchedPrompt:
@@ -316,7 +315,7 @@ class LocalEngine(EngineBase):
         """
 
     def forget(self, chunk: Part) -> bool:
-        """Delete the chunk's KV after the default prefix. Return True if it was stored.
+        """Delete the chunk's KV after the default prefix. Return True if the KV was stored.
 
         The chunk is no longer matched in prompts, unless only its similar variant was deleted.
         """

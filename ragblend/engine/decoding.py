@@ -1,6 +1,6 @@
-"""From logits to tokens to text: choosing the next token, its text, and knowing where to stop.
+"""Decoding: the next token from logits, its text, and stop strings.
 
-Knows tensors, strings and a Renderer. Knows nothing about models or KV.
+Depends on tensors, strings and a Renderer, not on models or KV.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ragblend.prompt.render import Renderer
 
 
 class LogitsProcessors:
-    """Penalties, bias and limits of the choice, by transformers' own logits processors, over one answer's tokens.
+    """Penalties, bias and top-k, top-p and min-p filters of one answer, by transformers' logits processors.
 
-    Presence and frequency count the answer alone, as OpenAI and vLLM do; transformers has no processor for them.
+    Presence and frequency penalties count the answer's tokens alone, as in OpenAI and vLLM; transformers has no
+    processor for them.
     """
 
     def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
@@ -50,7 +51,7 @@ class LogitsProcessors:
             self._limits.append(MinPLogitsWarper(options.min_p))
 
     def apply_penalties(self, logits: Tensor) -> Tensor:
-        """`logits` [vocabulary] with bias and penalties. Raises UsageError for a bias on a token that is none."""
+        """Return `logits` [vocabulary] with bias and penalties. Raises UsageError for a bias on an unknown token id."""
         scores = logits.float()[None]
         try:
             scores = self._processors(torch.tensor([self._ids], device=scores.device), scores)[0]
@@ -65,12 +66,12 @@ class LogitsProcessors:
         return penalised
 
     def filter_logits(self, scaled: Tensor) -> Tensor:
-        """`scaled` [vocabulary], divided by the temperature, without what may not be chosen."""
+        """Return `scaled`, the logits [vocabulary] divided by the temperature, with -inf for filtered tokens."""
         limited: Tensor = self._limits(torch.tensor([self._ids]), scaled[None])[0]
         return limited
 
     def push(self, token: int) -> None:
-        """Note what was chosen."""
+        """Add a chosen token to those that penalties count."""
         self._ids.append(token)
 
 
@@ -78,10 +79,10 @@ _PLAIN = (None,) * 6
 
 
 class Sampler:
-    """Chooses one token per call; keeps its own random state, so requests do not disturb each other.
+    """Sampler of one answer. It has its own random state, so requests do not influence each other.
 
-    `prompt_ids` are what a repetition penalty looks at, besides the answer. `logprobs` has, where it was asked for, per
-    token its id, its log-probability and those of the likeliest ones.
+    A repetition penalty counts the tokens `prompt_ids` and those of the answer. With `options.logprobs`, `logprobs` has
+    per token its id, its log-probability and the ids and log-probabilities of the likeliest tokens.
     """
 
     def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:
@@ -99,7 +100,7 @@ class Sampler:
             self._generator.manual_seed(options.seed)
 
     def sample(self, logits: Tensor) -> int:
-        """A token id from `logits` [vocabulary]."""
+        """Return the id of the next token, chosen from `logits` [vocabulary]."""
         shape = self._shape
         scores = logits if shape is None else shape.apply_penalties(logits)
         if self._options.temperature == 0:
@@ -118,7 +119,7 @@ class Sampler:
         return token
 
     def record_forced(self, tokens: Sequence[int]) -> None:
-        """Note `tokens` that nothing chose, because nothing else could come: their probability is 1."""
+        """Add `tokens` that a grammar determined, without sampling. Their probability is 1."""
         for token in tokens:
             if self._shape is not None:
                 self._shape.push(token)
@@ -127,7 +128,10 @@ class Sampler:
 
 
 def _logprobs(logits: Tensor, token: int, num_top: int) -> tuple[int, float, list[tuple[int, float]]]:
-    """Of the chosen token, and of the `num_top` likeliest that may come, by the model's own `logits` [vocabulary]."""
+    """Return the chosen token, its log-probability, and (id, log-probability) of the `num_top` likeliest tokens.
+
+    `logits` [vocabulary] are the model's own, without penalties; tokens of probability 0 are left out.
+    """
     found = logits.float().log_softmax(dim=-1)
     values, ids = found.topk(min(num_top, len(found)))
     likeliest = zip(ids.tolist(), values.tolist(), strict=True)
@@ -135,13 +139,13 @@ def _logprobs(logits: Tensor, token: int, num_top: int) -> tuple[int, float, lis
 
 
 class TextStream:
-    """Turns an answer's ids into text as they come, and holds back bytes that do not yet make a character."""
+    """Text of an answer, token by token. Bytes that do not yet make a character are held back."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._steps = DecodeStream(skip_special_tokens=True)
-        self._last: list[int] = []  # the ids of the last text given out
-        self._held: list[int] = []  # those behind them
+        self._last: list[int] = []  # ids of the text returned last
+        self._held: list[int] = []  # ids after them, whose text is not returned yet
         self._begun = False
 
     def push(self, token_id: int) -> str:
@@ -149,7 +153,7 @@ class TextStream:
         self._held.append(token_id)
         try:
             text = self._steps.step(self._renderer.backend, token_id) or ""
-        # tokenizers has no class for it: bytes that a random model made undo an earlier character.
+        # tokenizers raises a plain Exception when new bytes change an earlier character (as a random model's do).
         except Exception:
             self._steps = DecodeStream(skip_special_tokens=True)
             text = self._held_text()
@@ -174,7 +178,7 @@ class TextStream:
 
 
 class StopScanner:
-    """Passes text through until a stop string appears; holds back what could still become one."""
+    """Filter that ends a text before its first stop string. It holds back text that may become a stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -182,7 +186,7 @@ class StopScanner:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The part of the text so far that can be shown. After a stop string everything is swallowed.
+        """Add `text` and return the new text that can be shown. After a stop string, return "".
 
         >>> scanner = StopScanner(["END"])
         >>> [scanner.push(piece) for piece in ("one E", "N two ", "END three")], scanner.stopped
@@ -193,18 +197,18 @@ class StopScanner:
         self._held += text
         found = [(place + len(stop), place) for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if found:
-            # The one complete first, so that the answer does not depend on how the text was cut into pieces.
+            # The stop string that is complete first ends the text, however the text was cut into pieces.
             self.stopped = True
             shown, self._held = self._held[: min(found)[1]], ""
             return shown
         longest = min(max((len(stop) for stop in self._stop), default=0) - 1, len(self._held))
-        # The longest end of the held text that begins some stop string.
+        # Keep the longest end of the held text that is the beginning of a stop string.
         ends = (self._held[-size:] for size in range(longest, 0, -1))
         keep = next((end for end in ends if any(stop.startswith(end) for stop in self._stop)), "")
         shown, self._held = self._held[: len(self._held) - len(keep)], keep
         return shown
 
     def flush(self) -> str:
-        """What is still held back, at the end of the answer."""
+        """Return the text that is still held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""One request from its first logits to its last word, for the transformers engine, which decodes token by token.
+"""One answer from its prefill to its last token, for the transformers engine, which decodes token by token.
 
 The engine's loop (see `loop`) runs an `Answer` step by step; a `GenerationStream` is what the caller reads. Depends on
 reports, sampling and text, not on how KV is stored or fused.
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_PIECES = 16
-"""Texts of a stream that are made before somebody reads them. So an answer that is left unread ends no later."""
+"""Unread texts of a stream at which its decoding pauses, so that an abandoned stream does not occupy the loop."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """KV of one conversation so far, so that earlier turns are an exact prefix of the next. The caller holds it.
+    """KV of one conversation so far, held by the caller. Earlier turns are then an exact prefix of the next turn.
 
-    It may contain fused, hence approximate, KV: exact with respect to this conversation, and never stored.
+    The KV may be fused, hence approximate. It is exact with respect to this conversation, and it is never stored.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Conversation:
 
 
 class EngineKeywords(GenerationKeywords, total=False):
-    """Keyword arguments of the transformers engine's `generate`, `stream` and `request`; see there."""
+    """Keyword arguments of the transformers engine's `generate`, `stream` and `request`."""
 
     conversation: Conversation | None
 
@@ -62,10 +62,8 @@ class EngineRequest:
     ratio: float
     options: GenerationOptions
     conversation: Conversation | None = None
-    fit: RuleFit | None = None  # what was calibrated for the prompt's prefix and the rule
-    adapts_ratio: bool = (
-        False  # no ratio was asked for: `ratio` is the least, to be raised where recompute costs no time
-    )
+    fit: RuleFit | None = None  # calibration of the rule for the prompt's prefix
+    adapts_ratio: bool = False  # no ratio was requested: `ratio` is the least, raised where recompute costs no time
     grammar: CompiledGrammar | None = None
 
 
@@ -104,24 +102,24 @@ class Answer:
         self._engine = engine
         self._request = request
         self._on_end = on_end
-        self.prefill: Callable[[], PrefillResult] | None = None  # once what remote tiers have of it is fetched
+        self.prefill: Callable[[], PrefillResult] | None = None  # set once its KV in remote tiers is fetched
         self.cancel_check: CancelCheck | None = None
         self.is_cancelled = False
-        self.is_streamed = False  # whether its texts are read one by one
+        self.is_streamed = False  # True if its texts are read one by one
         self.ended = threading.Event()
         self.pieces: SimpleQueue[str | None] = SimpleQueue()
         self.error: BaseException | None = None
-        self.step: DecodeStep | None = None  # what it waits for, once it is prefilled
-        self.start_s = 0.0  # when its prefill began
-        self.since_s = 0.0  # since when it has waited for `step`
-        self.waited_s = 0.0  # for others, with its next token chosen
+        self.step: DecodeStep | None = None  # the step that it waits for, once it is prefilled
+        self.start_s = 0.0  # `perf_counter` seconds at which its prefill began
+        self.since_s = 0.0  # `perf_counter` seconds since which it has waited for `step`
+        self.waited_s = 0.0  # seconds of waiting for other answers
         report = BlendReport(request.mode, request.rule, request.ratio)
         self.result = Generation("", [], "cancelled", report)
         self._steps = self._run()
 
     def advance(self, logits: Tensor | BaseException | None = None) -> None:
-        """Run up to the next decode step or the end. `logits`: those [vocabulary] of `step`, or the error of computing
-        them.
+        """Run up to the next decode step or the end. `logits` [vocabulary] are those of `step`, or the error of
+        computing them.
         """
         if self.is_cancelled:
             self.end()
@@ -159,7 +157,7 @@ class Answer:
             return
         try:
             self._steps.close()
-        except Exception as failed:  # of what is done at the end
+        except Exception as failed:  # raised by `on_end` or the other work at the end of an answer
             error = error or failed
         self.step, self.error = None, error
         self.pieces.put(None)
@@ -271,7 +269,7 @@ class GenerationStream:
             self._answer.is_streamed = True
             self.start()
         piece = self._answer.pieces.get()
-        if self._answer.pieces.qsize() == MAX_UNREAD_PIECES - 1:  # it was paused
+        if self._answer.pieces.qsize() == MAX_UNREAD_PIECES - 1:  # decoding was paused
             self._engine.loop.wake()
         if piece is not None:
             return piece
@@ -288,7 +286,7 @@ class GenerationStream:
             self._answer.end()
 
     def __del__(self) -> None:
-        self._answer.is_cancelled = True  # nobody reads what it says
+        self._answer.is_cancelled = True  # no reader is left
 
 
 def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None) -> None:
@@ -300,7 +298,7 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
     for stream in fresh:
         stream._engine.check_process()
         stream._answer.cancel_check = cancel_check
-        stream._answer.prefill = stream._engine.prepare_prefill(stream.request)  # which the loop does not wait for
+        stream._answer.prefill = stream._engine.prepare_prefill(stream.request)  # the loop does not wait for this
     for stream in fresh:
         stream._is_started = True
     if fresh:
@@ -308,10 +306,7 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
 
 
 class Backfill:
-    """Precomputes missed chunks in the background, one at a time, so that a request waits for at most one chunk.
-
-    `worker` runs them.
-    """
+    """Background precompute of missed chunks by `worker`, one at a time, so that a request waits for at most one."""
 
     def __init__(self, precompute: Callable[[ChunkRun], None], worker: Executor) -> None:
         self._precompute, self._worker = precompute, worker
@@ -341,6 +336,6 @@ class Backfill:
         try:
             self._precompute(run)
         except Exception as error:
-            # The answer is out already; a full disk must not take the process down.
+            # The answer is complete already; a full disk must not end the process.
             log.warning("a missed chunk was not stored: %s", error)
             self._error = error

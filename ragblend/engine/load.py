@@ -1,4 +1,4 @@
-"""`load_engine` puts model, store and backend together; nothing heavy is imported before it is called."""
+"""`load_engine`: an engine from a model, a store and a backend. PyTorch and vLLM are imported only when it runs."""
 
 from __future__ import annotations
 
@@ -59,32 +59,32 @@ def load_engine(
     backend: str = "transformers",
     **options: Unpack[LoadKeywords],
 ) -> Engine:
-    """Return a model with its store, ready to precompute and answer.
+    """Return an engine: a model with its store, ready to precompute and answer.
 
-    `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded, whose
-    attention is then ours, with its own inside for its own forward. None is the model that the store remembers, or the
-    server's.
+    `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded. The
+    pair's model then uses ragblend's attention function, which calls the model's previous one in its own forward. None
+    is the model that the store's latest ingestion used, or the server's.
     `store`: a directory, any KVStore, or None for memory only.
 
-    `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
-    server that `ragblend serve` started. Over HTTP the KV is the server's, and it renders and tokenizes prompts; what
-    loads the model or is a tier's is set where the server starts (UsageError here), save where the tokenizer is found,
-    which cutting documents needs. `api_key`, `timeout` (seconds) and `max_retries` are for HTTP.
+    `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's engine arguments; or "http://HOST:PORT", a server
+    that `ragblend serve` started. Over HTTP the server holds the KV, renders and tokenizes. Options that load the model
+    or configure a tier are then set where the server starts, and raise UsageError here. Options that locate the
+    tokenizer are allowed, because splitting documents needs it. `api_key`, `timeout` (seconds) and `max_retries` are
+    for HTTP.
 
-    `options` are LoadOptions. How the model is loaded: ModelOptions (dtype or torch_dtype, device or device_map,
-    attn_implementation, revision, cache_dir, local_files_only, trust_remote_code, adapter, model_kwargs). The store's
-    tiers: TierOptions, the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
+    `options` are LoadOptions. ModelOptions load the model: dtype or torch_dtype, device or device_map,
+    attn_implementation, revision, cache_dir, local_files_only, trust_remote_code, adapter, model_kwargs. TierOptions
+    are the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
 
-    `system` is the system text that chunks are precomputed behind; None is the one that the store remembers, "" none.
-    A directory that so far holds only other models' KV is rejected with StoreMismatchError, unless `new_model` says
-    that this one is to be added. `context`: what the store's chunks were computed behind besides the prefix; None is
-    what the store remembers, so it is given where the KV is in a remote tier that another process fills.
+    `system` is the system text after which chunks are precomputed; None is the stored one, "" none. `context` is the
+    store's context policy (see `lookup`); None is the stored one, so pass it for KV in a remote tier that another
+    process fills. A directory with KV of other models only raises StoreMismatchError, unless `new_model` is True.
 
-    `shadow`: full prefill also runs, after the answer, for this share of the requests answered from fused KV;
-    `engine.shadow` counts how often they agree, each report's `shadow` has what was found.
+    `shadow`: share of the requests answered from fused KV for which full prefill also runs, after the answer.
+    `engine.shadow` counts how often both agree; each report's `shadow` has the comparison.
 
-    `max_num_seqs`: answers whose tokens are decoded together at most, each with its KV in memory; None is 8, and 1 is
-    one after another. With vLLM it is one of `vllm_options`.
+    `max_num_seqs`: most answers that are decoded together, each with its KV in memory; None is 8. With vLLM it is one
+    of `vllm_options`.
     """
     given: dict[str, Any] = {**options}
     loading = {name: given.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in given}
@@ -100,13 +100,13 @@ def load_engine(
         )
     if settings.max_num_seqs is not None and backend != "transformers":
         raise UsageError(
-            f"max_num_seqs is for an engine that decodes in this process, not for backend={redact(backend)!r}; vLLM "
-            "takes it where it starts: vllm_options={'max_num_seqs': ...}, or `ragblend serve MODEL --max-num-seqs ...`"
+            f"max_num_seqs is for an engine that decodes in this process, not for backend={redact(backend)!r}; set it "
+            "where vLLM starts: vllm_options={'max_num_seqs': ...}, or `ragblend serve MODEL --max-num-seqs ...`"
         )
     pair: tuple[Any, Any] | None = None
     if model is None:
         if asked.trust_remote_code:
-            raise UsageError("trust_remote_code runs code of the model, so name the model: `model=...`")
+            raise UsageError("trust_remote_code runs code of the model, and no model is given; name it: `model=...`")
         model = None if is_url(backend) else remembered_model(store)
     elif not isinstance(model, str | Path):
         from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
@@ -114,7 +114,9 @@ def load_engine(
         pair = validate_loaded_model(model)
         model = pair_name(pair)
         if backend != "transformers":
-            raise UsageError(f"a loaded model is run here; with backend={redact(backend)!r} give its name or path")
+            raise UsageError(
+                f"a loaded model runs in this process, but backend is {redact(backend)!r}; pass its name or path"
+            )
     model = None if model is None else str(model)
     shared = {name: getattr(settings, name) for name in ("system", "namespace", "on_miss", "shadow", "context")}
     if (store is None or isinstance(store, Path)) and pair is None:
@@ -136,7 +138,7 @@ def load_engine(
 
 
 def remembered_defaults(store: Any) -> StoreDefaults:
-    """Return what the latest ingestion into the folder `store` named. Raises CorruptError for a damaged note."""
+    """Return the defaults that the latest ingestion into the folder `store` wrote. Raises CorruptError if damaged."""
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.metadata import StoreDefaults
 
@@ -145,10 +147,10 @@ def remembered_defaults(store: Any) -> StoreDefaults:
 
 
 def remembered_model(store: Any) -> str:
-    """Return the name of the model that the latest ingestion into the folder `store` used, else of the one whose KV it
-    holds.
+    """Return the name of the model that the latest ingestion into the folder `store` used, else of the only model with
+    KV there.
 
-    Raises UsageError if there is none, or several.
+    Raises UsageError if the store has KV of no model, or of several.
     """
     from ragblend.engine.store.disk import DiskStore
 
@@ -159,20 +161,21 @@ def remembered_model(store: Any) -> str:
         names = sorted({str(facts["model"]) for facts in DiskStore(store).models().values() if facts.get("model")})
     if len(names) == 1:
         return names[0]
-    held = f"{store} holds KV of {', '.join(names)}" if names else f"the store {store} remembers none"
+    held = f"{store} holds KV of {', '.join(names)}" if names else f"the store {store} names none"
     if store is None:
-        held = "no store is given that remembers one"
+        held = "no store is given that names one"
     raise UsageError(
         f"`model` is not given, and {held}; give a Hugging Face id or a local path, or `model='demo'` for a trial"
     )
 
 
-_FLAGS = {"model", "backend", "remote", "dtype", "device", "namespace", "trust_remote_code"}  # those of commands
+_FLAGS = {"model", "backend", "remote", "dtype", "device", "namespace", "trust_remote_code"}  # settings with a flag
 
 
 def _command_flags(store: str | Path | None, **settings: Any) -> str:
-    """Return the flags by which a command of ours opens the same engine; "" for KV in memory, which no command sees,
-    and for a model that no flags describe.
+    """Return the flags with which a ragblend command loads the same engine.
+
+    Returns "" for KV in memory, which no command can read, and for settings without a flag.
     """
     if (store is None and not is_url(settings["backend"])) or not set(settings) <= _FLAGS:
         return ""
@@ -212,9 +215,14 @@ def _load_transformers(
     if store is None or isinstance(store, Path):
         kv_store: KVStore = open_store(store, **settings.tiers)
     elif settings.remote is not None:
-        raise UsageError("a remote tier goes into the store that you pass: TieredStore(your_store, open_remote(URL))")
+        raise UsageError(
+            "remote is given, but store is a KVStore, whose tiers are set; pass TieredStore(store, open_remote(URL))"
+        )
     elif settings.kv_dtype != "auto":
-        raise UsageError(f"the store that you pass has its dtype: TieredStore(..., kv_dtype={settings.kv_dtype!r})")
+        raise UsageError(
+            f"kv_dtype is {settings.kv_dtype!r}, but store is a KVStore, whose dtype is set; use "
+            f"TieredStore(..., kv_dtype={settings.kv_dtype!r})"
+        )
     else:
         kv_store = store
     loaded = load_model(model, asked) if pair is None else adopt_loaded_model(pair, asked)
@@ -244,7 +252,7 @@ def _load_client(
     settings: LoadOptions,
     shared: dict[str, Any],
 ) -> VllmClient:
-    """Return an engine over the server at `url`; `model` None is the server's."""
+    """Return an engine over the server at `url`. `model` None is the server's model."""
     from ragblend.engine.vllm.client import Connection, VllmClient, server_facts
     from ragblend.prompt.render import Renderer
 
@@ -254,13 +262,13 @@ def _load_client(
     if changed:
         variables = " ".join(f"RAGBLEND_{name.upper()}=..." for name in changed)
         raise UsageError(
-            f"{', '.join(changed)} cannot be set here: the store is that of the server at {redact(url)}. Start that "
-            f"one with it ({variables} ragblend serve MODEL), and leave it out of this command's flags, environment "
+            f"{', '.join(changed)} cannot be set here: the store is that of the server at {redact(url)}. Start the "
+            f"server with it ({variables} ragblend serve MODEL), and leave it out of this command's flags, environment "
             "and ragblend.toml"
         )
     if store is not None and not isinstance(store, Path):
         raise UsageError(
-            f"store is a {type(store).__name__}; with {redact(url)} the store is the server's, leave it out"
+            f"store is a {type(store).__name__}, but with {redact(url)} the store is the server's; leave `store` out"
         )
     http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
     opened = Connection(url, **{name: value for name, value in http.items() if value is not None})
@@ -268,7 +276,7 @@ def _load_client(
         facts = server_facts(opened, model or "")
         if model not in (None, facts.model, facts.root):
             raise StoreMismatchError(
-                f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; choose it: `model={facts.model!r}`"
+                f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; pass `model={facts.model!r}`"
             )
         # The server's folder of the model, if this machine has it as well, else its name.
         place = facts.model if Path(facts.root).is_absolute() and not Path(facts.root).exists() else facts.root
@@ -297,12 +305,12 @@ def _load_vllm(
 
     if asked.device != "auto":
         raise UsageError(
-            f"device is {asked.device!r}; vLLM takes the device it was built for, choose one with its flags"
+            f"device is {asked.device!r}, but vLLM uses the device it was built for; choose a device with its flags"
         )
     _reject_loading_options(replace(asked, dtype="auto"), "set by vllm_options, vLLM's own arguments, not with vLLM")
     if store is not None and not isinstance(store, Path):
         raise UsageError(
-            f"store is a {type(store).__name__}; vLLM's workers open the store themselves, give a directory"
+            f"store is a {type(store).__name__}, but vLLM's workers open the store themselves; pass a directory"
         )
     require_vllm()
     trust = asked.trust_remote_code
@@ -322,9 +330,9 @@ def _load_vllm(
 
 
 def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool) -> None:
-    """Note in the store at `path` whose KV it holds, and what that looks like, which `verify` needs to know.
+    """Record a model in the store at `path`: its name and the dtype and shapes of its KV, which `verify` reads.
 
-    A store that holds only other models' KV is refused, unless `new_model`.
+    Raises StoreMismatchError if the store has KV of other models only, unless `new_model` is True.
     """
     from ragblend.engine.store.disk import DiskStore
 
@@ -332,11 +340,11 @@ def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_m
     models = disk.models()
     if "kv_shapes" in models.get(fingerprint, {}):
         return
-    if models and not new_model and not disk.has_model(fingerprint):  # its note may be damaged, or an older one
+    if models and not new_model and not disk.has_model(fingerprint):  # its metadata may be damaged, or of old format
         held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         raise StoreMismatchError(
-            f"{path} holds KV of {held}, the engine runs {facts['model']} ({facts['dtype']}), which would find nothing "
-            f"there. Use another folder (`store`), or, if `ragblend ingest` filled this one, add the model's KV: "
+            f"{path} holds KV of {held}, and none of the engine's model {facts['model']} ({facts['dtype']}). Use "
+            f"another folder (`store`), or, if `ragblend ingest` filled this one, add the model's KV: "
             f"ragblend precompute --model {facts['model']} --store {path}"
         )
     disk.put_model(fingerprint, facts)

@@ -1,7 +1,8 @@
-"""The engine loop: one thread runs everything that a model computes, in an order that keeps every request moving.
+"""Engine loop: one thread runs all work of a model. Calls, prefills and decode steps alternate, so that no request
+waits for a whole answer of another.
 
-Requests, streams, batches, ingestion and backfill are its queue. Read `EngineLoop._run` first. Knows answers and
-steps; nothing of models, KV or text.
+Requests, streams, batches, ingestion and backfill share its queue. Read `EngineLoop._run` first. Depends on answers and
+decode steps, not on models, KV or text.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from torch import Tensor
 
 from ragblend.engine.generation import Answer, DecodeStep
 from ragblend.errors import EngineClosedError
-from ragblend.options import int_at_least
+from ragblend.option_fields import int_at_least
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_NUM_SEQS = 8
-"""Answers that are decoded together, unless `load_engine` is told another number."""
+"""Default of the most answers that are decoded together."""
 
 
 class EngineLoop(Executor):
-    """Owns a model: what computes with it runs on this loop's thread. Safe to share between threads.
+    """Executor of all work with one model, on a single thread. Safe to share between threads.
 
     `decode` takes the steps of several answers and returns the logits [vocabulary] of each. At most `max_num_seqs`
-    answers are decoded together. The error of one answer leaves the others as they are. The thread starts with the
-    first work; the interpreter waits at its exit for the work that is queued.
+    answers are decoded together. The error of one answer does not affect the others. The thread starts with the
+    first work; at its exit, the interpreter waits for the queued work.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class EngineLoop(Executor):
         self._is_running = False
         self._is_closed = False
         self._thread_id: int | None = None
-        self._running: list[Answer] = []  # the loop's thread alone reads and changes them
+        self._running: list[Answer] = []  # used by the loop's thread alone
         self._known_errors: set[str] = set()
 
     def submit(self, function: Callable[..., T], /, *args: Any, **keywords: Any) -> Future[T]:
-        """Queue a call, which runs between two steps. Raises EngineClosedError once the loop is shut down."""
+        """Queue a call to run between two decode steps. Raises EngineClosedError once the loop is shut down."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
@@ -65,13 +66,13 @@ class EngineLoop(Executor):
         return future
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the loop's thread and return what it returns, or raise what it raises."""
+        """Run `function` on the loop's thread; return its result or raise its error."""
         if self._is_own_thread():
             return function()
         return self.submit(function).result()
 
     def start(self, answers: Sequence[Answer]) -> None:
-        """Queue answers and return at once; a closed loop ends them as they are."""
+        """Queue answers and return at once. A closed loop ends them with their text so far."""
         with self._changed:
             if not self._is_closed:
                 self._waiting.extend(answers)
@@ -86,7 +87,7 @@ class EngineLoop(Executor):
             self._changed.wait_for(lambda: len(self._waiting) < self.max_num_seqs)
 
     def cancel(self, answer: Answer) -> None:
-        """End an answer that was started, at its next token, and return when it has ended."""
+        """End a started answer at its next token, and return when it has ended."""
         answer.is_cancelled = True
         if answer.ended.is_set() or self._process != os.getpid():  # in a forked process the loop's thread is missing
             return
@@ -101,7 +102,7 @@ class EngineLoop(Executor):
             answer.ended.wait()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take nothing more, and return when everything that was queued has ended."""
+        """Accept no more work, and return when all queued work has ended."""
         with self._changed:
             self._is_closed = True
             self.wake()
@@ -111,18 +112,18 @@ class EngineLoop(Executor):
         return threading.get_ident() == self._thread_id
 
     def wake(self) -> None:
-        """Go on, where an answer that was paused may do so."""
+        """Run the loop if it is idle, because work was added or a paused answer may continue."""
         with self._changed:
             if self._is_running:
                 return
             self._is_running = True
         try:
             self._executor.submit(self._run)
-        except RuntimeError:  # executors take nothing while the interpreter ends; threads are still waited for
+        except RuntimeError:  # executors accept no work while the interpreter ends, but it still waits for threads
             threading.Thread(target=self._run).start()
 
     def _run(self) -> None:
-        """Run one call, the prefills that have a place and one decode step, again and again until there are none."""
+        """Run one call, the prefills for which there is capacity and one decode step; repeat until no work is left."""
         while True:
             with self._changed:
                 call = self._calls.popleft() if self._calls else None
@@ -144,7 +145,7 @@ class EngineLoop(Executor):
                 return
 
     def _decode_together(self, answers: Sequence[Answer]) -> None:
-        """Choose the next token of every answer."""
+        """Compute the logits of every answer in one step and sample its next token."""
         running = [answer for answer in answers if not answer.end_if_cancelled()]
         start_s = perf_counter()
         for answer in running:
@@ -154,20 +155,20 @@ class EngineLoop(Executor):
             answer.advance(logits)
         end_s = perf_counter()
         for answer in running:
-            answer.since_s = end_s  # choosing the tokens of the others is a part of the step
+            answer.since_s = end_s  # sampling the tokens of the other answers is a part of the step
 
     def _logits_or_errors(self, steps: Sequence[DecodeStep]) -> Sequence[Tensor | BaseException]:
-        """Return the logits of each step; where they cannot be had together, each by itself, or its error."""
+        """Return the logits of each step, or its error. If computing them together fails, compute each step alone."""
         if not steps:
             return []
         try:
             return self._decode(steps)
-        except BaseException as error:  # whatever it is: without this thread every caller would wait forever
+        except BaseException as error:  # of any class: without this thread every caller would wait forever
             if len(steps) == 1:
                 return [error]
             level = logging.DEBUG if str(error) in self._known_errors else logging.WARNING  # once, not at every step
             self._known_errors.add(str(error))
-            log.log(level, "%d answers cannot be decoded together (%s); one after another", len(steps), error)
+            log.log(level, "decoding %d answers together failed (%s); decoding each alone", len(steps), error)
             return [each for step in steps for each in self._logits_or_errors([step])]
 
 

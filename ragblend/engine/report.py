@@ -1,6 +1,6 @@
-"""What a request reused, recomputed and cost: the facts a user sees beside every answer.
+"""Reports of requests: reused and recomputed tokens, durations, and the answer with its log-probabilities.
 
-Plain values only. Knows nothing about how they came about.
+Plain values only. Does not depend on how they are computed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PrefixMatch = Literal["exact", "approximate"]
 
 @dataclass(slots=True)
 class ChunkReport:
-    """One chunk of the prompt. `prefix_match` is None for a miss; `exact` means its KV is what full prefill computes.
+    """One chunk of the prompt. `prefix_match` is None for a miss; `exact`: its KV equals that of full prefill.
 
-    `kv_dtype`: how its KV is stored, "int8", "fp8" or the dtype it was computed in; None where none was used. A chunk
-    in eight bits is not exact even behind its own prefix, but below ratio 1 it is not recomputed there either.
+    `kv_dtype` is the stored dtype of its KV, "int8", "fp8" or the dtype it was computed in; None if no stored KV was
+    used. A chunk in eight bits is not exact even after its own prefix, but below ratio 1 it is not recomputed there.
     """
 
     source: str
@@ -32,13 +32,13 @@ class ChunkReport:
     prefix_match: PrefixMatch | None = None
     exact: bool = False
     num_recomputed_tokens: int = 0
-    context: ContextPolicy = "none"  # its ingestion context: what its KV was computed behind besides the prefix
+    context: ContextPolicy = "none"  # ingestion context: text after which its KV was computed, besides the prefix
     kv_dtype: str | None = None
 
 
 @dataclass(slots=True)
 class BlendReport:
-    """One request. Durations in seconds; `ttft_s` = match + lookup + load + fuse + first token."""
+    """Report of one request. Durations in seconds; `ttft_s` = match + lookup + load + fuse + first token."""
 
     mode: Mode
     rule: str = "none"
@@ -46,40 +46,40 @@ class BlendReport:
     ttft_s: float = 0.0
     match_s: float = 0.0  # rendering the prompt and finding chunks in its ids
     lookup_s: float = 0.0
-    load_s: float = 0.0  # reading and placing stored KV, overlapped with fusing where it comes from disk
+    load_s: float = 0.0  # reading and placing stored KV, overlapped with fusing if it is read from disk
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for
     fuse_s: float = 0.0
-    probe_s: float = 0.0  # until the rule knew the question's attention: part of fuse_s, and of stall_s while loading
-    select_s: float = 0.0  # measuring candidates at the check, scoring and choosing them: part of fuse_s
+    probe_s: float = 0.0  # query probe: part of fuse_s, and of stall_s while it waits for layers
+    select_s: float = 0.0  # measuring candidates at the check layer, scoring and choosing them: part of fuse_s
     decode_s: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     num_chunks: int = 0
     num_chunk_hits: int = 0
-    num_reused_tokens: int = 0  # prompt tokens whose stored KV was used as it is
+    num_reused_tokens: int = 0  # prompt tokens whose stored KV was used unchanged
     num_recomputed_tokens: int = 0  # chunk tokens whose stored KV was replaced
-    num_prefix_tokens: int = 0  # prompt tokens at the front whose KV was at hand exactly (prefix, earlier turns)
+    num_prefix_tokens: int = 0  # prompt tokens at the front whose exact KV was in memory (prefix, earlier turns)
     charged_budget: float = 0.0
     charged_budget_32: float = 0.0
-    # How close to full prefill the KV was, as the rule saw it while choosing; see `fidelity`. None: it did not look.
-    attention_exact: float | None = None  # share of the question's attention on tokens whose KV needs no recompute,
-    attention_recomputed: float | None = None  # on recomputed ones,
-    attention_stale: float | None = None  # and on those whose stored KV never saw the chunks before; they sum to 1
+    # Measurements of the rule, see `fidelity`; None if the rule does not make them. The three shares sum to 1.
+    attention_exact: float | None = None  # share of the question's attention on tokens whose KV needs no recompute
+    attention_recomputed: float | None = None  # the same on recomputed tokens
+    attention_stale: float | None = None  # the same on kept tokens, computed without the chunks before them
     mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fuse.relative_deviation`
-    predicted_agreement: float | None = None  # chance that the first token is full prefill's, where calibrated
+    predicted_agreement: float | None = None  # chance that the first token is full prefill's; None if not calibrated
     num_damaged_entries: int = 0
-    refused_reason: str = ""  # why nothing was reused although it could have been: full prefill was faster,
-    failed: bool = False  # or this: something went wrong
-    shadow: ShadowReport | None = None  # filled in once full prefill has run beside the request, if it was to
+    refused_reason: str = ""  # reason for full prefill although chunks are stored: it was faster, or reuse failed
+    failed: bool = False  # reuse failed with an error, which is `refused_reason`
+    shadow: ShadowReport | None = None  # shadow comparison, set once it has run; None if the request was not sampled
     chunks: list[ChunkReport] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
+        """Return the report as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> BlendReport:
-        """The report that `as_dict` gave, maybe of another version: fields that this one does not know are left out."""
+        """Return the report that `as_dict` returned, also of another version. Unknown fields are left out."""
         report = cls(**_known(cls, values))
         report.chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in values.get("chunks", ())]
         if shadow := values.get("shadow"):
@@ -87,7 +87,7 @@ class BlendReport:
         return report
 
     def summary(self) -> str:
-        """One line for people: what was reused and what it cost."""
+        """Return one line of text: stored chunks, reused and recomputed tokens, milliseconds to the first token."""
         share = f"{self.num_reused_tokens} of {self.prompt_tokens} prompt tokens reused"
         hits = f"{self.num_chunk_hits}/{self.num_chunks} chunks from the store"
         text = f"{hits}, {share}, {self.num_recomputed_tokens} recomputed, first token after {self.ttft_s * 1e3:.0f} ms"
@@ -97,7 +97,7 @@ class BlendReport:
 
 
 def chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
-    """Return a report, a miss so far, for each chunk of which runs were found in the prompt."""
+    """Return a report, initially a miss, for each chunk of which runs were found in the prompt."""
     runs = prompt.runs
     return [
         ChunkReport(runs[parts[0]].source, sum(runs[part].num_tokens for part in parts), hit=False)
@@ -106,7 +106,7 @@ def chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
 
 
 def join_runs(report: BlendReport, prompt: MatchedPrompt) -> None:
-    """Make of the reports on the runs of a prompt, in their order, one for each chunk that they are parts of."""
+    """Replace `report.chunks`, one per run of the prompt, by one per chunk, which joins those of the chunk's runs."""
     joined = []
     for parts in prompt.chunks:
         runs = [report.chunks[part] for part in parts]
@@ -132,21 +132,21 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class TokenLogprob(NamedTuple):
-    """What the model thought of one token of an answer, before penalties, bias and temperature.
+    """Log-probability of one token of an answer, before penalties, bias and temperature.
 
-    In an answer that is held to a form, of the tokens that may come there; one that had to come is certain.
+    With structured outputs, it is relative to the tokens that the grammar allows; a forced token has probability 1.
     """
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]]  # ids and log-probabilities of the likeliest tokens there, the likeliest first
+    top: list[tuple[int, float]]  # ids and log-probabilities of the likeliest tokens, in descending order
 
 
 @dataclass(slots=True)
 class Generation:
-    """An answer and the facts about it. `finish_reason` is "length" when `max_tokens` or the context ended it.
+    """Answer with its report. `finish_reason` is "length" if `max_tokens` or the context length ended it.
 
-    `logprobs` is per token of `token_ids`, where it was asked for.
+    `logprobs` has one item per token of `token_ids`; None if not requested.
     """
 
     text: str

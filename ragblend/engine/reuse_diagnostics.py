@@ -1,6 +1,6 @@
-"""Four warnings for an engine that reuses nothing, each logged once per engine, with the command that helps.
+"""Diagnostics for prompts without reuse: four warnings, each logged once per engine, with the command that fixes it.
 
-Entries of a server or of a remote tier cannot be looked at: an engine over HTTP gives the last warning alone.
+Entries of a server or of a remote tier cannot be listed, so an engine over HTTP logs the last warning alone.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NUM_PROMPTS_BEFORE_WARNING = 3  # prompts without a match before NO_MATCH; later ones are not looked into
-LONG_PROMPT = 256  # tokens; a prompt as long holds documents more often than not
-MAX_HEADERS_READ = 64  # entries that are looked at
+NUM_PROMPTS_BEFORE_WARNING = 3  # prompts without a match before NO_MATCH; later ones are not examined
+LONG_PROMPT = 256  # tokens; a prompt of this length usually contains documents
+MAX_HEADERS_READ = 64  # entries that are examined
 EMPTY = "nothing is stored yet; ingest the documents first: {ingest}"
 OTHER_MODEL = "the store holds KV of other models or namespaces, none of {model}; add it: {precompute}"
-OTHER_PREFIX = "the store holds KV behind another prefix, none behind this one ({system}); add it: {precompute}"
+OTHER_PREFIX = "the store holds KV after other prefixes, none after this one ({system}); add it: {precompute}"
 NO_MATCH = (
-    f"nothing in {NUM_PROMPTS_BEFORE_WARNING} prompts is stored: the documents were not ingested, or with another "
-    "tokenizer or namespace, or the application rewrites their text. To ingest them: {ingest}; to look closer: "
-    "ragblend explain"
+    f"{NUM_PROMPTS_BEFORE_WARNING} prompts contained no stored chunk: the documents were not ingested, or with another "
+    "tokenizer or namespace, or the application rewrites their text. Ingest them: {ingest}; or compare a prompt with "
+    "the store: ragblend explain"
 )
 
 
 class ReuseDiagnostics:
-    """Warns of prompts of which nothing is reused, until something is. Thread-safe."""
+    """Warnings about prompts without reuse, until one prompt reuses a chunk. Thread-safe."""
 
     def __init__(self, engine: EngineBase) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._warned_causes: set[str] = set()
         self._num_missed = 0
-        self.is_settled = False  # something was reused, or warned of: later prompts are not looked into
+        self.is_settled = False  # a chunk was reused, or all warnings were logged: later prompts are not examined
 
     def record_lookup(self, num_tokens: int, hits: Sequence[bool], *prefixes: tuple[int, ...]) -> None:
-        """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored.
+        """Record a prompt in a mode that reuses chunks. `hits` has True for each of its chunks that was stored.
 
-        `prefixes`: ids that the prompt begins with and chunks may be stored after.
+        `prefixes`: ids that the prompt begins with and after which chunks may be stored.
         """
         if any(hits):
             self.is_settled = True
@@ -62,10 +62,10 @@ class ReuseDiagnostics:
     def _cause(self, prefixes: Sequence[tuple[int, ...]]) -> str | None:
         engine, store = self._engine, self._engine.store
         if any(tier.counters.num_failures for tier in store.tiers):
-            return None  # a remote tier has said that it does not answer; what it holds is not known
+            return None  # a remote tier fails, so its entries are unknown
         try:
             headers = list(islice(store.headers(), MAX_HEADERS_READ))
-        except OSError:  # the answer is out; what is only good to know may not spoil it
+        except OSError:  # a diagnostic must not fail an answer that is complete
             return None
         own = [each for each in headers if (each.fingerprint, each.namespace) == (engine.fingerprint, engine.namespace)]
         if not headers and len(store.remote_tiers) < len(store.tiers):
@@ -77,7 +77,7 @@ class ReuseDiagnostics:
         return NO_MATCH if self._num_missed == NUM_PROMPTS_BEFORE_WARNING and not self._warned_causes else None
 
     def _facts(self) -> dict[str, str]:
-        """What the warnings name: model, system text, and what to type; where no flags are known, what to call."""
+        """Return the values for the warnings: model, system text, and the command, or the function without flags."""
         engine, system, flag = self._engine, "no system text", ""
         if engine.system is not None:
             system = repr(shorten(engine.system, 60, placeholder="..."))

@@ -1,7 +1,7 @@
-"""Full prefill beside a share of live requests: how often is the blended answer the one full prefill would give?
+"""Shadow comparisons: full prefill of a share of live requests, compared with their blended answers.
 
-Runs on a thread of its own once an answer has ended, so the answer itself never waits. Read `Shadow.submit` first.
-Knows streams and reports. Knows nothing about backends; each brings what runs its full prefill.
+They run on a separate thread after an answer has ended, so no answer waits for them. Read `Shadow.submit` first.
+Depends on streams and reports; each backend passes the function that runs its full prefill.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 8  # full prefills are slow: beyond these a busy server drops them instead of falling ever further behind
+MAX_WAITING = 8  # waiting comparisons; a busy server drops further ones, because full prefills are slow
 
 
 class Shadow:
-    """Chooses requests, runs their comparisons one at a time, and counts. Safe to share between threads.
+    """Sampler of requests that runs their comparisons one at a time and counts the results. Thread-safe.
 
-    `share`: of the requests, 0 (off) to 1 (all). `seed` makes the choice repeatable. Raises UsageError outside.
+    `share` of the requests: 0 (off) to 1 (all), else UsageError. `seed` makes the sampling repeatable.
     """
 
     def __init__(self, share: float = 0.0, seed: int | None = None) -> None:
@@ -48,12 +48,12 @@ class Shadow:
 
     @property
     def counters(self) -> ShadowCounters:
-        """The counts so far, a copy."""
+        """Return a copy of the counters."""
         with self._lock:
             return replace(self._counters)
 
     def submit(self, compare: Callable[[], ShadowReport], report: BlendReport) -> None:
-        """Told that an answer has ended. If chosen, `compare` runs later, and its finding becomes `report.shadow`."""
+        """Sample a request whose answer has ended. If sampled, `compare` runs later and sets `report.shadow`."""
         if self._executor is None:
             return
         with self._lock:
@@ -67,9 +67,9 @@ class Shadow:
             self._pending.append(self._executor.submit(self._work, compare, report))
 
     def submit_repeat(self, repeat: Callable[[], Stream], answer: Generation) -> None:
-        """Told that a greedy and complete answer of vLLM has ended, which `repeat` asks for again by full prefill.
+        """Sample a request of vLLM whose greedy, complete answer has ended. `repeat` requests it by full prefill.
 
-        Others cannot be compared: vLLM returns tokens without their distribution.
+        Other answers cannot be compared, because vLLM returns tokens without their distribution.
         """
 
         def compare() -> ShadowReport:
@@ -80,13 +80,13 @@ class Shadow:
         self.submit(compare, answer.report)
 
     def flush(self) -> None:
-        """Wait for the comparisons that were chosen so far. Raises nothing: failures are counted and logged."""
+        """Wait for the comparisons sampled so far. Raises nothing: failures are counted and logged."""
         with self._lock:
             pending = list(self._pending)
         wait(pending)
 
     def close(self) -> None:
-        """Finish the comparison under way, if there is one, and drop those that wait."""
+        """Finish the running comparison, if any, and drop the waiting ones."""
         with self._lock:
             self._closed = True  # an answer may still be streaming
         if self._executor is not None:
@@ -95,8 +95,8 @@ class Shadow:
     def _work(self, compare: Callable[[], ShadowReport], report: BlendReport) -> None:
         try:
             found = compare()
-        except Exception as error:  # an answer was given long ago; measuring it must not take the process down
-            log.warning("full prefill beside a request failed: %s: %s", type(error).__name__, error)
+        except Exception as error:  # the answer is complete; a failed comparison must not end the process
+            log.warning("a shadow comparison failed: %s: %s", type(error).__name__, error)
             with self._lock:
                 self._counters.num_failed += 1
             return
@@ -116,9 +116,9 @@ class Shadow:
 def compare_with_full(
     engine: TransformersEngine, request: EngineRequest, logits: Tensor, answer: Generation
 ) -> ShadowReport:
-    """Run `request` by full prefill beside its `answer`, whose first token came from `logits` [vocabulary].
+    """Run `request` by full prefill and compare with its `answer`, whose first token came from `logits` [vocabulary].
 
-    The answers are compared where both are greedy and `answer` was not broken off; otherwise only the first token is.
+    Whole answers are compared if both are greedy and `answer` was not cancelled; otherwise only the first token.
     """
     comparable = request.options.temperature == 0 and answer.finish_reason != "cancelled"
     options = request.options if comparable else replace(request.options, max_tokens=1)
@@ -135,7 +135,7 @@ def compare_with_full(
 
 
 def same_tokens(stream: Stream, answer: Generation) -> bool:
-    """Whether `stream` gives `answer`, token for token. Ends it at the first token that differs."""
+    """Return True if `stream` yields `answer`, token for token. Closes the stream at the first different token."""
     for _ in stream:
         if not _has_same_prefix(stream.result.token_ids, answer.token_ids):
             stream.close()

@@ -32,6 +32,7 @@ from pydantic import (
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, RagblendError, UsageError
 from ragblend.frameworks.engines import close_at_exit, resolve_store, share_engine
+from ragblend.option_fields import Validator, int_between, known_names_only, nearest, option
 from ragblend.options import (
     MODEL_NAMES,
     RETRIES,
@@ -43,12 +44,7 @@ from ragblend.options import (
     Mode,
     ModelOptions,
     RatioChoice,
-    Validator,
-    int_between,
     is_url,
-    known_names_only,
-    nearest,
-    option,
 )
 from ragblend.prompt.types import Chunk, Message, Prompt
 from ragblend.redaction import hide_secrets, redact

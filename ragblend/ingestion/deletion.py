@@ -65,22 +65,19 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 
 def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Record the entries to be deleted, in place of the texts that they are of."""
+    gone = registry.release(left.texts, DocumentName(index.registry_name))
     for source in left.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
-    source_of = {text.strip(): source for text, source in left.source_of.items()}
-    text_of = keys_to_delete(map(str.strip, left.texts), engine, registry, everywhere=True)
-    similar = (engine.key(Chunk(text, context="similar")) for _, text in index.texts())
-    unseen = _find_unseen_remote_keys(similar, engine, places) if left.texts and engine.context == "similar" else []
+    pending = []
+    for key, text in keys_to_delete(gone, engine, registry, everywhere=True).items():
+        pending += [PendingDeletion(key, place, left.source_of.get(text, ""), text_key(text)) for place in places]
+    if gone and engine.context == "similar":
+        unseen = _find_unseen_remote_keys(
+            (engine.key(Chunk(text, context="similar")) for _, text in index.texts()), engine, places
+        )
+        pending += [PendingDeletion(key, place, "", b"") for key, place in unseen]
     with index.write_transaction():  # of the registry as well, where that is in the same catalogue
-        gone = set(registry.release(left.texts, DocumentName(index.registry_name)))
-        pending = [
-            PendingDeletion(key, place, source_of.get(text, ""), text_key(text))
-            for key, text in text_of.items()
-            if text in gone
-            for place in places
-        ]
-        pending += [PendingDeletion(key, place, "", b"") for key, place in unseen if gone]
         registry.remove_stored({entry.key for entry in pending})
         index.schedule_deletions(pending, left)
 

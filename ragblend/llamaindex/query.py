@@ -19,8 +19,9 @@ from pydantic import Field
 from ragblend.errors import UsageError
 from ragblend.frameworks.aio import run_in_thread
 from ragblend.index import ChunkIndex, SearchHit, open_index
+from ragblend.ingestion.documents import delete_precomputed
 from ragblend.llamaindex.llm import BlendLLM
-from ragblend.precompute import delete_precomputed, precompute_documents
+from ragblend.precompute import precompute_documents
 
 try:
     from llama_index.core.base.base_retriever import BaseRetriever

@@ -53,7 +53,7 @@ def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
         ("documents", "python-calamine"),
         ("parquet", "pyarrow"),
         ("redis", "redis"),
-        ("s3", "s3fs"),
+        ("s3", "obstore"),
         ("ui", "starlette"),
     ):
         checks.append(_check_package(package, extra))
@@ -159,7 +159,8 @@ def _check_device() -> DiagnosticResult:
 
 
 def _check_model(settings: Settings) -> DiagnosticResult:
-    from ragblend.engine.transformers.model import find_model, inspect_model
+    from ragblend.engine.transformers.checkpoints import find_model
+    from ragblend.engine.transformers.model import inspect_model
 
     if settings.model is None:
         finding = f"none is named, and the store {settings.store} remembers none"

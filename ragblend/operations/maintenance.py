@@ -42,8 +42,9 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import NUM_SIMILAR, chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
+from ragblend.ingestion.documents import pin_document
 from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.precompute import pin_document, precompute_chunks
+from ragblend.precompute import precompute_chunks
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk
 
@@ -136,12 +137,13 @@ def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
     """Check the registry of texts, and that the entries exist that it records as stored."""
     try:
-        if not has_registry(disk.root):
+        if not has_registry(disk):
             if next(disk.keys(), None) is not None:
                 report.damaged_files[CATALOG_FILE] = "it is missing, so no stored chunk is found in prompts"
             return
         with open_registry(disk) as registry:
-            problems, stored = registry.find_problems(), registry.stored()
+            problems = registry.find_problems()
+            stored = {} if registry.is_shared else registry.stored()  # those of a fleet are on other disks
     except RagblendError as error:
         report.damaged_files[CATALOG_FILE] = str(error)
         return
@@ -351,7 +353,7 @@ def _drop_orphans(
 
 def _unrecord_missing(disk: DiskStore) -> None:
     """Remove missing entries from the registry's record. Comes last: a killed `gc` reports them as missing."""
-    if has_registry(disk.root):
+    if has_registry(disk):
         with open_registry(disk) as registry:
             if gone := [key for key in registry.stored() if not disk.has_file(key)]:
                 registry.remove_stored(gone)

@@ -94,7 +94,7 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     tiers = dict(settings.tiers)
     if settings.remote is not None:
         open_remote(settings.remote)  # reports an invalid URL here, not in one of vLLM's processes
-        del tiers["remote"]  # passed in the environment
+    urls = {name: str(tiers.pop(name)) for name in ("remote", "catalog") if tiers[name] is not None}
     model = settings.model or remembered_model(settings.store)
     # vLLM gets the revision's directory, for which it would ignore --revision.
     revision, flags = split_flag(flags, "--revision")
@@ -123,8 +123,7 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     # Not as flags, which every user of the machine can read.
     if options.api_key:
         added[API_KEY] = options.api_key
-    if settings.remote is not None:
-        added["RAGBLEND_REMOTE"] = settings.remote  # the connector reads it there
+    added.update({f"RAGBLEND_{name.upper()}": url for name, url in urls.items()})  # the connector reads them there
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
     return ServerCommand(tuple(command), added, url, store, checkpoint, prefix_ids)

@@ -1,1 +1,1 @@
-"""Text to token ids, the only place where that happens."""
+"""Prompts: messages, their token ids, and the runs of stored chunks in the ids. All tokenization is done here."""

@@ -1,71 +1,26 @@
-"""Runs of stored chunks in the token ids of a prompt.
+"""Matched prompt: the token ids of a prompt and the runs of stored chunks in them.
 
-The index holds anchors: hashes of WINDOW ids of a chunk, one at offset 1 (the first token of a chunk often differs
-behind a label) and one every STRIDE ids after it. All windows of a prompt are hashed and looked up in one vectorised
-pass. A hit says that a chunk may stand on a diagonal (position in the prompt minus position in the chunk); there the
-ids themselves are compared, so a run is never accepted by its hash. The ids of chunks are not held here: `read_ids`
-reads them.
-
-Anchors lie in a table with linear probing, in the order of their hashes after a rebuild. Adding costs the same
-at any size, but for a rebuild whenever the table has grown by a fifth.
+Depends on ids and chunks, not on tokenizers, stores or engines. `token_index` finds the runs.
 """
 
 from __future__ import annotations
 
-import heapq
-import secrets
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from threading import Lock
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ragblend.prompt.token_index import is_long_enough
 from ragblend.prompt.types import Chunk
-
-WINDOW = 8
-STRIDE = 32
-MIN_RUN = 16
-"""Tokens from which a run counts; WINDOW of them where it is all of its chunk but EDGE tokens."""
-EDGE = 4
-MAX_EQUAL_ANCHORS = 32
-"""Anchors that are kept of one hash: a sentence that stands in more chunks is found through these."""
-MAX_HITS_PER_TOKEN = 4
-TOKENS_PER_DIAGONAL = 16
-TOKENS_PER_RUN = 64
-"""Of a prompt of T tokens about MAX_HITS_PER_TOKEN * T hits are collected and T / TOKENS_PER_DIAGONAL + 64 diagonals
-looked at, those with most hits first; after T / TOKENS_PER_RUN + 64 runs only where a longer one is possible. Only
-repetitive text has more."""
-
-_EMPTY = np.uint32(0xFFFFFFFF)
-_SLOTS_PER_ANCHOR, _MAX_LOAD, _SLACK = 1.6, 0.75, 1024
-
-IntArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A stretch of a prompt's ids that equals a stretch of one chunk's."""
-
-    chunk: int
-    chunk_start: int
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        """The position after the last one in the prompt."""
-        return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Positions [start, end) of a prompt, whose ids equal those of a chunk from `chunk_start` on.
+    """Run of a chunk, given by its ids: positions [start, end) of a prompt equal the chunk's ids from `chunk_start`.
 
-    `chunk`: the chunk as the prompt names it; None where it does not. `document`: a document of the registry that has
-    the chunk.
+    `chunk`: the chunk if the prompt names it, else None. `document`: a document of the registry that contains the
+    chunk; "" if unknown.
     """
 
     chunk_ids: tuple[int, ...]
@@ -82,24 +37,24 @@ class ChunkRun:
 
     @property
     def source(self) -> str:
-        """Return the source of the chunk, else its document; "" where neither is known."""
+        """Return the source of the chunk, else its document; "" if neither is known."""
         return (self.chunk.source if self.chunk is not None else "") or self.document
 
     def within(self, start: int, end: int) -> ChunkRun:
-        """Return the part of the run between two positions of the prompt; without tokens where they leave nothing."""
+        """Return the part of the run between two positions of the prompt; empty if they do not overlap the run."""
         start = max(start, self.start)
         end = max(start, min(end, self.end))
         return replace(self, chunk_start=self.chunk_start + start - self.start, start=start, end=end)
 
     def without(self, others: Iterable[ChunkRun]) -> list[ChunkRun]:
-        """Return the parts of the run that no other covers, as far as they are long enough."""
+        """Return the parts of the run that no other run covers, if they are long enough."""
         parts = [self]
         for other in others:
             parts = [
-                left
+                rest
                 for part in parts
-                for left in (part.within(part.start, other.start), part.within(other.end, part.end))
-                if counts(left.num_tokens, len(self.chunk_ids))
+                for rest in (part.within(part.start, other.start), part.within(other.end, part.end))
+                if is_long_enough(rest.num_tokens, len(self.chunk_ids))
             ]
         return parts
 
@@ -108,9 +63,9 @@ SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
 
 
 class PromptSegment(NamedTuple):
-    """Positions [start, end) of a prompt: what stands before, in, between or after its runs.
+    """Positions [start, end) of a prompt: a run, or the text before, between or after runs.
 
-    `chunk`: the number of the chunk that a run is a part of, as in `MatchedPrompt.chunks`.
+    `chunk`: index in `MatchedPrompt.chunks` of the chunk that a run belongs to; None for text.
     """
 
     kind: SegmentKind
@@ -121,9 +76,9 @@ class PromptSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MatchedPrompt:
-    """The token ids of a prompt and the runs of chunks in them, in the order of the prompt.
+    """Token ids of a prompt, and the runs of chunks in them in the order of the prompt.
 
-    `prefix_ids`: the ids that it begins with and that chunks may be stored after: those of its own system message.
+    `prefix_ids`: the first ids of the prompt, up to its system message, after which chunks may be stored; () if none.
     """
 
     token_ids: list[int]
@@ -138,18 +93,18 @@ class MatchedPrompt:
 
     @property
     def num_prefix(self) -> int:
-        """Return the number of tokens before the first run; 0 where there is none."""
+        """Return the number of tokens before the first run; 0 without a run."""
         return self.runs[0].start if self.runs else 0
 
     @property
     def question_start(self) -> int | None:
-        """Return the position after the last run; None where nothing follows it, or there is no run."""
+        """Return the position after the last run; None if it ends the prompt, or if there is no run."""
         end = self.runs[-1].end if self.runs else self.num_tokens
         return end if end < self.num_tokens else None
 
     @property
     def segments(self) -> Iterator[PromptSegment]:
-        """Yield the runs and what stands between them, in the order of the prompt; together they are all of it."""
+        """Yield the runs and the text between them, in order. Together they cover the whole prompt."""
         end = 0
         for number, parts in enumerate(self.chunks):
             for run in (self.runs[part] for part in parts):
@@ -162,242 +117,22 @@ class MatchedPrompt:
 
     @property
     def chunks(self) -> list[list[int]]:
-        """Return the places in `runs` of the parts of each chunk, in the order of the prompt."""
+        """Return, for each chunk in the order of the prompt, the indices in `runs` of its runs.
+
+        A run belongs to the chunk of the run before it if it is a later part of the same ids.
+        """
         found: list[list[int]] = []
-        for place, run in enumerate(self.runs):
-            before = self.runs[place - 1] if place else None
-            # A later part of the chunk that the run before it is a part of.
+        for index, run in enumerate(self.runs):
+            before = self.runs[index - 1] if index else None
             if (
                 before is not None
                 and run.chunk_ids == before.chunk_ids
                 and run.chunk_start >= before.chunk_start + before.num_tokens
             ):
-                found[-1].append(place)
+                found[-1].append(index)
             else:
-                found.append([place])
+                found.append([index])
         return found
-
-
-class TokenIndex:
-    """Finds runs of chunks in prompts. One index serves one tokenizer and one namespace.
-
-    `read_ids(chunk)` returns the ids of an added chunk, or None if they are gone. Chunks have numbers below 2**32 - 1,
-    such as their rows in a database. Thread-safe.
-    """
-
-    def __init__(self, read_ids: Callable[[int], Sequence[int] | NDArray[np.integer] | None]) -> None:
-        self._read_ids = read_ids
-        self._seed = secrets.randbits(64)  # so that no text can be made whose windows have one hash
-        self._removed: set[int] = set()
-        self._lock = Lock()
-        self._num_chunks = 0
-        self._fill(_Anchors.none())
-
-    def __len__(self) -> int:
-        """Return the number of chunks."""
-        return self._num_chunks
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the table."""
-        return sum(array.nbytes for array in (self._tags, self._extras, self._chunks, self._offsets))
-
-    def add(self, chunks: Iterable[tuple[int, Sequence[int] | NDArray[np.integer]]]) -> None:
-        """Add chunks by number and ids; a number must not be added twice. Fewer than WINDOW ids are never found."""
-        numbers, all_ids = [], []
-        for number, ids in chunks:
-            numbers.append(number)
-            all_ids.append(np.asarray(ids, np.int64))
-        if not numbers:
-            return
-        with self._lock:
-            if not self._removed.isdisjoint(numbers):
-                self._fill(self._live_anchors())
-            anchors = self._anchors_of(numbers, all_ids)
-            self._num_chunks += len(numbers)
-            if self._num_anchors + len(anchors.tags) > _MAX_LOAD * self._capacity:
-                self._fill(self._live_anchors().followed_by(anchors))
-            else:
-                self._insert(anchors)
-
-    def remove(self, chunk: int) -> None:
-        """Remove an added chunk: no run of it is found any more."""
-        with self._lock:
-            self._removed.add(chunk)
-            self._num_chunks -= 1
-            if len(self._removed) > self._num_chunks // 4 + 64:
-                self._fill(self._live_anchors())
-
-    def find_runs(self, ids: Sequence[int] | NDArray[np.integer]) -> list[Run]:
-        """Return runs that do not overlap, in the order of the prompt.
-
-        Of overlapping runs the longest comes first, then the one that starts first, then the one of the lower chunk;
-        what it leaves of the others counts if it is long enough.
-        """
-        prompt = np.asarray(ids, np.int64)
-        if len(prompt) < WINDOW:
-            return []
-        hashes = self._hash(np.lib.stride_tricks.sliding_window_view(prompt, WINDOW))
-        with self._lock:
-            positions, chunks, offsets = self._look_up(hashes, MAX_HITS_PER_TOKEN * len(prompt))
-            removed = [number for number in np.unique(chunks).tolist() if number in self._removed]
-        if removed:
-            kept = ~np.isin(chunks, removed)
-            positions, chunks, offsets = positions[kept], chunks[kept], offsets[kept]
-        diagonals = _most_hit(chunks, positions - offsets, len(prompt) // TOKENS_PER_DIAGONAL + 64)
-        return _longest_first(self._runs_on(diagonals, prompt))
-
-    def _runs_on(self, diagonals: Iterable[tuple[int, int]], prompt: IntArray) -> list[tuple[Run, int]]:
-        """Return the maximal runs on diagonals (chunk, position minus offset), each with the length of its chunk.
-
-        In repetitive text there are many more than the prompt has room for. So after one run for TOKENS_PER_RUN tokens
-        a diagonal is left out where longer runs, or as long ones, stand all along it.
-        """
-        num_plenty = len(prompt) // TOKENS_PER_RUN + 64
-        runs: list[tuple[Run, int]] = []
-        ids_of: dict[int, IntArray] = {}
-        longest = np.zeros(len(prompt), np.int64)  # at each position: the length of the longest run that covers it
-        for chunk, diagonal in diagonals:
-            if chunk not in ids_of:
-                found = self._read_ids(chunk)
-                ids_of[chunk] = np.asarray([] if found is None else found, np.int64)
-            ids = ids_of[chunk]
-            first, last = max(0, -diagonal), min(len(ids), len(prompt) - diagonal)
-            if last - first < WINDOW:
-                continue
-            if len(runs) > num_plenty and longest[first + diagonal : last + diagonal].min() >= last - first:
-                continue
-            equal = np.zeros(last - first + 2, np.int8)
-            equal[1:-1] = ids[first:last] == prompt[first + diagonal : last + diagonal]
-            edges = (np.flatnonzero(np.diff(equal)) + first).tolist()
-            for start, end in zip(edges[::2], edges[1::2], strict=True):
-                if counts(end - start, len(ids)):
-                    runs.append((Run(chunk, start, start + diagonal, end - start), len(ids)))
-                    covered = longest[start + diagonal : end + diagonal]
-                    np.maximum(covered, end - start, out=covered)
-        return runs
-
-    # --- the table ---
-
-    def _hash(self, windows: IntArray) -> NDArray[np.uint64]:
-        """Return a hash of each row of `windows`, [N, WINDOW]."""
-        hashes = np.full(len(windows), self._seed, np.uint64)
-        with np.errstate(over="ignore"):
-            for column in windows.T:
-                hashes ^= column.astype(np.uint64)
-                hashes *= np.uint64(0x9E3779B97F4A7C15)
-                hashes ^= hashes >> np.uint64(29)
-        return hashes
-
-    def _anchors_of(self, numbers: Sequence[int], all_ids: Sequence[IntArray]) -> _Anchors:
-        """Return the anchors of chunks, those of a chunk in their order."""
-        owners, offsets = [], []
-        for row, ids in enumerate(all_ids):
-            placed = anchor_offsets(len(ids))
-            owners.append(np.full(len(placed), row))
-            offsets.append(np.array(placed, np.int64))
-        lengths = np.array([len(ids) for ids in all_ids])
-        owner, offset = np.concatenate(owners), np.concatenate(offsets)
-        starts = (np.cumsum(lengths) - lengths)[owner] + offset
-        windows = np.concatenate(all_ids)[starts[:, None] + np.arange(WINDOW)]
-        chunks = np.array(numbers, np.uint32)[owner]
-        return _Anchors(*_split(self._hash(windows)), chunks, offset.astype(np.uint16))
-
-    def _fill(self, anchors: _Anchors) -> None:
-        """Rebuild the table from `anchors`."""
-        anchors = anchors.sorted_and_limited()
-        count = len(anchors.tags)
-        self._capacity = max(1024, int(count * _SLOTS_PER_ANCHOR))
-        homes = self._home(anchors.tags)
-        order = np.arange(count)
-        slots = order + np.maximum.accumulate(homes - order) if count else order
-        size = max(self._capacity, int(slots[-1]) if count else 0) + _SLACK
-        self._tags, self._extras = np.zeros(size, np.uint32), np.zeros(size, np.uint8)
-        self._chunks, self._offsets = np.full(size, _EMPTY, np.uint32), np.zeros(size, np.uint16)
-        self._tags[slots], self._extras[slots] = anchors.tags, anchors.extras
-        self._chunks[slots], self._offsets[slots] = anchors.chunks, anchors.offsets
-        self._num_anchors = count
-        self._removed = set()
-
-    def _live_anchors(self) -> _Anchors:
-        """Return the anchors of all chunks that were not removed."""
-        live = self._chunks != _EMPTY
-        if self._removed:
-            live &= ~np.isin(self._chunks, np.fromiter(self._removed, np.uint32))
-        return _Anchors(self._tags[live], self._extras[live], self._chunks[live], self._offsets[live])
-
-    def _insert(self, anchors: _Anchors) -> None:
-        """Put `anchors` into the table one by one."""
-        homes = self._home(anchors.tags).tolist()
-        for row, slot in enumerate(homes):
-            tag, extra, num_equal = anchors.tags[row], anchors.extras[row], 0
-            while self._chunks[slot] != _EMPTY:
-                num_equal += bool(self._tags[slot] == tag and self._extras[slot] == extra)
-                slot += 1
-            if num_equal >= MAX_EQUAL_ANCHORS:
-                continue
-            if slot + 1 == len(self._chunks):  # the last slot stays empty: it ends every search
-                rest = _Anchors(anchors.tags[row:], anchors.extras[row:], anchors.chunks[row:], anchors.offsets[row:])
-                self._fill(self._live_anchors().followed_by(rest))
-                return
-            self._tags[slot], self._extras[slot] = tag, extra
-            self._offsets[slot], self._chunks[slot] = anchors.offsets[row], anchors.chunks[row]
-            self._num_anchors += 1
-
-    def _look_up(self, hashes: NDArray[np.uint64], max_hits: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Return positions in `hashes`, chunks and offsets in them of anchors with these hashes."""
-        tags, extras = _split(hashes)
-        slots = self._home(tags)
-        waiting, num_hits = np.arange(len(hashes)), 0
-        found: list[tuple[IntArray, IntArray, IntArray]] = []
-        while len(waiting) and num_hits < max_hits:
-            waiting = waiting[self._chunks[slots[waiting]] != _EMPTY]
-            here = slots[waiting]
-            equal = (self._tags[here] == tags[waiting]) & (self._extras[here] == extras[waiting])
-            hit = here[equal]
-            found.append((waiting[equal], self._chunks[hit].astype(np.int64), self._offsets[hit].astype(np.int64)))
-            num_hits += len(hit)
-            slots[waiting] += 1
-        columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
-        return columns[0], columns[1], columns[2]
-
-    def _home(self, tags: NDArray[np.uint32]) -> IntArray:
-        """Return the slot where the search for each tag begins."""
-        return ((tags.astype(np.uint64) * np.uint64(self._capacity)) >> np.uint64(32)).astype(np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Anchors:
-    """Rows of the table: 40 bits of the hash, the chunk, and the offset in it."""
-
-    tags: NDArray[np.uint32]
-    extras: NDArray[np.uint8]
-    chunks: NDArray[np.uint32]
-    offsets: NDArray[np.uint16]
-
-    @classmethod
-    def none(cls) -> _Anchors:
-        return cls(np.empty(0, np.uint32), np.empty(0, np.uint8), np.empty(0, np.uint32), np.empty(0, np.uint16))
-
-    def followed_by(self, other: _Anchors) -> _Anchors:
-        return _Anchors(
-            np.concatenate((self.tags, other.tags)),
-            np.concatenate((self.extras, other.extras)),
-            np.concatenate((self.chunks, other.chunks)),
-            np.concatenate((self.offsets, other.offsets)),
-        )
-
-    def sorted_and_limited(self) -> _Anchors:
-        """Return the anchors by their hashes, of equal ones the first MAX_EQUAL_ANCHORS."""
-        keys = self.tags.astype(np.uint64) << np.uint64(8) | self.extras
-        order = np.argsort(keys, kind="stable")
-        keys = keys[order]
-        place = np.arange(len(keys))
-        is_first = np.ones(len(keys), bool)
-        is_first[1:] = keys[1:] != keys[:-1]
-        rank = place - np.maximum.accumulate(np.where(is_first, place, 0))
-        order = order[rank < MAX_EQUAL_ANCHORS]
-        return _Anchors(self.tags[order], self.extras[order], self.chunks[order], self.offsets[order])
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
@@ -409,60 +144,3 @@ def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     length = min(len(first), len(second))
     different = np.flatnonzero(np.asarray(first[:length]) != np.asarray(second[:length]))
     return int(different[0]) if len(different) else length
-
-
-def anchor_offsets(chunk_length: int) -> range:
-    """Return the offsets of the anchors of a chunk of `chunk_length` tokens, the last of them below 2**16.
-
-    A chunk of fewer than MIN_RUN tokens has one at every offset, so that it is found without its edges; one that has
-    room for a single anchor otherwise has one every WINDOW ids, because its first word may be other tokens in a prompt.
-    """
-    end = min(chunk_length - WINDOW + 1, 1 << 16)
-    if chunk_length < MIN_RUN:
-        return range(end)
-    return range(1, end, STRIDE if end > STRIDE + 1 else WINDOW)
-
-
-def counts(length: int, chunk_length: int) -> bool:
-    """Whether a run of `length` tokens of a chunk of `chunk_length` is long enough."""
-    return length >= MIN_RUN or length >= max(WINDOW, chunk_length - EDGE)
-
-
-def _split(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-    """Return the 32 bits of each hash that choose its slot, and 8 more."""
-    return (hashes >> np.uint64(32)).astype(np.uint32), (hashes & np.uint64(0xFF)).astype(np.uint8)
-
-
-def _most_hit(chunks: IntArray, diagonals: IntArray, limit: int) -> list[tuple[int, int]]:
-    """Return at most `limit` different pairs of chunk and diagonal, those that come most often first.
-
-    Pairs that come equally often are spread over the prompt.
-    """
-    packed, num_hits = np.unique(chunks << 32 | (diagonals + (1 << 31)), return_counts=True)
-    spread = (packed.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
-    packed = packed[np.lexsort((spread, -num_hits))[:limit]]
-    return list(zip((packed >> 32).tolist(), ((packed & 0xFFFFFFFF) - (1 << 31)).tolist(), strict=True))
-
-
-def _longest_first(runs: Sequence[tuple[Run, int]]) -> list[Run]:
-    """Return runs that do not overlap, the longest first; what is left of others counts if it is long enough."""
-    waiting = [(-run.length, run.start, run.chunk, run.chunk_start, size) for run, size in runs]
-    heapq.heapify(waiting)
-    chosen: list[Run] = []
-    starts: list[int] = []
-    while waiting:
-        _, start, chunk, chunk_start, size = (entry := heapq.heappop(waiting))
-        end, diagonal = start - entry[0], start - chunk_start
-        place = bisect_left(starts, start)
-        if place and chosen[place - 1].end > start:
-            pieces = [(chosen[place - 1].end, end)]
-        elif place < len(chosen) and starts[place] < end:
-            pieces = [(start, starts[place]), (chosen[place].end, end)]
-        else:
-            chosen.insert(place, Run(chunk, chunk_start, start, end - start))
-            starts.insert(place, start)
-            continue
-        for first, last in pieces:
-            if counts(last - first, size):
-                heapq.heappush(waiting, (first - last, first, chunk, first - diagonal, size))
-    return chosen

@@ -1,11 +1,11 @@
-"""Messages to token ids, exactly as the model's own chat template and tokenizer make them, and ids back to text.
+"""Renderer: messages to token ids by the model's own chat template and tokenizer, and ids back to text.
 
-A conversation is rendered by the chat template and the text is tokenized as a whole: the ids are those that the model
-reads without ragblend. There is one exception. A control token that is written in the content of a message would end
-its turn or open another; here it stays ordinary text. Only for such messages the rendered text is cut at the template's
-own control tokens, where tokenizers cut as well, and what lies between is tokenized without control tokens.
+The chat template renders a conversation, and the text is tokenized as a whole: the ids are those that the model reads
+without ragblend. There is one exception. A control token in the content of a message would end its turn or begin
+another, so it is encoded as ordinary text. The rendered text of such messages is cut at the template's own control
+tokens, where tokenizers cut as well, and the pieces are tokenized without control tokens.
 
-Knows a Hugging Face tokenizer by its methods. Read `Renderer.render` first.
+Depends on the methods of a Hugging Face tokenizer. Read `Renderer.render` first.
 """
 
 from __future__ import annotations
@@ -14,55 +14,41 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
+from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, arrangements, as_turn
 from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, without_tools
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
-PINNED_DATE = datetime(2024, 7, 26)
-"""The date that prefixes are stored with where a chat template writes today's: KV must be found tomorrow as well."""
-
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}\n\n"
-    "{% elif message.role == 'assistant' %}Answer: {{ message.content }}\n\n"
-    "{% else %}{{ message.content }}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}Answer:{% endif %}"
-)
-"""The chat template for tokenizers that have none."""
-
 _HEAD, _TAIL = "ragblendhead", "ragblendtail"
 _PROBE = _HEAD + CHUNK_SEPARATOR + _TAIL  # two paragraphs: the demo model's template frames all but the last
-_WORD = "ragblendcontrol"  # stands for a control token in a content while the template writes it
-_CHARACTER_TOKENS = 4  # the most tokens that make one character together: the bytes of one in UTF-8
+_WORD = "ragblendcontrol"  # placeholder of a control token in a content while the template renders it
+_CHARACTER_TOKENS = 4  # most tokens of one character: its bytes in UTF-8
 _CACHED_CHUNKS = 4096
-
-Turn = Mapping[str, Any]
 
 
 class Rendered(NamedTuple):
-    """A text, its token ids and, for each id, the characters of the text that it spells: [start, end)."""
+    """Text, its token ids and, for each id, the characters of the text that it encodes: [start, end)."""
 
     text: str
     ids: list[int]
     spans: list[tuple[int, int]]
 
     def ids_within(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the ids that spell characters of text[start:end] and no others."""
+        """Return the ids that encode characters of text[start:end] and no others."""
         return tuple(
             token for token, (first, last) in zip(self.ids, self.spans, strict=True) if start <= first < last <= end
         )
 
 
 class Renderer:
-    """Renders prompts for a tokenizer with its chat template, or with `template`. Thread-safe.
+    """Renderer of prompts for a tokenizer with its chat template, or with `template`. Thread-safe.
 
-    Raises UsageError for a tokenizer that is written in Python: it does not return which characters its tokens spell.
+    Raises UsageError for a tokenizer that is written in Python, which does not return the characters of each token.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
@@ -71,11 +57,11 @@ class Renderer:
         if backend is None:
             raise UsageError(
                 f"the tokenizer is a {type(tokenizer).__name__}, which is written in Python and does not "
-                "return which characters a token spells; load a fast one: AutoTokenizer.from_pretrained(model, "
+                "return the characters of each token; load a fast one: AutoTokenizer.from_pretrained(model, "
                 "use_fast=True)"
             )
         self.backend: Tokenizer = backend
-        # A tokenizer's file may ask for both; transformers drops them at each call that does not.
+        # A tokenizer's file may turn both on; transformers turns them off for each call without them.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
@@ -101,9 +87,9 @@ class Renderer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits; equal when the tokenizers are, and both or neither of them have a chat template.
+        """Return 16 hex digits, equal if the tokenizers are equal and both or neither have a chat template.
 
-        The names in it are those of classes of before, so that an index which was made then keeps its fingerprint.
+        The digest contains the names of earlier classes, so that existing indexes keep their fingerprint.
         """
         kind = "PlainFormat" if self._template.endswith(PLAIN_TEMPLATE) else "ChatTemplateFormat"
         return hashlib.blake2b(f"{kind}\0\0{self.backend.to_str()}".encode(), digest_size=8).hexdigest()
@@ -123,9 +109,9 @@ class Renderer:
         if prompt.uses_tools and not self.knows_tools:
             prompt = without_tools(prompt)
         refusal: UsageError | None = None
-        for messages in _arrangements(prompt):
+        for messages in arrangements(prompt):
             try:
-                return self._render([_turn(message) for message in messages], prompt.tools).ids
+                return self._render([as_turn(message) for message in messages], prompt.tools).ids
             except UsageError as error:
                 refusal = refusal or error
         assert refusal is not None
@@ -156,10 +142,10 @@ class Renderer:
     # --- chunks ---
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """Return the ids that `text`, without outer whitespace, has in a user's message with more text after it.
+        """Return the ids of `text`, without outer whitespace, in a user's message with more text after it.
 
-        Tokens that spell characters of the template or of the separator as well are not among them. A space that the
-        template writes before the text belongs to it, because most tokenizers make one token of a space and a word.
+        Tokens that also encode characters of the template or of the separator are left out. A space that the template
+        writes before the text is part of it, because most tokenizers make one token of a space and a word.
         """
         return self._cached_chunk_ids(text.strip())
 
@@ -167,7 +153,7 @@ class Renderer:
         if not text:
             return ()
         rendered = self._render([{"role": "user", "content": text + CHUNK_SEPARATOR + _TAIL}])
-        # The template may have changed whitespace, and put control tokens before the last paragraph.
+        # The template may have changed whitespace, or written control tokens before the last paragraph.
         before_tail = rendered.text[: rendered.text.rindex(_TAIL)]
         end = self._closing.search(before_tail).start()  # type: ignore[union-attr]  # the pattern matches anywhere
         return rendered.ids_within(len(self._before_content), end)
@@ -177,19 +163,19 @@ class Renderer:
         return len(self.chunk_ids(text) if self._rewrites_contents else self.text_ids(text))
 
     def prefix_ids(self, system: str | None = None, *, pins_date: bool = False) -> tuple[int, ...]:
-        """Return the ids before a chunk that begins the first user message, which follows a system message if any.
+        """Return the ids before a chunk at the start of the first user message, after the system message if any.
 
-        pins_date: where the template writes today's date, it writes `PINNED_DATE` instead.
+        pins_date: if the template writes today's date, it writes `PINNED_DATE` instead.
         """
         if pins_date and "strftime_now" in self._template:
-            return Renderer(self._tokenizer, _PINNED_CLOCK + self._template).prefix_ids(system)
+            return Renderer(self._tokenizer, PINNED_CLOCK + self._template).prefix_ids(system)
         return self._cached_prefix_ids(system)
 
     def _find_prefix_ids(self, system: str | None) -> tuple[int, ...]:
         turns = [] if system is None else [Message("system", system)]
-        for messages in _arrangements(Prompt.from_messages([*turns, ("user", _PROBE)])):
+        for messages in arrangements(Prompt.from_messages([*turns, ("user", _PROBE)])):
             try:
-                rendered = self._render([_turn(message) for message in messages])
+                rendered = self._render([as_turn(message) for message in messages])
             except UsageError:
                 continue
             return rendered.ids_within(0, len(rendered.text[: rendered.text.rindex(_HEAD)].rstrip(" ")))
@@ -197,13 +183,13 @@ class Renderer:
 
     @cached_property
     def text_prefix_ids(self) -> tuple[int, ...]:
-        """The ids that the tokenizer puts before a plain text."""
+        """Return the ids that the tokenizer adds before a plain text."""
         whole, inner = self._tokenizer("a").input_ids, self.backend.encode("a", add_special_tokens=False).ids
         return tuple(whole[: len(whole) - len(inner)] if whole[-len(inner) :] == inner else ())
 
     @cached_property
     def separator_ids(self) -> tuple[int, ...]:
-        """The ids between two chunks that a blank line separates."""
+        """Return the ids between two chunks that a blank line separates."""
         second = _HEAD + "two"
         rendered = self._render([{"role": "user", "content": CHUNK_SEPARATOR.join((_HEAD, second, _TAIL))}])
         first = rendered.text.index(_HEAD) + len(_HEAD)
@@ -215,7 +201,7 @@ class Renderer:
 
     @cached_property
     def _before_content(self) -> str:
-        """What the template writes before a chunk that begins a conversation, without the last space."""
+        """Return the template's text before a chunk that begins a conversation, without the last space."""
         return self._apply_template([{"role": "user", "content": _PROBE}]).partition(_HEAD)[0].rstrip(" ")
 
     @cached_property
@@ -236,24 +222,24 @@ class Renderer:
 
     @cached_property
     def answer_lead(self) -> str:
-        """Whitespace that the template puts before an answer; "" if none. `decode` removes it from an answer."""
-        asked = [{"role": "user", "content": "x"}]
+        """Return the whitespace that the template writes before an answer; "" if none. `decode` removes it."""
+        turns = [{"role": "user", "content": "x"}]
         try:
-            begun = self._apply_template(asked)
-            whole = self._apply_template([*asked, {"role": "assistant", "content": _HEAD}], asks=False)
+            begun = self._apply_template(turns)
+            whole = self._apply_template([*turns, {"role": "assistant", "content": _HEAD}], asks=False)
         except UsageError:
             return ""
         lead = whole[len(begun) :].partition(_HEAD)[0] if whole.startswith(begun) else ""
         return lead if lead.isspace() else ""
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of every id in turn, control tokens included: joined, it reads as the whole does.
+        """Return the text of every id, control tokens included. The joined texts equal the text of all ids.
 
-        A character that several tokens make together is the last one's text; the others have "".
+        A character of several tokens is the text of the last one; the others have "".
         """
         texts, start = [], 0
         for end in range(1, len(token_ids) + 1):
-            # Two ids more than needed in front: some tokenizers drop the space of the first one they decode.
+            # Two more ids at the front, because some tokenizers drop the space of the first id that they decode.
             before = max(0, start - 2)
             known = self._raw_text(token_ids[before:start])
             text = self._raw_text(token_ids[before:end])
@@ -266,7 +252,7 @@ class Renderer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False)) if token_ids else ""
 
     def literal(self, text: str) -> list[str | int]:
-        """Return `text` as a template would be read: plain text, and the control tokens in it as their ids."""
+        """Return the pieces of `text` in a template: plain text, and the ids of its control tokens."""
         pieces: list[str | int] = []
         start = 0
         for found in self._control.finditer(text):
@@ -275,7 +261,7 @@ class Renderer:
         return [piece for piece in (*pieces, text[start:]) if piece != ""]
 
     def stop_ids(self) -> frozenset[int]:
-        """Return the ids that end an answer, as far as the tokenizer knows."""
+        """Return the ids that end an answer according to the tokenizer."""
         end = self._tokenizer.eos_token_id
         return frozenset(end if isinstance(end, list) else [end] if end is not None else [])
 
@@ -283,12 +269,12 @@ class Renderer:
 
     @cached_property
     def calls(self) -> CallFormat:
-        """Format in which this model writes tool calls."""
+        """Return the format in which this model writes tool calls."""
         return self._own_call_format or HERMES
 
     @cached_property
     def calls_shown(self) -> CallFormat:
-        """`calls` as the text of an answer has them, without control tokens."""
+        """Return `calls` as they appear in the text of an answer, without control tokens."""
 
         def show(text: str) -> str:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.literal(text))
@@ -297,14 +283,12 @@ class Renderer:
 
     @property
     def knows_tools(self) -> bool:
-        """True if the template shows tools, calls and what they returned."""
+        """Return True if the template shows tools, calls and their results."""
         return self._own_call_format is not None
 
     @cached_property
     def _own_call_format(self) -> CallFormat | None:
-        """Call format of the template; None if it has no support for tools, or writes arguments in another form than
-        JSON.
-        """
+        """Return the call format of the template; None if it does not support tools with arguments as JSON."""
         return find_call_format(self._apply_template) if "tools" in self._template else None
 
     # --- the template ---
@@ -321,7 +305,7 @@ class Renderer:
         return self._encode_protected(text, word, found)
 
     def _apply_template(self, turns: Sequence[Turn], tools: Sequence[Any] = (), *, asks: bool = True) -> str:
-        """Return the text that the chat template makes. asks: the text ends where the model's answer begins."""
+        """Return the text that the chat template renders. asks: the text ends where the model's answer begins."""
         more = {"tools": list(tools)} if tools else {}
         try:
             text = self._tokenizer.apply_chat_template(
@@ -333,7 +317,7 @@ class Renderer:
         return str(text)
 
     def _first_control(self) -> str:
-        """Return what the tokenizer itself puts before a text, where that is its BOS token."""
+        """Return template code for the BOS token if the tokenizer adds it before a text, else ""."""
         ids, bos = self._tokenizer("a").input_ids, self._tokenizer.bos_token
         return "{{ bos_token }}" if bos and ids and ids[0] == self._tokenizer.bos_token_id else ""
 
@@ -355,7 +339,7 @@ class Renderer:
         return value
 
     def _encode_protected(self, text: str, word: str, found: Sequence[str]) -> Rendered:
-        """Return the ids of `text` with what its placeholders stand for as ordinary text."""
+        """Return the ids of `text`, in which each placeholder is replaced by its control token as ordinary text."""
         placeholder = re.compile(rf"{word}(\d+)end")
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
@@ -368,7 +352,7 @@ class Renderer:
                 whole += piece
             elif piece:
                 plain = placeholder.sub(lambda match: found[int(match.group(1))], piece)
-                # Behind a control token, the word, it is not the first text of a prompt.
+                # The word is a control token before the piece, so that it is not encoded as the first text of a prompt.
                 lead, num_lead = (word, 1) if whole else ("", 0)
                 encoding = self._plain_backend(word).encode(lead + plain, add_special_tokens=False)
                 shift = len(whole) - len(lead)
@@ -379,7 +363,7 @@ class Renderer:
 
     @cached_property
     def _control_with_space(self) -> re.Pattern[str]:
-        """A pattern of the control tokens with the whitespace that each of them swallows, in one group."""
+        """Return a pattern of the control tokens, each with the whitespace that it strips, in one group."""
         tokens = {token.content: token for token in self._tokenizer.added_tokens_decoder.values()}
         patterns = [
             (r"\s*" if tokens[text].lstrip else "") + re.escape(text) + (r"\s*" if tokens[text].rstrip else "")
@@ -398,7 +382,7 @@ class Renderer:
 
     @cached_property
     def _original_ids(self) -> dict[int, int]:
-        """The ids of added tokens that `_plain_backend` numbers otherwise."""
+        """Return the original ids of added tokens, by their ids in `_plain_backend`."""
         original = self._tokenizer.get_added_vocab()
         added = self._plain_backend(_WORD).get_added_tokens_decoder()
         return {number: original[token.content] for number, token in added.items() if token.content in original}
@@ -415,98 +399,8 @@ def is_markup(text: str) -> bool:
     return len(text) > 1 and any(letter.isalnum() for letter in text)
 
 
-def _turn(message: Message) -> Turn:
-    """Return a message as chat templates read it."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.calls:
-        turn["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _parsed_arguments(call.arguments)},
-            }
-            for call in message.calls
-        ]
-    if message.role == "tool":
-        turn |= {"tool_call_id": message.call_id, "name": message.name}
-    return turn
-
-
-def _parsed_arguments(arguments: str) -> Any:
-    """Return the object that is written in `arguments`, which templates write as JSON, or the text if it is none."""
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
-
-
-def _arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
-    """Yield the turns, and what a template that refuses them may take instead.
-
-    Calls with ids of nine letters (Mistral); neighbours of one role as one (Gemma, Mistral); the system text at the
-    front of the first user turn, or in its place.
-    """
-    if any(message.calls or message.role == "tool" for message in prompt.messages):
-        named = _with_tool_names(prompt.messages)
-        yield named
-        yield _with_short_call_ids(named)
-        return
-    messages = prompt.messages
-    yield messages
-    merged: list[Message] = []
-    for message in messages:
-        if merged and merged[-1].role == message.role:
-            message = replace(message, content=merged.pop().content + CHUNK_SEPARATOR + message.content)
-        merged.append(message)
-    yield merged
-    if merged[0].role == "system":
-        system, asked = merged[0], merged[1:2]
-        content = system.content + CHUNK_SEPARATOR + asked[0].content if asked else system.content
-        yield [Message(asked[0].role if asked else "user", content), *merged[2:]]
-
-
-def _with_short_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with other ids of calls, each of nine letters and digits."""
-    ids: dict[str, str] = {}
-
-    def short(call_id: str) -> str:
-        return ids.setdefault(call_id, f"call{len(ids):05}")
-
-    return [
-        replace(
-            message,
-            calls=tuple(replace(call, id=short(call.id)) for call in message.calls),
-            call_id=short(message.call_id) if message.role == "tool" else message.call_id,
-        )
-        for message in messages
-    ]
-
-
-def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the name of the tool that was called in each turn of a tool that lacks it."""
-    names = {call.id: call.name for message in messages for call in message.calls}
-    return [
-        replace(message, name=names.get(message.call_id, ""))
-        if message.role == "tool" and not message.name
-        else message
-        for message in messages
-    ]
-
-
-# Before a template: `strftime_now` as it was on that day. What a template is given may only be plain data, so the clock
-# is written in the template's own language, a replacement for each of strftime's directives.
-_READINGS = {f"%{letter}": PINNED_DATE.strftime(f"%{letter}") for letter in "dmyYBbAajHIMSpxXcZzUWwGVuf"}
-_READINGS = {f"%-{name[1]}": text.lstrip("0") or "0" for name, text in _READINGS.items()} | _READINGS
-_PINNED_CLOCK = (
-    "{% macro strftime_now(format) %}{% set read = namespace(text=format) %}"
-    + "".join(f"{{% set read.text = read.text | replace({name!r}, {text!r}) %}}" for name, text in _READINGS.items())
-    + "{{ read.text }}{% endmacro %}{{ '' }}"
-)
-
-
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield all strings in `value`, those that name something as well."""
+    """Yield all strings in `value`, keys of mappings included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -517,7 +411,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _unused_word(text: str) -> str:
-    """Return a word that `text` does not have."""
+    """Return a word that is not in `text`."""
     word = _WORD
     while word in text:
         word += "x"

@@ -1,8 +1,8 @@
-"""Tools in a prompt and calls in an answer: how a model writes them, what it is held to, and how they are read back.
+"""Tools in a prompt and calls in an answer: their format, the constraint of an answer to calls, and reading calls.
 
-A `CallFormat` is the text around a call. It is found by having the model's chat template write one
-(`find_call_format`); a model whose template knows no tools is told of them, and of `HERMES`, in its system text
-(`tools_as_text`). Knows texts and JSON. Knows no tokens, no engine and no framework.
+A `CallFormat` is the text around a call. `find_call_format` reads it from calls that the model's chat template renders.
+For a model whose template does not support tools, `tools_as_text` describes them and the format `HERMES` in the system
+text. Depends on texts and JSON, not on tokens, engines or frameworks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ragblend.errors import UsageError
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-"""What a tool may be called: nothing that could be read as a control token."""
+"""Valid names of a tool, none of which could be read as a control token."""
 
 _TOOLS_PROMPT = """# Tools
 
@@ -36,10 +36,9 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written: `opening` CALL (`delimiter` CALL)* `closing`, a call being `begin` NAME `middle` JSON
-    `end`.
+    """Format of calls: `opening` CALL (`delimiter` CALL)* `closing`, where CALL is `begin` NAME `middle` JSON `end`.
 
-    `delimiter` None: never more than one.
+    `delimiter` None: an answer has at most one call.
     """
 
     begin: str
@@ -50,22 +49,24 @@ class CallFormat:
     closing: str = ""
 
     def without_control_tokens(self, show: Callable[[str], str]) -> CallFormat:
-        """The same as an answer's text has it: `show` drops the control tokens that are no text."""
+        """Return the format as it appears in an answer's text. `show` removes control tokens from a text."""
         parts = {name: show(getattr(self, name)) for name in ("begin", "middle", "end", "opening", "closing")}
         return replace(self, **parts, delimiter=None if self.delimiter is None else show(self.delimiter))
 
     def format_calls(self, calls: Iterable[Any]) -> str:
-        """ToolCalls as the model would have written them."""
+        """Return the text of ToolCalls in this format."""
         texts = (f"{self.begin}{call.name}{self.middle}{call.arguments}{self.end}" for call in calls)
         return self.opening + (self.delimiter or "").join(texts) + self.closing
 
 
 HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
-"""What most templates that know tools write, and what a model is told whose template knows none."""
+"""Format of most templates with tools, also used for models whose template does not support tools."""
 
 
 def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Sequence[str]) -> CallFormat | None:
-    """The format in which a template wrote one call, and two, with these `names` and `slots` for arguments.
+    """Return the format in which a template rendered one call, and two, with these `names`, and `slots` as arguments.
+
+    Returns None if the texts do not have that form. `two` None: the template rejects two calls.
 
     >>> one = "[CALLS] [{'name': 'add', 'args': X}]"
     >>> two = "[CALLS] [{'name': 'add', 'args': X}, {'name': 'sub', 'args': Y}]"
@@ -85,18 +86,18 @@ def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Se
     between = both[1]
     begin = _common_start(lead[::-1], between[::-1])[::-1]
     end = _common_start(tail, between[: len(between) - len(begin)])
-    joint = between[len(end) : len(between) - len(begin)]
-    return CallFormat(begin, middle, end, joint, lead[: len(lead) - len(begin)], tail[len(end) :])
+    delimiter = between[len(end) : len(between) - len(begin)]
+    return CallFormat(begin, middle, end, delimiter, lead[: len(lead) - len(begin)], tail[len(end) :])
 
 
 def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
-    """Return how a chat template writes calls; None where it knows no tools, or writes arguments not as JSON.
+    """Return the call format of a chat template; None if it does not support tools, or writes arguments not as JSON.
 
-    apply_template: a function of turns, tools and `asks`, which is False where no answer is to follow.
+    apply_template: a function of turns, tools and `asks`, which is False if no answer follows.
     """
     names, slots = ("ragblendone", "ragblendtwo"), ("RAGBLENDSLOT0END", "RAGBLENDSLOT1END")
     tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in names]
-    asked = {"role": "user", "content": "x"}
+    question = {"role": "user", "content": "x"}
     calls = [
         {
             "id": f"call{number:05}",
@@ -111,15 +112,15 @@ def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
 
     def called(num_calls: int) -> str:
         answer = {"role": "assistant", "content": "", "tool_calls": calls[:num_calls]}
-        text = rendered(asked, answer, asks=False)
+        text = rendered(question, answer, asks=False)
         return text.removeprefix(head).removesuffix(tail) if text.startswith(head) else ""
 
     result = {"role": "tool", "content": "RAGBLENDRESULT", "tool_call_id": calls[0]["id"], "name": names[0]}
     try:
-        head = rendered(asked)
-        tail = rendered(asked, {"role": "assistant", "content": slots[0]}, asks=False).rpartition(slots[0])[2]
+        head = rendered(question)
+        tail = rendered(question, {"role": "assistant", "content": slots[0]}, asks=False).rpartition(slots[0])[2]
         one = called(1)
-        answered = rendered(asked, {"role": "assistant", "content": "", "tool_calls": calls[:1]}, result)
+        answered = rendered(question, {"role": "assistant", "content": "", "tool_calls": calls[:1]}, result)
     except UsageError:
         return None
     try:
@@ -130,7 +131,7 @@ def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
     return infer_call_format(one, two, names, slots) if knows_tools else None
 
 
-# Arguments are a JSON object, and so is what stands for them; one that the template writes otherwise is not found.
+# The probe's arguments are a JSON object, so a template that writes arguments in another form does not match.
 _ARGUMENTS = re.compile(r'\{\s*"RAGBLENDJSON(\d+)END"\s*:\s*0\s*\}')
 
 
@@ -147,31 +148,30 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not NAME.fullmatch(str(function.get("name", ""))):
             raise UsageError(
-                f"the tool {str(tool)[:80]!r} is no function with a name of letters, digits and _.:-; describe it as "
+                f"the tool {str(tool)[:80]!r} is no function with a name of letters, digits and _.:-; write it as "
                 "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': SCHEMA}}"
             )
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Their names, in order."""
+    """Return the names of tools, in order."""
     return [tool["function"]["name"] for tool in tools]
 
 
 def without_tools(prompt: Prompt) -> Prompt:
-    """Return `prompt`, which uses tools, for a model whose template knows none."""
+    """Return `prompt`, which uses tools, for a model whose template does not support them."""
     return tools_as_text(prompt) if prompt.tools else without_tool_turns(prompt)
 
 
 def tools_as_text(prompt: Prompt) -> Prompt:
-    """Return `prompt` for a model that knows no tools.
+    """Return `prompt` with its tools described in the system text, and calls and results as text of the turns.
 
-    They are described in the system text; calls and what they returned are text of the turns. Turns of one role that
-    meet by that are one.
+    Adjacent turns that then have the same role are merged.
     """
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in prompt.tools)
     messages = list(prompt.messages)
-    said = messages.pop(0).content + "\n\n" if messages[0].role == "system" else ""
-    merged: list[Message] = [Message("system", said + _TOOLS_PROMPT.format(tools=lines))]
+    system = messages.pop(0).content + "\n\n" if messages[0].role == "system" else ""
+    merged: list[Message] = [Message("system", system + _TOOLS_PROMPT.format(tools=lines))]
     for message in messages:
         role, content = message.role, message.content
         if message.calls:
@@ -185,13 +185,13 @@ def tools_as_text(prompt: Prompt) -> Prompt:
 
 
 def without_tool_turns(prompt: Prompt) -> Prompt:
-    """Return `prompt` for a model that knows no tools and is given none.
+    """Return `prompt`, which has no tools, with the results of earlier calls as text.
 
-    What tools returned stands, after a blank line each, before the question that they were called for, where a model
-    expects its documents. Turns without text are left out.
+    The results are moved before the question that the calls were for, where a model expects documents, separated by
+    blank lines. Turns without text are left out.
     """
     turns: list[tuple[str, list[str]]] = []
-    num_results = 0  # of the last user turn, at its front
+    num_results = 0  # results at the front of the last user turn
     for message in prompt.messages:
         if not message.content:
             continue
@@ -199,7 +199,7 @@ def without_tool_turns(prompt: Prompt) -> Prompt:
             turns[-1][1].insert(num_results, message.content)
             num_results += 1
             continue
-        waits = bool(turns) and num_results == len(turns[-1][1])  # the question to what tools returned comes next
+        waits = bool(turns) and num_results == len(turns[-1][1])  # the results' question is still to follow
         num_results = num_results if waits and message.role == "user" else int(message.role == "tool")
         role = "user" if message.role == "tool" else message.role
         if turns and turns[-1][0] == role:
@@ -210,7 +210,7 @@ def without_tool_turns(prompt: Prompt) -> Prompt:
     return Prompt.from_messages(messages, chunks=prompt.chunks)
 
 
-# --- what an answer is held to ---
+# --- constraint of an answer ---
 
 
 def structural_tag(
@@ -220,10 +220,10 @@ def structural_tag(
     parallel: bool = True,
     schema: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`structured_outputs` that hold an answer to calls of `tools`, in vLLM's and xgrammar's words.
+    """Return `structured_outputs` that constrain an answer to calls of `tools`, in vLLM's and xgrammar's format.
 
-    `choice`: "auto" leaves it to the model to write text instead, or where there is one what `schema` asks for;
-    "required" demands a call, a tool's name one of that tool.
+    `choice`: "auto" also allows text, or JSON of `schema` if it is given; "required" allows only calls, the name of a
+    tool only a call of that tool.
     """
     tags = [
         {
@@ -265,23 +265,22 @@ def structural_tag(
 
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_TRIGGER = re.compile(r"\s*(?:<[^<>\n]+>|\[[A-Z_]+\])")  # what stands for nothing but a call
+_TRIGGER = re.compile(r"\s*(?:<[^<>\n]+>|\[[A-Z_]+\])")  # markup that only begins a call
 
 
-# --- what an answer says ---
+# --- reading an answer ---
 
 
 class CallPiece(NamedTuple):
-    """A piece of a call as it is written: the first one of each call has its `name`, the others more `arguments`."""
+    """Piece of a streamed call: the first piece of each call has its `name`, later ones more `arguments`."""
 
-    number: int  # of the call
+    number: int  # index of the call in the answer
     name: str | None
     arguments: str
 
 
 class CallReader:
-    """Reads text and calls out of an answer as it comes. `form` is as the answer shows it
-    (`CallFormat.without_control_tokens`).
+    """Reader of the text and calls in a streamed answer. `form` is the format without control tokens.
 
     >>> reader = CallReader(HERMES)
     >>> pieces = ['Well.\\n<tool_call>\\n{"name": "add", "argu', 'ments": {"a": "}"}}\\n</tool_call>']
@@ -297,7 +296,7 @@ class CallReader:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def push(self, text: str) -> Iterator[str | CallPiece]:
-        """What `text` adds: text outside of calls, and pieces of calls."""
+        """Add `text`; yield the new text outside of calls, and the new pieces of calls."""
         self._held += text
         while True:
             before = (self._step, self._held)
@@ -308,7 +307,7 @@ class CallReader:
                 return
 
     def flush(self) -> str:
-        """Text that was held back because it could have become a call; what a call lacks is not text."""
+        """Return text that was held back because it could have begun a call; "" inside an unfinished call."""
         return self._held if self._step == self._text else ""
 
     def _text(self) -> str | None:
@@ -332,7 +331,7 @@ class CallReader:
         return CallPiece(self._number, name, "")
 
     def _arguments(self) -> CallPiece | None:
-        """JSON up to where its brackets are closed again."""
+        """Return the arguments so far, up to the end of their JSON object."""
         end = len(self._held)
         for place, letter in enumerate(self._held):
             if self._quoted:
@@ -353,7 +352,7 @@ class CallReader:
             self._held, self._step = self._held.removeprefix(self._form.end), self._after_call
 
     def _after_call(self) -> None:
-        """Another call, or the end of them."""
+        """Begin another call, or end the calls."""
         another, closing = (self._form.delimiter or "") + self._form.begin, self._form.closing
         if self._form.delimiter is not None and self._held.startswith(another):
             self._held, self._step = self._held[len(another) :], self._name
@@ -364,13 +363,13 @@ class CallReader:
 
 
 def read_calls(text: str, form: CallFormat) -> tuple[str, list[tuple[str, str]]]:
-    """An answer's text, and its calls as names and arguments."""
-    reader, said, calls = CallReader(form), "", list[tuple[str, str]]()
+    """Return an answer's text, and its calls as (name, arguments)."""
+    reader, outside, calls = CallReader(form), "", list[tuple[str, str]]()
     for piece in reader.push(text):
         if isinstance(piece, str):
-            said += piece
+            outside += piece
         elif piece.name is not None:
             calls.append((piece.name, ""))
         else:
             calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
-    return said + reader.flush(), calls
+    return outside + reader.flush(), calls

@@ -1,6 +1,6 @@
-"""A prompt as a caller gives it: messages of text, the tools that the model may call, and chunks that it names.
+"""Prompt of a caller: messages of text, the tools that the model may call, and the chunks that the prompt names.
 
-Plain data. Knows nothing about tokenizers, chat templates, models or stores.
+Plain data. Does not depend on tokenizers, chat templates, models or stores.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ragblend.errors import UsageError
 from ragblend.options import ContextPolicy
 
 CHUNK_SEPARATOR = "\n\n"
-"""Stands between chunks, and between them and the question, in prompts that are put together here."""
+"""Separator of chunks, and of the last chunk and the question, in prompts that this package assembles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A reusable piece of a document: the unit of retrieval and of stored KV.
+    """Reusable piece of a document: the unit of retrieval and of stored KV.
 
     `text` is `document[start:end]` of the document named by `source`, character for character, unless its metadata have
-    `verbatim: False`. `context_texts`, for precomputing: the texts of other chunks that its KV is computed after where
-    its `context` is "similar"; None and "none" are the chunk alone.
+    `verbatim: False`. `context` and `context_texts` are for precomputing: with "similar", the KV is computed after the
+    `context_texts`, the texts of other chunks; with None and "none", after the prefix alone.
     """
 
     text: str
@@ -40,7 +40,7 @@ class Chunk:
 
     @property
     def id(self) -> str:
-        """16 hex digits; equal when source, start and text are equal."""
+        """Return 16 hex digits, equal when source, start and text are equal."""
         parts = f"{self.source}\0{self.start}\0{self.text}".encode()
         return hashlib.blake2b(parts, digest_size=8).hexdigest()
 
@@ -51,7 +51,7 @@ Part = str | Chunk
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a model made: the tool's name, its arguments as JSON, and an id that the result refers to."""
+    """Call of a tool by a model: the tool's name, its arguments as JSON, and an id that the result refers to."""
 
     name: str
     arguments: str
@@ -62,8 +62,8 @@ class ToolCall:
 class Message:
     """One turn: `role` is "system", "user", "assistant" or "tool".
 
-    `calls`: the tools that the assistant called. `call_id`: the call that a tool's turn is the result of, `name` the
-    name of that tool.
+    `calls`: the assistant's tool calls. In a tool's turn, which is the result of a call, `call_id` is the id of the
+    call and `name` the name of the tool.
     """
 
     role: str
@@ -75,19 +75,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Prompt:
-    """Messages, tools, and the chunks that are known to stand in the messages.
+    """Messages, tools, and the chunks that the messages are known to contain.
 
-    `Prompt(chunks=[...], question=..., system=...)` is the usual one; `from_messages` takes any order of turns;
-    `from_text` is plain text for a completion, without a chat template. Stored chunks are found in a prompt whether it
-    names them or not; a chunk that it names and the store lacks is stored for the next time. `tools`: what the model
-    may call, each as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}.
+    `Prompt(chunks=[...], question=..., system=...)` is the usual form; `from_messages` takes any order of turns;
+    `from_text` is plain text for a completion, without a chat template. Stored chunks are found in a prompt even if it
+    does not name them. A named chunk that is not stored is stored for later prompts. `tools`: functions that the model
+    may call, in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = field(hash=False)
     chunks: tuple[Chunk, ...]
     is_chat: bool  # False: the content of the only message is the prompt, without a chat template
-    uses_tools: bool = field(compare=False, repr=False)  # there are tools to call, or calls and results in the turns
+    uses_tools: bool = field(compare=False, repr=False)  # True if there are tools, or calls or results in the turns
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Prompt:
         if isinstance(chunks, str):
             raise UsageError("chunks is one string; pass a list of chunks: chunks=[text]")
         if not question and not chunks:
-            raise UsageError("the prompt is empty; give a question, chunks or both")
+            raise UsageError("the prompt is empty; pass a question, chunks or both")
         named = tuple(as_chunk(part) for part in chunks)
         content = separator.join([*(chunk.text for chunk in named), *([question] if question else [])])
         first = [Message("system", system)] if system else []
@@ -113,9 +113,10 @@ class Prompt:
         tools: Sequence[Mapping[str, Any]] = (),
         chunks: Sequence[Part] = (),
     ) -> Prompt:
-        """Turns in order; each a Message or `(role, content)` with content a string, a Chunk or a list of both.
+        """Return a prompt of turns in order; each a Message or `(role, content)`: a string, a Chunk or a list of both.
 
-        The Chunks in a content are named by the prompt, and so are `chunks`, whose texts stand in the messages.
+        The prompt names the Chunks in the contents, and `chunks`, whose texts the messages contain. Raises UsageError
+        without content or for an unknown role.
         """
         turns: list[Message] = []
         named = [as_chunk(chunk) for chunk in chunks]
@@ -138,11 +139,14 @@ class Prompt:
 
     @classmethod
     def from_text(cls, content: str | Sequence[Part], chunks: Sequence[Part] = ()) -> Prompt:
-        """Plain text, or texts and Chunks that are joined, for a completion without a chat template."""
+        """Return a prompt of plain text, or of joined texts and Chunks, for a completion without a chat template.
+
+        Raises UsageError for an empty text.
+        """
         parts = [content] if isinstance(content, str) else list(content)
         text = join_parts(parts)
         if not text:
-            raise UsageError("the prompt is empty; give text or chunks")
+            raise UsageError("the prompt is empty; pass text or chunks")
         named = [*(part for part in parts if isinstance(part, Chunk)), *map(as_chunk, chunks)]
         prompt = cls.__new__(cls)
         prompt._set((Message("user", text),), (), tuple(named), is_chat=False)
@@ -182,5 +186,5 @@ def join_parts(parts: Iterable[Part]) -> str:
 
 
 def as_chunk(part: Part) -> Chunk:
-    """A text as a chunk without a source."""
+    """Return a text as a chunk without a source; a Chunk unchanged."""
     return part if isinstance(part, Chunk) else Chunk(part)

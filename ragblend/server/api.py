@@ -30,7 +30,8 @@ from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore, disk_tier
 from ragblend.engine.store.tombstones import publish_tombstone
-from ragblend.engine.transformers.model import find_model, load_tokenizer
+from ragblend.engine.transformers.checkpoints import find_model
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.admin import add_admin
 from ragblend.engine.vllm.api_keys import ForbiddenError
 from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of
@@ -139,7 +140,8 @@ def add_documents(app: Any, chunks: ServedChunks, respond: Any) -> None:
             context=chunks.config.context,
         )
 
-    documents = Documents(Path(chunks.config.store), make_engine, chunks.config.for_clients)
+    config = chunks.config
+    documents = Documents(Path(config.store), make_engine, config.for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ragblend.catalog.database import find_catalog
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.catalog.sent_documents import DocumentTable, SentDocument, StoredCounts, WaitingDocument
@@ -31,7 +32,9 @@ from ragblend.corpus.embedders import FloatArray
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.precompute import DEFAULT_CHUNK_TOKENS, delete_precomputed, precompute_documents
+from ragblend.ingestion.documents import delete_precomputed
+from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
+from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 
 log = logging.getLogger(__name__)
@@ -54,15 +57,21 @@ class _InterruptedError(Exception):
 
 
 class Documents:
-    """The documents that a server with the store folder `root` was sent. `start` begins to store them.
+    """The documents that a server with the store folder `root` was sent, or another one with its `catalog`. `start`
+    begins to store them.
 
     `make_engine` loads the engine of a namespace; `describe` words an error for clients.
     """
 
     def __init__(
-        self, root: Path, make_engine: Callable[[str], Engine], describe: Callable[[BaseException], str] = str
+        self,
+        root: Path,
+        make_engine: Callable[[str], Engine],
+        describe: Callable[[BaseException], str] = str,
+        *,
+        catalog: str | None = None,
     ) -> None:
-        self._table = DocumentTable(root)
+        self._table = DocumentTable(find_catalog(root, catalog))
         self._lock_path = root / LOCK_FILE
         self._make_engine, self._describe = make_engine, describe
         self._engines: dict[str, Engine] = {}

@@ -45,8 +45,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / CATALOG_FILE
 
 
-def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(path: Path) -> None:
-    one, other = (KnownChunks(ChunkRegistry(path), "t", "") for _ in range(2))
+def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(kept_place: str | Path) -> None:
+    one, other = (KnownChunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
     assert chunks_found(one, 3) == chunks_found(other, 3) == set()
     add(one, [0, 1])
     assert chunks_found(one, 3) == chunks_found(other, 3) == {0, 1}
@@ -58,8 +58,8 @@ def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(path: Path)
     assert chunks_found(other, 4) == {1, 2, 3}
 
 
-def test_processes_see_what_the_other_adds_and_removes(path: Path) -> None:
-    known = KnownChunks(ChunkRegistry(path), "t", "")
+def test_processes_see_what_the_other_adds_and_removes(kept_place: str | Path) -> None:
+    known = KnownChunks(ChunkRegistry(kept_place), "t", "")
     add(known, [0, 1])
     assert chunks_found(known, 3) == {0, 1}
     code = (
@@ -70,14 +70,14 @@ def test_processes_see_what_the_other_adds_and_removes(path: Path) -> None:
         "known = KnownChunks(ChunkRegistry(sys.argv[1]), 't', '')\n"
         "assert chunks_found(known, 3) == {0, 1}; add(known, [2]); known.remove('text 0')\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(path), str(Path(__file__).parents[1])], check=True)
+    subprocess.run([sys.executable, "-c", code, str(kept_place), str(Path(__file__).parents[1])], check=True)
     assert chunks_found(known, 3) == {1, 2}
 
 
-def test_additions_and_removals_in_any_order_are_followed(path: Path) -> None:
+def test_additions_and_removals_in_any_order_are_followed(kept_place: str | Path) -> None:
     """Few removals leave the index as it is, many have it built anew; the registry may be closed in between."""
     rng, count, expected = random.Random(0), 30, set[int]()
-    writer, reader = (KnownChunks(ChunkRegistry(path), "t", "") for _ in range(2))
+    writer, reader = (KnownChunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
     for _ in range(40):
         numbers = rng.sample(range(count), rng.choice([1, 2, 20]))
         if rng.random() < 0.5:
@@ -94,9 +94,8 @@ def test_additions_and_removals_in_any_order_are_followed(path: Path) -> None:
     assert chunks_found(writer, count) == chunks_found(reader, count) == expected
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_namespaces_and_tokenizers_are_apart(is_file: bool, path: Path) -> None:
-    registry = ChunkRegistry(path if is_file else None)
+def test_namespaces_and_tokenizers_are_apart(any_place: str | Path | None) -> None:
+    registry = ChunkRegistry(any_place)
     owners = [("t", ""), ("t", "a"), ("u", ""), ("u", "a")]
     known = [open_known_chunks(registry, *owner) for owner in owners]
     for number, each in enumerate(known):
@@ -110,10 +109,10 @@ def test_namespaces_and_tokenizers_are_apart(is_file: bool, path: Path) -> None:
     assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
 
 
-def test_all_who_use_a_file_share_one_index_and_registries_in_memory_have_their_own(path: Path) -> None:
-    one, other = (open_known_chunks(ChunkRegistry(path), "t", "") for _ in range(2))
+def test_all_who_use_a_file_share_one_index_and_registries_in_memory_have_their_own(kept_place: str | Path) -> None:
+    one, other = (open_known_chunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
     assert one is other
-    assert one is not open_known_chunks(ChunkRegistry(path), "t", "a")
+    assert one is not open_known_chunks(ChunkRegistry(kept_place), "t", "a")
     registries = [ChunkRegistry(), ChunkRegistry()]
     first, second = (open_known_chunks(registry, "t", "") for registry in registries)
     assert first is open_known_chunks(registries[0], "t", "")
@@ -163,8 +162,8 @@ def test_text_that_is_no_unicode_is_not_known() -> None:
     assert "text 1" in known
 
 
-def test_a_run_names_a_document_of_its_own_namespace(path: Path) -> None:
-    registry = ChunkRegistry(path)
+def test_a_run_names_a_document_of_its_own_namespace(kept_place: str | Path) -> None:
+    registry = ChunkRegistry(kept_place)
     index, second = DocumentName("index:1"), DocumentName("kb", "b.txt")
     owners = ([DocumentName("kb", "a.txt")], [index, second], [DocumentName("kb", "c.txt", "acme")], [index])
     for number, documents in enumerate(owners):

@@ -20,9 +20,9 @@ LONG = "This text is longer than an anchor, by far."
 DOC, FIRST, SECOND = DocumentName("notes", "doc"), DocumentName("notes", "first"), DocumentName("notes", "second")
 
 
-@pytest.fixture(params=["file", "memory"])
-def registry(request: pytest.FixtureRequest, tmp_path: Path) -> ChunkRegistry:
-    return ChunkRegistry(tmp_path / CATALOG_FILE if request.param == "file" else None)
+@pytest.fixture
+def registry(any_place: str | Path | None) -> ChunkRegistry:
+    return ChunkRegistry(any_place)
 
 
 def test_add_counts_new_texts_and_compares_them_stripped(registry: ChunkRegistry) -> None:
@@ -89,8 +89,8 @@ def test_texts_survive_closing_and_reopening(tmp_path: Path) -> None:
     assert list(ChunkRegistry(path).texts()) == [LONG]
 
 
-def test_another_connection_sees_additions_and_removals_at_once(tmp_path: Path) -> None:
-    one, other = ChunkRegistry(tmp_path / "r"), ChunkRegistry(tmp_path / "r")
+def test_another_connection_sees_additions_and_removals_at_once(kept_place: str | Path) -> None:
+    one, other = ChunkRegistry(kept_place), ChunkRegistry(kept_place)
     one.add(["first text of the first registry"])
     assert len(other) == 1
     other.add(["second text, of the other one"])
@@ -98,14 +98,14 @@ def test_another_connection_sees_additions_and_removals_at_once(tmp_path: Path) 
     assert list(one.texts()) == list(other.texts()) == ["second text, of the other one"]
 
 
-def test_processes_share_a_file(tmp_path: Path) -> None:
-    registry = ChunkRegistry(tmp_path / "r")
+def test_processes_share_a_catalogue(kept_place: str | Path) -> None:
+    registry = ChunkRegistry(kept_place)
     code = (
         "import sys; from ragblend.catalog.registry import ChunkRegistry\n"
         "r = ChunkRegistry(sys.argv[1])\n"
         "for i in range(20): r.add([f'text {i} of process {sys.argv[2]}, long enough'])"
     )
-    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "r"), str(n)]) for n in range(2)]
+    running = [subprocess.Popen([sys.executable, "-c", code, str(kept_place), str(n)]) for n in range(2)]
     registry.add([LONG])
     assert [process.wait(60) for process in running] == [0, 0]
     assert len(registry) == 41
@@ -160,8 +160,7 @@ def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebo
         ChunkRegistry(tmp_path / CATALOG_FILE)
 
 
-def test_a_failed_write_leaves_the_registry_usable(tmp_path: Path) -> None:
-    registry = ChunkRegistry(tmp_path / "r")
+def test_a_failed_write_leaves_the_registry_usable(registry: ChunkRegistry) -> None:
 
     def failing() -> object:
         yield LONG
@@ -189,11 +188,11 @@ def test_registry_of_a_store(tmp_path: Path) -> None:
     assert open_registry(memory) is open_registry(memory)
     assert open_registry(memory) is not open_registry(MemoryStore(1 << 20))
     registry = open_registry(TieredStore(MemoryStore(1 << 20), DiskStore(tmp_path)))
-    assert registry.path == tmp_path / CATALOG_FILE
+    assert registry.key == tmp_path / CATALOG_FILE
 
 
-def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(tmp_path: Path) -> None:
-    path = tmp_path / CATALOG_FILE
+def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(kept_place: str | Path) -> None:
+    path = kept_place
     code = (
         "import sys; from ragblend.catalog.registry import ChunkRegistry; ChunkRegistry(sys.argv[1]).add(sys.argv[2:])"
     )

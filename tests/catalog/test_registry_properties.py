@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis.strategies import lists, sampled_from, tuples
+from postgres import fresh_schema
 
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName
 from ragblend.files.store_folder import CATALOG_FILE
 
-TEXTS = [f"text {number}" for number in range(6)]
+TEXTS = [*(f"text {number}" for number in range(3)), "nul \x00 in it", "\x1a0 \x1a", "\x1a1 \x00"]
 DOCUMENTS = [DocumentName("a", "1"), DocumentName("a/1", ""), DocumentName("", "a/1"), DocumentName("b", "1")]
 OPERATIONS = tuples(
     sampled_from(["add", "release", "remove", "replace"]),
@@ -22,14 +25,33 @@ OPERATIONS = tuples(
 )
 
 
+@contextmanager
+def new_file() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder, CATALOG_FILE)
+
+
 @settings(max_examples=40, deadline=None)
 @given(operations=lists(OPERATIONS, max_size=25))
 def test_a_text_is_there_while_a_document_owns_it(
     operations: list[tuple[str, DocumentName, list[str], int]],
 ) -> None:
+    check(operations, new_file())
+
+
+@settings(max_examples=10, deadline=None)
+@given(operations=lists(OPERATIONS, max_size=25))
+def test_a_text_is_in_postgresql_while_a_document_owns_it(
+    postgres: str,
+    operations: list[tuple[str, DocumentName, list[str], int]],
+) -> None:
+    check(operations, fresh_schema(postgres))
+
+
+def check(operations: list[tuple[str, DocumentName, list[str], int]], new: AbstractContextManager[str | Path]) -> None:
     owned: dict[DocumentName, set[str]] = {name: set() for name in DOCUMENTS}
-    with tempfile.TemporaryDirectory() as folder:
-        registries = [ChunkRegistry(Path(folder, CATALOG_FILE)) for _ in range(2)]
+    with new as place:
+        registries = [ChunkRegistry(place) for _ in range(2)]
         for number, (operation, document, texts, which) in enumerate(operations):
             registry = registries[which]
             before = set().union(*owned.values())

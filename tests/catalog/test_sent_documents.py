@@ -20,7 +20,7 @@ def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog:
     with closing(sqlite3.connect(former)) as file:
         file.executescript(Path(__file__).with_name("former_documents.sql").read_text())
     ChunkRegistry(tmp_path / CATALOG_FILE).close()  # whoever opens the folder first
-    with DocumentTable(tmp_path) as table:
+    with DocumentTable(tmp_path / CATALOG_FILE) as table:
         assert not former.exists()
         found = table.get("", "notes", "1")
         assert found is not None
@@ -32,8 +32,8 @@ def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog:
     assert f"{former} was written by an earlier version: its 3 documents are in the catalogue now" in caplog.messages
 
 
-def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(tmp_path: Path) -> None:
-    with DocumentTable(tmp_path) as table:
+def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(kept_place: str | Path) -> None:
+    with DocumentTable(kept_place) as table:
         send(table, "1", "2")
         send(table, "3", namespace="tenant")
         send(table, "1", text="of another version")
@@ -42,8 +42,8 @@ def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_se
         assert [each.id for each in table.waiting(10, 1)] == ["2"], "the first however long it is"
 
 
-def test_what_was_sent_again_meanwhile_is_not_finished(tmp_path: Path) -> None:
-    with DocumentTable(tmp_path) as table, DocumentTable(tmp_path) as other:
+def test_what_was_sent_again_meanwhile_is_not_finished(kept_place: str | Path) -> None:
+    with DocumentTable(kept_place) as table, DocumentTable(kept_place) as other:
         send(table, "1")
         (first,) = table.waiting(10, 1000)
         send(other, "1")
@@ -55,8 +55,8 @@ def test_what_was_sent_again_meanwhile_is_not_finished(tmp_path: Path) -> None:
         assert (summary["num_stored"], summary["num_waiting"], summary["num_chunks"]) == (1, 0, 2)
 
 
-def test_a_removed_document_is_neither_waiting_nor_in_the_file(tmp_path: Path) -> None:
-    with DocumentTable(tmp_path) as table:
+def test_a_removed_document_is_neither_waiting_nor_in_the_file(kept_place: str | Path, tmp_path: Path) -> None:
+    with DocumentTable(kept_place) as table:
         send(table, "1", "2", text="a secret")
         table.begin_removal("", "notes", ["1"])
         assert [each.id for each in table.waiting(10, 1000)] == ["2"]

@@ -21,7 +21,7 @@ PASSAGES = [" ".join(f"{word}{number}" for word in ("lease", "signed", "office",
 
 
 def request(number: int) -> dict[str, Any]:
-    """Three passages in an order of its own, and a question."""
+    """Three passages in random order, and a question."""
     chosen = random.Random(number).sample(PASSAGES, 3)
     return {"messages": [{"role": "user", "content": "\n\n".join([*chosen, f"question {number}?"])}]}
 
@@ -59,7 +59,7 @@ def test_logs_are_one_json_object(run: CommandRunner) -> None:
     assert facts["kv_bytes_per_token"] == expected
 
 
-def test_nothing_of_the_texts_is_printed_unless_requested(run: CommandRunner) -> None:
+def test_no_text_is_printed_unless_requested(run: CommandRunner) -> None:
     Path("c.jsonl").write_text('{"messages": "lease\n', encoding="utf-8")
     for arguments in (("a.jsonl", "c.jsonl"), ("a.jsonl", "c.jsonl", "--json")):
         code, out, err = run("analyze", *arguments)

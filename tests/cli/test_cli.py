@@ -73,7 +73,7 @@ def questions(ingested) -> list[dict]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ask_answers_in_every_mode_with_the_promised_json(run, questions, mode):
+def test_ask_answers_in_every_mode_with_the_documented_json(run, questions, mode):
     answer = run.facts("ask", questions[0]["question"], "--mode", mode, *SHORT, *PLACE)
     assert answer["schema_version"] == 1
     assert answer["mode"] == mode
@@ -82,14 +82,6 @@ def test_ask_answers_in_every_mode_with_the_promised_json(run, questions, mode):
     names = "ttft_s load_s fuse_s prompt_tokens num_chunks num_chunk_hits num_reused_tokens num_recomputed_tokens "
     names += "charged_budget charged_budget_32 rule mode"
     assert set(names.split()) <= set(answer["report"])
-
-
-def test_ask_hits_every_chunk_and_ratio_one_equals_full_on_every_question(run, questions):
-    for item in questions[:: len(questions) // 6]:
-        full = run.facts("ask", item["question"], "--mode", "full", *SHORT, *PLACE)
-        blend = run.facts("ask", item["question"], "--mode", "blend", "--ratio", "1.0", *SHORT, *PLACE)
-        assert blend["answer"] == full["answer"] != ""
-        assert blend["report"]["num_chunk_hits"] == blend["report"]["num_chunks"] == 4
 
 
 def test_ask_streams_the_same_answer_and_lists_sources(run, questions, monkeypatch):
@@ -112,7 +104,7 @@ def test_ask_streams_in_a_terminal(run, questions, monkeypatch, is_terminal):
 
 
 def test_ingest_again_changes_nothing_and_says_what_the_store_costs(run):
-    run(*INGEST, *PLACE)  # the files are copies of those that were ingested: they are read once more
+    run(*INGEST, *PLACE)  # the files are copies of the ingested ones, so they are read again
     report = run.facts(*INGEST, *PLACE)
     assert (report["num_new_kv"], report["num_unchanged"]) == (0, report["num_documents"])
     assert report["num_tokens"] > 0
@@ -138,7 +130,7 @@ def test_chat_answers_every_line_until_an_empty_one(run, questions, monkeypatch,
 
 @pytest.mark.parametrize("condense", [None, "--condense", "--no-condense"])
 def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, monkeypatch, condense):
-    """The embedded model cannot rewrite: it is not asked to unless told, and what it then writes is searched for."""
+    """The embedded model cannot rewrite questions: it does so with --condense only, and its text is searched for."""
     asked = [questions[0]["question"], "And where is that?"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
     flags = [condense] if condense else []
@@ -319,7 +311,7 @@ def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers
 
 
 @pytest.mark.slow
-def test_ask_behind_another_system_text_says_on_stderr_what_to_type_and_that_mends_it(run, home, questions, caplog):
+def test_ask_with_another_system_text_names_on_stderr_the_command_that_fixes_it(run, home, questions, caplog):
     system = ["--system", "Answer in one word; don't explain."]
     ask = ["ask", questions[0]["question"], "-k", "3", "--max-tokens", "8", *PLACE, *system]
     command = [sys.executable, "-m", "ragblend", *ask, "--json"]
@@ -327,7 +319,7 @@ def test_ask_behind_another_system_text_says_on_stderr_what_to_type_and_that_men
     shown = subprocess.run(command, cwd=home, env=path, capture_output=True, text=True, check=True)
     assert json.loads(shown.stdout)["report"]["num_chunk_hits"] == 0
     (line,) = (line for line in shown.stderr.splitlines() if line.startswith("WARNING"))
-    assert "the store holds KV behind another prefix, none behind this one" in line
+    assert "the store holds KV after other prefixes, none after this one" in line
     command = shlex.split(line[line.index("ragblend precompute") : line.index(", or from Python")])
     assert run(*command[1:])[0] == 0
     assert run.facts(*ask)["report"]["num_chunk_hits"] == 3
@@ -335,7 +327,7 @@ def test_ask_behind_another_system_text_says_on_stderr_what_to_type_and_that_men
 
 
 def test_a_remote_tier_that_is_down_is_named_by_doctor_and_costs_no_answer(run, questions):
-    with socket.socket() as taken:  # bound, not listening: nobody answers
+    with socket.socket() as taken:  # bound, not listening: no server answers
         taken.bind(("127.0.0.1", 0))
         remote = ["--remote", f"redis://:geheim@127.0.0.1:{taken.getsockname()[1]}/0"]
         question = questions[0]["question"]
@@ -359,7 +351,7 @@ def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_pa
 
 
 @pytest.mark.slow
-def test_what_an_ingestion_could_not_send_is_said_counted_and_pushed_later(run, tmp_path, caplog):
+def test_entries_that_an_ingestion_could_not_send_are_reported_counted_and_pushed_later(run, tmp_path, caplog):
     server = RedisServer(tmp_path)
     place, remote = ["--store", str(tmp_path / "s")], ["--remote", server.url]
     assert run(*INGEST, *place, *remote)[0] == 0
@@ -390,7 +382,7 @@ def test_a_push_that_a_full_remote_refuses_says_why(run, tmp_path):
         ("0", None, "without a limit"),
     ],
 )
-def test_stats_and_doctor_tell_the_limit_in_effect(run, monkeypatch, disk_gib, limit, said):
+def test_stats_and_doctor_report_the_limit_in_effect(run, monkeypatch, disk_gib, limit, said):
     if disk_gib is not None:
         monkeypatch.setenv("RAGBLEND_DISK_GIB", disk_gib)
     stats = run.facts("stats", *PLACE)
@@ -405,7 +397,7 @@ def test_stats_and_doctor_tell_the_limit_in_effect(run, monkeypatch, disk_gib, l
     assert said in next(check["finding"] for check in checks if check["name"] == "store")
 
 
-def test_doctor_names_what_is_missing_and_the_way_out(run):
+def test_doctor_names_what_is_missing_and_the_fix(run):
     checks = {check["name"]: check for check in run.facts("doctor", *PLACE)["checks"]}
     assert checks["model"]["ok"]
     assert "LlamaForCausalLM" in checks["model"]["finding"]
@@ -417,7 +409,7 @@ def test_doctor_names_what_is_missing_and_the_way_out(run):
 
 @pytest.fixture
 def docs(run, tmp_path, monkeypatch) -> Path:
-    """A working folder of its own, with documents of every way to be named."""
+    """A separate working folder, with documents for every way to name one."""
     folder = tmp_path / "work" / "docs"
     (folder / "sub").mkdir(parents=True)
     (folder / "a.md").write_text("Alice Kern works for Nexon.")
@@ -511,12 +503,12 @@ def test_gc_of_orphans_says_what_it_takes(docs, run):
     assert facts["texts"] == ["Alice Kern works for Nexon."]
 
 
-def test_another_chunk_size_is_said_on_the_way(docs, run):
+def test_another_chunk_size_is_reported(docs, run):
     run("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--chunk-size", "64", *PLACE)
     code, _, err = run("ingest", "docs", *PLACE)
-    assert (code, "from now on" in err) == (0, False)
+    assert (code, "chunks are" in err) == (0, False)
     code, _, err = run("ingest", "docs", "--chunk-size", "32", *PLACE)
-    assert (code, "chunks of 32 tokens from now on, before 64 tokens" in err) == (0, True)
+    assert (code, "chunks are 32 tokens now and were 64 tokens" in err) == (0, True)
     assert run.facts("stats", *PLACE)["chunk_size"] == 32
 
 
@@ -562,33 +554,16 @@ def test_bad_input_gives_one_clear_line_and_its_exit_code(run, case):
             "docs.jsonl", b'"Alice Kern works for Nexon."\n{"text": "cut\n"Bob Fox lives in Norburg."\n', 6,
             r"(?s)2 documents \(0 unchanged\), 2 chunks.*failed: .*docs\.jsonl: .* left out: line 2 is not JSON",
         ),
-        (".hidden", b"", 1, "nothing to ingest"),
+        (".hidden", b"", 1, "no documents that match"),
     ],
 )  # fmt: skip
-def test_what_of_a_corpus_cannot_be_read_is_named_and_changes_the_exit_code(
-    run, tmp_path, name, content, code, message
-):
+def test_unreadable_files_of_a_corpus_are_named_and_change_the_exit_code(run, tmp_path, name, content, code, message):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / name).write_bytes(content)
     place = ("--store", str(tmp_path / "s"))
     ended, out, err = run("ingest", str(tmp_path / "docs"), "--model", "demo", *place)
     assert ended == code
     assert re.search(message, out + err)
-
-
-def test_an_unsupported_model_is_refused_with_its_layer_type(run, tmp_path):
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    config = Lfm2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, layer_types=["conv", "full_attention"], pad_token_id=0,
-    )  # fmt: skip
-    Lfm2ForCausalLM(config).save_pretrained(tmp_path / "m")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "m" / name).write_bytes((WEIGHTS / name).read_bytes())
-    code, _, err = run("ask", "Who?", "--model", str(tmp_path / "m"), *PLACE)
-    assert code == 1
-    assert "layers of type conv" in err.replace("\n", " ")
 
 
 def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatch):
@@ -651,13 +626,3 @@ def test_import_ragblend_loads_nothing_heavy():
     script = f"import sys, ragblend, ragblend.cli.app; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_of_several_calibrations_a_command_takes_the_one_of_its_index(home, monkeypatch):
-    from ragblend.cli.session import open_engine, open_settings_index
-    from ragblend.config import Settings
-
-    monkeypatch.chdir(home)
-    settings = Settings(store="s", embedder="hashing")
-    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
-        assert engine.calibrations.chunker == opened.manifest.chunker != ""

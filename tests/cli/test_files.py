@@ -24,9 +24,9 @@ from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.errors import RagblendError, StoreFullError, StoreNotWritableError
 from ragblend.files.output import write_output
 from ragblend.index import SearchHit
+from ragblend.ingestion.report import IngestReport
 from ragblend.lab.plan import read_profile
 from ragblend.lab.quality.data import find_data, read_cases
-from ragblend.precompute import IngestReport
 from ragblend.prompt.types import Chunk
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_an_empty_or_a_missing_text_file_is_named_in_a_sentence(kind, code, tmp_
         (("analyze", "file", "--profile", "file"), 2, "--profile: file is not UTF-8"),
     ],
 )
-def test_a_place_where_nothing_can_be_written_or_read_is_said_before_the_work(
+def test_a_path_that_cannot_be_written_or_read_is_an_error_before_the_work(
     run, tmp_path, monkeypatch, arguments, code, said
 ):
     monkeypatch.setenv("RAGBLEND_STORE_KEY", "0f" * 32)
@@ -157,7 +157,7 @@ def test_a_write_that_fails_names_the_option(tmp_path):
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "-1", "\N{SUPERSCRIPT TWO}", "wide"])
-def test_every_line_is_printed_whatever_the_terminal_is_said_to_be(tmp_path, columns):
+def test_every_line_is_printed_at_any_terminal_size(tmp_path, columns):
     path = tmp_path / "schl\N{LATIN SMALL LETTER U WITH DIAERESIS}ssel.key"
     command = ("-m", "ragblend", "init-key", "--key-file", str(path))
     environment = {"COLUMNS": columns, "LINES": columns, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}

@@ -1,4 +1,4 @@
-"""What the store remembers of its latest ingestion, so that nobody names it again."""
+"""Defaults of the latest ingestion, which the store saves so that later commands need not name them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST = ("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--chunk-
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
-    """Commands in a folder with a few documents, of which the store remembers everything."""
+    """Commands in a folder with a few documents, whose settings the store has saved."""
     sample_corpus().first_records(2).write(tmp_path / "docs")
     monkeypatch.chdir(tmp_path)
     command = CommandRunner(capsys)
@@ -52,7 +52,7 @@ def test_python_takes_the_same_from_the_store(run: CommandRunner) -> None:
     text = sample_corpus().records[0].chunks[0]
     assert chat.invoke(f"{text}\n\nWhere is it?").response_metadata["ragblend"]["num_chunk_hits"] == 1
     with load_engine(None, "ragblend-data", system="") as engine:
-        assert not engine.is_stored(Chunk(text)), "an empty system text is none, whatever is remembered"
+        assert not engine.is_stored(Chunk(text)), "an empty system text is none, even if the store has one"
 
 
 def test_without_a_model_nothing_is_ingested_and_the_error_names_one_for_a_trial(
@@ -73,7 +73,7 @@ def test_the_latest_ingestion_counts(run: CommandRunner) -> None:
     assert run.facts("ask", "Where is Zenco based?", "-k", "2", "--max-tokens", "2")["report"]["num_chunk_hits"] == 2
 
 
-def test_a_damaged_note_is_said_and_dropped_by_repair(run: CommandRunner) -> None:
+def test_a_damaged_metadata_file_is_an_error_and_repair_deletes_it(run: CommandRunner) -> None:
     path = Path("ragblend-data", DEFAULTS_FILE)
     path.write_text(path.read_text().replace("Answer", "Invent"))
     code, _, err = run("ask", "Who?")
@@ -84,7 +84,7 @@ def test_a_damaged_note_is_said_and_dropped_by_repair(run: CommandRunner) -> Non
     assert run("verify")[0] == 0
 
 
-def test_a_note_without_the_stores_signature_is_not_believed(tmp_path: Path) -> None:
+def test_a_metadata_file_without_the_stores_signature_is_rejected(tmp_path: Path) -> None:
     key = StoreKey(b"k" * 32)
     DiskStore(tmp_path, store_key=None).put_defaults(StoreDefaults("demo", "Say what I want."))
     with pytest.raises(CorruptError, match=DEFAULTS_FILE):

@@ -1,4 +1,4 @@
-"""Pages and headings of chunks, from marks to the line that people read."""
+"""Pages and headings of chunks, from marks to the printed line."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_text_place_and_what_a_splitter_says_stay() -> None:
     assert (found.text, found.id) == ("PAY", rewritten.id)
 
 
-def test_metadata_stay_small_whatever_the_headings_are() -> None:
+def test_metadata_stay_small_for_any_headings() -> None:
     marks = tuple(Mark(n, "heading", f"{n} " + "very long\n" * 1000, n + 1) for n in range(40))
     (found,) = locate(Document("x" * 60, "a", marks=marks), [Chunk("x", "a", 50)])
     assert len(found.metadata["headings"]) == 6
@@ -196,7 +196,7 @@ def sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
 
 
 class Halves:
-    """Somebody else's splitter."""
+    """A splitter that is not from ragblend."""
 
     def split_text(self, text: str) -> list[str]:
         middle = text.find("Pay")

@@ -70,7 +70,7 @@ def test_a_marked_heading_is_its_line_and_the_rule_below() -> None:
         ("Name | Home", ""),
     ],
 )
-def test_a_header_row_is_told_from_a_row_of_data(text: str, header: str) -> None:
+def test_a_header_row_is_distinguished_from_a_row_of_data(text: str, header: str) -> None:
     span = Layout(text).find_header(len(text))
     assert (text[span[0] : span[1]] if span else "") == header
 
@@ -94,7 +94,7 @@ def ends_of(text: str) -> list[str]:
         (["a: 1", "b: 2", "c.d: 3", "e: 4"], "\n"),
     ],
 )
-def test_rows_that_begin_alike_are_rows(rows: list[str], separator: str) -> None:
+def test_rows_with_a_common_beginning_are_rows(rows: list[str], separator: str) -> None:
     assert ends_of(separator.join(rows)) == rows[:-1]
 
 
@@ -112,7 +112,7 @@ def test_lists_and_prose_are_no_rows(text: str) -> None:
     assert ends_of(text) == []
 
 
-def test_a_row_has_the_rank_of_the_row_after_it_wherever_it_stands() -> None:
+def test_a_row_has_the_rank_of_the_row_after_it_at_any_position() -> None:
     rows = [f"key: {n}" for n in range(9)]
     first = {row.offset: row.rank for row in find_row_ends("\n".join(rows), 0, 0, 60)}
     later = {row.offset: row.rank for row in find_row_ends("\n".join(["key: new", *rows]), 0, 0, 60)}

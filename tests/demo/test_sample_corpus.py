@@ -29,7 +29,7 @@ def test_every_gold_span_stands_in_its_record_and_in_the_chunks_named() -> None:
             assert question.answer in question.gold[-1]["text"]
 
 
-def test_the_first_records_are_a_corpus_of_their_own(tmp_path: Path) -> None:
+def test_the_first_records_are_a_complete_corpus(tmp_path: Path) -> None:
     few = sample_corpus().first_records(4)
     few.write(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]

@@ -24,7 +24,7 @@ def test_an_index_of_an_earlier_version_is_made_again(tmp_path: Path) -> None:
         assert demo.report.num_documents == demo.index.num_documents > 10
 
 
-def test_an_index_with_documents_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_an_index_with_documents_of_the_user_is_not_changed(tmp_path: Path) -> None:
     old_index(tmp_path, tmp_path / "mine.md")
     with pytest.raises(StoreMismatchError, match="ingest again"), open_demo(tmp_path):
         pass

@@ -1,4 +1,4 @@
-"""Stop strings end an answer wherever the pieces are cut; sampling follows the distribution it is given."""
+"""Stop strings end an answer for any cut into pieces; sampling follows the distribution of the logits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def before_the_stop(text: str, stop: list[str]) -> tuple[str, bool]:
 
 @given(text=texts, stop=stops, places=st.lists(st.integers(0, 30), max_size=8))
 @example(text="abc", stop=["abc", "b"], places=[])
-def test_the_answer_is_the_text_before_the_first_stop_string_wherever_the_pieces_are_cut(text, stop, places):
+def test_the_answer_is_the_text_before_the_first_stop_string_for_any_cut_into_pieces(text, stop, places):
     expected = before_the_stop(text, stop)
     assert scan(cut(text, places), stop) == scan(list(text), stop) == expected
 
@@ -132,7 +132,7 @@ def test_presence_and_frequency_count_the_answer_and_not_the_prompt():
         assert [sampler.sample(logits) for _ in range(5)] == expected, options
 
 
-def test_equal_seeds_choose_alike_whatever_limits_the_choice():
+def test_equal_seeds_choose_equal_tokens_under_any_limits():
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
     for options in ({}, {"top_k": 10}, {"min_p": 0.02, "repetition_penalty": 1.2}):
         first, second, other = (Sampler(GenerationOptions(temperature=1.0, seed=s, **options)) for s in (4, 4, 5))
@@ -140,7 +140,7 @@ def test_equal_seeds_choose_alike_whatever_limits_the_choice():
         assert chosen[0] == chosen[1] != chosen[2]
 
 
-def test_logprobs_are_the_models_own_whatever_is_added_to_its_logits():
+def test_logprobs_are_the_models_own_before_bias_is_added():
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
     sampler = Sampler(GenerationOptions(logprobs=True, top_logprobs=2, logit_bias={3: 100.0}))
     assert sampler.sample(logits) == 3
@@ -167,6 +167,6 @@ def test_penalties_count_what_had_to_come():
     assert sampler.sample(torch.tensor([2.0, 3.0, 0.0])) == 0
 
 
-def test_a_bias_on_a_token_that_is_none_is_said():
+def test_a_bias_on_an_unknown_token_is_named():
     with pytest.raises(UsageError, match=r"logit_bias cannot be used"):
         Sampler(GenerationOptions(logit_bias={99: 1.0})).sample(torch.zeros(10))

@@ -1,4 +1,4 @@
-"""Answers made together are those made one after another, whoever else is there, fails, or leaves."""
+"""Answers of a batch equal answers made one by one, also if others fail, are cancelled or are added."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_any_mix_of_prompts_and_options_gives_what_each_gives_alone(
 
 @contextmanager
 def held(engine: TransformersEngine) -> Iterator[None]:
-    """Keep the engine's loop at a call, so that what is queued meanwhile is there when it goes on."""
+    """Block the engine's loop in a call, so that it finds everything queued inside this block at once."""
     is_held, goes_on = threading.Event(), threading.Event()
     call = engine.loop.submit(lambda: is_held.set() or goes_on.wait(60))
     assert is_held.wait(60)
@@ -108,7 +108,7 @@ def held(engine: TransformersEngine) -> Iterator[None]:
 
 
 def note_sizes(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many answers each step from now on is made for."""
+    """Return a list that collects the number of answers of each later step."""
     sizes: list[int] = []
     decode = engine.loop._decode
     monkeypatch.setattr(engine.loop, "_decode", lambda steps: sizes.append(len(steps)) or decode(steps))
@@ -255,7 +255,7 @@ def test_a_stream_that_is_left_takes_no_more_steps(engine) -> None:
     assert next(closed, None) is None
 
 
-def test_a_stream_that_nobody_reads_rests_and_keeps_no_place(tiny_engine) -> None:
+def test_an_unread_stream_pauses_and_frees_its_place(tiny_engine) -> None:
     engine = tiny_engine("llama", max_num_seqs=1)
     expected = engine.generate(PROMPTS[1], max_tokens=12)
     unread = [endless(engine, PROMPTS[0]) for _ in range(3)]
@@ -360,7 +360,7 @@ def test_closing_the_engine_ends_what_is_being_answered(tiny_engine) -> None:
         assert len(answer.token_ids) < 8
 
 
-def test_reports_of_a_batch_tell_each_answers_own_times(engine, monkeypatch) -> None:
+def test_reports_of_a_batch_have_each_answers_own_times(engine, monkeypatch) -> None:
     """Waiting for another's prefill is neither its time to first token nor its decoding; a shared step is."""
     now_s, prefill, decode = [0.0], engine._prefill, engine.loop._decode
 
@@ -379,7 +379,7 @@ def test_reports_of_a_batch_tell_each_answers_own_times(engine, monkeypatch) -> 
     assert [(report.ttft_s, report.decode_s, report.completion_tokens) for report in reports] == [(100.0, 3.0, 4)] * 4
 
 
-def test_what_keeps_steps_from_being_made_together_is_said_once(engine, monkeypatch, caplog) -> None:
+def test_a_failing_batched_step_is_logged_once_and_steps_run_one_by_one(engine, monkeypatch, caplog) -> None:
     decode = engine.loop._decode
 
     def one_at_a_time(steps: Sequence[Any]) -> Any:

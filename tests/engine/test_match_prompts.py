@@ -101,7 +101,7 @@ def test_a_chunk_that_is_named_and_not_stored_is_a_miss_and_stored_for_the_next_
     engine.precompute(ONE)
     prompt, unnamed = Prompt([ONE, THREE], QUESTION), Prompt(question=f"{ONE.text}\n\n{THREE.text}\n\n{QUESTION}")
     assert [run.chunk for run in engine.match(prompt).runs] == [ONE, THREE]
-    assert len(engine.match(unnamed).runs) == 1, "nobody stored or named it"
+    assert len(engine.match(unnamed).runs) == 1, "it is neither stored nor named"
     assert not engine.has_kv(engine.renderer.chunk_ids(THREE.text))
     report = engine.generate(prompt, max_tokens=1).report
     assert (report.num_chunks, report.num_chunk_hits) == (2, 1)

@@ -37,7 +37,7 @@ def ask(engine: Any, prompt: Prompt = PROMPT, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["blend", "reuse"])
-def test_an_empty_store_is_said_once_with_the_call_that_fills_it(tiny_engine: Make, said: Any, mode: str) -> None:
+def test_an_empty_store_is_reported_once_with_the_call_that_fills_it(tiny_engine: Make, said: Any, mode: str) -> None:
     engine = tiny_engine()
     for _ in range(5):
         ask(engine, mode=mode)
@@ -49,7 +49,7 @@ def test_an_empty_store_is_said_once_with_the_call_that_fills_it(tiny_engine: Ma
 
 
 @pytest.mark.parametrize("other", [{"namespace": "theirs"}, {"fingerprint": "another"}])
-def test_a_store_that_holds_only_others_kv_is_said_once_without_their_names(
+def test_a_store_of_other_models_or_namespaces_is_reported_once_without_their_names(
     tiny_engine: Make, said: Any, other: dict[str, str]
 ) -> None:
     store = MemoryStore(1 << 28)
@@ -62,7 +62,7 @@ def test_a_store_that_holds_only_others_kv_is_said_once_without_their_names(
     assert "theirs" not in line
 
 
-def test_kv_behind_another_prefix_is_said_once_with_the_command_that_mends_it(tmp_path: Path, said: Any) -> None:
+def test_kv_after_another_prefix_is_reported_once_with_the_command_that_fixes_it(tmp_path: Path, said: Any) -> None:
     with load_engine("demo", tmp_path / "kv") as plain:
         precompute_documents(TEXTS, plain)
     system = "Answer in one word; don't explain."
@@ -70,7 +70,7 @@ def test_kv_behind_another_prefix_is_said_once_with_the_command_that_mends_it(tm
         for _ in range(5):
             assert ask(engine, Prompt(TEXTS[:3], "Who?", system)).report.num_chunk_hits == 0
         (line,) = said()
-        assert f"holds KV behind another prefix, none behind this one ({system!r})" in line
+        assert f"holds KV after other prefixes, none after this one ({system!r})" in line
         command = shlex.split(line[line.index("ragblend precompute") : line.index(", or from Python")])
         assert command[2:] == ["--model", "demo", "--store", str(tmp_path / "kv"), "--system", system]
         precompute_documents(TEXTS, engine)  # the other way that it names
@@ -84,7 +84,7 @@ def test_kv_behind_a_system_text_is_found_out_by_who_has_none(tiny_engine: Make,
     precompute_documents(TEXTS, tiny_engine(store=store, system="Be brief.", context=context))
     ask(tiny_engine(store=store))
     (line,) = said()
-    assert "holds KV behind another prefix, none behind this one (no system text)" in line
+    assert "holds KV after other prefixes, none after this one (no system text)" in line
 
 
 def test_prompts_of_which_nothing_is_stored_are_said_once_after_three(tiny_engine: Make, said: Any) -> None:
@@ -93,11 +93,11 @@ def test_prompts_of_which_nothing_is_stored_are_said_once_after_three(tiny_engin
     for number in range(6):
         ask(engine)
         assert len(said()) == (number >= 2)
-    assert said()[0].startswith("nothing was reused: nothing in 3 prompts is stored")
+    assert said()[0].startswith("nothing was reused: 3 prompts contained no stored chunk")
 
 
-def test_a_remote_tier_that_does_not_answer_is_all_that_is_said(tiny_engine: Make, said: Any) -> None:
-    with socket.socket() as taken:  # bound, not listening: nobody answers
+def test_a_remote_tier_that_does_not_answer_is_the_only_warning(tiny_engine: Make, said: Any) -> None:
+    with socket.socket() as taken:  # bound, not listening: no server answers
         taken.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
         engine = tiny_engine(store=TieredStore(MemoryStore(1 << 28), open_remote(url)))

@@ -74,7 +74,7 @@ def test_the_counts_are_those_of_answers_computed_directly(shadowed, stock_model
     assert (counters.num_requests, counters.num_shadowed, counters.num_answers) == (6, 6, 6)
     assert (counters.num_first_tokens_same, counters.num_answers_same) == (agree, same)
     assert counters.mean_first_token_kl == pytest.approx(sum(divergences) / 6)
-    assert 0 < same < 6  # else this test could not tell a count that is always yes, or always no
+    assert 0 < same < 6  # else a count that is always yes, or always no, would pass
     low, high = counters.answer_interval
     assert 0 <= low < same / 6 < high <= 1
 
@@ -164,7 +164,7 @@ def test_an_answer_does_not_wait_for_its_shadow(shadowed, monkeypatch):
     assert report.shadow is not None
 
 
-def test_a_shadow_that_fails_is_counted_and_logged_and_harms_nobody(shadowed, monkeypatch, caplog):
+def test_a_shadow_that_fails_is_counted_and_logged_and_changes_no_answer(shadowed, monkeypatch, caplog):
     engine = shadowed()
 
     def fails(ids: torch.Tensor) -> Any:

@@ -1,8 +1,7 @@
-"""Bytes of every kind of file changed at random: no wrong answer, no traceback; whatever matters is found and mended.
+"""Bytes of every kind of file changed at random: no wrong answer, no traceback; `verify` finds and repairs the damage.
 
-`RAGBLEND_FAULTS=full` makes 2,000 mutations. One that `verify` does not find must have changed nothing that is told:
-not an entry, a row, a pin, a vector or a note. One that it finds is mended by `verify --repair`, or by the way out that
-is named.
+`RAGBLEND_FAULTS=full` makes 2,000 mutations. One that `verify` does not find must have changed no entry, row, pin,
+vector or metadata file. One that it finds is repaired by `verify --repair`, or by the fix that its message names.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import machine_facts, write_profile
 from ragblend.errors import RagblendError
 from ragblend.index import open_index
+from ragblend.ingestion.documents import pin_document
 from ragblend.operations.maintenance import repair_store, verify_store
-from ragblend.precompute import ingest, open_engine_index, pin_document
+from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.render import Renderer
 
 pytestmark = pytest.mark.timeout(3600)
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.timeout(3600)
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_PARTS = 4 if FULL else 1
 NUM_MUTATIONS = 500 if FULL else 60  # in each part
-EVERY_COMMAND = 25  # mutations between those whose repair is the command's, with an engine of its own
+EVERY_COMMAND = 25  # mutations between those that the command repairs, with a separate engine
 KINDS = {
     "entry": "kv/kv/??/*.safetensors",
     "catalogue": "kv/catalog.sqlite",
@@ -119,8 +119,8 @@ def demo_tokenizer() -> str:
     return Renderer(load_tokenizer("demo")[0]).fingerprint
 
 
-def told(work: Path) -> dict[str, Any]:
-    """All that an index and a store tell. Raises RagblendError where that is noticed to be damaged."""
+def contents(work: Path) -> dict[str, Any]:
+    """Return the contents of an index and its store. Raises RagblendError if damage is found."""
     disk = DiskStore(work / "kv", create=False)
     with open_index(work / "kv") as index, open_registry(disk) as registry:
         vectors = {
@@ -195,7 +195,7 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
     counts: Counter[str] = Counter()
     problems = list[str]()
     with load_engine("demo", work / "kv", memory_gib=0, on_miss="inline") as engine:
-        right, whole = answered(work, engine), told(work)
+        right, whole = answered(work, engine), contents(work)
 
         def survive(number: int, done: str) -> None:
             what = f"mutation {number}: {done}"
@@ -209,22 +209,22 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
             said = capsys.readouterr()
             assert code in DOCUMENTED, (what, code, said)
             if code == 0 and json.loads(said.out)["checked"] == len(whole["entries"]):
-                counts["of no consequence, or mended on the way"] += 1
-                assert told(work) == whole, f"{what}: not noticed"
+                counts["without effect, or repaired when read"] += 1
+                assert contents(work) == whole, f"{what}: not noticed"
                 return
             assert code != 0, (what, said)
             counts["found"] += 1
-            mend(work, engine, place, with_command=number % EVERY_COMMAND == 0, counts=counts)
+            repair(work, engine, place, with_command=number % EVERY_COMMAND == 0, counts=counts)
             capsys.readouterr()
             code = run_command("verify", "--json", *place)
             assert code == 0, (what, said, capsys.readouterr())
-            after = told(work)
+            after = contents(work)
             for name in whole:
-                if name in ("calibrations", "machines", "pins"):  # what cannot be known again is dropped, and said
+                if name in ("calibrations", "machines", "pins"):  # cannot be computed again: deleted, with a message
                     assert after[name].items() <= whole[name].items(), f"{what}: other {name}"
                 else:
                     assert after[name] == whole[name], f"{what}: other {name}"
-            assert answered(work, engine) == right, f"{what}: another answer once it was mended"
+            assert answered(work, engine) == right, f"{what}: another answer after the repair"
 
         for number in range(NUM_MUTATIONS):
             shutil.rmtree(work / "kv")
@@ -232,7 +232,7 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
             done = mutate(work, rng.choice(list(KINDS)), rng)
             try:
                 survive(number, done)
-            except Exception as error:  # all of them are told at the end
+            except Exception as error:  # all of them are in one message at the end
                 problems.append(f"{number}, {done}: {error!r}"[:600])
             caplog.clear()
     assert not problems, "\n".join([f"{len(problems)} of {NUM_MUTATIONS}", *problems])
@@ -240,12 +240,12 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
     counted(f"{NUM_MUTATIONS} mutations of {len(KINDS)} kinds of files, no wrong answer: {listed}")
 
 
-def mend(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bool, counts: Counter[str]) -> None:
-    """What a message would have somebody do: repair; where the database is gone, make the index again."""
+def repair(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bool, counts: Counter[str]) -> None:
+    """Do what the message says: repair; if the database is lost, ingest again."""
     try:
         if with_command:
             code = run_command("verify", "--repair", *place)
-            counts["mended by the command"] += code == 0
+            counts["repaired by the command"] += code == 0
             if code == 0:
                 return
         report = verify_store(work / "kv")
@@ -257,8 +257,8 @@ def mend(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bo
             counts["repaired"] += 1
             return
     except RagblendError as error:
-        counts["ways out named"] += error.exit_code in DOCUMENTED
+        counts["fixes named"] += error.exit_code in DOCUMENTED
     drop_catalog(work / "kv")
     bring_in(work, engine)
     run_command("verify", "--repair", *place)
-    counts["mended by ingesting again"] += 1
+    counts["repaired by ingesting again"] += 1

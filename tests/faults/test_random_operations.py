@@ -19,9 +19,10 @@ from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError
+from ragblend.ingestion.documents import delete_precomputed
 from ragblend.operations.maintenance import verify_store
 from ragblend.options import ContextPolicy
-from ragblend.precompute import delete_precomputed, ingest, open_engine_index, precompute_documents
+from ragblend.precompute import ingest, open_engine_index, precompute_documents
 from ragblend.prompt.types import Chunk
 from ragblend.vectorstores import BlendVectorStore
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import boto3
 import pytest
 import torch
 from servers import RedisServer, TcpProxy, point_s3_at, running_redis, running_s3, wait_until
@@ -177,7 +178,7 @@ def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
     proxy = TcpProxy(s3_port)
     point_s3_at(proxy.port, monkeypatch)
     patient = ObjectValues("s3://faults/kv", 60.0)
-    patient._fs.mkdir("faults")
+    boto3.client("s3").create_bucket(Bucket="faults")
     kvs = [make_kv(seed, tokens=50) for seed in range(8)]
     writer = RemoteStore(patient, timeout_s=60.0)
     for kv in kvs:

@@ -12,7 +12,7 @@ from ragblend.corpus.folder_scan import match_sources, scan_folders
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import open_store
-from ragblend.engine.transformers.model import find_model
+from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import user_path

@@ -1,4 +1,4 @@
-"""Folders that earlier versions wrote are opened as one store, whatever happens while they are moved."""
+"""Folders that earlier versions wrote are opened as one store, even if their move was interrupted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assert_whole(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [".", "kv", "index"])
-def test_the_two_folders_of_before_are_one_store_by_whichever_name(former: Path, named: str, caplog) -> None:
+def test_the_two_former_folders_are_one_store_under_either_name(former: Path, named: str, caplog) -> None:
     open_index(former / named).close()
     assert [record.message.rpartition(": ")[2] for record in caplog.records][-2:] == [
         "its 4 texts are in the catalogue now",
@@ -128,7 +128,7 @@ def test_a_folder_that_is_only_read_is_read_as_it_is(former: Path, named: str, m
     assert disk.models()
 
 
-def test_folders_of_somebody_else_stay_where_they_are(tmp_path: Path) -> None:
+def test_folders_of_other_programs_are_not_moved(tmp_path: Path) -> None:
     for name in ("ui", "db", "kv"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text("mine")

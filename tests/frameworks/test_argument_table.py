@@ -76,7 +76,7 @@ def own_names(kind: Any, base: type) -> set[str]:
     return names - {"Config"}
 
 
-def test_nothing_of_theirs_is_missed() -> None:
+def test_every_argument_of_the_other_libraries_has_a_row() -> None:
     theirs = pytest.importorskip("langchain_huggingface")
     openai = pytest.importorskip("langchain_openai")
     named = {name for row in rows() for name in row.hugging_face}

@@ -1,4 +1,4 @@
-"""Chunks are reused wherever a conversation has them, in both frameworks; what is no text is refused by name."""
+"""Chunks are reused in every turn of a conversation, in both frameworks; other content is rejected by name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FORMS: dict[str, tuple[int, list[BaseMessage]]] = {
         [
             SystemMessage(f"Use this.\n\n{A}"),
             HumanMessage(f"{B}\n\nWhat colour?"),
-            AIMessage(f"As it is said:\n{B}"),
+            AIMessage(f"As you wrote:\n{B}"),
             HumanMessage(f"{C}\n\nWhen?"),
         ],
     ),
@@ -66,7 +66,7 @@ FORMS: dict[str, tuple[int, list[BaseMessage]]] = {
     "marked in an answer": (1, [HumanMessage("Hi"), AIMessage([text("It says: "), marked(A)]), HumanMessage("Who?")]),
     "blocks that are texts known": (2, [HumanMessage([text(A), text(B), text("Who?")])]),
     "a document block": (1, [HumanMessage([{"type": "text-plain", "text": A}, text("Who?")])]),
-    "a turn of its own": (2, [HumanMessage(A), HumanMessage(B), HumanMessage("Who?")]),
+    "a separate turn": (2, [HumanMessage(A), HumanMessage(B), HumanMessage("Who?")]),
     "what a tool returned": (2, [HumanMessage("Who?"), CALL, ToolMessage(f"{A}\n\n{B}", tool_call_id="1")]),
     "blocks of a tool": (2, [HumanMessage("Who?"), CALL, ToolMessage([marked(A), text(B)], tool_call_id="1")]),
     "a tool's artifact": (
@@ -78,7 +78,7 @@ TOOLS = [{"type": "function", "function": {"name": "search", "description": "", 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_chunks_are_found_wherever_langchain_sends_them(form: str, engine: TransformersEngine) -> None:
+def test_chunks_are_found_in_every_form_that_langchain_sends(form: str, engine: TransformersEngine) -> None:
     count, messages = FORMS[form]
     report = ChatBlend(engine=engine, max_tokens=1).invoke(messages).response_metadata["ragblend"]
     num_missing = sum("Never" in str(message.content) for message in messages)
@@ -137,7 +137,7 @@ LLAMA_FORMS: dict[str, tuple[int, Sequence[ChatMessage]]] = {
 
 
 @pytest.mark.parametrize("form", LLAMA_FORMS)
-def test_chunks_are_found_wherever_llamaindex_sends_them(form: str, engine: TransformersEngine) -> None:
+def test_chunks_are_found_in_every_form_that_llamaindex_sends(form: str, engine: TransformersEngine) -> None:
     count, messages = LLAMA_FORMS[form]
     report = LlamaBlend(engine=engine, max_tokens=1).chat(messages).raw["ragblend"]
     assert (report["num_chunks"], report["num_chunk_hits"]) == (count, count)
@@ -159,7 +159,7 @@ PICTURE = {"url": "http://localhost/x.png"}
     ],
 )
 @pytest.mark.parametrize("message", [SystemMessage, HumanMessage, AIMessage, ToolMessage])
-def test_langchain_is_told_what_is_no_text_and_what_to_send_instead(
+def test_langchain_content_that_is_no_text_is_an_error_with_a_replacement(
     message: Any, block: dict[str, Any], kind: str, instead: str, engine: TransformersEngine
 ) -> None:
     said = message(content=[text("See:"), block], **({"tool_call_id": "1"} if message is ToolMessage else {}))
@@ -177,7 +177,7 @@ def test_langchain_is_told_what_is_no_text_and_what_to_send_instead(
         (CitableBlock(title="a", source="a", content=[ImageBlock(**PICTURE)]), "describe it"),
     ],
 )
-def test_llamaindex_is_told_what_is_no_text_and_what_to_send_instead(
+def test_llamaindex_content_that_is_no_text_is_an_error_with_a_replacement(
     block: Any, instead: str, engine: TransformersEngine
 ) -> None:
     with pytest.raises(UsageError, match=f"text only.*{instead}"):

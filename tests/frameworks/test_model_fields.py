@@ -34,7 +34,7 @@ EXPECTED = {
 }
 
 
-def test_a_chat_model_has_at_most_thirty_fields_of_its_own() -> None:
+def test_a_chat_model_adds_at_most_thirty_fields() -> None:
     own = ChatBlend.model_fields.keys() - BaseChatModel.model_fields.keys()
     assert len(own) <= MAX_FIELDS
     assert own >= EXPECTED
@@ -71,7 +71,7 @@ def test_call_options_are_defaults_of_every_call(kind: Any, tiny_engine: Callabl
     assert (llm._options({}).min_p, llm._options({"min_p": 0.5}).min_p) == (0.1, 0.5)
     assert llm._options({}).logit_bias == {3: 1.0}
     if hasattr(llm, "_identifying_params"):  # LangChain's
-        assert llm._identifying_params["logit_bias"] == {3: 1.0}, "an answer cache tells them apart"
+        assert llm._identifying_params["logit_bias"] == {3: 1.0}, "an answer cache must distinguish them"
 
 
 def test_one_stop_text_stands_for_a_list_of_it(tiny_engine: Callable[..., TransformersEngine]) -> None:

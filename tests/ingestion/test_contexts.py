@@ -22,16 +22,9 @@ from ragblend.errors import UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
+from ragblend.ingestion.documents import pin_document, remove_documents
 from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_store
-from ragblend.precompute import (
-    ingest,
-    open_engine_index,
-    pin_document,
-    precompute_chunks,
-    precompute_documents,
-    precompute_index,
-    remove_documents,
-)
+from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

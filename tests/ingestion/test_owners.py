@@ -16,14 +16,9 @@ from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.ingestion.documents import delete_precomputed, find_added_documents, remove_added_documents
 from ragblend.operations.maintenance import collect_garbage
-from ragblend.precompute import (
-    delete_precomputed,
-    find_added_documents,
-    ingest,
-    precompute_documents,
-    remove_added_documents,
-)
+from ragblend.precompute import ingest, precompute_documents
 from ragblend.vectorstores import BlendVectorStore
 
 BASALT, SLATE, CHALK = "Basalt is a volcanic rock.", "Slate splits into thin plates.", "Chalk is a soft limestone."

@@ -22,8 +22,9 @@ from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion import registered_similar
+from ragblend.ingestion.documents import delete_precomputed
 from ragblend.llamaindex import BlendIngestion, delete_ref_doc
-from ragblend.precompute import delete_precomputed, precompute_documents, precompute_index
+from ragblend.precompute import precompute_documents, precompute_index
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
 
 Open = Callable[..., TransformersEngine]

@@ -28,16 +28,10 @@ from ragblend.errors import (
     RagblendError,
 )
 from ragblend.index import ChunkIndex, open_index
+from ragblend.ingestion.documents import find_documents, pin_document, remove_documents
+from ragblend.ingestion.report import IngestReport
 from ragblend.operations.maintenance import collect_garbage, verify_store
-from ragblend.precompute import (
-    IngestReport,
-    find_documents,
-    ingest,
-    open_engine_index,
-    pin_document,
-    precompute_documents,
-    remove_documents,
-)
+from ragblend.precompute import ingest, open_engine_index, precompute_documents
 
 FOX, KERN, BELL = "Bob Fox lives in Norburg.", "Alice Kern works for Nexon.", "James Bell plays chess."
 
@@ -157,7 +151,7 @@ def test_the_last_file_that_goes_empties_the_index(corpus):
     (corpus.docs / "a.txt").unlink()
     assert corpus.ingest().removed == [f"{corpus.docs}/a.txt"]
     assert corpus.texts() == set()
-    with pytest.raises(EmptyCorpusError, match="nothing to ingest"):
+    with pytest.raises(EmptyCorpusError, match="no documents that match"):
         corpus.ingest()
 
 
@@ -499,10 +493,10 @@ def test_the_chunk_size_is_the_indexs_own_and_a_change_is_said(corpus):
     corpus.ingest()
     num_chunks = corpus.index.num_chunks
     assert corpus.ingest().num_unchanged == 2
-    assert corpus.said == [line for line in corpus.said if "from now on" not in line]
+    assert corpus.said == [line for line in corpus.said if "chunks are" not in line]
     report = corpus.ingest(corpus.docs / "a.txt", chunk_size=64)
     assert report.num_updated == 1
-    assert any("chunks of 64 tokens from now on, before 32 tokens" in line for line in corpus.said)
+    assert any("chunks are 64 tokens now and were 32 tokens" in line for line in corpus.said)
     assert corpus.index.manifest.chunk_size == 64
     assert corpus.ingest().num_updated == 1, "the other one, now that it was given"
     assert corpus.index.num_chunks < num_chunks
@@ -517,9 +511,9 @@ def test_another_splitter_is_said_too_and_so_is_the_way_back(corpus):
     corpus.ingest(splitter=cut)
     assert (corpus.index.num_chunks, "CharacterTextSplitter" in corpus.index.manifest.chunker) == (2, True)
     assert corpus.ingest(splitter=cut).num_unchanged == 1
-    assert corpus.said == [line for line in corpus.said if "from now on" not in line], "nothing was there before"
+    assert corpus.said == [line for line in corpus.said if "chunks are" not in line], "nothing was there before"
     corpus.ingest()
-    assert any("chunks of 32 tokens from now on, before CharacterTextSplitter" in line for line in corpus.said)
+    assert any("chunks are 32 tokens now and were CharacterTextSplitter" in line for line in corpus.said)
     assert corpus.index.num_chunks == 1
 
 
@@ -528,7 +522,7 @@ def test_a_change_is_logged_where_nobody_listens(corpus, caplog):
     corpus.ingest()
     with caplog.at_level(logging.WARNING):
         corpus.ingest(chunk_size=16, notify=None)
-    assert "16 tokens from now on" in caplog.text
+    assert "chunks are 16 tokens now" in caplog.text
 
 
 def test_an_embedder_in_a_folder_has_one_name_from_everywhere(tmp_path, monkeypatch):
@@ -571,7 +565,7 @@ def test_a_working_folder_is_ingested_without_what_nobody_means(tmp_path, monkey
         report = ingest(["empty.txt", "logo.png", "package.json"], engine, "my-index")
         assert len(report.failures) == 3
         assert report.skipped == []
-        with pytest.raises(EmptyCorpusError, match=r"\.gitignore leaves out .*build: name it"):
+        with pytest.raises(EmptyCorpusError, match=r"\.gitignore excludes .*build: name it"):
             ingest(".", engine, "my-index", glob="*.rst")
     with open_index("my-index") as index:
         assert index.sources() == [str(tmp_path / "a.md")]

@@ -245,7 +245,7 @@ def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
         prompt = Prompt(chunks, QUESTION, "Be brief.")
         assert engine.generate(prompt, max_tokens=1).report.num_chunk_hits == 0
     (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("reuse_diagnostics"))
-    assert "the store holds KV behind another prefix, none behind this one ('Be brief.')" in line
+    assert "the store holds KV after other prefixes, none after this one ('Be brief.')" in line
     assert f"ragblend precompute {engine.flags} --system 'Be brief.'" in line
     assert f"--store {store}" in engine.flags
 

@@ -13,8 +13,8 @@ from harness import ask, engine, ingest, random_ids, report, tokens
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import open_store
+from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.model import find_model
 from ragblend.prompt.types import Prompt
 
 TEXTS = [

@@ -15,7 +15,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.transformers.model import model_fingerprint
+from ragblend.engine.transformers.checkpoints import model_fingerprint
 from ragblend.engine.vllm.connector import BlendConnector
 from ragblend.errors import UnsupportedModelError
 

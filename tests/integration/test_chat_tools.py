@@ -1,4 +1,4 @@
-"""Tools and schemas through LangChain, on a random model: it knows nothing, and all it writes is valid.
+"""Tools and schemas through LangChain, on a random model: its answers are noise, and every one is valid.
 
 The model is a real one on the real engine; what it says is noise, so every test is of form and of what is passed on.
 """
@@ -285,7 +285,7 @@ def test_a_tool_with_a_schema_that_cannot_be_followed_is_named_with_the_keyword(
 def test_an_agent_calls_two_tools_and_answers_from_blended_documents(
     chat: ChatBlend, passages: list[str], tmp_path: Path
 ) -> None:
-    """A random model calls nothing by itself; which tool is next is said by middleware, as users do it."""
+    """A random model calls no tool unprompted: middleware demands the next one, as in a user's agent."""
     plan = {0: "search", 1: "fill"}
 
     @wrap_model_call

@@ -22,14 +22,9 @@ from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
+from ragblend.ingestion.documents import find_documents, pin_document, remove_documents
 from ragblend.operations.maintenance import collect_garbage, verify_store
-from ragblend.precompute import (
-    find_documents,
-    ingest,
-    open_engine_index,
-    pin_document,
-    remove_documents,
-)
+from ragblend.precompute import ingest, open_engine_index
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 SEEDS = range(5) if FULL else range(1)

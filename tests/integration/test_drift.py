@@ -237,7 +237,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
 
 
 def check_published(row: Row) -> None:
-    """The row is the published one of its chain and model, unless the table is to be written anew."""
+    """The row is the published one of its chain and model, unless the table is being rewritten."""
     if os.environ.get(UPDATE) == "1":
         return
     published = [Row(**each) for each in json.loads(RESULTS.read_text())["rows"]]

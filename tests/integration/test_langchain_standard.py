@@ -81,7 +81,7 @@ class TestChatBlendUnit(_Chat, ChatModelUnitTests):
         super().test_serdes(model, snapshot)
 
 
-class _Suite(ChatModelIntegrationTests):  # the name keeps pytest from running it by itself
+class _Suite(ChatModelIntegrationTests):  # the name keeps pytest from collecting it
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
         return ChatBlend
@@ -135,7 +135,7 @@ class TestChatBlend(_Chat, ChatModelIntegrationTests):
 @pytest.mark.real_model
 @pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="no real model here: make real-model")
 class TestChatBlendUnderstands:
-    """What of the suite's tests asks for understanding, and a language model of 135 million weights can answer."""
+    """The suite's tests that need an understanding model, and that a model of 135 million weights passes."""
 
     @pytest.fixture(scope="class")
     def model(self) -> BaseChatModel:

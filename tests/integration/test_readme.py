@@ -1,4 +1,4 @@
-"""The README's programs and commands as they stand there, but with a model that is at hand."""
+"""The README's programs and commands as printed, but with a model that is available here."""
 
 from __future__ import annotations
 

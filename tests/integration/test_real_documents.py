@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ragblend import Prompt, load_engine
-from ragblend.engine.transformers.model import find_model
+from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.precompute import ingest, open_engine_index
 
 MUSIQUE = Path(__file__).parents[2] / "data" / "questions" / "musique_100.json"

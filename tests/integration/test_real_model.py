@@ -66,7 +66,11 @@ def runs(records: dict[Configuration, list[QualityRecord]]) -> dict[tuple[str, f
 @pytest.mark.skipif(not GGUF.exists(), reason="no GGUF here: make real-model")
 def test_the_gguf_by_its_file_name_answers_as_the_folder_made_of_it_token_for_token(engine: TransformersEngine) -> None:
     texts = ["The lighthouse on Gull Rock was built in 1872.", "Maren keeps the logbook of every storm since 1901."]
-    asked = ("When was the lighthouse built?", "Who keeps the logbook?", "Tell me about storms at the lighthouse.")
+    asked = (
+        "When was the lighthouse built?",
+        "Who keeps the logbook?",
+        "What is known about storms at the lighthouse?",
+    )
     with load_engine(str(GGUF), dtype="float32", system=SYSTEM, on_miss="inline") as other:
         for each in (engine, other):
             for text in texts:

@@ -60,7 +60,7 @@ RATIOS = (0.0, 0.1, 0.2, 0.5, 1.0)
 
 
 def curve(*right: int, of: int = 60, costs: float = 1.0) -> tuple[CurvePoint, ...]:
-    """So many of the questions right at each of RATIOS; a ratio costs `costs` times itself."""
+    """A curve with `right` questions right at each of RATIOS; a ratio costs `costs` times itself."""
     return tuple(
         summarize_ratio(ratio, [CalibrationSample(n < count, 0.0, costs * ratio, ratio) for n in range(of)])
         for ratio, count in zip(RATIOS, right, strict=True)
@@ -88,14 +88,14 @@ def test_the_ratio_is_the_smallest_that_meets_the_target_as_every_larger_one_doe
 
 
 @given(st.floats(0.01, 0.995))
-def test_so_many_questions_are_needed_that_full_agreement_is_enough(target: float) -> None:
+def test_the_least_number_of_questions_is_enough_with_full_agreement(target: float) -> None:
     num = min_questions(target)
     assert binomtest(num, num).proportion_ci(method="wilson").low >= target - 1e-5
     assert num == 1 or binomtest(num - 1, num - 1).proportion_ci(method="wilson").low < target + 1e-5
 
 
 @pytest.mark.parametrize(("target", "num", "said"), [(0.98, 60, "189"), (0.98, 188, "189"), (0.9, 34, "35")])
-def test_too_few_questions_for_a_target_are_told_how_many_it_takes(target: float, num: int, said: str) -> None:
+def test_too_few_questions_for_a_target_are_an_error_with_the_number_needed(target: float, num: int, said: str) -> None:
     with pytest.raises(UsageError, match=rf"^{num} questions are too few.* needs {said};"):
         check_target(target, num)
     check_target(target, int(said))
@@ -107,10 +107,10 @@ def test_a_target_that_cannot_be_is_refused(wrong: float) -> None:
         check_target(wrong, 10**6)
 
 
-# -- the promise
+# -- the target
 
 
-def test_the_promise_is_kept_by_the_ratio_that_is_fitted() -> None:
+def test_the_fitted_ratio_meets_the_target() -> None:
     """Over many draws of 60 questions a ratio that does not deserve it is seldom taken."""
     chances, draws = np.array((0.5, 0.7, 0.88, 0.96, 1.0)), np.random.default_rng(0)
     broken = 0
@@ -159,14 +159,14 @@ def test_generated_questions_hold_the_beginning_of_a_sentence_and_not_its_end() 
     assert generate_questions([Chunk("Too short.")], 20) == []
 
 
-def test_the_demo_is_asked_in_its_own_forms_what_its_texts_tell() -> None:
+def test_questions_of_the_demo_have_its_forms_and_ask_about_its_texts() -> None:
     corpus = sample_corpus()
     asked = questions_about([record.markdown for record in corpus.records], 50, seed=1)
     assert len(set(asked)) == 50
     tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
     for question in asked:
         words = tokenizer.pre_tokenizer.pre_tokenize_str(f" {question}")
-        assert len(tokenizer.encode(f" {question}").ids) == len(words)  # each a token it knows
+        assert len(tokenizer.encode(f" {question}").ids) == len(words)  # each is one token
     few = corpus.first_records(6)
     some = set(questions_about([chunk for record in few.records for chunk in record.chunks], 999))
     assert some >= {question.text for question in few.questions}
@@ -178,7 +178,7 @@ def test_questions_to_fit_and_to_check_are_different_ones() -> None:
     fitted, others = split_questions([*texts, *texts], 40, 10, 0.9)
     assert (len(fitted), len(others), len({*fitted, *others})) == (40, 10, 50)
     assert [len(part) for part in split_questions(texts, 60, 10, 0.9)] == [50, 10]
-    assert [len(part) for part in split_questions(texts[:37], 60, 10, 0.9)] == [35, 2]  # the promise goes first
+    assert [len(part) for part in split_questions(texts[:37], 60, 10, 0.9)] == [35, 2]  # the fit goes first
     with pytest.raises(UsageError, match=r"34 questions.*--questions"):
         split_questions([*texts[:34], *texts[:34]], 60, 0, 0.9)
 
@@ -225,7 +225,7 @@ def found(engine: TransformersEngine, index: ChunkIndex, questions: list[str]) -
     )  # fmt: skip
 
 
-def test_what_is_promised_comes_true_on_held_out_questions_of_the_demos_corpus(found: CalibrationRun) -> None:
+def test_the_prediction_holds_on_held_out_questions_of_the_demos_corpus(found: CalibrationRun) -> None:
     held = found.held_out
     assert held is not None
     assert held.num_questions == 24
@@ -243,7 +243,7 @@ def test_what_is_promised_comes_true_on_held_out_questions_of_the_demos_corpus(f
     assert [point.charged_budget for point in best.curve] == sorted(point.charged_budget for point in best.curve)
 
 
-def test_the_engine_picks_the_calibration_up_by_itself(
+def test_the_engine_loads_the_calibration_of_its_store(
     found: CalibrationRun, engine: TransformersEngine, home: Path, index: ChunkIndex, questions: list[str]
 ) -> None:
     assert load_calibration(home / "kv", engine.fingerprint, engine.default_prefix_ids) == found.calibration
@@ -298,7 +298,7 @@ def test_an_engine_without_logits_or_without_a_directory_is_refused(
 
 @pytest.fixture
 def changed_home(home: Path, tmp_path: Path) -> Path:
-    """A copy of `home`, for a test that calibrates anew."""
+    """A copy of `home`, for a test that calibrates again."""
     return Path(shutil.copytree(home, tmp_path / "home"))
 
 

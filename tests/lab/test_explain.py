@@ -77,7 +77,7 @@ def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_mode
     ids = [*prefix, *run.chunk_ids]
     with torch.no_grad():
         model(torch.tensor([matched.token_ids]), **{cache_argument(model): full})
-        # RoPE sees only distances, so positions shifted for prefix and chunk alike leave values and attention alone.
+        # RoPE depends on distances only, so shifting prefix and chunk together changes neither values nor attention.
         shift = run.start - len(prefix)
         positions = torch.arange(len(ids))[None] + shift
         model(torch.tensor([ids]), position_ids=positions, **{cache_argument(model): alone})
@@ -108,7 +108,7 @@ def test_exact_tokens_do_not_deviate_and_recomputing_everything_leaves_nothing(e
     assert {token.attention for token in everything.tokens} == {None}
 
 
-def test_a_chunk_that_the_store_lost_meanwhile_has_no_deviation(engine, monkeypatch):
+def test_a_chunk_deleted_during_the_comparison_has_no_deviation(engine, monkeypatch):
     prefill = engine.prefill
 
     def lossy(request: Any) -> Any:

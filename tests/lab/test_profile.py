@@ -112,7 +112,7 @@ def test_a_store_that_takes_no_profile_says_so(tmp_path: Path) -> None:
 
 
 def test_the_ratio_rises_to_what_hides_behind_loading(on_disk: Callable[[float], Any]) -> None:
-    """Prefill takes 1 ms per token, loading 0.8 ms per chunk token; fresh tokens are computed meanwhile in any case."""
+    """Prefill takes 1 ms per token, loading 0.8 ms per chunk token; fresh tokens are computed during loading anyway."""
     engine = on_disk(1536 * 1000 / 0.8)
     found = engine.prefill(engine.request(PROMPT, rule="cacheblend")).report
     num_chunk = sum(chunk.num_tokens for chunk in found.chunks)
@@ -133,7 +133,7 @@ def test_from_memory_the_least_ratio_stays(on_disk: Callable[[float], Any]) -> N
     assert engine.prefill(engine.request(PROMPT, rule="cacheblend")).report.recompute_ratio == 0.15
 
 
-def test_reuse_is_refused_where_full_prefill_is_faster_and_said_once(
+def test_full_prefill_replaces_slower_reuse_and_one_warning_reports_it(
     on_disk: Callable[[float], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = on_disk(1536 * 1000 / 2)  # loading takes twice as long as prefill

@@ -386,17 +386,6 @@ def test_nodes_of_one_document_in_several_batches_keep_all_their_kv(
     assert [text for text in texts | kept if llm.engine.is_stored(text)] == list(kept)
 
 
-def test_kv_of_a_text_that_another_node_has_stays(tiny_engine: Callable[..., TransformersEngine]) -> None:
-    llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
-    documents = [Document(text=A, id_="1"), Document(text=A, id_="2")]
-    made = IngestionPipeline(transformations=[SentenceSplitter(), BlendIngestion(llm=llm)]).run(documents=documents)
-    index = VectorStoreIndex(list(made), embed_model=MockEmbedding(8))
-    delete_ref_doc(index, "1", llm)
-    assert llm.engine.is_stored(A)
-    delete_ref_doc(index, "2", llm)
-    assert not llm.engine.is_stored(A)
-
-
 def test_the_cache_of_a_pipeline_never_skips_the_prefill(
     tiny_engine: Callable[..., TransformersEngine], tmp_path: Path
 ) -> None:
@@ -416,17 +405,6 @@ def test_the_cache_of_a_pipeline_never_skips_the_prefill(
     later.load(str(tmp_path))
     later.run(documents=[Document(text=A, id_="x")])
     assert new.engine.is_stored(A), "the cache is persisted, the store is another one"
-
-
-def test_an_overlong_node_passes_a_pipeline_and_stops_no_other(
-    tiny_engine: Callable[..., TransformersEngine], caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = tiny_engine()
-    documents = [Document(text=text, id_=name) for name, text in {"a": A, "b": "the chunk " * 2000, "c": B}.items()]
-    nodes = IngestionPipeline(transformations=[BlendIngestion(llm=engine)]).run(documents=documents)
-    assert [node.node_id for node in nodes] == ["a", "b", "c"]
-    assert [engine.is_stored(text) for text in (A, B)] == [True, True]
-    assert "not prefilled: b: it takes" in caplog.text
 
 
 def test_sampling_and_logprobs_are_llamaindexs_own(llm: BlendLLM) -> None:

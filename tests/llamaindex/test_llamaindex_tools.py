@@ -1,4 +1,4 @@
-"""Tools and schemas through LlamaIndex, on a random model: it knows nothing, and all it writes is valid.
+"""Tools and schemas through LlamaIndex, on a random model: its answers are noise, and every one is valid.
 
 LlamaIndex reads the annotations of a tool's function as they are, so they are not strings here.
 """
@@ -97,7 +97,7 @@ def test_predict_and_call_calls(llm: BlendLLM) -> None:
 
 
 class Demanding(BlendLLM):
-    """A random model calls nothing by itself: it is made to, twice."""
+    """Demands two tool calls, which a random model would not make unprompted."""
 
     def _prepare_chat_with_tools(self, tools: Any, chat_history: Any = None, **kwargs: Any) -> dict[str, Any]:
         num_results = sum(message.role == MessageRole.TOOL for message in chat_history or [])

@@ -65,7 +65,9 @@ def test_the_cpu_build_without_metadata_is_started_by_its_module(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("flags", "count"), [((), "1"), (("--api-server-count", "3"), "3"), (("--headless",), None)])
-def test_one_front_end_unless_told_otherwise(tmp_path: Path, flags: tuple[str, ...], count: str | None) -> None:
+def test_one_front_end_unless_a_flag_sets_another_number(
+    tmp_path: Path, flags: tuple[str, ...], count: str | None
+) -> None:
     command = launch(*flags, store=str(tmp_path)).command
     assert ("--api-server-count" in command) == (count is not None)
     assert count is None or value(command, "--api-server-count") == count
@@ -76,10 +78,10 @@ def test_vllms_revision_chooses_the_checkpoint(tmp_path: Path, monkeypatch: Any)
     demo = vllm_launch.find_checkpoint("demo")
     monkeypatch.setattr("ragblend.operations.serve.find_checkpoint", lambda *call: asked.append(call) or demo)
     for flags in (("--revision", "v2"), ("--revision=v2",)):
-        command = launch(*flags, "--max-model-len", "512", model="nobody/tiny", store=str(tmp_path)).command
+        command = launch(*flags, "--max-model-len", "512", model="org/tiny", store=str(tmp_path)).command
         assert command[-2:] == ("--max-model-len", "512")
         assert not [word for word in command if word.startswith("--revision")]  # vLLM ignores it for a path
-    assert [(model, options.revision) for model, options in asked] == [("nobody/tiny", "v2")] * 2
+    assert [(model, options.revision) for model, options in asked] == [("org/tiny", "v2")] * 2
 
 
 SYSTEM = "Be brief, and name the source of every sentence. " * 60
@@ -136,9 +138,9 @@ def test_a_dry_run_refuses_the_store_that_serve_refuses(tmp_path: Path, monkeypa
 
 def test_a_store_of_another_model_is_named(tmp_path: Path, caplog: Any) -> None:
     store, checkpoint = DiskStore(tmp_path), vllm_launch.find_checkpoint("demo")
-    store.put_model("another", {**checkpoint.facts(), "model": "nobody/tiny"})
+    store.put_model("another", {**checkpoint.facts(), "model": "org/tiny"})
     launch(store=str(tmp_path))
-    assert f"{tmp_path} holds KV of nobody/tiny (float32) and none of demo (float32)" in caplog.text
+    assert f"{tmp_path} holds KV of org/tiny (float32) and none of demo (float32)" in caplog.text
     caplog.clear()
     store.put_model(checkpoint.fingerprint, checkpoint.facts())
     launch(store=str(tmp_path))
@@ -175,7 +177,9 @@ def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None
     assert "VLLM_API_KEY=***" in made.display_command()
 
 
-def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
+def test_tiers_reach_the_connector_and_a_remotes_password_reaches_no_command_line(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     url = "redis://:pass-word@cache:6379/0"
     made = launch(store=str(tmp_path), disk_gib=3.0, kv_dtype="int8", remote=url)
     config = extra(made.command)

@@ -1,4 +1,4 @@
-"""Keys and signatures as a user meets them: made, told, checked, changed; and files that are no files."""
+"""Keys and signatures as a user meets them: made, shown, checked, changed; and pipes, folders and loops as files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import load_into_memory
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.signing import StoreKey, find_key, read_key, write_key
-from ragblend.engine.transformers import model as transformers_model
+from ragblend.engine.transformers import checkpoints
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 
 CHUNKS = ("Nora Adler works for Paxara.", "The company is based in Oston.")
@@ -31,7 +31,7 @@ QUESTION = "Where is Paxara based?"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
-    """In a folder of its own, by a user with a configuration of his own."""
+    """Runs commands in a separate folder, for a user with a separate configuration."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
     return CommandRunner(capsys)
@@ -147,7 +147,9 @@ def test_verify_repair_puts_signed_entries_in_the_place_of_planted_ones(run: Com
     assert run.facts("verify", *PLACE)["checked"] == len(keys)
 
 
-def test_verify_reads_the_remote_tier_and_repair_mends_it(run: CommandRunner, tmp_path: Path) -> None:
+def test_verify_reads_the_remote_tier_and_repair_replaces_its_damaged_entries(
+    run: CommandRunner, tmp_path: Path
+) -> None:
     url = f"file://{tmp_path}/shared"
     run("init-key")
     keys = ingest(run)
@@ -162,7 +164,7 @@ def test_verify_reads_the_remote_tier_and_repair_mends_it(run: CommandRunner, tm
 
 def test_doctor_says_whether_what_is_stored_is_signed(run: CommandRunner) -> None:
     def finding() -> dict[str, Any]:
-        checks = json.loads(run("doctor", "--json")[1])["checks"]  # whatever else this machine lacks
+        checks = json.loads(run("doctor", "--json")[1])["checks"]  # this machine may fail other checks
         return next(check for check in checks if check["name"] == "store key")
 
     assert (finding()["ok"], finding()["optional"], finding()["remedy"]) == (False, True, "ragblend init-key")
@@ -171,7 +173,7 @@ def test_doctor_says_whether_what_is_stored_is_signed(run: CommandRunner) -> Non
     assert Path("config/ragblend/store.key").read_text().strip() not in str(finding())
 
 
-def test_notes_of_a_store_are_believed_only_when_they_are_signed(tmp_path: Path) -> None:
+def test_metadata_of_a_store_is_used_only_if_it_is_signed(tmp_path: Path) -> None:
     key, other = StoreKey(b"k" * 32), StoreKey(b"o" * 32)
     signed = DiskStore(tmp_path, store_key=key)
     signed.put_model("f" * 32, {"model": "m"})
@@ -211,7 +213,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     ["i/catalog.sqlite", "i/vectors.faiss", "s/catalog.sqlite", "s/texts.sqlite", "ragblend.toml",
      "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
 )  # fmt: skip
-def test_a_pipe_a_folder_or_a_loop_in_a_files_place_is_said_and_nothing_hangs(
+def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_named_and_no_command_hangs(
     run: CommandRunner, kind: str, place: str
 ) -> None:
     ingest(run)
@@ -238,22 +240,22 @@ def test_an_embedders_folder_runs_no_code(tmp_path: Path) -> None:
     modules = [{"idx": 0, "name": "0", "path": "", "type": "evil.Module"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(UsageError, match="code of its own"):
+    with pytest.raises(UsageError, match="code"):
         SentenceTransformerEmbedder(tmp_path).embed(["x"])
 
 
 def test_the_embedded_model_is_the_one_that_was_shipped(tmp_path: Path, monkeypatch: Any) -> None:
     place = tmp_path / "demo" / "weights"
-    shutil.copytree(transformers_model.find_model("demo"), place)
-    monkeypatch.setattr(transformers_model, "files", lambda package: tmp_path)
-    transformers_model._demo_checkpoint.cache_clear()
-    assert transformers_model.find_model("demo") == place
+    shutil.copytree(checkpoints.find_model("demo"), place)
+    monkeypatch.setattr(checkpoints, "files", lambda package: tmp_path)
+    checkpoints._demo_checkpoint.cache_clear()
+    assert checkpoints.find_model("demo") == place
     with (place / "model.safetensors").open("ab") as file:
         file.write(b"!")
-    transformers_model._demo_checkpoint.cache_clear()
+    checkpoints._demo_checkpoint.cache_clear()
     with pytest.raises(CorruptError, match=r"model\.safetensors.*--force-reinstall"):
-        transformers_model.find_model("demo")
-    transformers_model._demo_checkpoint.cache_clear()
+        checkpoints.find_model("demo")
+    checkpoints._demo_checkpoint.cache_clear()
 
 
 def test_doctor_runs_no_code_of_a_model_that_the_folder_names(run: CommandRunner, caplog: Any) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.prompt import match
-from ragblend.prompt.match import WINDOW, Run, TokenIndex, anchor_offsets, counts
+from ragblend.prompt import token_index
+from ragblend.prompt.token_index import WINDOW, Run, TokenIndex, anchor_offsets, is_long_enough
 
 Ids = list[int]
 
@@ -42,7 +42,7 @@ def search_everywhere(chunks: dict[int, Ids], prompt: Ids) -> list[Run]:
                 if inside and ids[place] == prompt[place + diagonal]:
                     start = place if start is None else start
                 elif start is not None:
-                    if counts(place - start, len(ids)):
+                    if is_long_enough(place - start, len(ids)):
                         runs.append((Run(chunk, start, start + diagonal, place - start), len(ids)))
                     start = None
     chosen: list[Run] = []
@@ -54,7 +54,7 @@ def search_everywhere(chunks: dict[int, Ids], prompt: Ids) -> list[Run]:
             chosen.append(run)
             continue
         for first, last in ((run.start, min(run.end, other.start)), (max(run.start, other.end), run.end)):
-            if counts(last - first, size):
+            if is_long_enough(last - first, size):
                 runs.append((Run(run.chunk, run.chunk_start + first - run.start, first, last - first), size))
     return sorted(chosen, key=lambda run: run.start)
 
@@ -144,7 +144,7 @@ def test_chunks_whose_ids_are_gone_are_not_found() -> None:
     assert index.find_runs(range(100)) == []
 
 
-def test_windows_whose_hashes_are_equal_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_with_equal_hashes_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenIndex, "_hash", lambda self, windows: windows[:, 0].astype(np.uint64) << np.uint64(32))
     rng = random.Random(1)
     chunks = {number: [5, 6, *random_ids(rng, 60)] for number in range(20)}
@@ -179,6 +179,6 @@ def test_a_sentence_in_many_chunks_is_found_and_read_from_few() -> None:
     chunks = {number: [*sentence, *random_ids(rng, 40)] for number in range(3000)}
     runs, num_reads = count_reads(chunks, [1, *sentence, 2])
     assert [run.length for run in runs] == [48]
-    assert num_reads <= 2 * match.MAX_EQUAL_ANCHORS
+    assert num_reads <= 2 * token_index.MAX_EQUAL_ANCHORS
     runs, _ = count_reads(chunks, [1, *chunks[2999], 2])  # its own anchors lead to the sentence, too
     assert runs == [Run(2999, 0, 1, 88)]

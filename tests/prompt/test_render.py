@@ -252,7 +252,7 @@ def test_plain_text_gets_no_template(renderer: Renderer, chat_renderer: Renderer
     assert renderer.text_prefix_ids == (renderer._tokenizer.bos_token_id,)
 
 
-def test_the_fingerprint_is_the_tokenizers_whatever_its_template_says(make_tokenizer: Callable[..., Any]) -> None:
+def test_the_fingerprint_depends_on_the_tokenizer_and_not_on_its_template(make_tokenizer: Callable[..., Any]) -> None:
     """An index keeps it, and may be ingested into again after the template has changed."""
     one, other = TEMPLATES["chatml"].text, TEMPLATES["dated"].text
     more = Renderer(make_tokenizer(one, SPECIALS)).fingerprint

@@ -217,7 +217,7 @@ def test_a_document_that_fails_says_why_and_stops_no_other(server: Server) -> No
     reasons = {each["id"]: each for each in server.documents.summary("", "kb", ingestion)["reasons"]}
     assert set(reasons) == {"long", "blank"}
     assert "split it into chunks" in reasons["long"]["reason"]
-    assert (reasons["blank"]["status"], reasons["blank"]["reason"]) == ("stored", "it holds no visible text")
+    assert (reasons["blank"]["status"], reasons["blank"]["reason"]) == ("stored", "it has no visible text")
     assert server.wait(server.send({"id": "long", "chunks": [A]}))["num_failed"] == 0
 
 

@@ -1,6 +1,6 @@
 """Every program and every command that README.md and docs/ print does what it is printed for.
 
-Python is executed, each page's blocks one after the other. Commands of ours are parsed by the command line itself;
+Python is executed, each page's blocks in order. Commands of ours are parsed by the command line itself;
 those that a newcomer types first are executed, in test_start_page.py and tests/integration/test_readme.py.
 """
 
@@ -44,7 +44,7 @@ OTHERS_COMMANDS = {
 }
 OF_VLLM = {"--max-model-len", "--structured-outputs-config", "--tensor-parallel-size", "--data-parallel-size"}
 
-# Models, machines and servers that are not at hand, and what stands in for them.
+# Models, machines and servers that are not available here, and their substitutes.
 REPLACED = {
     "Qwen/Qwen3-8B": "demo",
     "Qwen/Qwen3-0.6B": "demo",

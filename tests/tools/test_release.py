@@ -23,7 +23,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-VERSION_TAG, NO_ADDRESS = f"v{ragblend.__version__}", "https://github.com/nobody/nothing"
+VERSION_TAG, NO_ADDRESS = f"v{ragblend.__version__}", "https://github.com/owner/nothing"
 RELEASE = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
 in_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this tree is not in git")
 

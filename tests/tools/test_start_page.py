@@ -1,4 +1,4 @@
-"""docs/start.md from top to bottom as it is printed, over a PDF, with a model that is at hand."""
+"""docs/start.md from top to bottom as it is printed, over a PDF, with a model that is available here."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Stored KV into one prompt: which tokens to recompute, and how. Knows torch and Protocols, no framework."""
+"""Fusion of stored KV into one prompt: selection and recompute of tokens. Depends on torch, not on frameworks."""

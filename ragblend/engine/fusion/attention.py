@@ -1,7 +1,6 @@
-"""Attention of scattered tokens, and what a question attends to: the evidence of the rule that asks it.
+"""Attention of scattered tokens, and the attention weights of a question, which the query probe reads.
 
-Works on queries, keys and values that a layer has made and rotated. Knows tensors only: nothing about models, rules or
-storage.
+Works on the rotated queries, keys and values of a layer. Depends on tensors only, not on models, rules or storage.
 """
 
 from __future__ import annotations
@@ -16,23 +15,25 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
-# attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not. On a
-# GPU each call costs some launches, which cost more than the work of a few rows.
+# attention, because masked scores are computed, too; blocks whose keys end at the block's last row avoid most of them.
+# On a GPU each call costs some kernel launches, which take longer than the work of a few rows.
 BLOCK_ROWS = defaultdict(lambda: 512, cpu=64)
 
 # Float32 scores per block, 16 MiB: a question of 100 tokens over 100 000 would take gigabytes at once. On a CPU 2 MiB,
-# which stay in its cache from the product to the sum: a third of the time.
+# which stay in its cache from the product to the sum and take a third of the time.
 BLOCK_SCORES = defaultdict(lambda: 1 << 22, cpu=1 << 19)
 
 
-# A layer's forward pass is queued, not waited for: the host should be done with the last layer while a GPU still
-# computes the first. Whoever looks into a tensor on the device (`int`, `tolist`, a mask as an index) waits until all
-# that is queued has run. So the positions of rows are looked at once, and known from then on for that tensor.
+# A layer's forward pass is queued: the host should have queued the last layer while a GPU still computes the first.
+# Reading a tensor of the device (`int`, `tolist`, a mask as an index) waits until all queued kernels have run. So row
+# positions are copied to the host once per tensor.
 _KNOWN_POSITIONS = WeakTensorKeyDictionary()
 
 
 def on_host(rows: Tensor) -> tuple[int, ...]:
-    """The positions `rows` [R] int64, which nobody may write to any more. Waits for the device the first time."""
+    """Return the positions `rows` [R] int64 on the host. The tensor must not change any more; its first call waits for
+    the device.
+    """
     known: tuple[int, ...] | None = _KNOWN_POSITIONS.get(rows)  # type: ignore[no-untyped-call]
     if known is None:
         known = _KNOWN_POSITIONS[rows] = tuple(rows.tolist())
@@ -40,27 +41,27 @@ def on_host(rows: Tensor) -> tuple[int, ...]:
 
 
 class AttentionParams(NamedTuple):
-    """How a layer attends where it is more than a softmax over everything before: see Gemma 2 and gpt-oss."""
+    """Attention parameters of a layer besides the scale: sliding window, soft cap and sinks (Gemma 2, gpt-oss)."""
 
-    window: int | None = None  # a token sees so many tokens, itself the last of them; None: all before it
+    window: int | None = None  # a token attends to this number of tokens, itself included; None: to all before it
     softcap: float | None = None  # a score s counts as softcap * tanh(s / softcap)
-    sinks: Tensor | None = None  # [Hq], a score per head that takes its share of the softmax, and has no value
+    sinks: Tensor | None = None  # [Hq], a score per head that is part of the softmax and has no value
 
 
 PLAIN = AttentionParams()
 
 
 class ProbeQueries(NamedTuple):
-    """The question at one layer: queries [Hq, Q, D], rotated to `rows` [Q], and the factor on query times key."""
+    """Queries of the question at one layer [Hq, Q, D], rotated to `rows` [Q], and the factor on query times key."""
 
     states: Tensor
     rows: Tensor  # int64, ascending
     scale: float
     sight: AttentionParams = PLAIN
-    places: Sequence[int] = ()  # the same rows as the host knows them; (): the device is asked
+    places: Sequence[int] = ()  # the same rows on the host; (): they are copied from the device
 
     def part(self, part: slice) -> ProbeQueries:
-        """Those of a part of the rows."""
+        """Return the queries of a part of the rows."""
         places = (self.places or on_host(self.rows))[part]
         return self._replace(states=self.states[:, part], rows=self.rows[part], places=places)
 
@@ -74,10 +75,10 @@ def attend_rows(
     sight: AttentionParams = PLAIN,
     places: Sequence[int] = (),
 ) -> Tensor:
-    """Causal attention of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R], ascending.
+    """Return the causal attention [1, Hq, R, D] of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R].
 
-    Row i sees `keys`, `values` [1, H, T, D] at 0 .. rows[i], or the last of them within its window, and touches no
-    other. `places` as in Queries. Returns [1, Hq, R, D].
+    `rows` ascend. Row i attends to `keys`, `values` [1, H, T, D] at 0 .. rows[i] within its window, and reads no
+    other row. `places` as in ProbeQueries.
     """
     places = places or on_host(rows)
     outputs, block_rows = [], BLOCK_ROWS[rows.device.type]
@@ -88,7 +89,7 @@ def attend_rows(
         block, near, theirs = query[:, :, part], keys[:, :, begin:end], values[:, :, begin:end]
         if last == first:
             outputs.append(attend_last(block, near, theirs, scale, sight))
-        elif sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
+        elif sight.softcap is not None or sight.sinks is not None:  # no kernel supports them
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             bent = ProbeQueries(block[0], rows[part] - begin, factor, sight, [place - begin for place in places[part]])
             outputs.append(_attend_eager(bent, near[0], theirs[0])[None])
@@ -99,9 +100,12 @@ def attend_rows(
 
 
 def _mask(like: Tensor, rows: Tensor, keys: range, first: int, window: int | None) -> Tensor:
-    """What is added to scores of `rows` [R, 1] over the positions `keys`: 0 where a row sees, else -inf."""
+    """Return the mask [R, T] to add to scores of `rows` [R, 1] over the positions `keys`: 0 where visible, else -inf.
+
+    `first` is the least of the rows; `like` has the dtype and device.
+    """
     mask = like.new_zeros(len(rows), len(keys))
-    hidden = torch.arange(first + 1, keys.stop, device=rows.device) > rows  # keys up to `first` come before all
+    hidden = torch.arange(first + 1, keys.stop, device=rows.device) > rows  # keys up to `first` are visible to all
     mask[:, first + 1 - keys.start :].masked_fill_(hidden, -torch.inf)
     if window is not None:
         mask.masked_fill_(torch.arange(keys.start, keys.stop, device=rows.device) <= rows - window, -torch.inf)
@@ -109,10 +113,10 @@ def _mask(like: Tensor, rows: Tensor, keys: range, first: int, window: int | Non
 
 
 def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention [1, Hq, R, D] under a mask [R, T], if any, the heads that share a KV head as rows of one.
+    """Return the attention [1, Hq, R, D] under a mask [R, T], if any.
 
-    So keys are read once for all of them, and a GPU has a kernel: with a mask and fewer KV heads than heads, it would
-    write the scores out.
+    Heads that share a KV head are computed as rows of one head. Their keys are then read once, and a GPU uses a fused
+    kernel, which it has not for a mask with fewer KV heads than heads.
     """
     num_heads, groups = query.shape[1], query.shape[1] // keys.shape[1]
     grouped = query.reshape(1, keys.shape[1], groups * query.shape[2], query.shape[3])
@@ -124,10 +128,10 @@ def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 def attend_last(
     query: Tensor, keys: Tensor, values: Tensor, scale: float | None, sight: AttentionParams = PLAIN
 ) -> Tensor:
-    """Attention of the one row that is the last of `keys`, `values` [1, H, T, D]: [1, Hq, 1, D]."""
+    """Return the attention [1, Hq, 1, D] of a single row, the last of `keys`, `values` [1, H, T, D]."""
     if sight.window is not None:
         keys, values = keys[:, :, -sight.window :], values[:, :, -sight.window :]
-    if sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
+    if sight.softcap is not None or sight.sinks is not None:  # no kernel supports them
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         last = keys.shape[2] - 1
         rows = torch.full((1,), last, device=keys.device)
@@ -136,7 +140,7 @@ def attend_last(
 
 
 def _attend_eager(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention [Hq, Q, D] over keys and values [H, T, D], by probabilities: for what no kernel knows."""
+    """Return the attention [Hq, Q, D] over keys and values [H, T, D], from explicit probabilities."""
     output = values.new_empty(queries.states.shape[0], len(queries.rows), values.shape[2])
     groups = queries.states.shape[0] // keys.shape[0]
     for heads, rows, weights in _weight_blocks(queries, keys):
@@ -146,10 +150,11 @@ def _attend_eager(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor
 
 
 def attention_mass(queries: ProbeQueries, keys: Tensor) -> Tensor:
-    """Mean attention probability [T] float32 that the queries give to each token, over heads and queries.
+    """Return the attention probability [T] float32 of each token, mean over heads and queries.
 
-    keys: [H, T, D], rotated; Hq is a multiple of H. A query at row i sees keys 0 .. i, with the whole prompt in its
-    softmax: prefix, chunks and question; with a window, what is within it. The sum is 1, less what sinks take."""
+    keys: [H, T, D], rotated; Hq is a multiple of H. A query at row i attends to keys 0 .. i of the whole prompt, within
+    its window. The sum is 1, less the probability of sinks.
+    """
     mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
     for _, _, weights in _weight_blocks(queries, keys):
         mass += weights.sum(dim=(0, 1))
@@ -159,14 +164,14 @@ def attention_mass(queries: ProbeQueries, keys: Tensor) -> Tensor:
 def attend_with_weights(
     queries: ProbeQueries, keys: Tensor, values: Tensor, num_question_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """`attend_rows` of all queries, [Hq, Q, D], and `attention_mass` of the last `num_asking`.
+    """Return `attend_rows` of all queries [Hq, Q, D], and `attention_mass` of the last `num_question_rows`.
 
-    keys, values: [H, T, D]. The probabilities of those that ask are made once, for both.
+    keys, values: [H, T, D]. The probabilities of the question's rows are computed once, for both results.
     """
     asking = queries.part(slice(-num_question_rows, None))
     num_heads, num_queries, _ = asking.states.shape
     early = len(queries.rows) - num_queries
-    makes_weights = keys.dtype == torch.float32  # other scores are only kept in float32 by an attention that makes none
+    makes_weights = keys.dtype == torch.float32  # in other dtypes, only a fused kernel keeps the scores in float32
     plain = queries.part(slice(0, early)) if makes_weights else queries
     output = values.new_empty(num_heads, early + num_queries, values.shape[2])
     if len(plain.rows):
@@ -185,9 +190,9 @@ def attend_with_weights(
 
 
 def _weight_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Attention probabilities [h, B, T] float32 of some KV heads and some rows, those two and they.
+    """Yield (KV heads, rows, attention probabilities [h, B, T] float32) per block of KV heads and rows.
 
-    Heads that share a KV head are side by side in B. Where there are sinks, theirs is the last of T + 1 scores.
+    Heads that share a KV head are concatenated in B. Sinks are part of the softmax, and are left out of the result.
     """
     window, softcap, sinks = queries.sight
     places = queries.places or on_host(queries.rows)
@@ -195,7 +200,7 @@ def _weight_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[tuple[slice,
     groups, length = queries.states.shape[0] // keys.shape[0], keys.shape[1]
     few_heads = max(1, BLOCK_SCORES[keys.device.type] // (groups * num_rows * length))
     few_rows = max(1, BLOCK_SCORES[keys.device.type] // (few_heads * groups * length))
-    first = places[0] + 1  # all see the keys before
+    first = places[0] + 1  # keys before it are visible to all rows
     positions = torch.arange(length, device=keys.device)
     for head, row in itertools.product(range(0, keys.shape[0], few_heads), range(0, num_rows, few_rows)):
         heads = slice(head, min(head + few_heads, keys.shape[0]))

@@ -1,10 +1,10 @@
-"""How far tokens whose stored KV is kept should move, told by those that are recomputed: a regression, once a prompt.
+"""Drift correction: estimates the KV change of kept tokens from the measured change of recomputed tokens.
 
-What stored KV misses has a part that all tokens miss alike (that text stands before them), and one that tokens like
-each other miss alike, more so in one chunk. So the change of KV, fresh minus stored, keys before rotation, is taken for
-a Gaussian process over the tokens, whose kernel is the sum of the two (Rasmussen and Williams 2006, chapter 2), with a
-few of the tellers as landmarks (8.3.1, subset of regressors). That makes the mean of what tokens move by linear in what
-the tellers did: two small products a layer. Knows tensors; nothing of models, plans and stores.
+The change (fresh minus stored KV, keys before rotation) has a part that all tokens share, because text precedes them,
+and a part that similar tokens share, more so within one chunk. It is modelled as a Gaussian process over the tokens,
+whose kernel is the sum of both parts (Rasmussen and Williams 2006, chapter 2), with some recomputed tokens as landmarks
+(8.3.1, subset of regressors). One regression is fitted per prompt. Its mean is linear in the measured change, so each
+layer costs two small products. Depends on tensors, not on models, plans or stores.
 """
 
 from __future__ import annotations
@@ -17,31 +17,28 @@ from torch import Tensor
 
 from ragblend.engine.store.kv import LayerKV
 
-# Chosen on the selection part of real questions, as rules' shares are (`rules.CARRY`).
-LANDMARKS = 48  # of the tellers: with all of them it is no closer, and slower
-SHARED_KERNEL_WEIGHT = (
-    0.3  # the part of what tokens miss that all miss alike, beside 1 for a token like oneself in one's own chunk
-)
-OTHER_CHUNK = 0.5  # how much a token in another chunk is like one, were it the same
-KERNEL_LENGTH_SCALE = (
-    4.0  # of squared distance, a dimension of standardised values, where likeness has fallen by e; on average 2
-)
-NOISE = 1.0  # variance of what no other token tells
-MAX_DRIFT_RATIO = 3.0  # no teller counts for more than so many median ones: a chunk's first tokens move far, alone
-DEPTH = 0.4  # the layer whose stored values say which tokens are alike, of all layers
+# Chosen on the selection split of real questions, as `rules.DRIFT_GAIN` is.
+LANDMARKS = 48  # recomputed tokens in the regression; with all of them it is slower and no closer
+SHARED_KERNEL_WEIGHT = 0.3  # kernel of the part that all tokens share; an equal token of the same chunk adds 1
+OTHER_CHUNK = 0.5  # factor on the kernel of tokens in different chunks
+# Squared distance per dimension of standardised values at which the kernel has fallen by e; the mean distance is 2.
+KERNEL_LENGTH_SCALE = 4.0
+NOISE = 1.0  # variance of the part that no other token shares
+MAX_DRIFT_RATIO = 3.0  # cap on a change, in median changes: a chunk's first tokens change much more than others
+DEPTH = 0.4  # depth of the layer whose stored values measure the similarity of tokens, as a share of all layers
 
 _JITTER = 1e-6
 
 
 class DriftCorrection(NamedTuple):
-    """What turns the tellers' change into everybody's."""
+    """Fitted regression from the KV change of N recomputed tokens to that of all T tokens, over M landmarks."""
 
-    rows: Tensor  # positions [N] of the tellers, ascending
+    rows: Tensor  # positions [N] of the recomputed tokens, ascending
     weights: Tensor  # [M, N] float32
-    shares: Tensor  # [T, M] float32, of the M changes that `drift` gives: how far each token moves; 0 where it does not
+    shares: Tensor  # [T, M] float32, factors on the M rows of `drift`; 0 for tokens that are not corrected
 
     def drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
-        """Of the tellers' KV [H, N, D]: M changes, keys before rotation and values [H, M, D] float32."""
+        """Return M changes [H, M, D] float32 of pre-RoPE keys and values, from recomputed tokens' KV [H, N, D]."""
         moved = []
         for new, old in zip(fresh, stored, strict=True):
             change = new.float() - old.float()
@@ -53,9 +50,10 @@ class DriftCorrection(NamedTuple):
 
 
 def similarity_layer(num_layers: int, deepest: int) -> int:
-    """The layer whose stored values say which tokens are alike. Not the first, which knows a token alone.
+    """Return the layer whose stored values measure the similarity of tokens.
 
-    deepest: the last layer that the question was asked in. What lies behind it is not there yet.
+    It is not the first layer, whose values depend on the token alone. deepest: the last layer of the query probe; later
+    layers are not loaded yet.
 
     >>> [similarity_layer(count, count - 1) for count in (2, 5, 30)], similarity_layer(30, 3), similarity_layer(30, 0)
     ([1, 2, 12], 3, 1)
@@ -71,11 +69,12 @@ def fit_drift_correction(
     shares: Tensor,
     mean_over_ranks: Callable[[Tensor], Tensor],
 ) -> DriftCorrection:
-    """Of N candidates at `rows` [N] of T positions, ascending, of whom those `tells` [N] bool tell, at least one.
+    """Return the regression over N candidates at the positions `rows` [N], ascending, of a prompt of T tokens.
 
-    values: their stored values [H, N, D] at the layer `similarity_layer`; tokens are alike where those are. chunks: the
-    chunk [N] each is in. shares: [T] of what is told, what each position moves by; 0 for those that stay.
-    `mean_over_ranks` of a vector, where each rank has some of the heads.
+    values: the candidates' stored values [H, N, D] at `similarity_layer`, which measure their similarity. chunks: index
+    [N] of each candidate's chunk. is_recomputed: [N] bool, True for at least one. shares: [T] factor on the estimated
+    change of each position, 0 for positions that are not corrected. `mean_over_ranks` averages a vector over the ranks,
+    if each has some of the heads.
     """
     states = values.float().transpose(0, 1).flatten(1)
     states = (states - states.mean(0)) / states.std(0, correction=0).clamp_min(torch.finfo(torch.float32).tiny)

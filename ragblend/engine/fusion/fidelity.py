@@ -1,6 +1,6 @@
-"""What every engine's report says of a fused prompt: what was reused and recomputed, how close to full prefill it is.
+"""Figures of every engine's report on a fused prompt: reused and recomputed tokens, and closeness to full prefill.
 
-Knows what the fusor returns, and logits. Knows nothing about text, requests or backends.
+Depends on the fusor's results and logits, not on text, requests or backends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ragblend.options import ContextPolicy
 
 
 class AttentionShares(NamedTuple):
-    """Where the question looked: shares of its attention over the whole prompt, which sum to 1."""
+    """Shares of the question's attention over the whole prompt, which sum to 1; see `attention_shares`."""
 
     exact: float
     recomputed: float
@@ -27,7 +27,7 @@ class AttentionShares(NamedTuple):
 
 
 class MatchedContext(Protocol):
-    """What a stored chunk was computed behind, as `lookup.Context` tells it."""
+    """Context after which a stored chunk was computed, such as `lookup.LookupContext`."""
 
     @property
     def match(self) -> PrefixMatch: ...  # noqa: D102
@@ -42,12 +42,12 @@ def record_fusion(
     plan: FusePlan,
     fused: FuseResult,
 ) -> None:
-    """Put into `report` what was reused and recomputed, per chunk and in all, and `record_fidelity`'s figures.
+    """Write into `report` the reused and recomputed tokens, per chunk and in all, and `record_fidelity`'s figures.
 
-    Its chunks, misses so far, begin at `starts`; `stored` are those whose stored KV was used, by that position.
+    The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start.
     """
     recomputed = sorted(fused.recomputed.tolist())
-    num_computed = 0  # chunk tokens with no KV at hand: they run through every layer
+    num_computed = 0  # chunk tokens without KV, which run through every layer
     for chunk, start in zip(report.chunks, starts, strict=True):
         if start in stored:
             placement, seen = stored[start]
@@ -67,17 +67,17 @@ def record_fusion(
     report.num_chunks, report.num_chunk_hits = len(report.chunks), sum(chunk.hit for chunk in report.chunks)
     report.num_prefix_tokens, report.num_recomputed_tokens = plan.num_resident, len(recomputed)
     report.probe_s, report.select_s = fused.probe_s, fused.select_s
-    # The last token is computed even when its KV is stored, where its logits are the answer.
+    # The last token is computed for its logits, even if its KV is stored.
     ends_stored = plan.wants_logits and any(each.end == len(plan.token_ids) for each in plan.placements)
     report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(recomputed) - ends_stored
     record_fidelity(report, plan, fused)
 
 
 def record_fidelity(report: BlendReport, plan: FusePlan, fused: FuseResult) -> None:
-    """Put into `report` what the rule saw of the prompt's KV; None where it did not look.
+    """Write into `report` the rule's measurements of the prompt's KV; those that it did not make stay None.
 
     `attention_*` are `attention_shares`. `mean_deviation` is the mean of `relative_deviation` over the recomputed
-    tokens, at the first check layer: how far their stored keys and values were from those computed afresh there.
+    tokens, at the first check layer: the distance of their stored keys and values from the recomputed ones.
     """
     shares = attention_shares(plan, fused)
     if shares is not None:
@@ -87,11 +87,11 @@ def record_fidelity(report: BlendReport, plan: FusePlan, fused: FuseResult) -> N
 
 
 def attention_shares(plan: FusePlan, fused: FuseResult) -> AttentionShares | None:
-    """How the question's attention, where the rule read it, is spread over the prompt; None if it did not ask.
+    """Return the shares of the question's attention over the prompt's tokens; None if the rule runs no query probe.
 
-    Mean over the question's tokens, heads and the layers read, over the stale KV: before anything was recomputed.
-    Stale: stored KV that never saw the chunks before it and was kept. Recomputed: the same, replaced. Exact: all
-    others, that is the prefix, the chunk stored behind it, and what was computed in this prompt, question included.
+    The attention is the mean over the question's tokens, heads and probe layers, over stale KV, before any recompute.
+    Stale: kept tokens, whose stored KV was computed without the chunks before them. Recomputed: replaced ones. Exact:
+    all others, that is the prefix, the chunk stored after it, and all tokens computed in this prompt.
     """
     if fused.attention is None:
         return None

@@ -1,6 +1,6 @@
 """Fuse stored chunk KV into the KV of one prompt (CacheBlend, Yao et al., EuroSys 2025).
 
-Works on token ids, positions and tensors. Knows nothing about text, storage formats or RAG frameworks.
+Works on token ids, positions and tensors. Does not depend on text, storage formats or RAG frameworks.
 Read `fuse` first; everything else is one of its steps.
 """
 
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class LayerCall(NamedTuple):
-    """A layer to be run over some rows of a prompt, as `LayerwiseModel.run_layer` takes it."""
+    """Arguments of `LayerwiseModel.run_layer`: a layer to run over some rows of a prompt."""
 
     layer: int
     hidden: Tensor  # [R, hidden size]
@@ -43,8 +43,8 @@ class LayerCall(NamedTuple):
 
 
 Steps = Generator[int | LayerCall | Event, Any, _T]
-"""Work in steps: yields the rows that it ran through a layer itself, a LayerCall, whose output it must be sent next, or
-an Event: gone on with before that is set, it blocks until then."""
+"""Generator of work in steps. It yields the number of rows that it ran through a layer, or a LayerCall whose output
+must be sent next, or an Event: resumed before the event is set, the generator blocks."""
 
 
 def fuse(
@@ -56,15 +56,14 @@ def fuse(
 ) -> FuseResult:
     """Fill `fused` with the prompt's KV and return the last token's logits.
 
-    Fresh tokens (prefix, question, everything without stored KV) run through every layer. Of the tokens with
-    stored KV, all that are candidates run up to the first check layer; there the rule keeps the share that the
-    check asks for, and only those go on; each later check keeps fewer of them. A rule that asks the question has the
-    fresh tokens run ahead over stale KV, as far as it reads, and chooses before layer 0. Layer by layer, computed rows
-    replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
-    therefore full prefill. A rule that carries has the candidates that are kept moved, before anybody attends to them,
-    as the recomputed ones say (`drift_gain`).
+    Fresh tokens (question, everything without stored KV) run through every layer. Of the tokens with stored KV, all
+    candidates run up to the first check layer. There the rule keeps the check's share of them, and only those run
+    through the later layers; each later check keeps fewer. A rule with a query probe first runs the fresh tokens over
+    stale KV, up to its last probe layer, and selects before layer 0. In each layer, computed rows replace stored ones,
+    and each computed token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift
+    correction (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
 
-    `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
+    If `ends_s` is a list, the end of each layer is appended to it, in `perf_counter` seconds.
     """
     return run_to_completion(model, fuse_steps(model, plan, fused, layers, ends_s))
 
@@ -73,14 +72,14 @@ def fuse(
 def fuse_steps(
     model: LayerwiseModel, plan: FusePlan, fused: PromptKVBuffer, layers: LayerSource, ends_s: list[float] | None = None
 ) -> Steps[FuseResult]:
-    """`fuse`, a layer at a time, for callers with other work in between, or with layers of other prompts to run."""
+    """Run `fuse` in steps, a layer at a time, for callers that interleave it with other work or other prompts."""
     state = _candidates(plan)
     chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
-    # Layer 0's stored KV is exact, for it depends on the token alone: a model of one layer has nothing to choose.
+    # Layer 0's stored KV is exact, because it depends on the token alone: in a model of one layer nothing is stale.
     asks_first = bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(state.mask.any())
     probe = (yield from _probe(model, plan, fused, layers, state)) if asks_first else None
     active = _active_rows(plan, state)
-    num_stale = int(state.mask[active].sum())  # the device is looked into where the rows change, not at every layer
+    num_stale = int(state.mask[active].sum())  # reading it waits for the device, so only where the rows change
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
     hidden = model.embed(plan.token_ids[active])
     rows_per_layer: list[float] = []
@@ -109,7 +108,7 @@ def fuse_steps(
         elif len(active) and layer < last_layer:
             hidden = yield LayerCall(layer, hidden, active, fused, hook)
         elif len(active):
-            # The last layer's output is needed for the last token alone; of the others only K and V.
+            # The last layer's output is needed for the last token alone; other tokens need only its K and V.
             fresh = model.project_kv(layer, hidden)
             if hook is not None:
                 hook.callback(LayerKV(fresh.keys[:, hook.row_indices], fresh.values[:, hook.row_indices]))
@@ -135,19 +134,18 @@ def fuse_steps(
 
 @dataclass(slots=True)
 class _CandidateState:
-    """What is known about every token of the prompt before the first check. All tensors [T]."""
+    """State of every token of one prompt while it is fused. All tensors [T]."""
 
     mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
     is_fresh: Tensor  # bool, tokens without stored KV, which run through every layer; the last token is always one
     is_edge: Tensor  # bool, the first and the last row of each placement
-    chunks: Tensor  # int64, the placed chunk that it is in
-    drift_gain: Tensor  # float32, of how far others say that it moves: the share that it does where it is kept
-    attention: Tensor | None = None  # float32, once the question was run ahead
-    deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
-    select_s: float = 0.0  # seconds at the checks
-    last_correction: tuple[Tensor, Tensor, DriftCorrection | None] | None = (
-        None  # the rows that ran last, who tells, and what of it
-    )
+    chunks: Tensor  # int64, index of the placement that the token is in
+    drift_gain: Tensor  # float32, factor on the estimated change of the token, if it is kept
+    attention: Tensor | None = None  # float32, set by the query probe
+    deviation: Tensor | None = None  # float32, set by the first check, see FuseResult
+    select_s: float = 0.0  # seconds spent at the checks
+    # Rows that ran last, the indices of candidates among them, and the correction fitted for them.
+    last_correction: tuple[Tensor, Tensor, DriftCorrection | None] | None = None
 
     def choose(
         self,
@@ -157,9 +155,9 @@ class _CandidateState:
         key_deviation: Tensor | None = None,
         value_deviation: Tensor | None = None,
     ) -> Tensor:
-        """Which of the candidates `rows` [N] are recomputed at `ratio`: indices, ascending, for causal order.
+        """Return the indices of the candidates `rows` [N] to recompute at `ratio`, ascending, for causal order.
 
-        Deviations [N] as in RuleInputs; None where the rule measures none.
+        Deviations [N] as in RuleInputs; None if the rule does not need them.
         """
         attention = None if self.attention is None else self.attention[rows]
         evidence = RuleInputs(rows, key_deviation, value_deviation, attention, self.is_edge[rows], plan.seed)
@@ -168,7 +166,7 @@ class _CandidateState:
 
 
 def _candidates(plan: FusePlan) -> _CandidateState:
-    """Which rows may be replaced, and which chunk they are in."""
+    """Return the state before fusing: the candidates, the fresh tokens, and the chunk of each token."""
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
     is_edge, is_fresh = torch.zeros_like(is_candidate), torch.ones_like(is_candidate)
@@ -190,7 +188,7 @@ def _candidates(plan: FusePlan) -> _CandidateState:
 
 
 class _ProbeResult(NamedTuple):
-    """The question and all other fresh tokens, run over stale KV as far as the rule wanted to see."""
+    """Result of the query probe: the question and all other fresh tokens, run over stale KV."""
 
     hidden: Tensor  # [rows that are fused later, hidden size] after layer 0
     extra_rows: list[int]  # token-layers that the probe adds at each layer
@@ -200,9 +198,9 @@ class _ProbeResult(NamedTuple):
 def _probe(
     model: LayerwiseModel, plan: FusePlan, fused: PromptKVBuffer, layers: LayerSource, state: _CandidateState
 ) -> Steps[_ProbeResult]:
-    """Run the fresh tokens through the probe's layers over the stale KV, and note in `known` what they attend to.
+    """Run the fresh tokens over the stale KV up to the last probe layer, and set `state.attention` from the question's.
 
-    Positions are the prompt's own and the softmax is over all of it. Leaves the fresh rows' KV in `fused`, where the
+    Positions are the prompt's and the softmax is over the whole prompt. The fresh rows' KV stays in `fused` until the
     main pass replaces it.
     """
     rows = state.is_fresh.nonzero().flatten()
@@ -229,14 +227,14 @@ def _probe(
         seconds += perf_counter() - start_s
         yield len(rows)
     state.attention = _mean_over_ranks(plan, torch.stack(masses).mean(0))
-    # Layer 0's output is kept, so those rows alone are more that are only asked.
+    # The main pass reuses layer 0's output of the rows that it fuses, so only the other rows are extra there.
     extra_rows = [len(rows) - len(first), *[len(rows)] * plan.probe_layers[-1]]
     extra_rows += [0] * (model.num_layers - len(extra_rows))
     return _ProbeResult(first, extra_rows, seconds)
 
 
 def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
-    """Every rank has as many of the heads, so their shares count alike."""
+    """Return the mean of `shares` over the ranks, each of which has the same number of heads."""
     if plan.sum_over_ranks is None:
         return shares
     summed = plan.sum_over_ranks(torch.cat((shares, shares.new_ones(1))))
@@ -246,7 +244,10 @@ def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
 def _run_first_layer(
     fused: PromptKVBuffer, hidden: Tensor, active: Tensor, state: _CandidateState, probe: _ProbeResult
 ) -> Steps[Tensor]:
-    """Layer 0's output [R, hidden size] of the active rows. Stored layer-0 KV is exact, so the probe's is too."""
+    """Return layer 0's output [R, hidden size] of the active rows; that of fresh rows is the probe's.
+
+    The probe's output is exact, because stored layer-0 KV is.
+    """
     stale = state.mask[active]
     output = probe.hidden.new_empty(len(active), *probe.hidden.shape[1:])
     if bool(stale.any()):
@@ -256,7 +257,7 @@ def _run_first_layer(
 
 
 def _active_rows(plan: FusePlan, state: _CandidateState) -> Tensor:
-    """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
+    """Return the positions [R] to run in layer 0: fresh tokens, and the candidates that the first check measures."""
     active = state.is_fresh.clone()
     active[plan.end :] = False
     ratio = plan.checks[0].ratio
@@ -279,7 +280,10 @@ def _select_at_check_layer(
     active: Tensor,
     state: _CandidateState,
 ) -> tuple[Tensor, int]:
-    """Indices into `active` that go on, and how many tokens were measured. Only norm and K/V projection run here."""
+    """Return the indices into `active` that are kept, and the number of measured tokens.
+
+    Measuring runs only the norm and the K/V projection.
+    """
     start_s = perf_counter()
     candidate = state.mask[active].nonzero().flatten()
     rows = active[candidate]
@@ -302,14 +306,13 @@ def _select_at_check_layer(
 def _drift_correction_hook(
     model: LayerwiseModel, plan: FusePlan, layers: LayerSource, layer: int, active: Tensor, state: _CandidateState
 ) -> FreshKVHook | None:
-    """Moves the candidates that are kept as the recomputed ones among `active` say, once those know their own KV.
+    """Return the hook that corrects kept candidates from the fresh KV of recomputed ones among `active`; None if none.
 
-    Both engines give the same: heads are each rank's own, and what is alike is found over all of them.
+    With several ranks, each corrects its own heads; the similarity of tokens is measured over all heads.
     """
-    source = cast("CorrectableLayerSource", layers)  # whoever gives a plan that carries has one
-    if (
-        state.last_correction is None or state.last_correction[0] is not active
-    ):  # most layers run the same rows as the one before
+    source = cast("CorrectableLayerSource", layers)  # a plan with drift correction always comes with one
+    # Most layers run the same rows as the layer before, for which the correction is fitted already.
+    if state.last_correction is None or state.last_correction[0] is not active:
         row_indices = state.mask[active].nonzero().flatten()
         state.last_correction = (
             active,
@@ -318,7 +321,7 @@ def _drift_correction_hook(
         )
     _, row_indices, correction = state.last_correction
     if correction is None:
-        if len(row_indices):  # all are recomputed; otherwise nothing was placed but what is exact
+        if len(row_indices):  # all candidates are recomputed
             source.apply_drift(layer, None)
         return None
 
@@ -333,7 +336,7 @@ def _drift_correction_hook(
 def _fit_correction(
     model: LayerwiseModel, plan: FusePlan, source: CorrectableLayerSource, active: Tensor, state: _CandidateState
 ) -> DriftCorrection | None:
-    """What the candidates among the rows `active` tell the others; None where there are no others."""
+    """Return the regression from the candidates among the rows `active` to the kept ones; None if none is kept."""
     rows, is_active = state.mask.nonzero().flatten(), torch.zeros_like(state.mask)
     is_active[active] = True
     is_recomputed = is_active[rows]
@@ -347,18 +350,17 @@ def _fit_correction(
 
 
 def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:
-    """Squared L2 distance [T] between [H, T, D] tensors, in float32, summed over heads and dimensions."""
+    """Return the squared L2 distance [T] float32 between [H, T, D] tensors, summed over heads and dimensions."""
     return (fresh.float() - stored.float()).square().sum(dim=(0, 2))
 
 
 def relative_deviation(
     fresh: LayerKV, stored: LayerKV, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """How far each token's `stored` KV is from `fresh`, both [H, T, D], keys rotated alike: [T] float32, 0 is
-    equal.
+    """Return the relative distance [T] float32 of each token's `stored` KV from `fresh`, both [H, T, D]; 0 is equal.
 
-    The mean of |k - k'| / |k'| and |v - v'| / |v'|, with k' and v' the fresh vectors of all heads, L2 norms. So keys
-    and values count alike, however large a model's keys are. `sum_over_ranks` as in FusePlan.
+    It is the mean of |k - k'| / |k'| and |v - v'| / |v'|, with k' and v' the fresh vectors of all heads, L2 norms. Keys
+    and values then have equal weight. Both keys are rotated. `sum_over_ranks` as in FusePlan.
     """
     total = sum_over_ranks or (lambda squares: squares)
     nothing = torch.zeros((), device=fresh.keys.device)
@@ -371,7 +373,7 @@ def relative_deviation(
 
 @torch.inference_mode()
 def run_to_completion(model: LayerwiseModel, steps: Steps[_T]) -> _T:
-    """Run steps to their end, for what they return."""
+    """Run steps to their end, each LayerCall by `model`, and return their result."""
     output: Tensor | None = None
     while True:
         try:

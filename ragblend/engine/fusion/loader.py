@@ -46,7 +46,7 @@ class HostToDeviceCopier:
         self._computing: Any = None
         self._copying: Any = None
         self.overlaps_compute = device.type == "cuda"
-        """Whether a copy can run while the device computes, so that even KV in host memory is worth a thread."""
+        """True if a copy can run while the device computes, so that a thread helps even for KV in host memory."""
         if self.overlaps_compute:
             self._computing = torch.cuda.current_stream(device)
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -67,23 +67,23 @@ class HostToDeviceCopier:
         """
         tensors = [tensor for layer in layers for tensor in layer]
         if not self.overlaps_compute or all(tensor.is_cuda for tensor in tensors):
-            there = [tensor.to(self._device) for tensor in tensors]
+            copies = [tensor.to(self._device) for tensor in tensors]
         else:
-            there = self._copy_as_block(tensors)
-        arrived = iter(there)
+            copies = self._copy_as_block(tensors)
+        arrived = iter(copies)
         return [type(layer)(*(next(arrived) for _ in layer)) for layer in layers]
 
     def _copy_as_block(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        # torch keeps pinned blocks for the next layer, and hands none out before the copy from it is through.
+        # torch caches pinned blocks, and reuses none before the copy from it has ended.
         staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
         for tensor, span in zip(tensors, spans, strict=True):
             _view_as(staged[span], tensor).copy_(tensor)
         with torch.cuda.stream(self._copying):
             block = staged.to(self._device, non_blocking=True)
-        self._copying.synchronize()  # of the two streams only the copies': the other one computes on
-        block.record_stream(self._computing)  # or its memory would be the next copy's while it is still read
+        self._copying.synchronize()  # waits for the copies alone, not for the computing stream
+        block.record_stream(self._computing)  # else the next copy could reuse its memory while it is still read
         return [_view_as(block[span], tensor) for tensor, span in zip(tensors, spans, strict=True)]
 
 
@@ -99,7 +99,7 @@ class _Group:
         self.kvs = [placement.kv for placement in placements]
         self.read_s = [0.0] * len(placements)
         self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
-        self.spans: list[tuple[slice, slice]] = []  # where chunks side by side stand: in the prompt, and in `rows`
+        self.spans: list[tuple[slice, slice]] = []  # spans of adjacent chunks: in the prompt, and in `rows`
         taken = 0
         for placement in placements:
             start, first = placement.start, taken
@@ -121,7 +121,7 @@ class _Group:
             start_s = perf_counter()
             stored.append(kv.stored_layer(layer))
             self.read_s[index] += perf_counter() - start_s
-        arrived = map(dequantized, transfer.copy_to_device(stored))  # eight bits travel as eight bits
+        arrived = map(dequantized, transfer.copy_to_device(stored))  # eight-bit KV is copied as eight bits
         layers = [next(computed) if computed is not None and not is_in_memory(kv) else next(arrived) for kv in self.kvs]
         if len(layers) == 1:
             return layers[0]
@@ -188,16 +188,14 @@ class LayerLoader:
         self._num_layers = num_layers
         self._place, self._movable = place, movable
         self._destination = destination
-        self._rows = torch.empty(
-            0, dtype=torch.int64
-        )  # where `apply_drift` has placed: all positions up to the last chunk
+        self._rows = torch.empty(0, dtype=torch.int64)  # all positions up to the last chunk, made by `apply_drift`
         self._device = device
         self._transfer = HostToDeviceCopier(device)
         self._ahead = threading.Semaphore(depth)
         self._ready = [threading.Event() for _ in range(num_layers)]
         self._stopped = threading.Event()
         self._error: BaseException | None = None
-        self._failed: frozenset[int] = frozenset()  # layers that it kept from being read
+        self._failed: frozenset[int] = frozenset()  # layers that were not read because of the error
         self._threaded = any(
             self._transfer.overlaps_compute or not is_in_memory(each.kv) or not each.kv.header.is_lossless
             for each in placements
@@ -209,7 +207,7 @@ class LayerLoader:
         """Tokens whose layer-0 keys and values are computed instead of read."""
         self._thread: threading.Thread | None = None
         self._num_waited = 0
-        self._released_s = [0.0] * num_layers  # when the fusor got a layer it waited for, the last time it did
+        self._released_s = [0.0] * num_layers  # `perf_counter` seconds of the latest end of `wait` per layer
         self._read_through_s = 0.0
         self.events: list[LayerEvent] = []
         self.stall_s = 0.0
@@ -245,7 +243,7 @@ class LayerLoader:
         if self._thread is not None:
             start_s = perf_counter()
             self._thread.join()
-            self.stall_s += perf_counter() - start_s  # for layer 0, where that was left to be read
+            self.stall_s += perf_counter() - start_s  # layer 0, if it was not read yet
         if is_done and self._error is not None:
             raise self._error
 
@@ -279,10 +277,9 @@ class LayerLoader:
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Return the pre-RoPE keys and values [H, R, D] at `rows` [R] of a placed layer; see CorrectableLayerSource."""
         assert self._movable is not None
-        there = cast("PromptKVBuffer", self._destination)
-        return LayerKV(
-            self._movable.unrotate_keys(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows]
-        )
+        buffer = cast("PromptKVBuffer", self._destination)
+        keys = self._movable.unrotate_keys(layer, buffer.keys(layer)[:, rows], rows)
+        return LayerKV(keys, buffer.values(layer)[:, rows])
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
         """Add `shares` [T, M] times `drift` [H, M, D] to the rows of the layer, to keys before rotation. None changes
@@ -292,12 +289,12 @@ class LayerLoader:
             return
         assert self._movable is not None
         assert shares is not None
-        there, count = cast("PromptKVBuffer", self._destination), len(shares)
+        buffer, count = cast("PromptKVBuffer", self._destination), len(shares)
         if len(self._rows) != count:
             self._rows = torch.arange(count, device=shares.device)
-        # All rows in one go, those that stay by nothing: that is faster than to gather and scatter nearly all.
-        self._movable.add_key_drift(layer, there.keys(layer)[:, :count], shares @ drift.keys, self._rows)
-        there.values(layer)[:, :count] += (shares @ drift.values).to(there.values(layer).dtype)
+        # Zero is added to rows without a share: that is faster than to gather and scatter nearly all rows.
+        self._movable.add_key_drift(layer, buffer.keys(layer)[:, :count], shares @ drift.keys, self._rows)
+        buffer.values(layer)[:, :count] += (shares @ drift.values).to(buffer.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
         """Return the load and fuse events of every layer. `ends_s`: when each layer was fused, in `perf_counter`
@@ -309,9 +306,8 @@ class LayerLoader:
     def _read_all(self) -> None:
         try:
             with torch.inference_mode(), self._transfer.in_compute_order():
-                for layer in sorted(
-                    range(self._num_layers), key=lambda layer: layer == self._computed_layer
-                ):  # what is computed comes last
+                # The computed layer is the last one to read.
+                for layer in sorted(range(self._num_layers), key=lambda layer: layer == self._computed_layer):
                     self._ahead.acquire()
                     if self._stopped.is_set():
                         return
@@ -320,7 +316,7 @@ class LayerLoader:
                     else:
                         self._load(layer)
                         self._ready[layer].set()
-        except BaseException as error:  # handed to the caller by wait()
+        except BaseException as error:  # raised to the caller by wait()
             self._failed = frozenset(layer for layer, event in enumerate(self._ready) if not event.is_set())
             self._error = error
             for event in self._ready:

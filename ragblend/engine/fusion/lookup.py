@@ -34,20 +34,20 @@ class IngestionContext(NamedTuple):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All token ids. They are not in the cache key, because a prompt does not determine them."""
+        """Return all token ids. They are not in the cache key, because a prompt does not determine them."""
         return tuple(itertools.chain.from_iterable(self.parts))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each part, for `KVHeader.context`."""
+        """Return the number of tokens of each part, for `KVHeader.context`."""
         return tuple(map(len, self.parts))
 
     def validate(self) -> None:
         """Raise UsageError for a similar variant without the chunks to prefill it after."""
         if self.policy == "similar" and not self.parts:
             raise UsageError(
-                "a similar version is computed behind the chunks that an index finds; precompute it with its index "
-                "(ragblend.ingest, ragblend precompute), or name them: "
+                "context is 'similar' without context_texts, the chunks after which the KV is computed; precompute the "
+                "chunk with its index (ragblend.ingest, ragblend precompute), or name them: "
                 "Chunk(TEXT, context='similar', context_texts=(...))"
             )
 
@@ -67,15 +67,15 @@ def default_context_policy(num_layers: int) -> ContextPolicy:
 class LookupContext(NamedTuple):
     """Ingestion context in which a chunk is looked up. `exact`: it equals the tokens before the chunk in the prompt."""
 
-    token_ids: tuple[int, ...]  # as they are in the key
-    match: PrefixMatch  # of the prefix in it
+    token_ids: tuple[int, ...]  # the token ids in the key
+    match: PrefixMatch  # "exact" if the prompt begins with them
     exact: bool
     policy: ContextPolicy
-    name: str = ""  # what the key calls it: `chunk_key`'s `context`
+    name: str = ""  # its name in the key, `chunk_key`'s `context`
 
 
 KEY_CONTEXTS: dict[ContextPolicy, str] = {"none": "", "similar": SIMILAR}
-"""`chunk_key`'s `context` for versions of each policy."""
+"""`chunk_key`'s `context` for the variants of each policy."""
 
 
 def lookup_contexts(

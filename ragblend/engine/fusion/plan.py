@@ -1,6 +1,6 @@
-"""What is to be fused and what came of it: stored KV and its places, the prompt's KV, a plan, and what was found.
+"""Input and result of fusing: stored KV with its positions, the buffer of the prompt's KV, the plan, and the result.
 
-Tensors, positions and stored KV. Knows nothing about how fusing is done (`fuse`).
+Depends on tensors, positions and stored KV, not on the fusing itself (`fuse`).
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from ragblend.engine.store.kv import ChunkKV, LayerKV
 
 
 class Placement(NamedTuple):
-    """Stored KV and the prompt position it is placed at. `exact`: it was computed behind precisely these tokens.
+    """Stored KV and the prompt position it is placed at. `exact`: it was computed after precisely the prompt's tokens.
 
-    What is exact is not recomputed. KV in eight bits, which rounding moved a little, is at ratio 1, so that ratio 1 is
-    full prefill from any store.
+    Exact KV is not recomputed, except KV in eight bits at ratio 1, so that ratio 1 is full prefill from any store.
     """
 
     kv: ChunkKV
     start: int
     exact: bool
-    has_context: bool = False  # computed behind other text than the prefix, so it misses less of what stands here
+    has_context: bool = False  # computed after other text than the prefix, so its KV changes less in this prompt
 
     @property
     def end(self) -> int:
-        """Position after the chunk's last token."""
+        """Return the position after the chunk's last token."""
         return self.start + self.kv.header.num_tokens
 
 
 @dataclass(eq=False)
 class FusedKV:
-    """The KV of one prompt: per layer, keys (rotated) and values [H, capacity, D], of which `length` rows are valid.
+    """KV of one prompt: per layer, rotated keys and values [H, capacity, D], of which `length` rows are valid.
 
-    Grows when written beyond its capacity, so decoding appends to it. Owned by one request.
+    A write beyond the capacity enlarges it, so that decoding can append. It belongs to one request.
     """
 
     _layers: list[LayerKV]
@@ -47,26 +46,26 @@ class FusedKV:
 
     @classmethod
     def allocate(cls, shapes: Sequence[tuple[int, int, int]], capacity: int, like: Tensor) -> FusedKV:
-        """Room for `capacity` tokens; `shapes[l]` is (H, D of keys, D of values), dtype and device as `like`."""
+        """Return KV for `capacity` tokens. `shapes[l]` is (H, D of keys, D of values); dtype and device as `like`."""
         return cls(
             [LayerKV(like.new_empty(h, capacity, dk), like.new_empty(h, capacity, dv)) for h, dk, dv in shapes], 0
         )
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Return the number of layers."""
         return len(self._layers)
 
     def keys(self, layer: int) -> Tensor:
-        """Rotated keys of one layer, [H, capacity, D]."""
+        """Return the rotated keys of one layer, [H, capacity, D]."""
         return self._layers[layer].keys
 
     def values(self, layer: int) -> Tensor:
-        """Values of one layer, [H, capacity, D]."""
+        """Return the values of one layer, [H, capacity, D]."""
         return self._layers[layer].values
 
     def write(self, layer: int, rows: Tensor | slice, keys: Tensor, values: Tensor) -> None:
-        """Put `keys` and `values` [H, R, D] at `rows` (positions [R], or a slice)."""
+        """Write `keys` and `values` [H, R, D] at `rows` (positions [R], or a slice)."""
         last = rows.stop if isinstance(rows, slice) else on_host(rows)[-1] + 1
         if last > self._layers[layer].keys.shape[1]:
             self._grow(last)
@@ -83,7 +82,7 @@ class FusedKV:
             )
 
     def copy_front(self, other: FusedKV, count: int) -> None:
-        """Take the first `count` rows of every layer from `other`."""
+        """Copy the first `count` rows of every layer from `other`."""
         for mine, theirs in zip(self._layers, other._layers, strict=True):
             mine.keys[:, :count] = theirs.keys[:, :count]
             mine.values[:, :count] = theirs.values[:, :count]
@@ -92,10 +91,10 @@ class FusedKV:
 
 @dataclass(frozen=True, slots=True)
 class FusePlan:
-    """One prompt to fuse: its ids, the stored KV with its places, and how many rows at the front are there already.
+    """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
-    Of several `checks`, layers ascend and ratios do not grow: each keeps a part of what the one before it kept, as in
-    CacheBlend's gradual filtering (section 4.3). Without rule and checks, all stored KV is kept.
+    With several `checks`, layers ascend and ratios do not grow: each check keeps a part of the tokens that the one
+    before it kept, as in CacheBlend's gradual filtering (section 4.3). Without rule and checks, all stored KV is kept.
     `num_resident` rows of the FusedKV are valid and exact before fusing starts (a prefix, earlier turns).
     """
 
@@ -105,23 +104,23 @@ class FusePlan:
     checks: tuple[CheckLayer, ...] = NO_RECOMPUTE
     num_resident: int = 0
     seed: int = 0
-    num_fused: int | None = None  # tokens from here on are asked only: others compute them, and the logits. None: all
-    sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up evidence where each rank has some of the heads
-    probe_layers: tuple[int, ...] = ()  # where the rule reads the question's attention, ascending; () reads none
-    question_start: int | None = None  # first token of the question; None: what follows the last placed chunk
-    # What follows from these.
+    num_fused: int | None = None  # tokens to fuse; the caller computes later ones and the logits. None: all
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # sums rule inputs, if each rank has some of the heads
+    probe_layers: tuple[int, ...] = ()  # layers of the query probe, ascending; () runs none
+    question_start: int | None = None  # first token of the question; None: the token after the last placed chunk
+    # Derived from the fields above.
     end: int = field(init=False)  # position after the last token that is fused
-    wants_logits: bool = field(init=False)  # whether the last token is computed for its logits, or is like any other
-    num_chunk_tokens: int = field(init=False)  # of all placed chunks
-    num_queries: int = field(init=False)  # tokens of the question, the last token at least
-    corrects_drift: bool = field(init=False)  # whether tokens that are kept move with those that are recomputed
+    wants_logits: bool = field(init=False)  # True if the last token is computed for its logits
+    num_chunk_tokens: int = field(init=False)  # tokens of all placed chunks
+    num_queries: int = field(init=False)  # tokens of the question, at least the last token
+    corrects_drift: bool = field(init=False)  # True if the KV of kept tokens gets drift correction
 
     def __post_init__(self) -> None:
         count, last = sum(placement.kv.header.num_tokens for placement in self.placements), self.checks[-1]
         start = self.question_start
         if start is None:
-            # Where the question stands before its chunks, what follows the last of them asks in its place, and does so
-            # no worse than the question would, run once more behind them (data/results/asking-musique.json).
+            # If the question precedes its chunks, the text after the last chunk is the probe's query. Its selection is
+            # as close as that of the question repeated after the chunks (data/results/asking-musique.json).
             start = max((placement.end for placement in self.placements), default=self.num_resident)
         recomputes_some = last.ratio < 1 and num_to_recompute(last.ratio, count, count) > 0
         for name, value in (
@@ -136,19 +135,19 @@ class FusePlan:
 
 @dataclass(slots=True)
 class FuseResult:
-    """What fusing found: logits of the last token, and which chunk tokens were recomputed."""
+    """Result of fusing: logits of the last token, the recomputed chunk tokens, the cost, and the rule's inputs."""
 
-    logits: Tensor  # [vocabulary] float32; empty where the plan wants none
+    logits: Tensor  # [vocabulary] float32; empty if the plan needs none
     recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
-    rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run, probes by their share
-    fixed_cost: float = 0.0  # the part of them that a deeper model pays once too: what the first check had to see
-    probe_s: float = 0.0  # seconds spent until the question's attention was known, waiting for its layers included
-    attention: Tensor | None = None  # [T] float32, what the probe found
+    rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run; K/V alone count `kv_share`
+    fixed_cost: float = 0.0  # part of rows_per_layer that does not grow with depth: measuring at the first check
+    probe_s: float = 0.0  # seconds of the query probe, waiting for its layers included
+    attention: Tensor | None = None  # [T] float32, the query probe's attention
     deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
     select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
     def add_fixed_cost(self, num_rows: float, plan: FusePlan) -> None:
-        """Count rows that something else ran at layer 0, and that a deeper model runs no more of."""
+        """Add rows that the caller ran at layer 0, a cost that does not grow with the model's depth."""
         self.rows_per_layer[0] += num_rows
         if plan.checks[0].layer == 0:
             self.fixed_cost += num_rows

@@ -1,7 +1,7 @@
-"""Prefill chunks behind a prefix and keep their slices: what ingestion stores.
+"""Prefill of chunks after a prefix, whose KV slices ingestion stores.
 
-`prefill_chunk` is the computation, `prefill_missing` does it for many chunks at the speed of the model: packed into
-passes, written in the background. Knows token ids, layers and KV; nothing of texts or files.
+`prefill_chunk` runs one chunk, `prefill_chunks` several in one pass, and `prefill_missing` many, writing them in the
+background. Depends on token ids, layers and KV, not on texts or files.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.protocols import LayerwiseModel, PackedPrefillModel, PromptKVBuffer
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name
 
-# Rows per pass. On a CPU short chunks gain when packed (weights are read once, layers are called once), and lose some
-# of it when a pass outgrows the cache: `ragblend bench ingest --chunk-tokens 64`. A GPU wants more rows to be busy.
+# Rows per pass. On a CPU packing makes short chunks faster (weights are read once, layers are called once), and less so
+# when a pass exceeds the cache: `ragblend bench ingest --chunk-tokens 64`. A GPU needs more rows to be busy.
 CPU_PASS_TOKENS, GPU_PASS_TOKENS = 640, 8192
-# CPUs compute products of a few rows otherwise than those of many: with fewer, the KV of a short chunk that is
-# prefilled alone would not be, bit for bit, that of the same chunk among others.
+# CPUs use another kernel for products of a few rows. With fewer rows than this, the KV of a short chunk prefilled alone
+# would differ in its last bits from that of the same chunk among others.
 LEAST_PASS_TOKENS = 32
 
-UNWRITTEN_BYTES = 512 << 20  # prefilled, on their way to the store; the model waits when there is more
+UNWRITTEN_BYTES = 512 << 20  # prefilled KV that may wait for the store; with more, the model waits
 
 TokenIds = tuple[int, ...]
 
 
 class PrefillItem(NamedTuple):
-    """A chunk to prefill: its ids, and what it is computed behind."""
+    """Chunk to prefill: its ids and its ingestion context."""
 
     token_ids: TokenIds
     behind: IngestionContext = NO_CONTEXT
 
 
 def prefill_chunk(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> MemoryKV:
-    """Run one chunk behind `prefix` (its rows [0, P) valid) and keep the chunk's slice: pre-RoPE keys, values.
+    """Run one chunk after `prefix` (its rows [0, P) valid) and return the chunk's slice: pre-RoPE keys, values.
 
-    `prefix` is used as scratch beyond row P and is left with the same P valid rows.
+    Rows of `prefix` beyond P are overwritten; its P valid rows do not change.
     """
     return run_to_completion(model, prefill_chunk_steps(model, prefix, header))
 
 
 @torch.inference_mode()
 def prefill_chunk_steps(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> Steps[MemoryKV]:
-    """`prefill_chunk`, a layer at a time: yields the rows that each layer ran."""
+    """Run `prefill_chunk` in steps, a layer at a time. Yields the number of rows of each layer."""
     start = prefix.length
     device = prefix.keys(0).device
     rows = torch.arange(start, start + header.num_tokens, device=device)
@@ -64,9 +64,9 @@ def prefill_chunk_steps(model: LayerwiseModel, prefix: PromptKVBuffer, header: K
 
 @torch.inference_mode()
 def prefill_chunks(model: PackedPrefillModel, prefix: PromptKVBuffer, headers: Sequence[KVHeader]) -> list[MemoryKV]:
-    """`prefill_chunk` of several chunks in one pass, side by side behind the same `prefix`, which stays as it is.
+    """Return `prefill_chunk`'s result for several chunks, from one pass, each after the same `prefix`.
 
-    Norms, projections and MLPs run over all their rows at once; attention is each chunk's own.
+    Norms, projections and MLPs run over the rows of all chunks; attention runs per chunk. `prefix` is not changed.
     """
     device = prefix.keys(0).device
     counts = [header.num_tokens for header in headers]
@@ -84,7 +84,7 @@ def prefill_chunks(model: PackedPrefillModel, prefix: PromptKVBuffer, headers: S
 
 
 def batch_by_tokens(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[TokenIds]]:
-    """Neighbours that go into one pass: together `limit` tokens at most, a longer chunk alone.
+    """Yield lists of adjacent chunks for one pass each: at most `limit` tokens in all, a longer chunk alone.
 
     >>> [len(each) for each in batch_by_tokens([(1,) * 300, (2,) * 300, (3,) * 300, (4,) * 900, (5,)], limit=640)]
     [2, 1, 1, 1]
@@ -108,10 +108,9 @@ def prefill_missing(
 ) -> Iterator[int]:
     """Prefill the chunks that are missing, a pass at a time, while the KV of earlier ones is written.
 
-    Those that follow each other and are computed behind the same share passes.
-
-    Yields, in order, the bytes stored for every chunk once it is stored; 0 for one that was there. What `put` raises
-    ends it. When it is closed early or interrupted, what has been prefilled is still stored.
+    Adjacent chunks with the same ingestion context share passes. Yields, in order, the bytes stored for every chunk
+    once it is stored; 0 if it was stored before. Raises the errors of `put`. If the generator is closed early or
+    interrupted, the KV that was prefilled is still stored.
     """
     writes: deque[tuple[Future[None] | None, int]] = deque()
     unwritten_bytes = 0
@@ -130,12 +129,12 @@ def prefill_missing(
             while writes:
                 yield _wait_for_write(*writes.popleft())
         except Exception:
-            writer.shutdown(wait=False, cancel_futures=True)  # a store that refuses one would refuse the rest, too
+            writer.shutdown(wait=False, cancel_futures=True)  # a store that rejects one write would reject the rest
             raise
 
 
 def _batch_by_context(items: Iterable[PrefillItem], limit: int) -> Iterator[tuple[IngestionContext, list[TokenIds]]]:
-    """`batch_by_tokens` of items that are computed behind the same."""
+    """Yield `batch_by_tokens` of adjacent items with the same ingestion context."""
     for behind, run in itertools.groupby(items, lambda item: item.behind):
         for together in batch_by_tokens((item.token_ids for item in run), limit):
             yield behind, together
@@ -146,7 +145,7 @@ def _is_done(write: Future[None] | None) -> bool:
 
 
 def _wait_for_write(write: Future[None] | None, nbytes: int) -> int:
-    """Wait until a write has ended; its bytes, or what it raised."""
+    """Wait until a write has ended. Return its bytes, or raise its error."""
     if write is not None:
         write.result()
     return nbytes

@@ -48,7 +48,7 @@ class LayerSource(Protocol):
     """
 
     @property
-    def ready(self) -> Sequence[Event] | None: ...  # None: all layers are there
+    def ready(self) -> Sequence[Event] | None: ...  # None: all layers are placed
     def wait(self, layer: int) -> None: ...
 
 
@@ -59,13 +59,11 @@ class CorrectableLayerSource(LayerSource, Protocol):
     `apply_drift` changes the layer waited for last, before any row of placed chunks is written there.
     """
 
-    def read_stored(
-        self, layer: int, rows: Tensor
-    ) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D] at positions [R] of a
-    # layer that was waited for and not corrected yet, and is not the first
-    def apply_drift(
-        self, layer: int, drift: LayerKV | None, shares: Tensor | None = None
-    ) -> None: ...  # adds `shares` [T, M] times `drift` [H, M, D] float32; None changes nothing
+    # Returns pre-RoPE keys, values [H, R, D] at positions [R] of a layer that was waited for and is not corrected yet.
+    def read_stored(self, layer: int, rows: Tensor) -> LayerKV: ...
+
+    # Adds `shares` [T, M] times `drift` [H, M, D] float32; None changes nothing.
+    def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None: ...
 
 
 class QueryProbeHook(Protocol):

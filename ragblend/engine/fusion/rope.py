@@ -1,7 +1,7 @@
-"""Put stored keys at their place in a prompt: one rotation, in float32, cast once (Su et al. 2021).
+"""Rotation of stored keys to their positions in a prompt: one rotation, in float32, cast once (Su et al. 2021).
 
-Stored keys are pre-RoPE, so there is nothing to undo, and every fixed-frequency scaling (linear, Llama-3, YaRN) works
-unchanged: the model's own cosine and sine tables go in. Knows tensors and RoPE settings, not models.
+Stored keys are pre-RoPE, so no rotation is undone, and every fixed-frequency scaling (linear, Llama-3, YaRN) works
+unchanged with the model's own cosine and sine tables. Depends on tensors and RoPE settings, not on models.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FIXED_FREQUENCY = ("default", "linear", "llama3", "yarn", "longrope", "proportio
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `states` [..., T, D] by tables `cos`, `sin` [T, R], R <= D; same dtype, rotation in float32.
+    """Return `states` [..., T, D] rotated by tables `cos`, `sin` [T, R], R <= D; same dtype, rotation in float32.
 
-    Half layout (as Llama and its relatives): dimension i is paired with i + R/2. Only the first R dimensions turn
-    (partial rotary). Rotations compose: turning by p and then by q equals turning by p + q, as long as the tables
-    carry no attention scaling. Agrees with transformers' `apply_rotary_pos_emb`.
+    Half layout (as Llama and its relatives): dimension i is paired with i + R/2. Only the first R dimensions are
+    rotated (partial rotary). Rotating by p and then by q equals rotating by p + q, if the tables contain no attention
+    scaling. Equals transformers' `apply_rotary_pos_emb`.
     """
     rotary_dim = cos.shape[-1]
     turned, kept = states[..., :rotary_dim], states[..., rotary_dim:]
@@ -34,13 +34,13 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tables by which `rotate` undoes what it did by `cos`, `sin` [T, R], attention scaling included."""
-    scaling = cos[..., :1].square() + sin[..., :1].square()  # 1 but for what scales attention
+    """Return the tables of the inverse of `rotate` by `cos`, `sin` [T, R], attention scaling included."""
+    scaling = cos[..., :1].square() + sin[..., :1].square()  # 1 without attention scaling
     return cos / scaling, -sin / scaling
 
 
 def add_rotated(states: Tensor, by: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Add `by` [H, T, D] float32, which is not rotated, to `states` [H, T, D], which are by tables [T, R]. In place."""
+    """Rotate `by` [H, T, D] float32 by tables [T, R] and add it to `states` [H, T, D], rotated already, in place."""
     rotary_dim = cos.shape[-1]
     if states.dtype != by.dtype:
         states += rotate(by, cos, sin).to(states.dtype)
@@ -54,7 +54,7 @@ def add_rotated(states: Tensor, by: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def tables(inv_freq: Tensor, positions: Tensor, attention_scaling: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, R] in float32 for `positions` [T] and `inv_freq` [R/2] (radians per token)."""
+    """Return cosine and sine [T, R] in float32 for `positions` [T] and `inv_freq` [R/2] (radians per token)."""
     angles = positions.float()[:, None] * inv_freq.float()[None, :]
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos() * attention_scaling, angles.sin() * attention_scaling
@@ -68,9 +68,9 @@ def rope_type_problem(rope_type: str) -> str:
 
 
 def exact_context(rope_parameters: Mapping[str, Any], max_positions: int) -> int:
-    """Longest prompt (tokens) at which the model's RoPE frequencies are fixed, so that keys can be placed.
+    """Return the longest prompt, in tokens, at which the model's RoPE frequencies are fixed and keys can be placed.
 
-    Raises UnsupportedModelError for length-dependent types (dynamic NTK) and for types this file does not know.
+    Raises UnsupportedModelError for length-dependent types (dynamic NTK) and for types not in FIXED_FREQUENCY.
 
     >>> exact_context({"rope_type": "yarn"}, 131072)
     131072

@@ -1,12 +1,11 @@
-"""Which stale tokens to recompute: one small function per rule, all with the same signature.
+"""Rules: selection of the stale tokens to recompute, by one small function per rule. A RULE IS ADDED HERE, in RULES.
 
-A rule turns `RuleInputs` about the N candidate tokens into scores [N]; the fusor recomputes the highest. Candidates
-are the stale tokens: those whose stored KV was computed without the tokens that precede them in the prompt. Depends on
-tensors only.
+A rule turns the `RuleInputs` of N candidate tokens into scores [N]; the fusor recomputes those with the highest scores.
+Candidates are the stale tokens, whose stored KV was computed without the tokens that precede them in the prompt.
+Depends on tensors only.
 
-Where the evidence comes from: positions from the plan; deviations from the check layer, where the fusor
-computes K and V of the candidates afresh; attention from the question, which the fusor runs ahead over stale KV through
-the layers that the rule reads.
+The inputs: positions come from the plan, deviations from the check layer, where the fusor recomputes K and V of the
+candidates, and attention from the query probe, which runs the question over stale KV before the selection.
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 # layer 1 is the first that can show a deviation (CacheBlend, section 4.3).
 CHECK_LAYER = 1
 
-# Of `ask`, chosen on the selection part of real questions (data/results/carry-*.json): what it
-# recomputes unless told otherwise, and how much of what those tell the tokens that are kept move by. At 5 % it is
-# closer to full prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
+# Constants of `ask`, chosen on the selection split of real questions (data/results/carry-*.json): its default ratio,
+# and the factors on the estimated change of kept tokens. At 5 % it is closer to full prefill than `cacheblend` is at
+# 15 %, so the query probe may cost as much as recomputing a tenth of the chunk tokens.
 ASK_RATIO, DRIFT_GAIN, DRIFT_GAIN_IN_CONTEXT, PROBE_MARGIN = 0.05, 0.9, 0.8, 0.1
 
-# Layers from which a model is taken to work as the language model does on which `ask` and its constants were chosen;
-# those that are used have 16 and more.
+# Least layers of a deep model, such as the language model on which `ask` and its constants were chosen. Language models
+# in use have 16 and more; the embedded model has 5.
 DEEP_MODEL_LAYERS = 12
-# Of such a model's depth, from where and up to where `ask` reads the question, chosen as the numbers below are
-# (benchmarks/RESULTS.md): both ends say less of what it is about.
+# First and last probe layer of a deep model, as shares of its depth (benchmarks/RESULTS.md). Attention in the first and
+# the last layers is less specific to the question.
 PROBE_DEPTHS = (1 / 3, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
 class RuleInputs:
-    """What is known about N candidate tokens, in prompt order. All tensors [N]."""
+    """Inputs of a rule: values of N candidate tokens, in prompt order. All tensors [N]."""
 
-    positions: Tensor  # int64, place in the prompt
+    positions: Tensor  # int64, position in the prompt
     key_deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored keys, over heads and dimensions
     value_deviation: Tensor | None = None  # float32, the same for values
-    attention: Tensor | None = None  # float32, the share of the question's attention that the token gets
-    is_edge: Tensor | None = None  # bool, whether the token is the first or last of a placed part of a chunk
+    attention: Tensor | None = None  # float32, share of the question's attention on the token
+    is_edge: Tensor | None = None  # bool, True for the first and last token of a placed part of a chunk
     seed: int = 0
 
 
 class CheckLayer(NamedTuple):
-    """From `layer` on, `ratio` of the chunk tokens stay in the computation."""
+    """Layer from which on only `ratio` of the chunk tokens are computed."""
 
     layer: int
     ratio: float
@@ -64,23 +63,23 @@ NO_RECOMPUTE = (CheckLayer(0, 0.0),)  # with any rule: all stored KV is kept
 
 
 def cacheblend(evidence: RuleInputs) -> Tensor:
-    """Squared deviation of V at the check layer (CacheBlend, section 4.3, and its public code)."""
+    """Return the squared deviation of V at the check layer (CacheBlend, section 4.3, and its public code)."""
     assert evidence.value_deviation is not None
     return evidence.value_deviation
 
 
 def cacheblend_k(evidence: RuleInputs) -> Tensor:
-    """Squared deviation of K at the check layer (LMCache's blender)."""
+    """Return the squared deviation of K at the check layer (LMCache's blender)."""
     assert evidence.key_deviation is not None
     return evidence.key_deviation
 
 
 def ask(evidence: RuleInputs) -> Tensor:
-    """Both ends of each placed part first, then what the question attends to, mean over the layers read, heads and its
-    tokens (ProphetKV, arXiv 2602.02579).
+    """Return the question's attention, mean over probe layers, heads and its tokens (ProphetKV, arXiv 2602.02579).
 
-    The first token of a text that was computed alone draws attention there (EPIC, arXiv 2410.15332, recomputes a few of
-    them), and no part is left without a recomputed token that tells how far its others have moved.
+    The first and last token of each placed part get 1 more, so they are recomputed first. The first token of a text
+    that was computed alone attracts attention (EPIC, arXiv 2410.15332, recomputes a few of them), and drift correction
+    needs a recomputed token in each part.
     """
     assert evidence.attention is not None
     assert evidence.is_edge is not None
@@ -88,31 +87,30 @@ def ask(evidence: RuleInputs) -> Tensor:
 
 
 def random(evidence: RuleInputs) -> Tensor:
-    """Control: any tokens, the same for the same seed."""
+    """Return random scores, equal for equal seeds: the control."""
     generator = torch.Generator().manual_seed(evidence.seed)
     return torch.rand(len(evidence.positions), generator=generator).to(evidence.positions.device)
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionRule:
-    """A named way to choose tokens, and what it needs to see."""
+    """Named scoring of candidate tokens, with the inputs it needs and its defaults."""
 
     name: str
     score: Callable[[RuleInputs], Tensor]  # [N] float32; the highest are recomputed
     needs_deviation: bool = False  # runs the layers before the check layer for all candidates
-    probes_before_selection: bool = (
-        False  # runs the question ahead, over stale KV, to see what it attends to, before it chooses; so
-    )
-    # most KV is loaded before any is recomputed
-    ratio: float = DEFAULT_RATIO  # of the chunk tokens, recomputed where nothing else is asked for
-    drift_gain: float = 0.0  # how much of what recomputed tokens tell (`drift_correction`) the tokens kept move by
-    drift_gain_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
+    # Runs the query probe before it selects tokens. Most layers must then be loaded before recompute starts.
+    probes_before_selection: bool = False
+    ratio: float = DEFAULT_RATIO  # share of the chunk tokens to recompute, if the request has no ratio
+    drift_gain: float = 0.0  # factor on the change of kept tokens that `drift_correction` estimates; 0: no correction
+    drift_gain_in_context: float = 0.0  # the same for tokens stored after other text than the prefix
 
     def probe_layers(self, num_layers: int, global_layers: Sequence[int] = ()) -> tuple[int, ...]:
-        """The layers at which it reads the question's attention, ascending; () where it asks nothing.
+        """Return the probe layers, at which the rule reads the question's attention, ascending; () without a probe.
 
-        They are the middle of a deep model, all of a shallow one. Beside layers that see a window only, `global_layers`
-        are those that see everything: of the layers it would read, those alone, or all of them if none is among those.
+        They are the middle layers of a deep model, and all layers of a shallow one. `global_layers` are the layers
+        without an attention window, if other layers have one. The probe layers are then the global ones among the
+        middle layers, or all global layers if there is none.
 
         >>> [RULES[name].probe_layers(3) for name in ("ask", "cacheblend")]
         [(0, 1, 2), ()]
@@ -144,16 +142,18 @@ RULES: dict[str, SelectionRule] = {
 }  # fmt: skip
 
 # On a real language model of 30 layers `ask` is the closest rule (`ragblend bench quality`,
-# data/results/closeness.json). On the embedded one of 5 layers it answers more questions than `cacheblend` at
-# DEFAULT_RATIO, which it needs there (data/results/quality-demo-selection.json).
+# data/results/closeness.json). On the embedded one of 5 layers, at DEFAULT_RATIO, it answers more questions than
+# `cacheblend` (data/results/quality-demo-selection.json).
 DEFAULT_RULE = "ask"
-# Where running the question ahead does not pay (`is_probe_worthwhile`): of the rules that ask nothing the closest
-# there, on questions that are not reported (`--split selection`, data/results/closeness-selection.json).
+# Rule for prompts whose query probe costs too much (`is_probe_worthwhile`): the closest rule without a probe, on
+# questions that are not reported (`--split selection`, data/results/closeness-selection.json).
 NO_PROBE_RULE = "cacheblend"
 
 
 def find_rule(name: str, num_layers: int = DEEP_MODEL_LAYERS) -> SelectionRule:
-    """The rule of that name; "auto" is the default rule, which recomputes more in a model of few layers.
+    """Return the rule of that name. "auto" is the default rule, with a higher ratio in a model of few layers.
+
+    Raises UsageError for an unknown name.
 
     >>> [(rule.name, rule.ratio) for rule in (find_rule("auto", 32), find_rule("auto", 5))]
     [('ask', 0.05), ('ask', 0.15)]
@@ -170,9 +170,9 @@ def find_rule(name: str, num_layers: int = DEEP_MODEL_LAYERS) -> SelectionRule:
 
 
 def default_check_layer(global_layers: Sequence[int]) -> int:
-    """The check layer of a model in which `global_layers` see everything and the others a window only.
+    """Return the check layer of a model in which `global_layers` have no attention window: the first of them after 0.
 
-    What no window reaches moves no keys and values there, and the question sees little of the prompt.
+    Before it, tokens attend only to their window, so their keys and values deviate little.
 
     >>> default_check_layer((5, 11, 17)), default_check_layer((0, 1, 2)), default_check_layer(())
     (5, 1, 1)
@@ -183,7 +183,7 @@ def default_check_layer(global_layers: Sequence[int]) -> int:
 def check_schedule(
     rule: SelectionRule, ratio: float, num_layers: int, check_layer: int = CHECK_LAYER
 ) -> tuple[CheckLayer, ...]:
-    """At which layer `rule` narrows the computation, and to what share of the chunk tokens.
+    """Return the layers at which `rule` reduces the computed tokens, each with the share of chunk tokens it keeps.
 
     Raises UsageError for a layer that the model does not have.
     """
@@ -195,12 +195,12 @@ def check_schedule(
 
 
 def validate_ratio(ratio: float) -> float:
-    """`ratio` itself; raises UsageError unless 0 <= ratio <= 1."""
+    """Return `ratio`. Raises UsageError unless 0 <= ratio <= 1."""
     return SHARE.validate("recompute_ratio", ratio)
 
 
 def num_to_recompute(ratio: float, num_chunk_tokens: int, num_candidates: int) -> int:
-    """Tokens that `ratio` of the chunk tokens makes, capped at the candidates; 1.0 means every candidate.
+    """Return the number of tokens to recompute: `ratio` of the chunk tokens, at most all candidates.
 
     >>> num_to_recompute(0.15, num_chunk_tokens=100, num_candidates=80)
     15
@@ -218,22 +218,22 @@ def is_probe_worthwhile(
     num_layers: int,
     global_layers: Sequence[int] = (),
 ) -> bool:
-    """Whether running `num_fresh` tokens ahead is worth its token-layers. Long questions over short chunks are not.
+    """Return True if the query probe of `num_fresh` tokens costs few enough token-layers.
 
-    It may cost what the recompute of `ratio` costs, and ASK_WORTH more: so much more has the rule that takes its place
-    to recompute, and is further from full prefill even then.
+    It may cost as much as recomputing `ratio` plus PROBE_MARGIN of the chunk tokens. NO_PROBE_RULE recomputes that much
+    more, and is less close to full prefill even then. Long questions over short chunks cost more.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]
     """
     layers = rule.probe_layers(num_layers, global_layers)
     if not layers or not num_candidates:
-        return True  # nothing is run ahead
+        return True  # there is no probe to run
     return num_fresh * layers[-1] <= (ratio + PROBE_MARGIN) * num_chunk_tokens * num_layers
 
 
 class SelectionPlan(NamedTuple):
-    """How one prompt's tokens are chosen."""
+    """Rule, check layers and probe layers of one prompt."""
 
     rule: SelectionRule
     checks: tuple[CheckLayer, ...]
@@ -251,10 +251,10 @@ def plan_selection(
     fitted: tuple[str, int] | None = None,
     global_layers: Sequence[int] = (),
 ) -> SelectionPlan:
-    """The rule `name` for one prompt. The default rule gives way to one without a probe where that does not pay.
+    """Return the rule `name` for one prompt. "auto" is NO_PROBE_RULE if the default rule's probe costs too much.
 
-    fitted: the rule and check layer that a calibration takes for `name`. global_layers: those that see everything, in a
-    model where others see a window only; () where all are alike.
+    fitted: rule and check layer of a calibration for `name`. global_layers: the layers without an attention window, if
+    others have one; else ().
     """
     first = default_check_layer(global_layers) if global_layers else CHECK_LAYER
     taken, check_layer = fitted or (name, first)
@@ -267,7 +267,9 @@ def plan_selection(
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:
-    """Recomputed token-layers over `num_layers x chunk tokens`. `rows_per_layer[l]` counts everything run at layer l.
+    """Return the recomputed token-layers as a share of `num_layers x chunk tokens`.
+
+    `rows_per_layer[l]` counts all rows run at layer l.
 
     >>> charged_budget([100, 20, 20, 20], num_chunk_tokens=100)
     0.4
@@ -284,11 +286,11 @@ def charged_budget_at(
     check_layer: int,
     fixed_cost: float = 0.0,
 ) -> float:
-    """The same rule's charged budget in a model of `depth` layers: layers up to the check cost the same, the mean
-    of the rest fills the depth. In a shallow model the check is most of the bill; this is the bill of a deep one.
+    """Return the charged budget that the same rule would have in a model of `depth` layers.
 
-    `fixed_cost`: the part of `rows_per_layer` that the check layer itself took (measuring deviation, the question read
-    there), paid once at any depth.
+    Layers up to the check cost the same; each further layer costs the mean of the others. In a shallow model the check
+    is most of the cost. `fixed_cost`: the part of `rows_per_layer` for measuring at the check layer, which does not
+    grow with depth.
 
     >>> round(charged_budget_at(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225

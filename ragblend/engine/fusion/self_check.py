@@ -1,6 +1,6 @@
-"""The exactness gates, run on a short prompt when a model is loaded for the first time.
+"""Self-check of a model at loading: four exactness gates on a short prompt.
 
-A model passes when stored KV, placed and fused, reproduces its own full prefill. Works on any LayerwiseModel.
+A model passes if stored KV, placed and fused, reproduces its own full prefill. Depends on a SelfCheckModel.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ WINDOW_TOKENS = 16  # of layers with a sliding window, for the check: less than 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
-# A model may compute a row differently when other rows stand beside it: kernels change with their number, each rounds
-# differently, and LLM.int8 keeps whole columns exact where any row has an outlier. Such noise is the model's own, fused
-# or not. Over many layers in half precision it reaches what a gate tolerates (Llama 3.1 8B's shape in bfloat16 on an
-# H100: 0.06). So where a gate finds more, the noise is measured, by the model's own forward over pieces of the same
-# prompt, and each gate allows twice of it: without quantised weights at most MAX_TOLERANCE, less than a wrong mask is
-# off by.
+# A model may compute a row differently when the batch has other rows: the kernel depends on their number, each kernel
+# rounds differently, and LLM.int8 keeps whole columns exact if any row has an outlier. This noise is the model's own.
+# Over many layers in half precision it reaches a gate's tolerance (Llama 3.1 8B's shape in bfloat16 on an H100: 0.06).
+# If a gate exceeds its tolerance, the noise is therefore measured, by the model's own forward over pieces of the same
+# prompt, and each gate allows twice the noise: without quantised weights at most MAX_TOLERANCE, less than the error of
+# a wrong mask.
 CUTS = ((PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS), (1, 2, 3), (50,), (83,))
 NOISE_FACTOR = 2
 MAX_TOLERANCE = 0.1
 
 
 class _PreloadedSource:
-    """A LayerSource for KV that is placed before fusing starts."""
+    """LayerSource for KV that is placed before fusing starts."""
 
     ready = None
 
     def wait(self, layer: int) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 @torch.inference_mode()
@@ -60,12 +60,12 @@ def self_check(model: SelfCheckModel, vocabulary: int, name: str, *, is_quantise
     """Raise UnsupportedModelError unless fused KV reproduces `model`'s full prefill. Four gates:
 
     stored keys, placed, equal the layer-0 keys of full prefill for every chunk (the rotation is right);
-    a chunk right behind its prefix equals full prefill in every layer (the stored slice is right);
+    a chunk directly after its prefix equals full prefill in every layer (the stored slice is right);
     recomputing everything over stale KV gives full prefill's logits (positions and scatter are right);
     recomputing scattered tokens over exact KV changes nothing (the mask of scattered rows is right).
 
-    A model whose own results depend on how many tokens run together, because it is quantised, or deep and in half
-    precision, is allowed twice as much as that, which the log says.
+    The results of a quantised model, or a deep one in half precision, depend on the number of tokens that run together.
+    Such a model is allowed twice that noise, with a warning in the log.
     """
     allowed = dict.fromkeys(GATES, TOLERANCE[model.like.dtype])
     most = math.inf if is_quantised else MAX_TOLERANCE if model.like.dtype != torch.float32 else 0.0
@@ -94,18 +94,18 @@ def self_check(model: SelfCheckModel, vocabulary: int, name: str, *, is_quantise
             raise UnsupportedModelError(
                 f"{name} fails the exactness check of {gate}: relative error {deviation:.2g}, allowed "
                 f"{allowed[gate]:.2g}. "
-                "Its layers do something that fusing does not reproduce; use another model, or mode 'full' elsewhere"
+                "Fusing does not reproduce its layers; use another model"
             )
 
 
 def _prompt(model: SelfCheckModel, vocabulary: int) -> Tensor:
-    """Ids [T] of the prompt that the gates look at."""
+    """Return the ids [T] of the gates' prompt."""
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     return torch.randint(vocabulary, (total,), generator=torch.Generator().manual_seed(0)).to(model.like.device)
 
 
 def _own_noise(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
-    """How far the model's own results move, per gate, when its own forward gets the prompt in pieces."""
+    """Return, per gate, the relative change of the model's own results when its forward gets the prompt in pieces."""
     ids = _prompt(model, vocabulary)
     reference, layers = model.chunked_prefill(ids, ())
     noise = dict.fromkeys(GATES, 0.0)
@@ -118,7 +118,7 @@ def _own_noise(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
 
 
 def _gates(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
-    """Relative error of each gate."""
+    """Return the relative error of each gate."""
     ids = _prompt(model, vocabulary)
     total = len(ids)
     reference, layers = model.full_prefill(ids)
@@ -148,8 +148,8 @@ def _gates(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
     )
     everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], (CheckLayer(1, 1.0),), PREFIX_TOKENS)
     gates[GATES[2]] = _error(fuse(model, everything, fused, _PreloadedSource()).logits, reference)
-    # Over the KV of full prefill itself, recomputing scattered rows must change nothing; a mask that lets them see
-    # later tokens does, and it hides at ratio 0 and 1.
+    # Over the KV of full prefill itself, recomputing scattered rows must change nothing. A mask that lets them attend
+    # to later tokens changes them, and has no effect at ratio 0 and 1.
     for index, layer in enumerate(layers):
         fused.write(index, torch.arange(total, device=ids.device), layer.keys, layer.values)
     scattered = FusePlan(ids, tuple(placements), RULES["random"], (CheckLayer(0, 0.5),), PREFIX_TOKENS)
@@ -158,7 +158,7 @@ def _gates(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
 
 
 def place(model: SelfCheckModel, fused: FusedKV, placement: Placement) -> None:
-    """Write every layer of stored KV to its place in `fused`, keys rotated."""
+    """Write every layer of stored KV to its position in `fused`, keys rotated."""
     rows = torch.arange(placement.start, placement.end, device=model.like.device)
     for index in range(model.num_layers):
         keys, values = LayerKV(*(tensor.to(model.like.device) for tensor in placement.kv.layer(index)))
@@ -166,5 +166,5 @@ def place(model: SelfCheckModel, fused: FusedKV, placement: Placement) -> None:
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference as a share of the largest expected value."""
+    """Return the largest difference as a share of the largest expected value."""
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))

@@ -50,6 +50,8 @@ class KVStore(ABC):
     """True for a tier on another machine. A request fetches all its keys from it at once (`fetch_many`)."""
     timeout_s = 0.0
     """The longest that a request waits for this tier, in seconds."""
+    catalog: str | None = None
+    """The URL of the catalogue of what is stored; None: it is in the store's folder, unless settings name another."""
     kv_dtype: KvDtype = "auto"
     """How `put` stores KV: "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`)."""
 

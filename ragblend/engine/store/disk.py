@@ -91,6 +91,8 @@ class DiskStore(StoreMetadata, KVStore):
     `kv_dir`: where the entries are instead of in `root`'s own `kv`, on a faster disk for example. They can be computed
     again, and what stands in `root` cannot. A relative path is resolved once, when the store is opened.
 
+    `catalog`: the URL of the catalogue, where that is not a file in `root`.
+
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries, which the
     checksums detect. `create=False` raises NotFoundError if `root` does not exist.
     """
@@ -104,6 +106,7 @@ class DiskStore(StoreMetadata, KVStore):
         capacity_bytes: Capacity = None,
         store_key: KeyChoice = "auto",
         kv_dir: str | os.PathLike[str] | None = None,
+        catalog: str | None = None,
     ) -> None:
         if isinstance(capacity_bytes, int) and capacity_bytes < 0:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
@@ -111,6 +114,7 @@ class DiskStore(StoreMetadata, KVStore):
         self.root = open_folder(named)
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
+        self.catalog = catalog
         self._demands = ReadRequirements(self.store_key)
         self.on_put: Callable[[KVHeader], object] | None = None  # called before an entry is written
         self._has_warned = False  # about an unsigned entry

@@ -29,11 +29,12 @@ def open_store(
 
     `tiers` are TierOptions. `memory_gib`: budget of the memory tier; 0 omits the tier. `path` None omits the disk tier;
     `kv_dir` puts its entries elsewhere, `disk_gib` limits it ("auto": as much as it leaves free, see `eviction`; 0: no
-    limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; a `get` from it takes at most
-    `remote_timeout_s` seconds. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8" in eight bits;
-    stored entries of any dtype are read. `fsync` False is for a disk tier whose entries may be lost in a power cut.
-    `store_key`: the key that signs entries, and that read entries must be signed with; "auto" is the process's own key,
-    if there is one (`signing.find_key`).
+    limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or another object store; a `get` takes at most
+    `remote_timeout_s` seconds. `catalog`: `postgresql://USER:PASSWORD@HOST/DATABASE` for the catalogue of a fleet,
+    which is a file in `path` by default. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8" in eight
+    bits; stored entries of any dtype are read. `fsync` False is for a disk tier whose entries may be lost in a power
+    cut. `store_key`: the key that signs entries, and that read entries must be signed with; "auto" is the process's own
+    key, if there is one (`signing.find_key`).
 
     Raises NotFoundError if `path` does not exist and `create` is False, UsageError for an invalid URL. The remote is
     not contacted yet.
@@ -50,13 +51,21 @@ def open_store(
         opened.append(memory := MemoryStore(int(options.memory_gib * GIB)))
     if path is not None:
         budget = parse_capacity(options.disk_gib)
-        disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, store_key=key, kv_dir=options.kv_dir)
+        disk = DiskStore(
+            path,
+            fsync=fsync,
+            create=create,
+            capacity_bytes=budget,
+            store_key=key,
+            kv_dir=options.kv_dir,
+            catalog=options.catalog,
+        )
         opened.append(disk)
         for document, keys in disk.pins().items() if options.memory_gib > 0 else ():
             memory.pin(document, keys)
     if options.remote is not None:
         opened.append(open_remote(options.remote, timeout_s=options.remote_timeout_s, store_key=key))
-    return TieredStore(*opened, kv_dtype=options.kv_dtype)
+    return TieredStore(*opened, kv_dtype=options.kv_dtype, catalog=options.catalog)
 
 
 def parse_capacity(disk_gib: DiskBudget) -> Capacity:

@@ -54,12 +54,13 @@ class TieredStore(KVStore):
     not depend on it: each entry names its own dtype.
     """
 
-    def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto") -> None:
+    def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto", catalog: str | None = None) -> None:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         self._tiers = tiers
         self._remote_tiers = tuple(tier for tier in tiers if tier.is_remote)  # cached, because every request reads it
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
+        self.catalog = catalog or next((tier.catalog for tier in tiers if tier.catalog is not None), None)
         self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
         # Queues of promotions into tiers other than memory, by position.
         self._promotions = {

@@ -1,1 +1,1 @@
-"""The engine on transformers: models, their layers run one at a time, generation."""
+"""Engine on transformers: models, their layers run one at a time, generation."""

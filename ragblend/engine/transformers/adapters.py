@@ -1,7 +1,7 @@
-"""Adapters of peft (LoRA and its relatives): found, put on a model, and told apart.
+"""Adapters of peft (LoRA and its relatives): their files, loading, and part of a model's fingerprint.
 
-An adapter's layers run as peft runs them, unmerged, so a model with one has weights of its own, and KV of its own. What
-works on the prompt instead of on layers is refused. Knows peft by name, and its files.
+An adapter's layers run unmerged, as in peft, so a model with an adapter has a separate fingerprint and separate KV.
+Adapters that change the prompt instead of layers are rejected. Depends on peft and its file layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OF_LAYERS = frozenset(
     {"LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "LN_TUNING", "TRAINABLE_TOKENS", "MISS", "SHIRA"}
 )
 
-# What an adapter_config.json says of training and of files, and not of what is computed.
+# Fields of adapter_config.json about training and files, which do not change the computation.
 _IRRELEVANT_FIELDS = frozenset(
     {"peft_version", "inference_mode", "base_model_name_or_path", "revision", "task_type", "lora_dropout"}
     | {"init_lora_weights", "auto_mapping", "runtime_config", "loftq_config", "eva_config", "corda_config"}
@@ -30,26 +30,29 @@ _IRRELEVANT_FIELDS = frozenset(
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter. transformers puts one on its base model wherever it finds that file."""
+    """Return True if a directory holds an adapter: transformers itself loads an adapter if it finds that file."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
 def base_of(path: Path) -> str:
-    """The model that the adapter in `path` was trained on, as it says."""
+    """Return the name of the model that the adapter in `path` was trained on. Raises NotFoundError without one."""
     base = _config(path).get("base_model_name_or_path")
     if not base:
-        raise NotFoundError(f"{path / ADAPTER_CONFIG} names no base model; say it: model=BASE, adapter={str(path)!r}")
+        raise NotFoundError(f"{path / ADAPTER_CONFIG} names no base model; pass model=BASE, adapter={str(path)!r}")
     return str(base)
 
 
 def with_adapter(model: Any, path: Path) -> Any:
-    """`model` with the adapter in `path` in its layers. Raises ImportError naming the extra, UnsupportedModelError for
-    what is not a change of layers."""
+    """Return `model` with the adapter in `path` in its layers.
+
+    Raises ImportError with the install command if peft is missing, UnsupportedModelError for an adapter that changes
+    more than layers.
+    """
     reject_unsupported_adapter(_config(path), str(path))
     if not (path / ADAPTER_WEIGHTS).is_file():
         raise NotFoundError(
-            f"{path} has no {ADAPTER_WEIGHTS}; pickled adapters can run code and are not read: save it again with "
-            "save_pretrained, which writes safetensors"
+            f"{path} has no {ADAPTER_WEIGHTS}, and pickled adapters are not read because they can run code; save the "
+            "adapter again with save_pretrained, which writes safetensors"
         )
     try:
         from peft import PeftModel
@@ -59,14 +62,14 @@ def with_adapter(model: Any, path: Path) -> Any:
 
 
 def adapter_mark(path: Path) -> str:
-    """What a fingerprint says of the adapter in `path`: equal exactly when weights and config are."""
+    """Return the fingerprint's part for the adapter in `path`: equal exactly when weights and config are equal."""
     digest = blake2b(read_file(path / ADAPTER_WEIGHTS), digest_size=16)
     digest.update(_relevant(_config(path)).encode())
     return f"+adapter {digest.hexdigest()}"
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside a PeftModel; another one as it is."""
+    """Return the transformers model inside a PeftModel; any other model unchanged."""
     configs = getattr(model, "peft_config", None)
     for name, config in (configs or {}).items():
         reject_unsupported_adapter(config.to_dict(), f"the adapter {name!r}")
@@ -74,31 +77,31 @@ def unwrapped(model: Any) -> Any:
 
 
 def adapters_of(model: Any) -> str:
-    """Everything about a model's adapters that its tensors do not say: which are active, and how strong; "" without."""
+    """Return the configs, active adapters and scalings of a model, which its tensors do not contain; "" without any."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         return ""
-    said = [f"{name} {_relevant(config.to_dict())}" for name, config in sorted(configs.items())]
-    return "\n".join([*said, active_adapters(model)])
+    lines = [f"{name} {_relevant(config.to_dict())}" for name, config in sorted(configs.items())]
+    return "\n".join([*lines, active_adapters(model)])
 
 
 def active_adapters(model: Any) -> str:
-    """Which adapters each layer runs at the moment, and how strong."""
+    """Return the active adapters and their scalings, a line per layer."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     layers = ((name, module) for name, module in model.named_modules() if hasattr(module, "active_adapters"))
     return "\n".join(f"{name} {[getattr(layer, each, None) for each in names]}" for name, layer in layers)
 
 
 def reject_unsupported_adapter(config: dict[str, Any], name: str) -> None:
-    """Raise UnsupportedModelError for an adapter that does more than change what a layer computes of a token."""
+    """Raise UnsupportedModelError for an adapter that changes more than a layer's computation of a token."""
     kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
-    why = "" if kind in _OF_LAYERS else "is not known to change no more than what a layer computes of a token"
+    why = "" if kind in _OF_LAYERS else "may change more than a layer's computation of a token"
     if kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "ADAPTION_PROMPT"):
-        why = "puts tokens of its own before or into the prompt, which no stored chunk has seen"
+        why = "adds tokens before or inside the prompt, without which chunks are stored"
     elif kind in ("XLORA", "CARTRIDGE") or config.get("arrow_config"):
         why = "mixes adapters by the prompt, so that a chunk's KV depends on more than the tokens before it"
     elif config.get("alora_invocation_tokens"):
-        why = "starts at certain tokens of the prompt, so that a chunk's KV depends on where they stand"
+        why = "starts at certain tokens of the prompt, so that a chunk's KV depends on their positions"
     if why:
         raise UnsupportedModelError(f"{name} is of type {kind}, which {why}. Use LoRA or a relative of it")
 
@@ -111,8 +114,8 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _relevant(config: dict[str, Any]) -> str:
-    said = {name: value for name, value in config.items() if name not in _IRRELEVANT_FIELDS and value is not None}
-    return json.dumps(said, sort_keys=True, default=_plain)
+    fields = {name: value for name, value in config.items() if name not in _IRRELEVANT_FIELDS and value is not None}
+    return json.dumps(fields, sort_keys=True, default=_plain)
 
 
 def _plain(value: Any) -> Any:

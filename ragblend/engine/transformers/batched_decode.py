@@ -21,8 +21,8 @@ from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.families import LatentAttention
 
 FEW_ROWS = range(6, 17)
-"""Rows of which a CPU makes a float32 product sooner the other way round: measured, a third of the time less at 8. MKL
-repacks the weights for four rows and more, which pays from 16 or so; below six, it takes less time all the same."""
+"""Numbers of rows for which a transposed float32 product is faster on a CPU: by a third at 8 rows. MKL repacks the
+weights from four rows on, which is worth its time from about 16 rows on."""
 
 
 class SequenceRows(NamedTuple):
@@ -129,6 +129,6 @@ class SmallBatchMatmul(TorchFunctionMode):
 
 
 def _is_few(rows: Tensor, weight: Tensor) -> bool:
-    plain = type(weight) in (Tensor, nn.Parameter)  # and no class of its own, quantised and knowing one way only
+    plain = type(weight) in (Tensor, nn.Parameter)  # quantised weights have other classes, without this product
     plain = plain and rows.dtype == weight.dtype == torch.float32 and rows.device.type == "cpu"
     return plain and rows.numel() // rows.shape[-1] in FEW_ROWS

@@ -1,7 +1,7 @@
 """A prompt's KV and first logits, by a transformers model: look up, decide, place, fuse, report. Read `_blend` first.
 
-Exact KV that is at hand (the prefix, earlier turns) is copied; stored chunks are placed by the loader, a layer ahead;
-what is left is computed by the fusor. Knows the model's layers, the store and reports; nothing of answers and text.
+Exact KV in memory (the prefix, earlier turns) is copied, the loader places stored chunks a layer ahead, and the fusor
+computes the rest. Depends on the model's layers, the store and reports, not on answers or text.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from ragblend.prompt.render import Renderer
 log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
-# Tokens at the end of a prefix that are computed with the prompt rather than in a pass of their own: labels, and first
+# Most tokens at the end of a prefix that are computed with the prompt rather than in a separate pass: labels, and first
 # tokens of chunks, differ from prompt to prompt.
 _COMPUTED_IN_PROMPT = 32
 
 StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
-"""A store's `get`, as one request uses it."""
+"""A store's `get`, as one request calls it."""
 
 
 StoredRuns = dict[int, tuple[Placement, LookupContext]]
-"""The runs of a prompt whose chunks are stored, by the position where each begins, with what its KV has seen."""
+"""The runs of a prompt whose chunks are stored, by start position, with the context in which each was found."""
 
 
 class BlendDecision(NamedTuple):
-    """Which tokens a request recomputes; `fallback_reason`: why full prefill is the better way, "" where it is not."""
+    """Rule, layers and ratio of one request. `fallback_reason` is set if full prefill is faster, else ""."""
 
     choice: SelectionPlan
     ratio: float
@@ -59,7 +59,7 @@ class BlendDecision(NamedTuple):
 
 
 class BlendingEngine(LocalEngine):
-    """The part of a TransformersEngine that prefills: requests, and the prefixes that chunks are computed behind."""
+    """Prefill part of a TransformersEngine: KV of requests, and of the prefixes after which chunks are computed."""
 
     def __init__(
         self,
@@ -76,10 +76,8 @@ class BlendingEngine(LocalEngine):
         self.loop = loop
         self.shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
         store.set_expected_spec(self.fingerprint, self.shape)
-        self.machine = (
-            machine  # where there is one, requests without a ratio of their own follow `pipeline.decide_reuse`
-        )
-        self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses
+        self.machine = machine  # if given, requests without a ratio follow `loading_controller.decide_reuse`
+        self.timelines: list[Timeline] | None = None  # if a list, every fused request appends its layers' times
         self._has_warned_fallback = False
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
 
@@ -88,9 +86,9 @@ class BlendingEngine(LocalEngine):
         return self.loop.call(self.prepare_prefill(request))
 
     def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:
-        """Fetch what remote tiers have of the prompt's chunks, and return what prefills it on the loop's thread.
+        """Fetch the prompt's chunks from remote tiers, and return the function that prefills it on the loop's thread.
 
-        A request waits for remote tiers this once, on its caller's thread: meanwhile the loop computes for others.
+        A request waits for remote tiers only here, on its caller's thread, while the loop computes for other requests.
         """
         store_get: StoreGet = self.store.get
         if self.store.remote_tiers and request.mode != "full":
@@ -100,7 +98,7 @@ class BlendingEngine(LocalEngine):
 
     @torch.inference_mode()
     def _prefill(self, request: EngineRequest, store_get: StoreGet) -> PrefillResult:
-        """`prefill`. A damaged entry met on the way makes its chunk a miss and starts again."""
+        """Prefill a request. If an entry is damaged, start again with its chunk as a miss."""
         damaged: set[str] = set()
         while True:
             try:
@@ -110,16 +108,16 @@ class BlendingEngine(LocalEngine):
                     prefilled = self._blend(request, damaged, store_get)
             except DamagedEntryError as error:
                 log.warning("%s; answering without it", error)
-                damaged.add(error.key)  # the store has moved it aside already
+                damaged.add(error.key)  # the store has quarantined its file already
                 continue
             prefilled.report.num_damaged_entries = len(damaged)
             return prefilled
 
     def _blend(self, request: EngineRequest, damaged: set[str], store_get: StoreGet) -> PrefillResult:
-        """Full reuse, prefix reuse or blend: look up, decide, place and fuse, report."""
+        """Return the prefill of a request that reuses KV: full reuse, prefix reuse or blend."""
         start_s = perf_counter()
-        room = request.prompt.num_tokens + min(request.options.max_tokens, 256)
-        fused = FusedKV.allocate(self.layers.kv_shapes, room, self.layers.like)
+        capacity = request.prompt.num_tokens + min(request.options.max_tokens, 256)
+        fused = FusedKV.allocate(self.layers.kv_shapes, capacity, self.layers.like)
         num_resident = self._copy_resident_rows(request, fused)
         stored = self._lookup(request, num_resident, damaged, store_get)
         placements = tuple(placement for placement, _ in stored.values())
@@ -157,7 +155,7 @@ class BlendingEngine(LocalEngine):
     # -- look up
 
     def _copy_resident_rows(self, request: EngineRequest, fused: FusedKV) -> int:
-        """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
+        """Copy exact KV, of earlier turns or else of the prefix, into the front of `fused`. Return its rows."""
         prompt, conversation = request.prompt, request.conversation
         if conversation is not None and conversation.fused is not None:
             count = min(common_prefix_length(conversation.token_ids, prompt.token_ids), prompt.num_tokens - 1)
@@ -172,22 +170,22 @@ class BlendingEngine(LocalEngine):
         return count
 
     def _lookup(self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet) -> StoredRuns:
-        """The prompt's stored runs, each from the best context that its chunk is stored behind."""
+        """Return the prompt's stored runs, each in the best context in which its chunk is stored."""
         found: StoredRuns = {}
         for run in request.prompt.runs:
             if run.end <= num_resident:
                 continue
-            left = run.within(num_resident, run.end)
-            for key, context in self._keys(request, left):
-                kv = store_get(key, left.chunk_ids) if key not in damaged else None
+            rest = run.within(num_resident, run.end)
+            for key, context in self._keys(request, rest):
+                kv = store_get(key, rest.chunk_ids) if key not in damaged else None
                 if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
-                    rows = rows_of(kv, left.chunk_start, left.chunk_start + left.num_tokens)
-                    found[run.start] = (Placement(rows, left.start, context.exact, context.policy != "none"), context)
+                    rows = rows_of(kv, rest.chunk_start, rest.chunk_start + rest.num_tokens)
+                    found[run.start] = (Placement(rows, rest.start, context.exact, context.policy != "none"), context)
                     break
         return found
 
     def _keys(self, request: EngineRequest, run: ChunkRun) -> Iterator[tuple[str, LookupContext]]:
-        """The keys of what the request may use of a run's chunk, each with what that KV has seen, the best first."""
+        """Yield the keys of a run's chunk that the request may use, each with its lookup context, the best first."""
         prompt, is_beginning = request.prompt, run.chunk_start == 0
         prefixes = (prompt.prefix_ids, self.default_prefix_ids)
         for context in lookup_contexts(prompt.token_ids, run.start, prefixes, self.context, is_beginning=is_beginning):
@@ -200,21 +198,18 @@ class BlendingEngine(LocalEngine):
     # -- decide
 
     def _decide(self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]) -> BlendDecision:
-        """Rule, ratio and layers: what was asked for or calibrated, then what this machine's loading hides.
-
-        A default rule whose probe does not pay gives way to one without.
-        """
+        """Return rule, layers and ratio: those requested or calibrated, the ratio raised to what loading hides."""
         num_layers, fit, ratio = self.layers.num_layers, request.fit, request.ratio
         keeps_all = SelectionPlan(find_rule(request.rule, num_layers), NO_RECOMPUTE, ())
         if request.mode != "blend":
             return BlendDecision(keeps_all, 0.0)
         num_tokens, num_stored = request.prompt.num_tokens, sum(each.kv.header.num_tokens for each in placements)
         if request.adapts_ratio and placements and self.machine is not None:
-            # What is not in memory by now is read from the disk: a remote tier has sent its chunks before the lookup.
+            # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
             to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
-            asks_first = find_rule(request.rule if fit is None else fit.rule, num_layers).probes_before_selection
+            probes_first = find_rule(request.rule if fit is None else fit.rule, num_layers).probes_before_selection
             num_available = num_resident + num_stored
-            hidden = decide_reuse(self.machine, ratio, num_tokens, num_available, {"disk": to_load}, asks_first)
+            hidden = decide_reuse(self.machine, ratio, num_tokens, num_available, {"disk": to_load}, probes_first)
             ratio = hidden.ratio
             if hidden.fallback_reason:
                 return BlendDecision(keeps_all, 1.0, hidden.fallback_reason)
@@ -231,9 +226,9 @@ class BlendingEngine(LocalEngine):
         return BlendDecision(choice, ratio)
 
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
-        """Full prefill, because it is faster than what is stored; said in the report, and in the log the first time."""
+        """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""
         if not self._has_warned_fallback:
-            log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", reason)
+            log.warning("stored KV is not used: %s. Use a faster disk; compare with: ragblend plan", reason)
             self._has_warned_fallback = True
         prefilled = self._full_prefill(request)
         prefilled.report.refused_reason = reason
@@ -242,7 +237,7 @@ class BlendingEngine(LocalEngine):
     # -- place and fuse
 
     def _fuse(self, plan: FusePlan, fused: FusedKV) -> tuple[FuseResult, LayerLoader]:
-        """Fuse `plan` into `fused` while the loader runs a layer ahead; the loader, closed, knows its times."""
+        """Fuse `plan` into `fused` while the loader runs ahead. Return the result, and the loader with its times."""
         layers = self.layers
         ends_s: list[float] | None = None if self.timelines is None else []
         with LayerLoader(
@@ -265,7 +260,7 @@ class BlendingEngine(LocalEngine):
         return result, loader
 
     def _full_prefill(self, request: EngineRequest) -> PrefillResult:
-        """Full prefill: the model's own forward, no reuse."""
+        """Return full prefill by the model's own forward, without reuse."""
         start_s = perf_counter()
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
@@ -276,7 +271,7 @@ class BlendingEngine(LocalEngine):
     # -- KV of prefixes
 
     def _longest_known_prefix(self, prefix_ids: tuple[int, ...]) -> tuple[FusedKV | None, int]:
-        """The KV, kept in memory, whose first tokens are most of a prefix's, and the number of those tokens."""
+        """Return the KV in memory that shares the most first tokens with a prefix, or None, and their number."""
         shared = {known: common_prefix_length(known, prefix_ids) for known in self._prefixes}
         longest = max(shared, key=shared.__getitem__, default=None)
         if longest is None:
@@ -285,10 +280,10 @@ class BlendingEngine(LocalEngine):
         return self._prefixes[longest], shared[longest]
 
     def _prefix(self, prefix_ids: tuple[int, ...]) -> FusedKV:
-        """KV of a prefix, computed once and kept in memory."""
+        """Return the KV of a prefix, computed once and kept in memory."""
         known = self._prefixes.get(prefix_ids)
         if known is None:
-            # In one pass, for chunks are stored after it: their KV must not depend on what was asked before.
+            # Chunks are stored after the default prefix, whose KV must not depend on earlier prompts: one pass.
             is_default = prefix_ids == self.default_prefix_ids
             shorter, count = (None, 0) if is_default else self._longest_known_prefix(prefix_ids)
             known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
@@ -304,10 +299,10 @@ class BlendingEngine(LocalEngine):
         return known
 
     def _ingestion_context_kv(self, behind: IngestionContext) -> FusedKV:
-        """KV of the default prefix and of what a chunk is to be computed behind.
+        """Return the KV of the default prefix and an ingestion context.
 
-        Chunks in it that are stored are placed as they are, nearly for nothing; what is not is computed, over them. So
-        one chunk is exact, and of several all but the first have seen the prefix and themselves.
+        Stored chunks of the context are placed without recompute, and the others are computed over them. So the first
+        chunk is exact, and each further stored chunk has attended to the prefix and to itself alone.
         """
         prefix = self._prefix(self.default_prefix_ids)
         if not behind.parts:
@@ -321,16 +316,16 @@ class BlendingEngine(LocalEngine):
             try:
                 self._fuse_untimed(plan, fused)
             except DamagedEntryError as error:
-                log.warning("%s; computing it again", error)
+                log.warning("%s; computing its KV again", error)
                 damaged.add(error.key)
                 continue
             return fused
 
     def _place_context_chunks(self, behind: IngestionContext, start: int, damaged: set[str]) -> Iterator[Placement]:
-        """The chunks in `behind`, which begins at position `start`, that are stored alone."""
-        num_joint, first = len(self.renderer.separator_ids), start
+        """Yield the chunks of `behind` that are stored alone, placed from position `start` on."""
+        num_separator, first = len(self.renderer.separator_ids), start
         for part in behind.parts:
-            ids = part[: len(part) - num_joint]
+            ids = part[: len(part) - num_separator]
             key = self.key_of(ids)
             kv = self.store.get(key, ids) if key not in damaged else None
             if kv is not None:

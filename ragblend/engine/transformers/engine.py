@@ -86,12 +86,12 @@ class TransformersEngine(BlendingEngine):
 
     @property
     def context_length(self) -> int:
-        """Longest prompt plus answer, in tokens."""
+        """Return the longest prompt plus answer, in tokens."""
         return self.layers.context_length
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of stored KV per token of a long chunk, all layers."""
+        """Return the bytes of stored KV per token of a long chunk, all layers."""
         item, kv_dtype = self.layers.like.element_size(), self.store.kv_dtype
         return sum(
             stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)
@@ -183,7 +183,7 @@ class TransformersEngine(BlendingEngine):
         """Run all `streams` to their end, together with other answers. Return the error of each, or None."""
         try:
             if self.store.remote_tiers:
-                # What is fetched for a prompt is held until its prefill: so no more than a few are fetched ahead.
+                # Fetched KV stays in memory until the prompt's prefill, so only a few prompts are fetched ahead.
                 for stream in streams:
                     self.loop.wait_for_place()
                     start_streams([stream], cancel_check)
@@ -206,7 +206,7 @@ class TransformersEngine(BlendingEngine):
             return GenerationStream(self, request)
 
         def shadowed(prefilled: PrefillResult, answer: Generation) -> None:
-            logits = prefilled.logits  # and not the KV, which would stay until full prefill has run
+            logits = prefilled.logits  # not `prefilled`, whose KV would stay in memory until full prefill has run
             self._shadow.submit(lambda: compare_with_full(self, request, logits, answer), answer.report)
 
         return GenerationStream(self, request, shadowed)
@@ -245,7 +245,7 @@ class TransformersEngine(BlendingEngine):
         )
 
     def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor:
-        """Append `tokens` to `fused` and return the logits [vocabulary] of what follows them."""
+        """Append `tokens` to `fused` and return the logits [vocabulary] of the next token."""
         return self.loop.call(lambda: self._decode([DecodeStep(tokens, fused)]))[0]
 
     @torch.inference_mode()

@@ -26,7 +26,7 @@ _FIX_HINT = (
 )
 
 WINDOWED = "sliding_attention"
-"""What transformers calls a layer in which a token sees those shortly before it only."""
+"""transformers' name for a layer with an attention window."""
 
 _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurrent"})
 
@@ -34,10 +34,10 @@ _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurren
 class AttentionFamily:
     """Computation of keys and values by separate projections, with an optional norm of each head's keys."""
 
-    key_module = "k_proj"  # the module whose output `keys_from_output` makes pre-RoPE keys of
-    half_tables = False  # whether the rotary module gives each angle once, for both dimensions that it turns
-    complex_tables = False  # and as one complex number
-    shares_kv = False  # whether layers exchange keys and values in the argument `shared_kv_states`
+    key_module = "k_proj"  # the module whose output `keys_from_output` turns into pre-RoPE keys
+    half_tables = False  # True if the rotary module returns each angle once, for both dimensions that it rotates
+    complex_tables = False  # True if it returns each angle as one complex number
+    shares_kv = False  # True if layers exchange keys and values in the argument `shared_kv_states`
 
     def __init__(self, config: Any) -> None:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -209,7 +209,7 @@ class LatentAttention(AttentionFamily):
         super().__init__(config)
         self.rank: int = config.kv_lora_rank
         self.rotary_dim: int = config.qk_rope_head_dim
-        self.in_pairs: bool = getattr(config, "rope_interleave", False)  # whether neighbours turn, as projected
+        self.in_pairs: bool = getattr(config, "rope_interleave", False)  # True if adjacent dimensions form a pair
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
@@ -288,7 +288,7 @@ FAMILIES: tuple[type[AttentionFamily], ...] = (
     ValueNormAttention,
     AttentionFamily,
 )
-"""The first that fits is taken."""
+"""A model's family is the first that fits."""
 
 
 def family_of(model: Any) -> AttentionFamily:
@@ -312,8 +312,9 @@ def uses_other_kv(attention: Any) -> bool:
 
 
 def kv_sources(layers: Sequence[Any]) -> tuple[int, ...]:
-    """Return, per layer, the index of the layer whose keys and values it attends to: its own, or in Gemma 4's last
-    layers that of the last layer of the same type with KV of its own.
+    """Return, per layer, the index of the layer whose keys and values it attends to.
+
+    It is the layer itself, or for Gemma 4's last layers the last layer of the same type that makes KV.
     """
     sources, latest = [], dict[Any, int]()
     for index, layer in enumerate(layers):
@@ -356,25 +357,26 @@ def reject_unsupported_model(model: Any) -> None:
     unsupported_types = sorted(kinds - {"full_attention", WINDOWED})
     if not _RECURRENT.isdisjoint(kinds):
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(unsupported_types)}, which keep one state of everything before "
-            f"them: the states of chunks computed apart cannot be put together. {_FIX_HINT}"
+            f"{name} has layers of type {', '.join(unsupported_types)}, which keep one state of all tokens so far; "
+            f"the states of separately computed chunks cannot be combined. {_FIX_HINT}"
         )
     if getattr(config, "index_topk", None) is not None:
         raise UnsupportedModelError(
-            f"{name} has multi-head latent attention (MLA) with an index, which chooses the tokens that are seen by "
-            f"keys of its own: ragblend does not store those. {_FIX_HINT}"
+            f"{name} has multi-head latent attention (MLA) with an index, which selects tokens by separate keys that "
+            f"ragblend does not store. {_FIX_HINT}"
         )
     decoder = text_decoder(model)
     if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
         raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_FIX_HINT}")
     if unsupported_types:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(unsupported_types)}, whose KV cannot be moved within a "
-            f"prompt. {_FIX_HINT}"
+            f"{name} has layers of type {', '.join(unsupported_types)}, whose KV cannot be placed at another position "
+            f"of a prompt. {_FIX_HINT}"
         )
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": images alone
         raise UnsupportedModelError(
-            f"{name} lets tokens see later ones (use_bidirectional_attention), so no chunk's KV is its own. {_FIX_HINT}"
+            f"{name} lets tokens attend to later ones (use_bidirectional_attention), so a chunk's KV depends on the "
+            f"text after it. {_FIX_HINT}"
         )
     if hasattr(decoder, "altup_projections"):
         raise UnsupportedModelError(
@@ -384,7 +386,7 @@ def reject_unsupported_model(model: Any) -> None:
     uses_other = [uses_other_kv(attention) for attention in attentions]
     if all(uses_other) or uses_other != sorted(uses_other):
         raise UnsupportedModelError(
-            f"{name} uses the KV of another model, or has a layer with KV of its own after one without. {_FIX_HINT}"
+            f"{name} uses the KV of another model, or has a layer that makes KV after one that does not. {_FIX_HINT}"
         )
     for index, (layer, attention) in enumerate(zip(decoder.layers, attentions, strict=True)):
         fits = attention is not None and any(family.fits(attention) for family in FAMILIES)

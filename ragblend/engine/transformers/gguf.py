@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ragblend.errors import UnsupportedModelError
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
-_HEAD_BYTES = 1 << 26  # metadata and the table of tensors stand before the tensors
+_HEAD_BYTES = 1 << 26  # metadata and the table of tensors precede the tensors
 
 
 class GgufReference(NamedTuple):
@@ -41,7 +41,7 @@ def parse_gguf_reference(model: str) -> GgufReference | None:
         return None
     if _SHARD.search(model):
         raise UnsupportedModelError(
-            f"{model} is one of several parts, which transformers does not read; make one file of them: "
+            f"{model} is one of several parts, which transformers does not read; merge the parts: "
             "llama-gguf-split --merge FIRST_PART.gguf WHOLE.gguf"
         )
     place, colon, file = model.rpartition(":")
@@ -65,19 +65,19 @@ def dequantised() -> dict[str, Any]:
     """
     try:
         from transformers import GgufConfig
-    except ImportError:  # older ones always unpack
+    except ImportError:  # older versions always dequantize
         return {}
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def reject_unread_rope(path: Path, config: Any) -> None:
-    """Raise UnsupportedModelError if the file scales its RoPE and `config`, which transformers made of it, does not."""
+    """Raise UnsupportedModelError if the file scales its RoPE and transformers' `config` of the file does not."""
     known = getattr(config, "rope_parameters", None) or {}
     found = _rope_scaling(path)
     if found and known.get("rope_type", "default") == "default":
         raise UnsupportedModelError(
-            f"{path.name} has a scaled RoPE ({found}), which transformers does not read out of a GGUF: every answer "
-            "would be a little wrong. Say it as config.json of the original model does, "
+            f"{path.name} has a scaled RoPE ({found}), which transformers does not read from a GGUF, so every answer "
+            "would be slightly wrong. Copy the setting from config.json of the original model, "
             "model_kwargs={'rope_parameters': {'rope_type': ..., 'rope_theta': ..., 'factor': ...}}, or use that model"
         )
 

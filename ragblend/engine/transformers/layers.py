@@ -1,36 +1,24 @@
 """A transformers decoder as a LayerwiseModel: its own layers, run one at a time over any subset of tokens.
 
 The extension point is `Cache.update`: a cache whose `update` scatters the fresh rows into the fused KV and returns the
-whole layer turns any standard decoder layer into a partial-prefill layer. Attention over scattered rows is registered
-in transformers' attention registry. Norms, projections, QK-norm, GQA and MLP are the model's code.
+whole layer turns any standard decoder layer into a partial-prefill layer. `model_attention` computes the attention over
+scattered rows. Norms, projections, QK-norm, GQA and MLP are the model's code.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragblend.engine.fusion.attention import (
-    BLOCK_SCORES,
-    PLAIN,
-    AttentionParams,
-    ProbeQueries,
-    attend_rows,
-    on_host,
-)
+from ragblend.engine.fusion.attention import on_host
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.fusion.rope import add_rotated, inverse_tables, rotate
@@ -41,7 +29,6 @@ from ragblend.engine.transformers.batched_decode import (
     DecodeBatch,
     SmallBatchMatmul,
     assign_rows,
-    attend_batch,
 )
 from ragblend.engine.transformers.families import (
     LatentAttention,
@@ -52,133 +39,12 @@ from ragblend.engine.transformers.families import (
     rope_parameters,
     text_decoder,
 )
+from ragblend.engine.transformers.model_attention import PackedSpans, install_attention
 from ragblend.errors import RagblendError
 
-ATTENTION = "ragblend"
-
-# Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
-# request to the next, each is as large as the rows it covers of the model's own tables.
+# Cached rotations per kind of layers: of the rows that the loader places, and of those that run before and after the
+# check. They stay from one request to the next; each is as large as its rows of the model's own tables.
 MAX_CACHED_TABLES = 4
-
-
-class PackedSpans(NamedTuple):
-    """Spans of chunks packed into one sequence. Each attends to the same prefix and to itself only."""
-
-    prefix: LayerKV  # [H, P, D], keys rotated
-    spans: tuple[slice, ...]  # where each chunk's rows are, one after the other
-
-
-def attend_packed(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: PackedSpans,
-    scale: float | None,
-    sight: AttentionParams = PLAIN,
-) -> Tensor:
-    """Return the causal attention [1, Hq, R, D] of packed chunks.
-
-    `query` is [1, Hq, R, D]; `keys` and `values` [1, H, R, D] are those of the chunks, without the prefix. Each row
-    attends to the prefix and to its own chunk up to itself, in both cases within the attention window.
-    """
-    outputs = []
-    for span in packed.spans:
-        behind = [
-            torch.cat((before[None], fresh[:, :, span]), dim=2)
-            for before, fresh in zip(packed.prefix, (keys, values), strict=True)
-        ]
-        rows = torch.arange(packed.prefix.keys.shape[1], behind[0].shape[2], device=query.device)
-        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale, sight))
-    return torch.cat(outputs, dim=2)
-
-
-def attend_eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **kwargs: Any
-) -> Tensor:
-    """Return the attention [B, R, Hq, D] of the model's own eager code, for models that no kernel of transformers
-    supports.
-
-    Rows are processed in parts, because the probabilities of all rows would take gigabytes. seen: [B, 1, R, T] bool, or
-    the additive mask that transformers makes for an eager model (0: visible); None is causal.
-    """
-    attend = sys.modules[type(module).__module__].eager_attention_forward
-    num_rows, num_keys = query.shape[2], key.shape[2]
-    if seen is None:
-        seen = torch.ones(1, 1, num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)
-    seen = seen if seen.dtype == torch.bool else seen == 0
-    outputs, most = [], max(1, BLOCK_SCORES[query.device.type] // (query.shape[0] * query.shape[1] * num_keys))
-    for start in range(0, num_rows, most):
-        part = seen[:, :, start : start + most]
-        hidden = torch.zeros_like(part, dtype=query.dtype).masked_fill_(~part, torch.finfo(query.dtype).min)
-        outputs.append(attend(module, query[:, :, start : start + most], key, value, hidden, **kwargs)[0])
-    return torch.cat(outputs, dim=1)
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    blend_rows: Tensor | None = None,
-    blend_watch: QueryProbeHook | None = None,
-    blend_packed: PackedSpans | None = None,
-    blend_joined: DecodeBatch | None = None,
-    blend_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Return the output of the model's own attention `whole`, except for scattered rows, packed chunks or several
-    prompts.
-
-    Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. Their window is in the mask and in
-    `blend_window`.
-    """
-    sight = AttentionParams(blend_window, softcap, s_aux)
-    if blend_packed is not None:
-        return attend_packed(query, key, value, blend_packed, scaling, sight).transpose(1, 2).contiguous(), None
-    if blend_joined is not None:
-        return attend_batch(query, blend_joined, scaling, sight).transpose(1, 2).contiguous(), None
-    if blend_rows is None and (softcap is not None or s_aux is not None):
-        bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
-        return attend_eager(module, query, key, value, attention_mask, scaling=scaling, **bends), None
-    misses_rows = whole is sdpa_attention_forward and attention_mask is None and 1 < query.shape[2] < key.shape[2]
-    if blend_rows is None and misses_rows:
-        # Gemma 4's last layers get only the queries whose logits are kept. SDPA would take them for the first rows.
-        blend_rows = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=key.device)
-    if blend_rows is None:
-        output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        return output, None
-    if blend_watch is not None:
-        queries = ProbeQueries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, sight)
-        watched = blend_watch(queries, key[0], value[0])
-        if watched is not None:
-            return watched[None].transpose(1, 2).contiguous(), None
-    return attend_rows(query, key, value, blend_rows, scaling, sight).transpose(1, 2).contiguous(), None
-
-
-def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Return the output of the eager attention of the module's own file: loaded models of several families share its
-    name.
-    """
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
-    attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
-    return attended
-
-
-def _install_attention(model: Any) -> None:
-    """Make `model` use `_attention`, which calls the attention implementation that the model had before."""
-    own = model.config._attn_implementation or "sdpa"
-    if own.startswith(ATTENTION):  # another engine's: both do the same
-        return
-    name = f"{ATTENTION}_{own}"
-    AttentionInterface.register(name, partial(_attention, whole=ALL_ATTENTION_FUNCTIONS.get(own, _eager)))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
-    model.set_attn_implementation(name)
 
 
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -244,16 +110,14 @@ class _RotaryTables:
     """Cosine and sine of some rows' rotation."""
 
     rows: Tensor  # positions [R]
-    kind: str  # of layers, where they turn by angles of their own
-    end: int  # position after the highest of them
+    kind: str  # type of the layers that rotate by these angles; "" if all layers do
+    end: int  # position after the highest of the rows
     cos: Tensor  # [R, rotary dimensions] float32
     sin: Tensor
 
     @cached_property
     def inverse(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [R, rotary dimensions] of the inverse rotation. They are made at the first use, because
-        decoding needs none.
-        """
+        """Return cosine and sine [R, rotary dimensions] of the inverse rotation; computed once, if needed."""
         return inverse_tables(self.cos, self.sin)
 
 
@@ -263,7 +127,7 @@ class TransformersLayers:
     def __init__(self, model: Any) -> None:
         self._family = family_of(model)
         self._latent = self._family if isinstance(self._family, LatentAttention) else None
-        _install_attention(model)
+        install_attention(model)
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)
@@ -273,17 +137,17 @@ class TransformersLayers:
         """Layers that make KV. Those after them attend to it, so only tokens whose logits are read run through them."""
         embedding = self._decoder.embed_tokens.weight
         self.device: torch.device = embedding.device
-        self.dtype: torch.dtype = embedding.dtype  # what is computed in, and so the KV's
+        self.dtype: torch.dtype = embedding.dtype  # dtype of the computation and of the KV
         self.like = torch.empty(0, dtype=self.dtype, device=self.device)
         """An empty tensor of the KV's dtype and device."""
         self._model_cache_argument = cache_argument(model)
         self._layer_cache_argument = cache_argument(self._layers[0])
         self._rotary = self._decoder.rotary_emb
         self.expand_kv = None if self._latent is None else partial(self._latent.expand_kv, self._layers)
-        """The keys and values [heads, T, D] that a layer's queries meet, where what is held of it is a latent."""
+        """Returns the keys and values [heads, T, D] of a stored latent; None for other families."""
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
         self._adapters = active_adapters(model) if getattr(model, "peft_config", None) else ""
-        self._turns: tuple[_RotaryTables, ...] = ()  # of the rows that were run or placed last, the latest first
+        self._turns: tuple[_RotaryTables, ...] = ()  # rotations of the rows that were run or placed, the latest first
         ropes = rope_parameters(self.config)
         self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
         self._turns_kept = MAX_CACHED_TABLES * len(ropes)
@@ -291,12 +155,12 @@ class TransformersLayers:
         self._windows = layer_windows(self.config)
         seeing_all = tuple(layer for layer in range(self.num_layers) if self._windows[layer] is None)
         self.global_layers = seeing_all if len(seeing_all) < self.num_layers else ()
-        """The layers that see everything, where others see a window only; () where all are alike."""
+        """Layers without an attention window, if other layers have one; else ()."""
         self.kv_shapes = [self._family.kv_shape(layer.self_attn) for layer in self._layers[: self.num_layers]]
         self._layer_input_size: int = getattr(self.config, "hidden_size_per_layer_input", None) or 0
         kv_modules = self._family.projections(self._layers[0].self_attn)
         self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
-        """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
+        """Share of one layer's parameters that makes K and V: the cost of projecting a token's KV, in token-layers."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [R, hidden size] of ids [R].
@@ -317,8 +181,8 @@ class TransformersLayers:
         """Raise RagblendError if the model's adapters changed since loading: stored KV would be another model's."""
         if active_adapters(self.model) != self._adapters:
             raise RagblendError(
-                "the model's adapters are not those any more with which its engine was made, whose KV is in the store; "
-                "switch back (set_adapter), or make an engine for each: load_engine((model, tokenizer), ...)"
+                "the model's adapters were changed after its engine was loaded, so the stored KV does not fit the "
+                "model; switch back (set_adapter), or load an engine for each: load_engine((model, tokenizer), ...)"
             )
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
@@ -364,7 +228,7 @@ class TransformersLayers:
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=probe_hook)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
-        """The decoder layer itself over `rows`; `how` is for `_attention`."""
+        """Return the decoder layer's output [R, hidden size] over `rows`; `how` are arguments of `_attention`."""
         turns = self._turns_of(rows, self._kinds[layer])
         width = turns.cos.shape[1] // 2 if self._family.half_tables else turns.cos.shape[1]
         cos, sin = turns.cos[None, :, :width], turns.sin[None, :, :width]
@@ -486,15 +350,15 @@ class TransformersLayers:
         routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
         routers = [] if self.dtype == torch.float32 else routers
         chosen = [(router.top_k, getattr(router, "topk_group", None)) for router in routers]
-        num_chosen = getattr(self.config, "top_k_experts", None)  # where Gemma 4's routers read it
+        num_chosen = getattr(self.config, "top_k_experts", None)  # read by Gemma 4's routers
         if num_chosen and self.dtype != torch.float32:
             self.config.top_k_experts = self.config.num_experts
         if any(windows):
-            self.config.sliding_window = window  # from which transformers makes its masks
+            self.config.sliding_window = window  # transformers makes its masks from it
             self._windows = tuple(window if each is not None else None for each in windows)
         for router in routers:
             router.top_k = router.num_experts
-            if hasattr(router, "topk_group"):  # of groups of experts, some (DeepSeek V2 and V3)
+            if hasattr(router, "topk_group"):  # number of used groups of experts (DeepSeek V2 and V3)
                 router.topk_group = router.num_group
         try:
             yield
@@ -509,23 +373,21 @@ class TransformersLayers:
                     router.topk_group = groups
 
     def _turns_of(self, rows: Tensor, kind: str) -> _RotaryTables:
-        """Return the rotation of `rows` [R], in any order; gathered once for all layers of a kind that get the same
-        tensor.
-        """
-        remembered = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
-        for turns in remembered:
+        """Return the rotation of `rows` [R], in any order. One tensor is gathered once for all layers of a kind."""
+        cached = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
+        for turns in cached:
             if turns.rows is rows and turns.kind == kind:
                 return turns
-        end = max(on_host(rows), default=0) + 1  # packed chunks count anew: the last row need not be the highest
+        end = max(on_host(rows), default=0) + 1  # positions start again in each packed chunk, so the last may be lower
         known = self._tables.get(kind)
         cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind)
         turns = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
-        self._turns = (turns, *remembered[: self._turns_kept - 1])
+        self._turns = (turns, *cached[: self._turns_kept - 1])
         return turns
 
     def _make_tables(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
         """Return the model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
-        # Doubling keeps re-computation rare while decoding moves one position at a time.
+        # Doubling makes this rare, although each decoded token needs one more position.
         size = min(max(2 * length, 512), max(self.context_length, length))
         positions = torch.arange(size, device=self.device)[None]
         dummy = torch.empty(0, dtype=torch.float32, device=self.device)

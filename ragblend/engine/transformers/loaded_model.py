@@ -1,6 +1,6 @@
-"""A model that somebody else loaded, with its tokenizer: checked, and told from every other by its weights.
+"""Models that the caller loaded by transformers, with their tokenizer: validation, and a fingerprint of the weights.
 
-Knows transformers' models and tokenizers by their methods, and the files of a checkpoint.
+Depends on the methods of transformers' models and tokenizers, and on the files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ from torch import Tensor
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.transformers.adapters import adapters_of, unwrapped
-from ragblend.engine.transformers.model import LoadedModel, architecture, model_fingerprint, reject_split_model
+from ragblend.engine.transformers.checkpoints import architecture, model_fingerprint
+from ragblend.engine.transformers.model import LoadedModel, reject_split_model
 from ragblend.errors import RagblendError, UsageError
 from ragblend.options import ModelOptions
 
-_PIECE = 1 << 26  # bytes of a tensor that are digested at a time
+_PIECE = 1 << 26  # bytes of a tensor per digest update
 
 
 def validate_loaded_model(model: object) -> tuple[Any, Any]:
-    """`model`, which is no name; raises UsageError unless it is a loaded model with its tokenizer."""
+    """Return a loaded model and its tokenizer, from such a pair or a pipeline. Raises UsageError for anything else."""
     if hasattr(model, "model") and callable(getattr(model, "tokenizer", None)):
         model = (model.model, model.tokenizer)  # type: ignore[attr-defined]  # a pipeline of transformers
     if isinstance(model, tuple) and len(model) == 2 and hasattr(model[0], "config") and callable(model[1]):
         return model
     raise UsageError(
-        f"model is a {type(model).__name__}; give a name, a path, a pipeline, or a loaded model with its tokenizer: "
+        f"model is a {type(model).__name__}; pass a name, a path, a pipeline, or a loaded model with its tokenizer: "
         "(AutoModelForCausalLM.from_pretrained(...), AutoTokenizer.from_pretrained(...))"
     )
 
 
 def adopt_loaded_model(pair: tuple[Any, Any], options: ModelOptions) -> LoadedModel:
-    """What `load_model` returns, of a model that is loaded already. It stays where it is, in the dtype it has.
+    """Return the LoadedModel of a model that is loaded already, with its device and dtype unchanged.
 
-    Raises UsageError for options of loading, and for a model that is spread over several devices.
+    Raises UsageError for options of loading, and for a model whose layers are on several devices.
     """
     model, tokenizer = unwrapped(pair[0]), pair[1]
     name = pair_name(pair)
     if options.non_defaults:
         raise UsageError(
-            f"{', '.join(options.non_defaults)} cannot be set for a model that is loaded already; give it to "
-            f"from_pretrained, or let ragblend load: model={name!r}"
+            f"{', '.join(options.non_defaults)} cannot be set for a model that is loaded already; pass it to "
+            f"from_pretrained, or let ragblend load the model: model={name!r}"
         )
     reject_split_model(model, name)
     path = _directory(model)
@@ -54,16 +55,16 @@ def adopt_loaded_model(pair: tuple[Any, Any], options: ModelOptions) -> LoadedMo
 
 
 def pair_name(pair: tuple[Any, Any]) -> str:
-    """What the model is called: as it was when it was loaded, else its class."""
+    """Return the name or path that the model was loaded from, else the name of its class."""
     config = pair[0].config
     return str(getattr(config, "_name_or_path", "") or type(pair[0]).__name__).rstrip("/")
 
 
 def pair_fingerprint(model: Any) -> str:
-    """Fingerprint of a model in memory: its weights, byte by byte, its config and its dtype.
+    """Return the fingerprint of a model in memory: of its weights, byte by byte, its config, dtype and active adapters.
 
-    It is that of the directory which it was loaded from, if the weights and the config are still those: both share KV.
-    Adapters count, and which of them are active.
+    If weights and config still equal those of the directory that it was loaded from, it is that directory's
+    fingerprint, so that both share KV.
     """
     model = unwrapped(model)
     own = architecture(model.config.to_diff_dict())
@@ -75,7 +76,7 @@ def pair_fingerprint(model: Any) -> str:
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
-    """Digest of the tensors' names, dtypes, shapes and bytes. About a second per GB."""
+    """Return a digest of the tensors' names, dtypes, shapes and bytes. Takes about a second per GB."""
     digest = blake2b(digest_size=16)
     for name in sorted(state):
         tensor = state[name]
@@ -90,14 +91,14 @@ def state_digest(state: Mapping[str, Any]) -> str:
 
 
 def _directory(model: Any) -> Path | None:
-    """The directory of this machine that the model was loaded from, if it is named and there."""
+    """Return the local directory that the model was loaded from; None if it is unknown or does not exist."""
     name = getattr(model.config, "_name_or_path", "")
     path = Path(name) if name else None
     return path if path is not None and (path / "config.json").is_file() else None
 
 
 def _is_as_saved(model: Any, own: Mapping[str, Any], path: Path) -> bool:
-    """Whether the model in memory is what the files in `path` say, cast to its dtype."""
+    """Return True if the model in memory equals the files in `path`, cast to its dtype."""
     from safetensors import safe_open
     from transformers import AutoConfig
 

@@ -21,14 +21,14 @@ from torch import Tensor
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.render import Renderer
 
-# JSON as `json.dumps` writes it: what chat templates show models, and no blank space in which a small one gets lost.
+# JSON as `json.dumps` writes it, the layout in chat templates. Free whitespace lets a small model repeat it endlessly.
 _LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
 MAX_CACHED_GRAMMARS = 64
-"""Grammars of a model that are kept compiled."""
+"""Compiled grammars kept per model."""
 MAX_CACHED_MASKS = 128
-"""Masks that are kept unpacked, a byte for each word of the vocabulary."""
+"""Unpacked token masks kept, a byte for each token of the vocabulary."""
 FORGOTTEN_AFTER = 1000
-"""Answers that share what was learnt of a grammar's words."""
+"""Answers of a grammar that share one cache of token masks in llguidance."""
 Refused = Callable[[bytes, int, torch.device], Tensor]
 _INSTALL = "structured_outputs, tools and schemas need llguidance here: pip install 'ragblend[structured]'"
 
@@ -43,7 +43,7 @@ class GrammarCompiler:
         self._renderer, self._vocab_size, self._stop_ids = renderer, vocab_size, sorted(stop_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()  # least recently used first
-        # Masks come back (within a string nearly all are one), and to unpack one takes as long as to find it.
+        # Masks recur (nearly all within a string are equal), and unpacking one takes as long as computing it.
         self._refused: Refused = lru_cache(MAX_CACHED_MASKS)(_refused)
 
     def compile(self, request: Mapping[str, Any]) -> CompiledGrammar:
@@ -76,9 +76,9 @@ class GrammarCompiler:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            said = " ".join(problem.split())[:500]
+            reason = " ".join(problem.split())[:500]
             raise UsageError(
-                f"structured_outputs has a {kind} that cannot be followed ({said}); correct it, or leave it out"
+                f"structured_outputs has a {kind} that cannot be followed ({reason}); correct it, or leave it out"
             )
         compiled = CompiledGrammar(tokenizer, grammar, self._refused)
         with self._lock:
@@ -88,18 +88,18 @@ class GrammarCompiler:
         return compiled
 
     def _narrowed(self, tag: Any) -> str:
-        """What is wrong with the first schema in a structural tag that cannot be followed by itself."""
+        """Return the problem of the first invalid schema in a structural tag; "" if each is valid alone."""
         from llguidance import LLMatcher
 
         for begin, schema in _schemas(_read(tag)):
             problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(_laid_out(schema)), self._tokenizer)
             if problem:
-                return f"behind {begin!r}: {problem}"
+                return f"after {begin!r}: {problem}"
         return ""
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """The model's words as llguidance has them, a third of a second for 50,000: made once, when first needed."""
+        """Return llguidance's tokenizer of the model, made at first use: a third of a second for 50,000 tokens."""
         from llguidance import LLTokenizer
 
         backend = self._renderer.backend
@@ -124,7 +124,7 @@ class GrammarCompiler:
         return LLMatcher.grammar_from_json_schema(_laid_out(schema))
 
     def _literal(self, text: str) -> str:
-        """`text` in Lark: control tokens by their ids, where the tokenizer gives them no letters."""
+        """Return `text` in Lark, with control tokens that have no characters by their ids."""
         words = []
         for piece in self._renderer.literal(text):
             if isinstance(piece, int) and self._tokenizer.is_special_token(piece):
@@ -191,8 +191,8 @@ class TokenGuide:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            said = " ".join(self._matcher.get_error().split())[:300]
-            raise RagblendError(f"the answer cannot be held to structured_outputs any longer ({said}); simplify it")
+            reason = " ".join(self._matcher.get_error().split())[:300]
+            raise RagblendError(f"the answer cannot follow structured_outputs any further ({reason}); simplify them")
 
 
 def _refused(bits: bytes, size: int, device: torch.device) -> Tensor:
@@ -206,7 +206,7 @@ def _read(value: Any) -> Any:
 
 
 def _schemas(format: Any, begin: str = "") -> Iterator[tuple[str, Any]]:
-    """The schemas in a structural tag, each with what is written before it."""
+    """Yield the schemas in a structural tag, each after the text that precedes it."""
     if isinstance(format, Mapping) and "json_schema" in format:
         yield begin, format["json_schema"]
     elif isinstance(format, Mapping | list):
@@ -216,22 +216,24 @@ def _schemas(format: Any, begin: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _laid_out(schema: Any) -> Any:
-    """A JSON schema with our layout, unless it asks for its own (llguidance reads it under "x-guidance")."""
+    """Return a JSON schema with `_LAYOUT`, unless it has a layout (llguidance reads it under "x-guidance")."""
     if not isinstance(schema, Mapping):
-        raise TypeError(f"{schema!r} is no JSON schema; give an object such as {{'type': 'object', ...}}")
+        raise TypeError(f"{schema!r} is no JSON schema; pass an object such as {{'type': 'object', ...}}")
     closed: dict[str, Any] = _closed(schema)
     return {"x-guidance": _LAYOUT, **closed}
 
 
 _ALTERNATIVES = ("anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "$defs", "definitions")
-# What Pydantic and OpenAPI call strings and numbers that have no form of their own; llguidance refuses such names.
+# Formats of Pydantic and OpenAPI that do not restrict a string or number; llguidance rejects such names.
 _FORMLESS = {"path", "file-path", "directory-path", "password", "binary", "byte", "int32", "int64", "float", "double"}
 
 
 def _closed(schema: Any) -> Any:
-    """A schema whose objects have no properties but those it names, unless it says otherwise: a small model would go on
-    inventing some, and vLLM closes them, too. What is put together by allOf or $ref is left as it is."""
+    """Return a schema whose objects have only the named properties, unless it allows others.
+
+    A small model would otherwise invent properties; vLLM closes schemas, too. Schemas with allOf or $ref are unchanged.
+    """
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
@@ -250,25 +252,25 @@ def _closed(schema: Any) -> Any:
 
 
 class _LarkBuilder:
-    """A structural tag's format, in the words of vLLM and xgrammar, as rules of a Lark grammar."""
+    """Builder of a Lark grammar from a structural tag's format, as vLLM and xgrammar define it."""
 
     def __init__(self, literal: Any) -> None:
         self._literal = literal
         self._rules: list[str] = []
 
     def lark(self, format: Mapping[str, Any]) -> str:
-        """The whole grammar. Raises ValueError for a kind of format that is not known here."""
+        """Return the grammar. Raises ValueError for an unknown type of format."""
         start = self._rule(format)
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
 
     def _rule(self, format: Mapping[str, Any]) -> str:
-        """The name of a new rule for `format`."""
+        """Add a rule for `format` and return its name."""
         kind = format["type"]
         make = getattr(self, f"_{kind}", None)
         if make is None:
-            raise ValueError(f"the type {kind!r} of a structural tag is not known here")
+            raise ValueError(f"a structural tag has the type {kind!r}, which ragblend does not support")
         name = f"rule_{len(self._rules)}"
-        self._rules.append("")  # its place: the rules inside come behind it
+        self._rules.append("")  # reserved, because the rules inside it are added first
         self._rules[int(name[5:])] = f"{name}: {make(format)}"
         return name
 
@@ -297,8 +299,10 @@ class _LarkBuilder:
         return f"{tags}{more}" if format.get("at_least_one") else f"({tags}{more})?"
 
     def _triggered_tags(self, format: Mapping[str, Any]) -> str:
-        """Text, and tags that begin where a trigger is written. A trigger that is a token of its own ends the text by
-        itself; one made of letters is looked for in it, as soon as it stands there."""
+        """Return a rule for text with tags, each of which begins at a trigger.
+
+        A trigger that is a control token ends the text. A trigger of several tokens is matched lazily in the text.
+        """
         heads = []
         for trigger in format["triggers"]:
             bodies = [f"({self._tag(tag, trigger)})" for tag in format["tags"] if tag["begin"].startswith(trigger)]

@@ -1,1 +1,1 @@
-"""What was measured once and decides every request: calibrations, machine profiles, the loading pipeline."""
+"""Measurements that set the rule and ratio of requests: calibrations, machine profiles, the loading controller."""

@@ -1,10 +1,11 @@
-"""What `ragblend calibrate` found for one model, prefix and chunker, and what follows from it for a request.
+"""Calibrations of rules, and the rule and ratio of a request. `ragblend calibrate` writes one per model, prefix and
+chunker:
 
     STORE/calibrations/MODEL_AND_PREFIX-CHUNKER.json
 
-A calibration holds, for every rule that was measured, the ratio that met the target and the curve it was read from.
-`resolve_request_tuning` turns what a request asks for into a rule and a ratio; that is all an engine needs. `keep`
-writes one. Knows files and numbers; nothing about models, questions or how to fit.
+A calibration holds, for every rule that was measured, the ratio that met the target and the measured curve.
+`resolve_request_tuning` returns the rule and ratio of a request; `save_calibration` writes a calibration. Depends on
+files and numbers, not on models, questions or the fitting.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from ragblend.options import RATIO, RatioChoice
 log = logging.getLogger(__name__)
 
 CALIBRATION_VERSION = 2
-_SETTLED_S = 2.0  # a directory that changed this lately may change again within one tick of its clock
+_SETTLED_S = 2.0  # seconds; a directory that changed this recently may change again without a new modification time
 _PREFIXES_KEPT = 64
+_OTHER_NAME = "its file name is that of another model, prefix or chunker"
 
 
 class CurvePoint(NamedTuple):
-    """One ratio, as measured over the questions of a calibration.
+    """Measurements at one ratio, over the questions of a calibration.
 
     `agreement`: share of answers whose first token is full prefill's; `low`, `high`: its 95 % interval (Wilson). `kl`:
-    mean KL(full || this) of the first token, nats. At ratio 1 both tell what rounding alone does.
+    mean KL(full || this) of the first token, nats. At ratio 1 both are the effect of rounding alone.
     """
 
     ratio: float
@@ -55,19 +57,19 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RuleFit:
-    """One rule, read at one check layer: what was measured of it, and the ratio that meets the target."""
+    """Measured curve of one rule at one check layer, and the ratio that meets the target."""
 
     rule: str
     check_layer: int
     ratio: float
-    meets_target: bool  # False: not even ratio 1 did
+    meets_target: bool  # False if no ratio does, not even 1
     curve: tuple[CurvePoint, ...]  # ascending ratios, from 0 to 1
 
     def __post_init__(self) -> None:
         ratios = [point.ratio for point in self.curve]
         if self.rule not in RULES or self.check_layer < 0:
             raise UsageError(
-                f"a calibration has rule {self.rule!r} at layer {self.check_layer}; there is no such rule here"
+                f"a calibration has rule {self.rule!r} at layer {self.check_layer}, which this ragblend does not have"
             )
         if len(ratios) < 2 or ratios != sorted(set(ratios)) or ratios[0] != 0 or ratios[-1] != 1:
             raise UsageError(f"a calibration's curve has the ratios {ratios}; they must ascend from 0 to 1")
@@ -79,18 +81,18 @@ class RuleFit:
 
     @property
     def rule_and_layer(self) -> tuple[str, int]:
-        """Rule and check layer, as `rules.settle` takes them."""
+        """Return rule and check layer, the `fitted` argument of `rules.plan_selection`."""
         return self.rule, self.check_layer
 
     @property
     def point(self) -> CurvePoint:
-        """What was measured at the fitted ratio."""
+        """Return the measurements at the fitted ratio."""
         return next(point for point in self.curve if point.ratio >= self.ratio)
 
     def agreement_at(self, ratio: float) -> float:
-        """Agreement to expect at `ratio`, between measured ratios on a straight line.
+        """Return the agreement to expect at `ratio`, interpolated linearly between measured ratios.
 
-        It never falls with the ratio: of a ratio is expected what it and every larger one reached.
+        It never falls with the ratio: each point counts as the least of its own and all larger ratios' agreement.
         """
         shares = [point.agreement for point in self.curve]
         return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)
@@ -98,48 +100,48 @@ class RuleFit:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A calibration: what it was made for, and a fit per rule, the best first."""
+    """Calibration of one model, prefix and chunker: a fit per rule, the best first."""
 
     fingerprint: str  # of the model
     prefix_ids: tuple[int, ...]
     chunker: str
     created_s: float  # since the epoch
-    target: float  # share of first tokens that are full prefill's, promised with 95 % confidence
+    target: float  # least share of first tokens that are full prefill's, with 95 % confidence
     num_questions: int
-    retrieval: str  # for people: how the questions got their chunks
+    retrieval: str  # description of how the questions' chunks were retrieved
     fits: tuple[RuleFit, ...]
 
     def __post_init__(self) -> None:
         if not self.fits or len({fit.rule for fit in self.fits}) != len(self.fits):
-            raise UsageError("a calibration needs one fit per rule, and one at least")
+            raise UsageError("a calibration must have at least one fit, and one per rule")
 
     @property
     def ratio(self) -> float:
-        """The best fit's ratio: r*."""
+        """Return the best fit's ratio, r*."""
         return self.fits[0].ratio
 
     @property
     def rule(self) -> str:
-        """The best fit's rule."""
+        """Return the best fit's rule."""
         return self.fits[0].rule
 
     @property
     def check_layer(self) -> int:
-        """The layer at which the best fit's rule is read."""
+        """Return the best fit's check layer."""
         return self.fits[0].check_layer
 
     def fit_of(self, rule: str) -> RuleFit | None:
-        """The fit of `rule`; of "auto" the best one."""
+        """Return the fit of `rule`, or the best fit for "auto"; None if the rule was not measured."""
         return next((fit for fit in self.fits if rule in ("auto", fit.rule)), None)
 
     @property
     def filename(self) -> str:
-        """Where it is kept: equal exactly when model, prefix and chunker are."""
+        """Return its file name, which is equal exactly when model, prefix and chunker are."""
         chunker = hashlib.blake2b(self.chunker.encode(), digest_size=8).hexdigest()
         return f"{_stem(self.fingerprint, self.prefix_ids)}-{chunker}.json"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values: `version`, and the rest as `calibration`."""
+        """Return plain JSON values: `version`, and all fields as `calibration`."""
         body = asdict(self)
         for fit in body["fits"]:
             fit["curve"] = [point._asdict() for point in fit["curve"]]
@@ -148,7 +150,7 @@ class Calibration:
 
 
 def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibration:
-    """The calibration in a file, signed where there is a key. Raises UsageError, and nothing else, for any `data`."""
+    """Return the calibration in a file's `data`, signed if there is a key. Raises only UsageError, for any `data`."""
     try:
         note = decode_signed_json(data, CALIBRATIONS_DIR, store_key)
     except ValueError as error:
@@ -157,7 +159,7 @@ def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibra
 
 
 def calibration_from_dict(note: Mapping[str, Any]) -> Calibration:
-    """The calibration that `as_dict` gave. Raises UsageError, and nothing else."""
+    """Return the calibration that `as_dict` returned. Raises only UsageError, for any values."""
     try:
         if note["version"] != CALIBRATION_VERSION:
             raise UsageError(f"its version is {note['version']!r}, this ragblend reads {CALIBRATION_VERSION}")
@@ -166,7 +168,7 @@ def calibration_from_dict(note: Mapping[str, Any]) -> Calibration:
             RuleFit(**{**fit, "curve": tuple(CurvePoint(**point) for point in fit["curve"])}) for fit in body["fits"]
         )
         if not all(isinstance(body[name], str) for name in ("fingerprint", "chunker")):
-            raise UsageError("it does not say what it was made for")
+            raise UsageError("it has no valid fingerprint or chunker")
         float(body["created_s"])
         ids = tuple(int(token) for token in body["prefix_ids"])
         return Calibration(**{**body, "prefix_ids": ids, "fits": fits})
@@ -177,19 +179,22 @@ def calibration_from_dict(note: Mapping[str, Any]) -> Calibration:
 
 
 def save_calibration(disk: DiskStore, calibration: Calibration) -> Path:
-    """Write it into the store, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
+    """Write a calibration into the store, replacing that of the same model, prefix and chunker, and return its path.
+
+    Raises the errors of `put`.
+    """
     return disk.put_calibration(calibration.filename, calibration.as_dict())
 
 
 def calibration_error(path: Path, note: Mapping[str, Any]) -> str:
-    """What is wrong with a calibration's file at `path` that holds `note`; "" for nothing, or for another kind of file.
+    """Return the problem of a calibration's file at `path` with the values `note`; "" if it is valid or another kind.
 
     For `DiskStore.verify_notes`.
     """
     if path.parent.name != CALIBRATIONS_DIR:
         return ""
     try:
-        return "" if calibration_from_dict(note).filename == path.name else "it was made for something else"
+        return "" if calibration_from_dict(note).filename == path.name else _OTHER_NAME
     except UsageError as error:
         return str(error)
 
@@ -202,10 +207,10 @@ def load_calibration(
     *,
     store_key: KeyChoice = "auto",
 ) -> Calibration | None:
-    """The calibration of this model and prefix in the store at `store_dir`; None where there is none.
+    """Return the calibration of this model and prefix in the store at `store_dir`; None if there is none.
 
-    `chunker` None takes the latest. A file that is damaged, of another version, of something else or not signed with
-    the store's key is skipped with a warning.
+    With `chunker` None, return the latest. A file that is damaged, of another version, under a wrong name or not signed
+    with the store's key is skipped with a warning.
     """
     found: list[Calibration] = []
     key = resolve_key(store_key)
@@ -213,7 +218,7 @@ def load_calibration(
         try:
             calibration = parse_calibration(read_file(path), key)
             if path.name != calibration.filename:
-                raise UsageError("it was made for something else")
+                raise UsageError(_OTHER_NAME)
         except (OSError, UsageError) as error:
             log.warning("calibration %s is skipped: %s; make it again: ragblend calibrate", path, error)
             continue
@@ -223,9 +228,9 @@ def load_calibration(
 
 
 class CalibrationCache:
-    """The calibrations of one model in one store, read again when they change. Safe to share between threads.
+    """Calibrations of one model in one store, read again when they change. Safe to share between threads.
 
-    root: the store's directory; None finds nothing. `chunker` may be set later: whoever knows the index knows it.
+    root: the store's directory; with None, nothing is found. `chunker` may be set later, once the index is open.
     """
 
     def __init__(self, root: Path | None, fingerprint: str, num_layers: int, store_key: KeyChoice = "auto") -> None:
@@ -240,7 +245,7 @@ class CalibrationCache:
         self._lock = threading.Lock()
 
     def find(self, prefix_ids: tuple[int, ...]) -> Calibration | None:
-        """The calibration for prompts that begin with `prefix_ids`."""
+        """Return the calibration for prompts that begin with `prefix_ids`; None if there is none."""
         if self._root is None:
             return None
         key = (prefix_ids, self.chunker)
@@ -268,13 +273,12 @@ class CalibrationCache:
         rule: str,
         ratio: RatioChoice,
     ) -> RequestTuning:
-        """`resolve_request_tuning`, with the calibration for the prefix. An "auto" that finds none is told in the log,
-        once."""
+        """Return `resolve_request_tuning` with the calibration for the prefix. Log once if "auto" finds none."""
         choice = resolve_request_tuning(self.find(prefix_ids), self._num_layers, rule, ratio)
         if choice.fit is None and ratio == "auto" and not self._warned:
             self._warned = True
             log.warning(
-                "ratio 'auto' is %g: nothing is calibrated for rule %r with this model and prefix in %s. "
+                "recompute_ratio 'auto' is %g, because rule %r has no calibration with this model and prefix in %s. "
                 "Calibrate: ragblend calibrate --store DIR --model MODEL",
                 choice.ratio,
                 rule,
@@ -284,9 +288,9 @@ class CalibrationCache:
 
 
 class RequestTuning(NamedTuple):
-    """How to answer one request. `fit` is what was measured of that rule; None: nothing was.
+    """Rule and ratio of one request. `fit` is the rule's calibration; None if there is none.
 
-    `is_auto_ratio`: the caller left the ratio open, so it may be raised where recompute costs no time.
+    `is_auto_ratio`: the request has no ratio, so it may be raised where recompute costs no time.
     """
 
     rule: str
@@ -301,10 +305,10 @@ def resolve_request_tuning(
     rule: str = "auto",
     ratio: RatioChoice = None,
 ) -> RequestTuning:
-    """Return rule and ratio of a request that asks for `rule` and `ratio`.
+    """Return rule and ratio of a request with the options `rule` and `ratio`.
 
-    What is asked for counts. An "auto" rule is the calibration's best, or `rules`'s default; a ratio of None or "auto"
-    is what was fitted, or the rule's default. Raises UsageError for a rule or a ratio that does not exist.
+    Rule "auto" is the calibration's best, or the default of `rules`. Ratio None or "auto" is the fitted ratio, or the
+    rule's default. Other values are used unchanged. Raises UsageError for an unknown rule or an invalid ratio.
     """
     known = find_rule(rule, num_layers)
     fit = calibration.fit_of(rule) if calibration is not None else None

@@ -1,8 +1,8 @@
-"""Which ratio hides behind loading, and where reuse does not pay.
+"""Loading controller: the ratio whose recompute loading hides, and the fallback to full prefill if that is faster.
 
-The loading controller of CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes
-and a tier's throughput. Read `decide_reuse` first. Pure arithmetic on seconds, bytes and tokens; does not depend on
-models, stores or frameworks. `ragblend profile` measures a MachineProfile.
+After CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes and a tier's
+throughput. Read `decide_reuse` first. Pure arithmetic on seconds, bytes and tokens; does not depend on models, stores
+or frameworks. `ragblend profile` measures a MachineProfile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ragblend.errors import UsageError
 
 PROFILE_VERSION = 1
-"""Version of a stored MachineProfile; another one is measured again."""
+"""Version of a stored MachineProfile; a profile of another version must be measured again."""
 
 Curve = tuple[tuple[float, float], ...]
 """Measured points (x, y), both ascending; straight lines between them."""
@@ -25,16 +25,16 @@ LINEAR: Curve = ((0.0, 0.0), (1.0, 1.0))
 """The paper's assumption: recomputing a share of the tokens takes that share of the full prefill's time."""
 
 
-# -- what was measured
+# -- measurements
 
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """How long one model takes to prefill on one machine, and how fast its tiers read.
+    """Measured prefill times of one model on one machine, and read speeds of its tiers.
 
     `prefill_s`: (tokens, seconds of full prefill). `shares`: (ratio, time to blend at that ratio from memory as a share
-    of full prefill's). `bytes_per_s`: what each tier reads, checksums included. Noise that makes a longer prompt or a
-    higher ratio seem faster is levelled out.
+    of full prefill's). `bytes_per_s`: read speed of each tier, checksums included. Both curves are made monotone,
+    because noise can make a longer prompt or a higher ratio seem faster.
     """
 
     fingerprint: str  # of the model, dtype included
@@ -51,7 +51,8 @@ class MachineProfile:
             raise UsageError(f"prefill times {self.prefill_s} must be above 0; measure again: ragblend profile")
         if self.num_layers < 1 or self.bytes_per_token < 1:
             raise UsageError(
-                f"a model of {self.num_layers} layers and {self.bytes_per_token} bytes per token has no KV"
+                f"a machine profile has {self.num_layers} layers and {self.bytes_per_token} bytes per token; both must "
+                "be above 0. Measure again: ragblend profile"
             )
         for name, speed in self.bytes_per_s.items():
             check_speed(name, speed)
@@ -59,41 +60,41 @@ class MachineProfile:
         object.__setattr__(self, "shares", make_monotone(self.shares))
 
     def full_s(self, num_tokens: float) -> float:
-        """Seconds of full prefill; beyond the longest measured prompt at the slope of the last two."""
+        """Return the seconds of full prefill, extrapolated beyond the longest measured prompt."""
         return interpolate(((0.0, 0.0), *self.prefill_s), num_tokens)
 
     def recompute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
-        """T_recompute(r): seconds of computing when `num_stored` of the prompt's tokens are reused, all by default."""
+        """Return T_recompute(r): seconds of computing if `num_stored` of the tokens are stored, all by default."""
         stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
         return self.full_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
 
     def load_s(self, bytes_per_s: float, num_tokens: float) -> float:
-        """T_load: seconds until the KV of `num_tokens` has been read at that speed."""
+        """Return T_load: seconds to read the KV of `num_tokens` at that speed."""
         return num_tokens * self.bytes_per_token / bytes_per_s
 
     @property
     def overlaps(self) -> bool:
-        """Whether loading runs beside computing. vLLM's workers on several ranks read everything first."""
+        """Return True if loading overlaps with computing. vLLM's workers on several ranks read all layers first."""
         return int(self.hardware.get("ranks") or 1) == 1
 
     def blend_s(self, load_s: float, compute_s: float, probes_before_selection: bool = False) -> float:
-        """Seconds of both, loading and computing. `asks_first`: by a rule that first asks in most layers."""
+        """Return the seconds of loading and computing. A rule that probes before selection needs most layers first."""
         hides = self.overlaps and not probes_before_selection
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
     def hiding_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Seconds of computing that loading hides: with more of it, both would take longer than loading alone."""
+        """Return the seconds of computing that loading hides. More computing would take longer than loading alone."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The profile as JSON values, its version first."""
+        """Return the profile as JSON values, its version first."""
         return {"profile_version": PROFILE_VERSION, **asdict(self)}
 
 
 def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
-    """What `as_dict` wrote. Raises UsageError for another version and for what is no profile."""
+    """Return the profile that `as_dict` returned. Raises UsageError for another version or invalid values."""
     if facts.get("profile_version") != PROFILE_VERSION:
         raise UsageError(
             f"the machine profile has version {facts.get('profile_version')!r}, this ragblend reads {PROFILE_VERSION}; "
@@ -110,11 +111,11 @@ def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
             bytes_per_s={str(name): float(speed) for name, speed in facts["bytes_per_s"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"this is no machine profile ({error!r}); measure again: ragblend profile") from error
+        raise UsageError(f"the machine profile is invalid ({error!r}); measure again: ragblend profile") from error
 
 
 def make_monotone(points: Iterable[tuple[float, float]]) -> Curve:
-    """Points in order of x, one for each, as high as those before it at least.
+    """Return the points in order of x, one per x, each y raised to the highest y before it.
 
     >>> make_monotone([(2, 5.0), (1, 3.0), (3, 4.0)])
     ((1, 3.0), (2, 5.0), (3, 5.0))
@@ -124,7 +125,7 @@ def make_monotone(points: Iterable[tuple[float, float]]) -> Curve:
 
 
 def interpolate(curve: Curve, x: float) -> float:
-    """The curve's y at `x`: level before its first point, behind its last as steep as before it.
+    """Return the curve's y at `x`: constant before the first point, extrapolated linearly after the last.
 
     >>> [interpolate(((0.0, 0.0), (10.0, 1.0), (20.0, 3.0)), x) for x in (5, 15, 30)]
     [0.5, 2.0, 5.0]
@@ -136,7 +137,7 @@ def interpolate(curve: Curve, x: float) -> float:
 
 
 def largest_x_within(curve: Curve, y: float) -> float:
-    """The largest x of the curve at which it is not above `y`; its first x where it always is.
+    """Return the largest x at which the curve is not above `y`; its first x if the curve is always above.
 
     >>> largest_x_within(LINEAR, 0.4), largest_x_within(LINEAR, 7)
     (0.4, 1.0)
@@ -155,10 +156,11 @@ def largest_x_within(curve: Curve, y: float) -> float:
 
 
 def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve = LINEAR) -> float:
-    """The larger of `r_star` and the ratio whose recompute takes as long as loading, so that it is hidden behind it.
+    """Return the larger of `r_star` and the largest ratio whose recompute loading hides.
 
-    r_star: the least ratio that answers well. `load_s` and `prefill_s` are both per layer, or both of all layers. The
-    paper's examples, Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and Llama-70B (7 ms, 4 ms):
+    r_star: the least ratio that is close enough to full prefill. `load_s` and `prefill_s` are both per layer, or both
+    of all layers. The paper's examples, Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and Llama-70B (7 ms,
+    4 ms):
 
     >>> models = ((0.016, 0.003), (0.004, 0.007))
     >>> [largest_hidden_ratio(0.15, load_s, recompute_s / 0.15) for load_s, recompute_s in models]
@@ -167,15 +169,15 @@ def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares:
     if not 0 <= r_star <= 1:
         raise UsageError(f"r_star is {r_star}; choose 0 to 1")
     if load_s < 0 or prefill_s <= 0:
-        raise UsageError(f"loading takes {load_s} s and prefill {prefill_s} s; neither can be")
+        raise UsageError(f"load_s is {load_s} and prefill_s {prefill_s}; they must be at least 0 and above 0")
     return min(1.0, max(r_star, largest_x_within(shares, load_s / prefill_s)))
 
 
 def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
-    """Seconds of loading and computing `num_layers` equal layers, each layer loaded while others are computed.
+    """Return the seconds of loading and computing `num_layers` equal layers, each loaded while others are computed.
 
-    As the engines do it (docs/performance.md): layer 0 is computed and read last, and before anything else is
-    recomputed the question is asked at layer 1, so that computing waits for one layer.
+    This is the engines' order (docs/performance.md): layer 0 is computed and read last, and the query probe needs
+    layer 1 before any recompute, so that computing waits for the loading of one layer.
 
     >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)
     (9.0, 8.0)
@@ -184,7 +186,7 @@ def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
 
 
 def exposed_load_s(load_s: float, num_layers: int) -> float:
-    """Of that, the seconds of loading that nothing hides: layer 1's, where there is one.
+    """Return the seconds of loading that no computing hides: those of layer 1, if the model has one.
 
     >>> exposed_load_s(8.0, num_layers=4), exposed_load_s(8.0, num_layers=1)
     (2.0, 0.0)
@@ -193,8 +195,7 @@ def exposed_load_s(load_s: float, num_layers: int) -> float:
 
 
 class ReuseDecision(NamedTuple):
-    """What to do with one request, and the seconds it rests on. `fallback_reason`: why nothing is reused, "" if it
-    is."""
+    """Ratio of one request, and the estimated seconds. `fallback_reason` is set for full prefill, "" for reuse."""
 
     ratio: float
     fallback_reason: str
@@ -211,10 +212,10 @@ def decide_reuse(
     load_bytes: Mapping[str, int],
     probes_before_selection: bool = False,
 ) -> ReuseDecision:
-    """The ratio for a prompt of `num_tokens`, `num_stored` of them stored, or why full prefill is the faster way.
+    """Return the ratio for a prompt of `num_tokens`, `num_stored` of them stored, or the reason for full prefill.
 
-    load_bytes: what has to be read from each tier, by its name. A tier that was not measured counts as instant: then
-    nothing is known that speaks against `r_star`.
+    load_bytes: bytes to read from each tier, by its name. A tier without a measured speed counts as instant, so that
+    `r_star` is used.
     """
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
@@ -226,7 +227,7 @@ def decide_reuse(
             f"{least_s:.3g} s in all"
         )
         return ReuseDecision(1.0, refused, load_s, full_s, full_s)
-    # Fresh tokens are computed in any case: what is left of the time to load is for recomputing stored ones.
+    # Fresh tokens are computed in any case; the rest of the loading time can hide recompute of stored tokens.
     share = num_stored / max(1, num_tokens)
     hidden_s = max(0.0, profile.hiding_s(load_s, probes_before_selection) - full_s * (1.0 - share))
     ratio = largest_hidden_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
@@ -234,6 +235,6 @@ def decide_reuse(
 
 
 def check_speed(name: str, bytes_per_s: float) -> None:
-    """Raise UsageError unless a storage or tier reads something."""
+    """Raise UsageError unless `bytes_per_s` is finite and above 0. `name`: the tier or storage."""
     if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
-        raise UsageError(f"{name} reads {bytes_per_s} bytes per second; give more than 0")
+        raise UsageError(f"the speed of {name} is {bytes_per_s} bytes per second; set it above 0")

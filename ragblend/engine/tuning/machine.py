@@ -1,8 +1,8 @@
-"""This machine, and where the MachineProfiles measured on it are kept: in the store, one file per model and machine.
+"""Facts about this machine, and the files of its MachineProfiles in a store, one per model and machine.
 
     ROOT/machines/FINGERPRINT-HARDWARE.json
 
-Knows the operating system, torch's devices and one directory. Knows nothing about how profiles are measured or used.
+Depends on the operating system, torch's devices and one directory, not on how profiles are measured or used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What decides how fast this machine computes: the facts that a profile is good for."""
+    """Return the facts that determine this machine's speed: a profile is valid for equal facts only."""
     device = torch.device(device)
     return {
         "cpu": cpu_model(),
@@ -42,9 +42,9 @@ def machine_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def serving_facts(gpu: str | None, num_ranks: int = 1) -> dict[str, Any]:
-    """`machine_facts` of a vLLM on `num_ranks` devices: known before it starts, and the same in all of its processes.
+    """Return `machine_facts` of a vLLM on `num_ranks` devices, which are equal before its start and in its processes.
 
-    gpu: the device's name, None for a CPU. Threads are what the environment says, vLLM's binding of them first.
+    gpu: the device's name, None for a CPU. The number of threads is read from the environment, vLLM's binding first.
     """
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     threads = os.environ.get("OMP_NUM_THREADS", "all") if bound == "nobind" else bound
@@ -59,7 +59,7 @@ def serving_facts(gpu: str | None, num_ranks: int = 1) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The CPU's name as the operating system gives it."""
+    """Return the CPU's name from the operating system."""
     if _CPUINFO.is_file():
         for line in _CPUINFO.read_text().splitlines():
             name, _, value = line.partition(":")
@@ -69,9 +69,9 @@ def cpu_model() -> str:
 
 
 def drop_page_cache(paths: Iterable[Path]) -> bool:
-    """Have the operating system forget what it keeps of these files in memory; False where it cannot be told to.
+    """Drop these files from the operating system's page cache; return False if the system cannot.
 
-    Only what is on the disk already can be dropped, so the files must have been synced.
+    Only pages that are on the disk already are dropped, so the files must have been synced.
     """
     if not hasattr(os, "posix_fadvise"):
         return False
@@ -85,7 +85,7 @@ def drop_page_cache(paths: Iterable[Path]) -> bool:
 
 
 def profile_path(root: Path, fingerprint: str, hardware: Mapping[str, Any]) -> Path:
-    """Where the profile of that model on that machine is kept in the store at `root`."""
+    """Return the path of the profile of that model on that machine in the store at `root`."""
     machine = xxh3_64_hexdigest(json.dumps(dict(hardware), sort_keys=True).encode())
     return root / MACHINES_DIR / f"{fingerprint}-{machine}.json"
 
@@ -93,8 +93,9 @@ def profile_path(root: Path, fingerprint: str, hardware: Mapping[str, Any]) -> P
 def read_machine_profile(
     root: Path, fingerprint: str, hardware: Mapping[str, Any], *, store_key: KeyChoice = "auto"
 ) -> MachineProfile | None:
-    """The profile of that model on that machine; None where none was measured, or with a warning when it cannot be
-    read or is not signed with the store's key.
+    """Return the profile of that model on that machine; None if none was measured.
+
+    Returns None with a warning if the profile cannot be read or is not signed with the store's key.
     """
     path = profile_path(root, fingerprint, hardware)
     try:
@@ -108,7 +109,10 @@ def read_machine_profile(
 
 
 def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice = "auto") -> Path:
-    """Keep a profile in the store at `root`, in place of an older one; its path. Raises what a `put` raises."""
+    """Write a profile into the store at `root`, replacing an older one, and return its path.
+
+    Raises the errors of `put`.
+    """
     path = profile_path(root, profile.fingerprint, profile.hardware)
     data = encode_signed_json(profile.as_dict(), MACHINES_DIR, resolve_key(store_key))
     Directory(root, fsync=True).write(path, data)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragblend.config import Settings, read_environment
+from ragblend.config import Settings, read_environment, trusted_setting
 from ragblend.engine.base import record_entries
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.open import GIB, open_store
@@ -20,18 +20,8 @@ from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import user_path
 from ragblend.files.store_folder import DEFAULT_STORE
-from ragblend.options import (
-    TIER_NAMES,
-    ContextPolicy,
-    GenerationOptions,
-    Mode,
-    RatioChoice,
-    TierOptions,
-    at_least,
-    check_options,
-    copy_option,
-    option,
-)
+from ragblend.option_fields import at_least, check_options, copy_option, option
+from ragblend.options import TIER_NAMES, ContextPolicy, GenerationOptions, Mode, RatioChoice, TierOptions
 from ragblend.redaction import redact
 
 
@@ -83,6 +73,8 @@ class ConnectorConfig(TierOptions):
                 text = text.replace(store, "STORE")
         if self.remote is not None:
             text = redact(text, echo_of=self.remote).replace(redact(self.remote), "REMOTE")
+        if (catalog := self.catalog or trusted_setting("catalog")) is not None:
+            text = redact(text, echo_of=catalog).replace(redact(catalog), "CATALOG")
         return text
 
     @property

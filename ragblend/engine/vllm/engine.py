@@ -129,7 +129,8 @@ def start_vllm(
 
     # vLLM logs its configuration; a URL with a password reaches the connector by the environment.
     extra = dict(transfer["kv_connector_extra_config"])
-    hidden = {"RAGBLEND_REMOTE": extra.pop("remote")} if has_secret(extra.get("remote") or "") else {}
+    secret = [name for name in ("remote", "catalog") if has_secret(extra.get(name) or "")]
+    hidden = {f"RAGBLEND_{name.upper()}": extra.pop(name) for name in secret}
     transfer = {**transfer, "kv_connector_extra_config": extra}
     arguments = {
         "model": str(checkpoint.path),

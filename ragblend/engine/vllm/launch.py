@@ -16,14 +16,8 @@ from typing import Any, NamedTuple
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
-from ragblend.engine.transformers.model import (
-    AS_IT_IS,
-    choose_dtype,
-    find_model,
-    load_tokenizer,
-    model_fingerprint,
-    model_name,
-)
+from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
+from ragblend.engine.transformers.model import choose_dtype, load_tokenizer, model_name
 from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_version, unsupported_reasons, vllm_version
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import user_path

@@ -33,16 +33,8 @@ from typing import Any, Literal, get_args
 
 from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError, check_unicode
-from ragblend.options import (
-    CONTEXT,
-    MODES,
-    ContextPolicy,
-    GenerationOptions,
-    Mode,
-    RatioChoice,
-    check_options,
-    copy_option,
-)
+from ragblend.option_fields import check_options, copy_option
+from ragblend.options import CONTEXT, MODES, ContextPolicy, GenerationOptions, Mode, RatioChoice
 from ragblend.prompt.match import ChunkRun
 
 PARAMS_KEY = "ragblend"

@@ -13,9 +13,9 @@ from typing import Any
 
 from ragblend.engine.fusion.rope import rope_type_problem
 from ragblend.engine.store.kv import KVSpec, dtype_name
+from ragblend.engine.transformers.checkpoints import find_model
+from ragblend.engine.transformers.checkpoints import model_fingerprint as checkpoint_fingerprint
 from ragblend.engine.transformers.families import WINDOWED, rope_parameters
-from ragblend.engine.transformers.model import find_model
-from ragblend.engine.transformers.model import model_fingerprint as checkpoint_fingerprint
 from ragblend.engine.vllm.attention_calls import plan_state
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.reading import read_file

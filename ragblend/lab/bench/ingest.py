@@ -22,6 +22,7 @@ from ragblend.engine.store.open import open_store
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import NUM_SIMILAR
+from ragblend.ingestion.report import IngestReport
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, IngestConfig
 from ragblend.lab.bench.common.hardware import hardware_card
@@ -34,7 +35,7 @@ from ragblend.lab.bench.common.output import (
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads
 from ragblend.options import ContextPolicy
-from ragblend.precompute import IngestReport, ingest, precompute_chunks
+from ragblend.precompute import ingest, precompute_chunks
 from ragblend.prompt.types import Chunk
 
 KNOWN_SHAPE, KNOWN_CHUNK_TOKENS, CHUNKS_PER_DOCUMENT = "tiny", 64, 100

@@ -122,7 +122,7 @@ def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
     import torch
     from transformers import AutoConfig
 
-    from ragblend.engine.transformers.model import find_model
+    from ragblend.engine.transformers.checkpoints import find_model
 
     path = find_model(model, weights=False)
     if path.is_file():

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from ragblend.lab.traffic.tokens import Ids
-from ragblend.prompt.match import Run, TokenIndex
+from ragblend.prompt.token_index import Run, TokenIndex
 
 BLOCK = 16
 """Tokens of a block in vLLM, the unit in which it caches prefixes."""

@@ -18,8 +18,8 @@ from ragblend.corpus.folder_scan import display_source
 from ragblend.demo.show import examples
 from ragblend.engine.api import Engine, Stream
 from ragblend.engine.report import Generation
+from ragblend.engine.transformers.checkpoints import DEMO
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.model import DEMO
 from ragblend.errors import EmptyCorpusError, RagblendError
 from ragblend.index import ChunkIndex, SearchHit
 from ragblend.lab.explain import Comparison

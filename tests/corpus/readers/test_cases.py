@@ -1,4 +1,4 @@
-"""The cases of document_cases.json: files as people have them that readers lost text of.
+"""The cases of document_cases.json: real-world files of which readers lost text.
 
 Each case builds a file and says what must be read from it: `words` as \\w+ in order, `contains` and `absent` as
 substrings, `error` as the class of the exception, titles, headings, pages and rows by name.

@@ -45,7 +45,7 @@ def program(request, monkeypatch):
     [
         (make_pdf(line("Hello")), ".pdf"),
         (make_pdf(line("Hello")), ".PDF"),
-        (b"%PDF-1.7 and nothing", ".pdf"),  # rejected with a reason, by whatever reads it next
+        (b"%PDF-1.7 and nothing", ".pdf"),  # the next reader rejects it with a reason
         (b"<p>Hello", ".html"),
         (b"a,b\n1,2\n", ".csv"),
         (b"plain", ".txt"),

@@ -144,7 +144,7 @@ def test_binary_data_is_refused(data: bytes) -> None:
         decode_text(data)
 
 
-def test_the_first_bytes_of_a_binary_file_are_told_from_utf16() -> None:
+def test_the_first_bytes_of_a_binary_file_are_distinguished_from_utf16() -> None:
     assert is_binary(b"GIF89a\0")
     assert is_binary(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     assert not is_binary("Größe".encode("utf-16-be"))

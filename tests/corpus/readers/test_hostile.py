@@ -12,7 +12,8 @@ from collections.abc import Callable
 from time import process_time
 
 import pytest
-from document_files import WHOLE, WORD, bomb, docx, epub, opendocument, packed_stream, pdf, xlsx, zipped
+from document_files import WHOLE, bomb, docx, epub, opendocument, packed_stream, pdf, xlsx
+from office_files import WORD, make_zip
 
 from ragblend.corpus.documents import read_documents
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
@@ -153,10 +154,12 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "docx-nested": ("docx", lambda: docx("<w:p><w:r>" * 50_000 + "<w:t>the end</w:t>" + "</w:r></w:p>" * 50_000)),
     "docx-entities": (
         "docx",
-        lambda: zipped(
-            word__document_DOT_xml='<!DOCTYPE a [<!ENTITY a "aaaaaaaaaa">'
-            + "".join(f'<!ENTITY {chr(at)} "{f"&{chr(at - 1)};" * 10}">' for at in range(ord("b"), ord("k")))
-            + f']><w:document xmlns:w="{WORD}"><w:body><w:p><w:r><w:t>&j;</w:t></w:r></w:p></w:body></w:document>'
+        lambda: make_zip(
+            {
+                "word/document.xml": '<!DOCTYPE a [<!ENTITY a "aaaaaaaaaa">'
+                + "".join(f'<!ENTITY {chr(at)} "{f"&{chr(at - 1)};" * 10}">' for at in range(ord("b"), ord("k")))
+                + f']><w:document xmlns:w="{WORD}"><w:body><w:p><w:r><w:t>&j;</w:t></w:r></w:p></w:body></w:document>'
+            }
         ),
     ),
     "docx-bomb": ("docx", lambda: bomb(docx(), "word/footnotes.xml", 300)),
@@ -169,7 +172,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
         ),
     ),
     "xlsx-far-cell": ("xlsx", lambda: xlsx('<row r="1048576"><c r="XFD1048576"><v>1</v></c></row>')),
-    "docx-empty-archive": ("docx", zipped),
+    "docx-empty-archive": ("docx", lambda: make_zip({})),
     "odt-nested": ("odt", lambda: opendocument("text", "<text:p>" * 50_000 + "the end" + "</text:p>" * 50_000)),
     "odt-spaces": ("odt", lambda: opendocument("text", '<text:p>a<text:s text:c="2000000000"/>b</text:p>')),
     "ods-repeated": (
@@ -182,7 +185,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
         ),
     ),
     "epub-nested": ("epub", lambda: epub("<div>" * 100_000 + "the end")),
-    "epub-many-parts": ("epub", lambda: zipped(**{f"part{at}": "a" for at in range(4_000)})),
+    "epub-many-parts": ("epub", lambda: make_zip({f"part{at}": "a" for at in range(4_000)})),
     "epub-one-part-often": ("epub", lambda: epub(num_readings=100_000)),
     "rtf-nested": ("rtf", lambda: rb"{\rtf1 " + b"{" * 200_000 + b"the end"),
     "rtf-binary": ("rtf", lambda: rb"{\rtf1 the end \bin2000000000 " + b"a" * 1000 + b"}"),

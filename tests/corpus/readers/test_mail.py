@@ -120,22 +120,6 @@ def test_each_mail_of_a_mailbox_is_a_document_and_a_broken_one_costs_itself() ->
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"Subject: x\n" + b"Content-Type: message/rfc822\n\nSubject: y\n" * 3000 + b"\nend",
-        b"Subject: x\n"
-        + b"".join(b"Content-Type: multipart/mixed; boundary=b%d\n\n--b%d\n" % (one, one) for one in range(3000)),
-        b"Subject: x\nContent-Type: multipart/mixed; boundary=b\n\n" + b"--b\nContent-Type: text/plain\n\na\n" * 5000,
-    ],
-)
-def test_parts_inside_each_other_are_read_or_named(data: bytes) -> None:
-    try:
-        assert read(data).text.startswith("Subject: x")
-    except UnreadableDocumentError as error:
-        assert "mail" in str(error)  # noqa: PT017 (either outcome is right, another error is not)
-
-
-@pytest.mark.parametrize(
     "header",
     [
         b"Subject: " + b"=?utf-8?q?a?= " * 100_000,

@@ -315,15 +315,15 @@ def test_entities_are_not_read(encoding: str) -> None:
         only(read_docx(data))
 
 
-def test_unpacked_bytes_are_counted_not_believed(monkeypatch) -> None:
+def test_unpacked_bytes_are_counted_and_not_read_from_the_zip_header(monkeypatch) -> None:
     monkeypatch.setattr(zip_container, "MAX_UNPACKED_BYTES", 100_000)
     data = make_docx(word_paragraph("x" * 200_000))
     with pytest.raises(UnreadableDocumentError, match="unpacks to more than"):
         only(read_docx(data))
     entry = data.rindex(b"word/document.xml") - 46
-    lying = data[: entry + 24] + (10).to_bytes(4, "little") + data[entry + 28 :]
+    false_size = data[: entry + 24] + (10).to_bytes(4, "little") + data[entry + 28 :]
     with pytest.raises(UnreadableDocumentError, match="damaged"):
-        only(read_docx(lying))
+        only(read_docx(false_size))
 
 
 def test_many_entries_and_many_tags_are_named(monkeypatch) -> None:

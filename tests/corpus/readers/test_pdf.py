@@ -110,7 +110,7 @@ def test_a_box_that_is_ticked_is_text(state, text):
     assert read(make_pdf(line("Form"), annotations=[BOX % state])).text == text
 
 
-def test_a_form_that_pdfium_does_not_read_is_noted_without_a_warning_of_its_own(caplog):
+def test_a_form_that_pdfium_does_not_read_is_noted_without_a_log_warning(caplog):
     record = read(make_pdf(line("Please wait"), catalog="/NeedsRendering true/AcroForm<</Fields[]/XFA()>>"))
     assert record.text == "Please wait"
     assert record.notes[0].startswith("its form is of Adobe's type XFA")
@@ -243,14 +243,14 @@ def test_a_damaged_page_is_named():
         ("", False),
     ],
 )
-def test_garbage_is_told_from_symbols(text, garbage):
+def test_garbage_is_distinguished_from_symbols(text, garbage):
     assert is_garbage(normalize_characters(text)) is garbage
 
 
 # -- errors
 
 
-def test_a_password_is_told_from_damage():
+def test_a_password_is_distinguished_from_damage():
     assert "needs a password; save it without one" in error_of(make_pdf(line("Secret"), password="sesame"))
     assert "is a damaged PDF" in error_of(make_pdf()), "the error of the file before it is not its own"
     assert read(make_pdf(line("Bought book"), password="")).text == "Bought book"

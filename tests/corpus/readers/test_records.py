@@ -75,7 +75,7 @@ def test_every_form_of_records_is_read(
     assert [(below(tmp_path, each.source), each.text, dict(each.metadata)) for each in documents] == expected
 
 
-# --- records whose text field nobody named ---
+# --- records without a named text field ---
 
 
 def test_records_without_a_text_are_lines_of_their_fields() -> None:
@@ -319,7 +319,7 @@ def test_columns_of_parquet_without_a_text_are_lines(tmp_path: Path) -> None:
         read(tmp_path, "a.parquet", make_parquet(rows), "emb")
 
 
-def test_what_parquet_cannot_say_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [each.text for each in read(tmp_path, "a.parquet", make_parquet([{"text": "x"}, {"text": None}]))]
     assert texts == ["x"]
     with pytest.raises(NotADocumentError, match="holds no text"):

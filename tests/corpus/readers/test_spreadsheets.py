@@ -1,4 +1,4 @@
-"""Spreadsheets: cells as people search for them, and files that would end the process or fill its memory."""
+"""Spreadsheets: cells as searchable text, and files that would end the process or fill its memory."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_a_column_of_texts_makes_a_document_of_each_row() -> None:
     assert [each.text for each in records("text\none, two\nthree, four\n")] == ["one, two", "three, four"]
 
 
-def test_delimiters_that_nobody_quoted_stay_in_the_text() -> None:
+def test_delimiters_without_quotes_stay_in_the_text() -> None:
     first, second = records("id,text,year\n1,one, two, three,1999\n2,four,2000\n")
     assert (first.text, first.metadata) == ("one,two,three", {"id": "1", "year": "1999"})
     assert first.notes == ("some rows have more values than the header has names; they are read as part of the text",)
@@ -248,7 +248,7 @@ def test_no_letter_of_any_text_is_lost(text: str) -> None:
 def test_odd_files_take_no_more_time_than_others(piece: str) -> None:
     started_s = time.process_time()
     records("a,b\n" + piece * (200_000 // len(piece)))
-    assert time.process_time() - started_s < 5  # of a processor, whoever shares it
+    assert time.process_time() - started_s < 5  # CPU time of this process
 
 
 def test_the_rows_of_a_long_file_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,10 @@ from ragblend.errors import (
 )
 from ragblend.frameworks.conversation import ChatSession
 from ragblend.frameworks.model import ChunkNotReusedError
+from ragblend.ingestion.documents import delete_precomputed
 from ragblend.llm import ChatBlend
 from ragblend.operations.doctor import run_vllm_diagnostics
-from ragblend.precompute import delete_precomputed, ingest, precompute_documents
+from ragblend.precompute import ingest, precompute_documents
 from ragblend.server.requests import read_documents
 
 A, B = "George Keller lives in Kinport. He sells knives.", "Julia Bishop works for Synon. She was born in Calville."
@@ -520,12 +521,12 @@ def test_documents_are_sent_as_texts_and_waited_for(client: VllmClient, script: 
 def test_what_a_server_cannot_store_is_in_the_report(client: VllmClient, script: Script) -> None:
     script.reasons = [
         {"id": "a", "status": "failed", "reason": "it is too long"},
-        {"id": "b", "status": "stored", "reason": "it holds no visible text"},
+        {"id": "b", "status": "stored", "reason": "it has no visible text"},
     ]
     documents = [Document(A, id="a", metadata={"source": "a.txt"}), Document(" ", id="b")]
     report = precompute_documents(documents, client)
     assert report.failures == [("a of a.txt", "it is too long")]
-    assert report.skipped == [("b", "it holds no visible text")]
+    assert report.skipped == [("b", "it has no visible text")]
 
 
 def test_an_index_sends_its_documents_with_their_vectors(client: VllmClient, script: Script, tmp_path: Path) -> None:
@@ -641,7 +642,7 @@ def test_a_server_that_has_none_of_the_chunks_is_said_once_after_three_requests(
             engine.generate(PROMPT)
             assert len(caplog.records) == (number >= 2)
     line = caplog.records[0].getMessage()
-    assert line.startswith("nothing was reused: nothing in 3 prompts is stored")
+    assert line.startswith("nothing was reused: 3 prompts contained no stored chunk")
     assert f"ragblend ingest DOCS --model demo --backend {url}" in line
 
 

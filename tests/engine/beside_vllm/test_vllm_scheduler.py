@@ -11,7 +11,7 @@ from tier_support import make_kv
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVSpec
-from ragblend.engine.transformers.model import AS_IT_IS
+from ragblend.engine.transformers.checkpoints import AS_IT_IS
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.scheduler import BlendScheduler
 

@@ -66,7 +66,7 @@ def test_mean_deviation_is_that_of_stored_kv_from_full_prefills_at_the_check_lay
     report = BlendReport("blend", rule, 0.15)
     record_fidelity(report, plan_of(prompt, rule), outcome.result)
 
-    # Layer 0's output is exact, so what the check computes afresh at layer 1 is what full prefill has there.
+    # Layer 0's output is exact, so the check computes the KV of full prefill at layer 1.
     _, full = full_prefill(model, prompt.ids)
     stale = Reference(model).blend(prompt.reference_spans(), {1: 0.0})
     expected = []

@@ -216,7 +216,7 @@ def test_ratio_one_equals_the_stock_models_full_prefill(family, rule, fused_by, 
 @pytest.mark.parametrize("rule", ["ask", "cacheblend", "random"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15])
 def test_layer_0_computed_is_layer_0_stored(rule, ratio, family, tiny_layers):
-    """Selection, logits and all KV, the rows nobody recomputes included."""
+    """Selection, logits and all KV are equal, also in rows that are not recomputed."""
     layers, prompt = tiny_layers(family), make_prompt(6)
     stored, computed = blend(layers, prompt, ratio, rule), blend_from_elsewhere(layers, prompt, ratio, rule)
     assert computed.recomputed == stored.recomputed
@@ -357,7 +357,7 @@ def test_asking_first_recomputes_both_ends_and_what_the_stock_model_attends_to(f
     torch.testing.assert_close(outcome.result.attention, expected, atol=1e-5, rtol=0)
     first, end = PREFIX + CHUNKS[0], len(prompt.ids) - QUESTION  # the first chunk is exact
     count = min(end - first, math.ceil(ratio * sum(CHUNKS)))
-    ends = {first, first + CHUNKS[1] - 1, first + CHUNKS[1], end - 1}  # of the two others, whatever they get
+    ends = {first, first + CHUNKS[1] - 1, first + CHUNKS[1], end - 1}  # of the two others, regardless of attention
     order = sorted(range(first, end), key=lambda position: (position not in ends, -float(expected[position])))
     assert outcome.recomputed == sorted(order[:count])
     carry = RULES["ask"].drift_gain
@@ -365,7 +365,7 @@ def test_asking_first_recomputes_both_ends_and_what_the_stock_model_attends_to(f
     judge = Reference(stock_model(family))
     assert_same_blend(outcome, judge.blend(prompt.reference_spans(), {}, recomputed=outcome.recomputed, carry=carry))
     rows = [count, *(count + QUESTION * (layer <= asked[-1]) for layer in range(1, layers.num_layers))]
-    assert outcome.result.rows_per_layer == rows, "the question is charged wherever it ran ahead"
+    assert outcome.result.rows_per_layer == rows, "the question is charged in every layer that it ran ahead"
 
 
 @pytest.mark.parametrize("rule", ["ask", "cacheblend"])
@@ -385,7 +385,7 @@ def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, hole, tin
     else:
         torch.testing.assert_close(asked.result.attention, whole.result.attention)
         rows = whole.result.rows_per_layer
-        # Layer 0 of the question is run again by whoever computes it.
+        # Layer 0 of the question runs again in the pass that computes it.
         assert asked.result.rows_per_layer == pytest.approx([rows[0] + QUESTION, *rows[1:]])
 
 

@@ -23,7 +23,7 @@ TOTAL = sum(CHUNKS) + QUESTION
 
 
 def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
-    """By place, while one prompt is blended by a model of so many layers."""
+    """Return host reads by place, for one prompt blended by a model of `num_layers` layers."""
     config_class, model_class, changes = FAMILIES[family]
     model = make_model(config_class, model_class, **{**changes, "num_hidden_layers": num_layers})
     layers = TransformersLayers(model)

@@ -32,7 +32,7 @@ def make_kv(seed: int = 0) -> MemoryKV:
 
 
 class SlowKV:
-    """A ChunkKV that is not in memory: notes what is read, and fails at one layer if told to."""
+    """A ChunkKV that is not in memory: records reads, and fails at layer `fail_at`."""
 
     def __init__(self, kv: MemoryKV, fail_at: int | None = None, delay_s: float = 0.0) -> None:
         self.header, self.nbytes = kv.header, kv.nbytes
@@ -62,7 +62,7 @@ def place(layer: int, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def first_layer(token_ids: torch.Tensor) -> LayerKV:
-    """Stands for the projection: keys and values that tell the tokens apart."""
+    """Stands for the projection: keys and values that differ by token."""
     keys = token_ids[None, :, None].float().expand(HEADS, -1, DIM)
     return LayerKV(keys, -keys)
 
@@ -147,7 +147,7 @@ def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_ru
         for layer in range(LAYERS):
             layers.wait(layer)
     assert [layer for layer, _ in placed] == list(range(LAYERS))
-    assert len({id(rows) for _, rows in placed}) == 1, "a new tensor of rows has its rotation gathered anew"
+    assert len({id(rows) for _, rows in placed}) == 1, "a new tensor of rows gathers its rotation again"
     assert placed[0][1].tolist() == [*range(1, 11), *range(13, 18)]
     assert written == [(layer, rows) for layer in range(LAYERS) for rows in (slice(1, 11), slice(13, 18))]
 
@@ -273,7 +273,7 @@ def test_layer_0_is_there_before_anything_was_read(together):
 
 
 def test_a_store_sees_every_layer_read_and_moves_the_chunk_up(tmp_path: Path):
-    """The layer that nobody needed comes last, and leaving waits for it."""
+    """The computed layer is read last, and leaving waits for it."""
     slow = SlowKV(make_kv(), delay_s=0.005)
     load_all([Placement(slow, 0, exact=False)], depth=1, first_layer=first_layer)
     assert slow.read_layers() == [*range(1, LAYERS), 0]
@@ -289,8 +289,8 @@ def test_a_store_sees_every_layer_read_and_moves_the_chunk_up(tmp_path: Path):
 
 @pytest.mark.parametrize("fail_at", range(LAYERS))
 @pytest.mark.parametrize("options", [{}, {"together": True}, {"together": True, "first_layer": first_layer}])
-def test_damage_is_met_wherever_it_is(fail_at, options):
-    """Also in layer 0 where it was computed: the entry is as damaged as any, and a miss from now on."""
+def test_damage_in_any_layer_is_raised(fail_at, options):
+    """Also in layer 0 that was computed: the entry is damaged, so it must become a miss."""
     placements = [
         Placement(SlowKV(make_kv()), 0, exact=False),
         Placement(SlowKV(make_kv(1), fail_at=fail_at), 5, exact=False),
@@ -304,7 +304,7 @@ def test_damage_is_met_wherever_it_is(fail_at, options):
 @pytest.mark.parametrize("num_waited", [0, 1, LAYERS])
 @pytest.mark.parametrize("options", [{}, {"first_layer": first_layer}], ids=["read", "computed"])
 def test_an_error_in_the_fusor_stops_the_reader_and_passes_through(num_waited, options):
-    """Also where layer 0 was computed, whatever the store says of it."""
+    """Also if layer 0 was computed and its stored form is damaged."""
     slow = SlowKV(make_kv(), fail_at=0 if options else None, delay_s=0.005)
 
     def fail() -> None:

@@ -104,7 +104,7 @@ def test_a_similar_version_is_found_by_prompts_that_do_not_know_what_it_is_behin
         engine.precompute(Chunk(A.text, context="similar"))
 
 
-def test_a_store_tells_its_context_to_whoever_opens_it_later(tmp_path):
+def test_an_engine_opened_later_uses_the_context_policy_of_the_store(tmp_path):
     first, second = "Zenco sells nets and ropes to ports.", "It is in Mirton, and so is Oston."
     behind = Chunk(second, context="similar", context_texts=(first,))
     with load_engine("demo", tmp_path) as engine:

@@ -1,4 +1,4 @@
-"""Many chunks at once: packed passes give each chunk's own KV, writing happens meanwhile, nothing prefilled is lost."""
+"""Many chunks at once: packed passes give each chunk's KV, writes run in parallel, no prefilled KV is lost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prefix_of(layers: Any, ids: TokenIds) -> PromptKVBuffer:
 
 
 def assert_packed_as_alone(layers: Any, counts: Sequence[int], seed: int, atol: float) -> None:
-    """Chunks of so many random tokens have the same KV in one pass and in one each; their prefix stays."""
+    """Chunks of `counts` random tokens have the same KV in one pass as in one each; the prefix is not changed."""
     generator = torch.Generator().manual_seed(seed)
     headers = [header(torch.randint(3, 300, (count,), generator=generator).tolist()) for count in counts]
     prefix, untouched = prefix_of(layers, PREFIX), prefix_of(layers, PREFIX)

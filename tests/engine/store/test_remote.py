@@ -59,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisNodes]:
 @pytest.fixture(scope="module")
 def s3_port() -> Iterator[int]:
     moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
     server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
     server.start()
     yield server.get_host_and_port()[1]

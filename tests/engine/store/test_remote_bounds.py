@@ -203,13 +203,13 @@ def test_other_lies_about_sizes_are_failures_too(said: bytes, talking: Callable[
 def test_an_object_that_is_announced_with_a_terabyte_is_refused_before_it_is_read(
     talking: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % TERABYTE
     port = talking(lambda words: endless(head), is_http=True)
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "DEFAULT_REGION"):
         monkeypatch.setenv(f"AWS_{name}", "us-east-1")
-    options = {"client_kwargs": {"endpoint_url": f"http://127.0.0.1:{port}"}}
-    values = ObjectValues("s3://bucket/kv", 5.0, **options)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    values = ObjectValues("s3://bucket/kv", 5.0)
     with within(4, memory_bytes=100 << 20), pytest.raises(BackendUnreachableError, match="1000000000000"):
         values.get("a" * 32)
 
@@ -231,15 +231,13 @@ def test_a_file_that_is_larger_than_any_value_is_refused_before_it_is_read(tmp_p
 def test_a_walk_over_a_server_that_never_says_it_is_done_ends(
     cursors: str, talking: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_redis, "_SPARE_ROUNDS", 50)
+    monkeypatch.setattr(remote_redis, "WALK_TIMEOUT_S", 1.0)
     num_scans = 0
 
     def reply(words: list[bytes]) -> Iterable[bytes]:
         nonlocal num_scans
         if words[0] == b"STRLEN":
             return [b":5\r\n"]
-        if words[0] == b"DBSIZE":
-            return [b":3\r\n"]
         if words[0] != b"SCAN":
             return [b"+OK\r\n"]
         num_scans += 1
@@ -248,8 +246,9 @@ def test_a_walk_over_a_server_that_never_says_it_is_done_ends(
         return [b"*2\r\n$%d\r\n%b\r\n*1\r\n$%d\r\n%b\r\n" % (len(cursor), cursor, len(name), name)]
 
     store = open_remote(f"redis://127.0.0.1:{talking(reply)}/0", timeout_s=5.0)
-    assert store.nbytes() == 5 * num_scans > 0
-    assert num_scans <= 60
+    with within(1 + LATE_S):
+        assert store.nbytes() > 0
+    assert num_scans > 1
     assert store.counters.num_failures == 1
     store.close()
 

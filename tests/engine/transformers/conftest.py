@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def own_digest_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests of weights come from no other test, and from nobody's home."""
+    """Keep digests of weights apart from other tests' and from the user's home."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 

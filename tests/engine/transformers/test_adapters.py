@@ -1,4 +1,4 @@
-"""A model with an adapter is a model of its own: it answers as peft runs it, and its KV is never the base's."""
+"""A model with an adapter is a separate model: it answers as peft runs it, and its KV is never the base's."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ def test_an_adapter_by_its_own_name_brings_its_base(saved: Path, adapter: Path, 
     assert "LlamaForCausalLM" in CliRunner().invoke(app, ["doctor", "--model", str(adapter)]).output
 
 
-def test_a_loaded_peft_model_is_told_by_its_adapter_and_stops_when_that_is_switched(saved: Path, adapter: Path) -> None:
+def test_a_loaded_peft_model_is_fingerprinted_with_its_adapter_and_fails_if_it_is_switched(
+    saved: Path, adapter: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(saved)
     model = peft.PeftModel.from_pretrained(load(saved), str(adapter)).eval()
     again = peft.PeftModel.from_pretrained(load(saved), adapter)
@@ -142,7 +144,7 @@ def test_a_loaded_peft_model_is_told_by_its_adapter_and_stops_when_that_is_switc
         with model.disable_adapter():
             assert pair_fingerprint(model) not in marks[1:]
             for mode in ("blend", "full"):
-                with pytest.raises(RagblendError, match="adapters are not those any more"):
+                with pytest.raises(RagblendError, match="adapters were changed after"):
                     engine.generate(PROMPT, mode=mode, max_tokens=4)
         assert engine.generate(PROMPT, max_tokens=4).token_ids == answer.token_ids
     merged = peft.PeftModel.from_pretrained(load(saved), str(adapter)).merge_and_unload()
@@ -162,8 +164,8 @@ def test_an_adapter_that_transformers_itself_loaded_counts(saved: Path, adapter:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "puts tokens of its own before"),
-        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "puts tokens of its own before"),
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "adds tokens before"),
+        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "adds tokens before"),
         (
             peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["k_proj"], alora_invocation_tokens=[5, 6]),
             "starts at certain tokens of the prompt",
@@ -179,24 +181,24 @@ def test_adapters_that_work_on_the_prompt_are_refused(config: Any, reason: str, 
         load_engine((model, AutoTokenizer.from_pretrained(saved)))
 
 
-def test_what_is_no_adapter_is_said(saved: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_adapter_is_named(saved: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no adapter at .*gone; give the directory that peft's save_pretrained"):
         load_engine(str(saved), adapter=tmp_path / "gone")
     with pytest.raises(NotFoundError, match="no adapter at"):
         load_engine(str(saved), adapter=saved)
     broken = Path(shutil.copytree(adapter, tmp_path / "broken"))
     (broken / "adapter_model.safetensors").rename(broken / "adapter_model.bin")
-    with pytest.raises(NotFoundError, match="pickled adapters can run code"):
+    with pytest.raises(NotFoundError, match="pickled adapters are not read"):
         load_engine(str(saved), adapter=broken)
     homeless = Path(shutil.copytree(adapter, tmp_path / "homeless"))
     config = json.loads((homeless / "adapter_config.json").read_text())
     (homeless / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
-    with pytest.raises(NotFoundError, match="names no base model; say it: model=BASE, adapter="):
+    with pytest.raises(NotFoundError, match="names no base model; pass model=BASE, adapter="):
         load_engine(str(homeless))
     with pytest.raises(UsageError, match="adapter_kwargs"):
         load_engine(str(saved), model_kwargs={"adapter_kwargs": {}})
 
 
-def test_vllm_is_told_to_take_a_merged_model(adapter: Path) -> None:
+def test_vllm_rejects_an_adapter_and_names_merging(adapter: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
         find_checkpoint(str(adapter))

@@ -1,4 +1,4 @@
-"""Steps of several prompts made as one give what each gives by itself, on every family, windowed ones included."""
+"""Batched decode steps equal the steps of each prompt alone, on every family, windowed ones included."""
 
 from __future__ import annotations
 

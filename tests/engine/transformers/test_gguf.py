@@ -88,7 +88,7 @@ def test_the_weights_are_the_files_in_the_dtype_that_is_asked_for(file: Path, tm
 
 def test_a_gguf_is_found_by_every_name_it_has(file: Path, tmp_path: Path) -> None:
     commit = "0" * 40
-    repo = tmp_path / "hub" / "models--nobody--tiny-GGUF"
+    repo = tmp_path / "hub" / "models--org--tiny-GGUF"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(commit)
     (repo / "snapshots" / commit).mkdir(parents=True)
@@ -97,8 +97,8 @@ def test_a_gguf_is_found_by_every_name_it_has(file: Path, tmp_path: Path) -> Non
     with (
         load_engine(str(file)) as path,
         load_engine(f"{file.parent}:{file.name}") as inside,
-        load_engine(f"nobody/tiny-GGUF:{file.name}", **hub) as repository,
-        load_engine("nobody/tiny-GGUF", model_kwargs={"gguf_file": file.name}, **hub) as transformers_way,
+        load_engine(f"org/tiny-GGUF:{file.name}", **hub) as repository,
+        load_engine("org/tiny-GGUF", model_kwargs={"gguf_file": file.name}, **hub) as transformers_way,
     ):
         engines = (path, inside, repository, transformers_way)
         assert len({engine.fingerprint for engine in engines}) == 1
@@ -113,13 +113,13 @@ def test_a_gguf_is_found_by_every_name_it_has(file: Path, tmp_path: Path) -> Non
         ("{tmp}/gone.gguf", NotFoundError, r"no GGUF at .*gone\.gguf; give a file, or one of .*ORG/REPO:gone\.gguf"),
         ("gone.gguf", NotFoundError, "no GGUF at gone.gguf"),
         ("{tmp}:gone.gguf", NotFoundError, "no GGUF at"),
-        ("nobody/gone:x.gguf", NotFoundError, "neither here nor on Hugging Face"),
+        ("org/gone:x.gguf", NotFoundError, "neither a local path nor on Hugging Face"),
         ("{tmp}", NotFoundError, r"has no config\.json; name the GGUF: .*broken\.gguf"),
         ("{tmp}/broken.gguf", UnsupportedModelError, "cannot be loaded as a causal language model"),
         ("big-00001-of-00003.gguf", UnsupportedModelError, "llama-gguf-split --merge"),
     ],
 )
-def test_what_is_no_gguf_is_said(name: str, error: type[Exception], reason: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_gguf_is_named(name: str, error: type[Exception], reason: str, tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF no more")
     with pytest.raises(error, match=reason):
         load_engine(name.format(tmp=tmp_path))
@@ -130,7 +130,7 @@ def test_a_revision_of_a_file_is_refused(file: Path) -> None:
         load_engine(str(file), revision="v2")
 
 
-def test_a_scaled_rope_that_transformers_leaves_out_is_refused_until_it_is_said(parts: Any, tmp_path: Path) -> None:
+def test_a_scaled_rope_that_transformers_leaves_out_is_refused_until_it_is_given(parts: Any, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "scaled.gguf", *parts, rope_freqs=True)
     with pytest.raises(UnsupportedModelError, match=r"scaled RoPE \(rope_freqs.weight\), which transformers does not"):
         load_engine(str(file))
@@ -151,7 +151,7 @@ def test_without_the_packages_the_extra_is_named(file: Path, monkeypatch: pytest
         load_engine(str(file))
 
 
-def test_vllm_is_told_to_take_another_format(file: Path) -> None:
+def test_vllm_rejects_a_gguf_and_names_the_other_backend(file: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="is a GGUF, which is read here with backend='transformers' alone"):
         find_checkpoint(str(file))
 

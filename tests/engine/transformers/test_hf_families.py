@@ -114,7 +114,7 @@ def test_the_class_is_what_its_row_says(row, monkeypatch: pytest.MonkeyPatch):
         return
     with pytest.raises(UnsupportedModelError) as error:
         load(model)
-    state = "one state of everything"
+    state = "one state of all tokens"
     reasons = {
         "index": "with an index", "recurrent": state, "convolutions": state,
         "AltUp": "several hidden states per token",

@@ -1,4 +1,4 @@
-"""What can be fused is fused exactly; what cannot is refused at load, by name, with a way out."""
+"""Layers are fused exactly, or the model is rejected at load, by name, with the fix."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersL
 from ragblend.errors import UnsupportedModelError
 from ragblend.lab.bench.common.shapes import DecoderShape
 from ragblend.lab.bench.common.workloads import random_model
-
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def load(model: Any, name: str = "tiny") -> TransformersLayers:
@@ -52,8 +50,8 @@ SIZES = {
         ("Olmo2", "Olmo2Attention", SIZES),
         ("Gemma3nText", "several hidden states per token", {}),
         ("Gemma3Text", "use_bidirectional_attention", SIZES | {"use_bidirectional_attention": True}),
-        ("DeepseekV32", r"multi-head latent attention \(MLA\) with an index.*keys of its own", SIZES),
-        ("Mamba", "one state of everything before them", {}),
+        ("DeepseekV32", r"multi-head latent attention \(MLA\) with an index.*separate keys", SIZES),
+        ("Mamba", "one state of all tokens so far", {}),
     ],
 )
 def test_what_cannot_be_fused_is_refused_by_its_layers(name, named, changes):
@@ -71,11 +69,6 @@ def test_a_setting_that_the_model_does_not_follow_is_found(tiny_model):
     model.config.final_logit_softcapping = 1.0
     with pytest.raises(UnsupportedModelError, match=r"fails the exactness check of ratio 1\.0"):
         load(model)
-
-
-def test_dynamic_ntk_rope_is_refused_by_name(make_model):
-    with pytest.raises(UnsupportedModelError, match=r"RoPE type 'dynamic'.*yarn"):
-        reject_unsupported_model(make_model(*classes("Llama"), rope_parameters=DYNAMIC))
 
 
 @pytest.mark.parametrize("window", [2048, 4096])
@@ -242,12 +235,12 @@ def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch: pytest.
             query, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
         )
 
-    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", bottom_right)
+    monkeypatch.setattr("ragblend.engine.transformers.model_attention.attend_rows", bottom_right)
     with pytest.raises(UnsupportedModelError, match=found):
         load(tiny_model("llama"))
 
 
-# --- the facts a LayerwiseModel tells ---
+# --- properties of a LayerwiseModel ---
 
 
 @pytest.mark.parametrize(("family", "made"), [("llama", 2 * 64 * 32), ("deepseek_v3", 64 * (24 + 8))])
@@ -256,7 +249,7 @@ def test_kv_share_is_the_share_of_parameters_that_makes_keys_and_values_or_the_l
     assert tiny_layers(family).kv_share == pytest.approx(made / sum(p.numel() for p in layer.parameters()))
 
 
-def test_rows_are_rotated_the_same_whether_their_rotation_is_at_hand_or_not(tiny_layers):
+def test_rows_are_rotated_the_same_with_and_without_cached_tables(tiny_layers):
     layers, fresh = tiny_layers("llama"), tiny_layers("llama")
     generator = torch.Generator().manual_seed(0)
     many = [torch.arange(start, start + 4) for start in (0, 7, 100, 300, 700)]  # more than are kept
@@ -309,7 +302,7 @@ def test_a_model_and_its_layers_get_the_cache_under_the_name_that_their_classes_
 
 
 @pytest.mark.parametrize("loaded_later", ["llama", "gpt_oss", "gemma2"])
-def test_a_model_keeps_its_own_eager_attention_whatever_is_loaded_later(loaded_later, stock_model, tiny_model):
+def test_a_model_keeps_its_own_eager_attention_after_another_is_loaded(loaded_later, stock_model, tiny_model):
     ids = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1))
     families = ("llama", "gpt_oss", "deepseek_v2")
     layers = {family: TransformersLayers(tiny_model(family)) for family in families}
@@ -322,7 +315,7 @@ def test_a_model_keeps_its_own_eager_attention_whatever_is_loaded_later(loaded_l
 
 
 def test_logits_of_some_tokens_are_those_of_all_where_layers_drop_the_others(stock_model, tiny_layers):
-    """Gemma 4's layers without KV of their own run only tokens whose logits are kept, the last ones."""
+    """Gemma 4's layers without own KV run only tokens whose logits are kept, the last ones."""
     ids = torch.randint(3, 300, (1, 40), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         expected = stock_model("gemma4")(ids).logits[:, -5:]
@@ -344,7 +337,7 @@ def test_layers_without_kv_anywhere_but_behind_all_others_are_refused(layers, ti
     model = tiny_model("gemma4")
     for layer in layers:
         model.model.layers[layer].self_attn.is_kv_shared_layer = True
-    with pytest.raises(UnsupportedModelError, match="KV of another model, or has a layer with KV of its own after"):
+    with pytest.raises(UnsupportedModelError, match="KV of another model, or has a layer that makes KV after"):
         reject_unsupported_model(model)
 
 

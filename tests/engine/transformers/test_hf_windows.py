@@ -13,9 +13,10 @@ from torch import Tensor
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.transformers.checkpoints import model_fingerprint
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import cache_argument
-from ragblend.engine.transformers.model import inspect_model, model_fingerprint
+from ragblend.engine.transformers.model import inspect_model
 from ragblend.lab.explain import explain
 from ragblend.lab.traffic.cost_model import kv_bytes_per_token
 from ragblend.options import ModelOptions

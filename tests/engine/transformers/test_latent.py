@@ -50,7 +50,7 @@ def logits(engine: TransformersEngine, ratio: float, mode: Any = "blend", rule: 
 
 @pytest.mark.parametrize("family", LATENT)
 def test_moving_a_chunk_turns_the_shared_part_of_its_keys_alone(family, stored):
-    """Of every head's keys the last dimensions; the others, and all values, are the same wherever the chunk stands."""
+    """The last dimensions of every head's keys turn; the others, and all values, do not depend on the position."""
     engine = stored(family)
     layers, kv = engine.layers, engine.store.get(engine.key(CHUNKS[1]))
     expanded = []
@@ -124,6 +124,3 @@ def test_eight_bits_are_exact_at_ratio_one_and_move_the_logits_little_beside_reu
         moved = (logits(coded, ratio, rule="random") - logits(plain, ratio, rule="random")).abs().max()
         assert 0 < moved <= {"int8": 0.1, "fp8": 0.3}[kv_dtype] * reuse_error
     assert coded.bytes_per_token == (RANK + ROPE + 4) * LAYERS
-
-
-# --- loading ---

@@ -51,7 +51,7 @@ def test_two_loadings_share_kv_and_one_changed_weight_does_not(saved: Path) -> N
     assert pair_fingerprint(again) == pair_fingerprint(other)
 
 
-def test_a_model_of_no_folder_is_told_by_its_weights_its_config_and_its_dtype(tiny_model: Any) -> None:
+def test_the_fingerprint_of_a_model_without_a_folder_depends_on_weights_config_and_dtype(tiny_model: Any) -> None:
     first, second = tiny_model("llama"), tiny_model("llama")
     assert pair_fingerprint(first) == pair_fingerprint(second)
     change(second, 1e-6)
@@ -70,13 +70,13 @@ def test_the_config_that_a_model_was_loaded_with_counts_and_not_the_files(saved:
 def test_what_cannot_be_set_any_more_is_refused(saved: Path) -> None:
     with pytest.raises(UsageError, match=r"dtype, attn_implementation cannot be set for a model that is loaded"):
         load_engine(load(saved), dtype="bfloat16", attn_implementation="eager")
-    with pytest.raises(UsageError, match="a loaded model is run here; with backend='vllm' give its name"):
+    with pytest.raises(UsageError, match="a loaded model runs in this process, but backend is 'vllm'; pass its name"):
         load_engine(load(saved), backend="vllm")
 
 
 @pytest.mark.parametrize("given", [(1, 2), ("a", "b"), 3, ["model", "tokenizer"]])
 def test_what_is_no_pair_is_refused_with_how_to_make_one(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"give a name, a path, a pipeline, or a loaded model with its tokenizer"):
+    with pytest.raises(UsageError, match=r"pass a name, a path, a pipeline, or a loaded model with its tokenizer"):
         load_engine(given)
     with pytest.raises((UsageError, ValueError), match="loaded model with its tokenizer"):
         ChatBlend(model=given)
@@ -88,7 +88,7 @@ def test_a_model_that_is_not_in_memory_is_refused(saved: Path) -> None:
         load_engine((model.to("meta"), tokenizer))
 
 
-def test_a_models_own_attention_stays_that_of_its_own_forward(saved: Path) -> None:
+def test_a_models_own_forward_keeps_its_own_attention(saved: Path) -> None:
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ def test_noise_is_nothing_where_nothing_is_quantised(saved: Path) -> None:
         assert max(noise.values()) < 1e-5
 
 
-def test_a_saved_quantised_checkpoint_and_a_loaded_one_are_told_by_their_weights(saved: Path, tmp_path: Path) -> None:
+def test_quantised_checkpoints_saved_or_loaded_are_fingerprinted_by_their_weights(saved: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     model = AutoModelForCausalLM.from_pretrained(saved, **asked("nf4"), dtype=torch.float32, device_map={"": "cpu"})
     tokenizer = AutoTokenizer.from_pretrained(saved)
@@ -154,7 +154,7 @@ def test_fp8_is_dequantised_on_a_cpu_and_does_not_pass_for_what_a_gpu_computes(s
         full = engine.generate(PROMPT, mode="full", max_tokens=8).token_ids
         blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8)
         assert (blended.token_ids, blended.report.num_chunk_hits) == (full, 3)
-        from ragblend.engine.transformers.model import model_fingerprint
+        from ragblend.engine.transformers.checkpoints import model_fingerprint
 
         assert engine.fingerprint == model_fingerprint(path, "float32+dequantised")
 

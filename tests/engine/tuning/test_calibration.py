@@ -105,7 +105,7 @@ def test_a_damaged_file_is_nothing_or_what_it_was(place: float, byte: int, cut: 
     st.binary(max_size=60)
     | st.recursive(st.none() | st.integers() | st.text(max_size=3), st.lists).map(lambda v: json.dumps(v).encode())
 )
-def test_whatever_a_file_holds_reading_it_raises_nothing_else(data: bytes) -> None:
+def test_reading_any_bytes_raises_only_a_usage_error(data: bytes) -> None:
     with pytest.raises(UsageError):
         parse_calibration(data)
 
@@ -114,7 +114,7 @@ def test_whatever_a_file_holds_reading_it_raises_nothing_else(data: bytes) -> No
     "spoil",
     [
         lambda note: note.update(version=1),
-        lambda note: note["calibration"].update(num_questions=61),  # the checksum tells
+        lambda note: note["calibration"].update(num_questions=61),  # the checksum is another
         lambda note: note.pop("calibration"),
     ],
 )
@@ -130,9 +130,9 @@ def test_a_file_that_cannot_be_used_is_skipped_with_a_warning(
 
 
 def test_a_file_under_another_models_name_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    foreign = save(tmp_path)
-    ours = foreign.with_name(replace(CALIBRATION, fingerprint="beef").filename)
-    foreign.rename(ours)
+    saved = save(tmp_path)
+    renamed = saved.with_name(replace(CALIBRATION, fingerprint="beef").filename)
+    saved.rename(renamed)
     assert load_calibration(tmp_path, "beef", (1, 2, 3)) is None
     assert "something else" in caplog.text
 
@@ -217,10 +217,10 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
         assert calibrations.resolve_request_tuning((1, 2, 3), NO_PROBE_RULE, None).fit is None
     for line in caplog.messages:
         assert left.name in line
-        assert "has rule 'repair' at layer 1; there is no such rule here; make it again: ragblend calibrate" in line
+        assert "rule 'repair' at layer 1, which this ragblend does not have; make it again: ragblend calibrate" in line
     (problem,) = DiskStore(tmp_path).verify_metadata(calibration_error)
     assert problem.key.endswith(left.name)
-    assert "there is no such rule here" in problem.reason
+    assert "which this ragblend does not have" in problem.reason
     save(tmp_path)  # made again, it has the same name
     assert load_calibration(tmp_path, "f00d", (1, 2, 3)) == CALIBRATION
 

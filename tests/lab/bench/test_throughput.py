@@ -95,7 +95,7 @@ class Scripted:
         yield OutputDelta((2,), "length", BlendReport("full", num_chunks=request))
 
 
-def test_nobody_waits_for_answers_before_sending() -> None:
+def test_requests_are_sent_without_waiting_for_answers() -> None:
     engine = Scripted(5)
     answers = replay_requests(engine, [3, 1, 4, 1, 5], [0.0, 0.01, 0.02, 0.03, 0.04])  # type: ignore[list-item]
     assert sorted(engine.sent) == [1, 1, 3, 4, 5]
@@ -183,7 +183,7 @@ def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means: list
 
 
 def test_arrivals_that_are_not_kept_up_with_do_not_count_as_served() -> None:
-    """A short burst beyond what is served keeps within the bound all the same."""
+    """A short burst above the served rate still keeps within the bound."""
     points = [RatePoint(1.0, 1.0, 0.3), RatePoint(2.0, 1.9, 0.5), RatePoint(4.0, 2.5, 0.9)]
     assert highest_rate(points, 1.0) == (4.0, 2.5, True)
     assert highest_rate([*points, RatePoint(8.0, 2.7, 1.1)], 1.0) == (4.0, pytest.approx(2.6), False)

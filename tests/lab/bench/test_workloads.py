@@ -94,7 +94,7 @@ def test_prompts_have_the_same_chunks_in_other_orders_and_their_own_questions() 
     assert make_prompts(5, 7, 3, num_prompts=4, vocab_size=100, seed=8) != work
 
 
-def test_the_fingerprint_tells_shape_seed_and_dtype_apart() -> None:
+def test_the_fingerprint_depends_on_shape_seed_and_dtype() -> None:
     def mark(dtype: torch.dtype = torch.float32, seed: int = 0) -> str:
         with engine_for("tiny", MemoryStore(0), dtype, seed) as engine:
             return engine.fingerprint

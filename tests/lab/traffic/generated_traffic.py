@@ -32,7 +32,7 @@ class Traffic:
     chunks_per_document: int = 5
     chunk_words: int = 120
     zipf: float = 1.0  # how much more often the first document is asked for than the second, and so on
-    edit_every: int = 0  # after so many requests a chunk of some document is written anew; 0: never
+    edit_every: int = 0  # number of requests after which a chunk of a document is rewritten; 0: never
     system_words: int = 60
     question_words: int = 24
     answer_words: int = 60
@@ -67,7 +67,7 @@ class Shares:
 
 @dataclass(slots=True)
 class Generated:
-    """Request bodies, made one after the other, and the true shares of those that were taken so far."""
+    """Request bodies, made in order, and the true shares of those that were taken so far."""
 
     traffic: Traffic
     count: Count
@@ -108,7 +108,7 @@ class _World:
         return list(found)
 
     def edit(self) -> None:
-        """Write a chunk of one of the documents that are often asked for anew."""
+        """Rewrite a chunk of one of the documents that are requested often."""
         document = self._documents[self.draw.randrange(min(10, len(self._documents)))]
         document[self.draw.randrange(len(document))] = self.words(self._traffic.chunk_words)
 
@@ -161,7 +161,7 @@ class _Books:
         self._sent: set[str] = set()
 
     def enter(self, prompt: list[tuple[str, bool]]) -> None:
-        """Count one prompt, then remember it."""
+        """Count one prompt, then add it to what was sent."""
         sizes = [self._count(text) for text, _ in prompt]
         total = sum(sizes)
         prefix = min(self._known(prompt, sizes), total - 1) // BLOCK * BLOCK

@@ -10,7 +10,7 @@ from hypothesis.strategies import integers, lists
 
 from ragblend.lab.traffic import passages as passages_module
 from ragblend.lab.traffic.passages import BLOCK, LEAST, Passages, PrefixCache
-from ragblend.prompt.match import STRIDE, WINDOW
+from ragblend.prompt.token_index import STRIDE, WINDOW
 
 
 def random_ids(seed: int, count: int) -> np.ndarray:

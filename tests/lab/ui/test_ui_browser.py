@@ -1,4 +1,4 @@
-"""The page in Debian's chromium, by its driver: drop a file, ask, move the slider, two tabs, one that hangs up."""
+"""The page in Debian's chromium, by its driver: drop a file, ask, move the slider, two tabs, one that disconnects."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_example_is_answered_side_by_side_and_the_slider_moves_its_tokens(pag
 
 
 @pytest.mark.slow
-def test_a_dropped_file_is_ingested_and_stays_text_whatever_is_in_it(driver: webdriver.Chrome, empty: Site) -> None:
+def test_a_dropped_file_is_ingested_and_its_markup_stays_text(driver: webdriver.Chrome, empty: Site) -> None:
     page = Page(driver)
     page.width(1180)
     page.open(empty.url)
@@ -163,7 +163,7 @@ def test_a_dropped_file_is_ingested_and_stays_text_whatever_is_in_it(driver: web
 
 
 @pytest.mark.slow
-def test_two_tabs_take_turns_and_one_that_is_closed_in_the_middle_holds_up_nobody(page: Page, site: Site) -> None:
+def test_two_tabs_take_turns_and_closing_one_does_not_block_the_other(page: Page, site: Site) -> None:
     first = page.driver.current_window_handle
     page.driver.switch_to.new_window("tab")
     page.open(site.url)

@@ -45,7 +45,7 @@ def test_without_its_extra_it_says_what_to_install(
     assert "pip install 'ragblend[ui]'" in " ".join(capsys.readouterr().err.split())
 
 
-def test_others_being_able_to_reach_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_others_can_reach_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from ragblend.config import Settings
     from ragblend.lab.ui import app
 

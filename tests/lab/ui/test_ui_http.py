@@ -1,4 +1,4 @@
-"""The page's server over HTTP: what it answers, whom it refuses, where uploads go, and who waits for whom."""
+"""The page's server over HTTP: its answers, rejected requests, the folder of uploads, and the order of requests."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_another_ratio_runs_blending_alone_and_whole_recompute_is_full_prefill(s
         ("/ask", {"question": "why " * 5000}, "fewer chunks"),
         ("/ingest", {"names": ["never-sent.txt"]}, "never-sent.txt"),
     ],
-    ids=["KV that was let go", "prompt too long", "no such upload"],
+    ids=["KV that was released", "prompt too long", "no such upload"],
 )
-def test_what_cannot_be_done_is_told_with_the_way_out(site: Site, path: str, body: Any, words: str) -> None:
+def test_a_request_that_cannot_be_served_is_an_error_with_the_fix(site: Site, path: str, body: Any, words: str) -> None:
     (error,) = of(site.events(path, body), "error")
     assert words in error["message"]
 
@@ -235,7 +235,7 @@ def test_a_file_beyond_the_limit_leaves_nothing_whether_its_size_was_said_or_not
     assert empty.upload("fits.txt", data[:-1]).status_code == 201
 
 
-def test_who_sends_far_too_much_is_told_so_all_the_same(empty: Site) -> None:
+def test_a_body_far_beyond_the_limit_is_answered_with_413(empty: Site) -> None:
     """The answer comes before the body has been sent: one that is not read to its end would be reset with it."""
     for _ in range(5):
         reply = empty.upload("big.txt", bytes(48 << 20))
@@ -379,25 +379,25 @@ def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_en
         prompt = Prompt([hit.chunk for hit in retrieve(index, QUESTION, filled)], QUESTION)
 
         async def leave_after_a_piece() -> list[str]:
-            asked, told = QuestionRun(engine, prompt, filled), list[str]()
+            question, names = QuestionRun(engine, prompt, filled), list[str]()
             worker = job_queue.JobQueue()
-            async for name, _ in (job := worker.submit(lambda job: asked.answer("reuse", job), "it")).events():
-                told.append(name)
+            async for name, _ in (job := worker.submit(lambda job: question.answer("reuse", job), "it")).events():
+                names.append(name)
                 if name == "piece":
                     job.detach()
             worker.join()
-            return told
+            return names
 
-        told = asyncio.run(leave_after_a_piece())
-        assert told[0] == "start"
-        assert told[-1] == "end"
+        names = asyncio.run(leave_after_a_piece())
+        assert names[0] == "start"
+        assert names[-1] == "end"
         assert engine.generate(prompt, mode="full", max_tokens=16).text.strip() == "trainer"
 
 
 # -- what goes wrong
 
 
-def test_a_model_that_is_not_supported_is_told_in_the_page(tmp_path: Path) -> None:
+def test_the_page_names_a_model_that_is_not_supported(tmp_path: Path) -> None:
     reason = "layers of type Mamba keep no KV; choose a model with attention"
 
     def refuse(job: job_queue.UiJob) -> Any:
@@ -436,7 +436,7 @@ def test_stopping_the_server_ends_what_is_running(filled: Any) -> None:
         assert "stopped" in error["message"]
 
 
-def test_a_port_that_is_taken_is_said_with_another(site: Site) -> None:
+def test_a_port_in_use_is_an_error_with_a_free_one(site: Site) -> None:
     port = int(site.url.rpartition(":")[2])
     with pytest.raises(UsageError, match=f"--port {port + 1}"):
         app._listen("127.0.0.1", port)

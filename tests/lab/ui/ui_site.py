@@ -51,7 +51,7 @@ class Site:
         self.client = httpx.Client(base_url=self.url, headers={"origin": self.url}, timeout=120, trust_env=False)
 
     def events(self, path: str, body: dict[str, Any]) -> Events:
-        """Everything that a request is told, to its end."""
+        """All events of a request."""
         with self.client.stream("POST", path, json=body) as reply:
             assert reply.status_code == 200, reply.read()
             assert reply.headers["content-type"].startswith("text/event-stream")

@@ -1,7 +1,8 @@
-"""Time limit for connecting to a remote tier."""
+"""Time limits that all backends of a remote tier share."""
 
 from __future__ import annotations
 
+WALK_TIMEOUT_S = 600.0  # for a list of all names, as in `stats` and `gc`
 CONNECT_TIMEOUT_S = 1.0
 _CONNECT_SHARE = 10
 

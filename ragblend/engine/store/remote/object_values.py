@@ -1,158 +1,119 @@
-"""Chunk files as objects: `s3://BUCKET/PREFIX` and any URL that fsspec opens (`file:///DIR`, `gs://`, `az://`, ...).
+"""Chunk files as objects: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` and `file:///DIR`.
 
-Credentials, endpoints and regions are found by the file system's own library (for S3: `AWS_*`, `~/.aws`,
-`AWS_ENDPOINT_URL`); they must allow to get, put, delete and list objects. The byte budget is set by the bucket's
-lifecycle rules. Works on named bytes.
+obstore finds credentials, endpoint and region in the environment, or in the metadata service of the machine. The
+credentials must allow to get, put, delete and list objects. The byte budget is set by the bucket's lifecycle rules.
+Works on named bytes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from time import monotonic
+from typing import Any
 
-from ragblend.engine.store.remote.limits import connect_timeout_s
-from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
+from ragblend.engine.store.remote.limits import WALK_TIMEOUT_S, connect_timeout_s
+from ragblend.errors import BackendUnreachableError, NotFoundError, StoreFullError, UsageError
 from ragblend.files.directory import Directory
-from ragblend.redaction import has_secret, redact, url_password_hint
+from ragblend.redaction import has_secret, redact
 
 try:
-    import fsspec
-    from fsspec.implementations.local import LocalFileSystem
+    import obstore
+    from obstore.store import LocalStore, from_url
 except ImportError as error:
-    raise ImportError("an object store tier needs fsspec: pip install 'ragblend[s3]'") from error
+    raise ImportError("an object store tier needs obstore: pip install 'ragblend[s3]'") from error
 
 SUFFIX = ".safetensors"
 NOTES = "notes"  # a separate folder, so that listing metadata lists no chunks
 WRITE_TIMEOUT_S = 60.0
 _MAX_VALUE_BYTES = 5 * 2**30  # one S3 PUT
-_PART_BYTES = 1 << 20
-_NUM_ASKED = 32  # objects that are queried in parallel
+_NUM_QUERIES = 32  # objects that are queried in parallel
+_LIST_BATCH = 1000
+_MAX_REASON_CHARS = 300
+_SERVER_ERROR = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)  # of S3, Google and Azure
+_user_pid: int | None = None  # the process that sent the first request
 
 
 class ObjectValues:
     """ByteStore in a bucket or folder: `PREFIX/ab/abcdef....safetensors`, with the layout of a disk store's directory.
 
-    `timeout_s` bounds a whole call if the file system is asynchronous (S3, Google, Azure). The announced size of an
-    object is checked before it is read, and no more is read. Nothing is retried here; the caller counts failures.
+    `timeout_s` bounds each request as a whole, body included. The size that a reply announces is checked before its
+    body is read. obstore retries nothing here, because the breaker of the tier decides.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
 
-    def __init__(self, url: str, timeout_s: float, **options: Any) -> None:
+    def __init__(self, url: str, timeout_s: float) -> None:
         self.url = redact(url)
-        self._redact = partial(redact, echo_of=url)  # a library's message may contain the password
-        self._hides = has_secret(url)  # then no exception of a library may reach a traceback
         self._timeout_s = timeout_s
-        try:
-            self._fs, root = fsspec.core.url_to_fs(url, **{**_defaults(url.partition("://")[0], timeout_s), **options})
-        except ImportError as error:
-            raise ImportError(
-                f"{self.url} needs another package: {self._redact(str(error))}; for s3: pip install 'ragblend[s3]'"
-            ) from None
-        except Exception as error:  # of whatever file system the scheme names
+        self._prefix = ""
+        self._directory: Directory | None = None  # of a local folder
+        if url.startswith("file://"):
+            root = Path(url.removeprefix("file://")).resolve()
+            hint = f"Make room for {self.url}, or choose another `remote`"
+            self._directory = Directory(root, fsync=True, full_hint=hint, create=False)
+            self._prefix = f"{root}/"
+            self._reader = self._writer = LocalStore()
+            return
+        if has_secret(url):
             raise UsageError(
-                f"{self.url} cannot be opened ({self._redact(str(error))}); write redis://HOST:6379/0, "
-                f"s3://BUCKET/PREFIX or file:///DIR{url_password_hint(url)}"
+                f"{self.url} is given with a password or options, which are not read from the URL of an object store; "
+                "set credentials in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+        try:
+            self._reader, self._writer = (_open(url, seconds) for seconds in (timeout_s, WRITE_TIMEOUT_S))
+        except Exception as error:  # of whichever client the scheme names
+            raise UsageError(
+                f"{self.url} cannot be opened ({_reason(error)}); write redis://HOST:6379/0, s3://BUCKET/PREFIX, "
+                "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"
             ) from None
-        self._root = str(root).rstrip("/")
-        if hasattr(self._fs, "retries"):  # s3fs retries five times; here the breaker decides
-            self._fs.retries = 1
 
     def get(self, name: str) -> bytes | None:
         """Return the object's bytes; None if there is no object."""
         return self._read(self._path(name))
 
-    def _read(self, path: str) -> bytes | None:
-        try:
-            return (
-                self._run_with_timeout(self._timeout_s, self._streamed(path))
-                if self._fs.async_impl
-                else self._opened(path)
-            )
-        except FileNotFoundError:
-            return None
-
     def put(self, name: str, data: bytes) -> None:
         """Write the object in one step, also in a local folder."""
         self._write(self._path(name), data)
 
-    def _write(self, path: str, data: bytes) -> None:
-        if isinstance(self._fs, LocalFileSystem):
-            self._translate_errors(lambda: self._directory().write(Path(path), data))
-        else:
-            self._call("pipe_file", path, data, timeout_s=WRITE_TIMEOUT_S)
-
     def contains(self, name: str) -> bool:
         """Return True if there is an object."""
-        try:
-            self._call("info", self._path(name))
-        except FileNotFoundError:
-            return False
+        with self._errors(self._timeout_s):
+            try:
+                obstore.head(self._reader, self._path(name))
+            except FileNotFoundError:
+                return False
         return True
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name True if there is an object; queried in parallel."""
-        if not self._fs.async_impl:
-            return [self.contains(name) for name in names]
-        found: list[bool] = self._run_with_timeout(
-            self._timeout_s, self._contains_all([self._path(name) for name in names])
-        )
-        return found
-
-    async def _contains_all(self, paths: Sequence[str]) -> list[bool]:
-        gate = asyncio.Semaphore(_NUM_ASKED)
-
-        async def is_there(path: str) -> bool:
-            async with gate:
-                try:
-                    await self._fs._info(path)
-                except FileNotFoundError:
-                    return False
-                return True
-
-        return list(await asyncio.gather(*map(is_there, paths)))
+        """Return for each name True if there is an object; queried in parallel, within one time limit."""
+        queries = ThreadPoolExecutor(_NUM_QUERIES, thread_name_prefix="ragblend-objects")
+        try:
+            with self._errors(self._timeout_s):
+                return list(queries.map(self.contains, names, timeout=self._timeout_s))
+        finally:
+            queries.shutdown(wait=False, cancel_futures=True)
 
     def delete(self, name: str) -> bool:
         """Delete the object; return True if there was one."""
-        if not self.contains(name):
-            return False
-        try:
-            self._call("rm_file", self._path(name))
-        except FileNotFoundError:
-            return False
-        return True
+        return self.contains(name) and self._remove(self._path(name))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Yield every name with its object's bytes. Lists the whole prefix."""
-        try:
-            found = self._call("find", self._root, detail=True, timeout_s=WRITE_TIMEOUT_S)
-        except FileNotFoundError:
-            return
-        for path, facts in found.items():
-            name = str(path).rpartition("/")[2]
-            if name.endswith(SUFFIX) and not name.startswith("."):
-                yield name.removesuffix(SUFFIX), int(facts["size"])
+        """Return every name with its object's bytes. Lists the whole prefix."""
+        return self._list("", SUFFIX)
 
     def clean(self) -> int:
         """Delete killed writers' temporary files from a local folder; return their number. Others have none."""
-        if not isinstance(self._fs, LocalFileSystem) or not Path(self._root).is_dir():
-            return 0
-        found: int = self._translate_errors(lambda: self._directory().remove_stale_files())
-        return found
+        return self._directory.remove_stale_files() if self._directory is not None else 0
 
     def list_metadata(self) -> list[str]:
         """Return the names of the metadata values. Lists their folder alone."""
-        try:
-            found = self._call("find", f"{self._root}/{NOTES}", timeout_s=WRITE_TIMEOUT_S)
-        except FileNotFoundError:
-            return []
-        names = (str(path).rpartition("/")[2] for path in found)
-        return [name.removesuffix(".json") for name in names if name.endswith(".json") and not name.startswith(".")]
+        return [name for name, _ in self._list(NOTES, ".json")]
 
     def get_metadata(self, name: str) -> bytes | None:
         """Return a metadata value; None if there is none."""
@@ -164,117 +125,120 @@ class ObjectValues:
 
     def delete_metadata(self, name: str) -> None:
         """Delete a metadata value, if there is one."""
-        with suppress(FileNotFoundError):
-            self._call("rm_file", self._note(name))
-
-    def _note(self, name: str) -> str:
-        return f"{self._root}/{NOTES}/{name}.json"
+        self._remove(self._note(name))
 
     def ping(self) -> None:
         """Make one round trip. Raises BackendUnreachableError also for a bucket that does not exist."""
-        bucket = self._root.partition("/")[0]
-        if not self._fs.async_impl or not bucket:
-            self._translate_errors(lambda: self._fs.exists(self._root))
-            return
-        try:
-            self._call("info", bucket)
-        except FileNotFoundError as error:
-            raise BackendUnreachableError(f"{self.url}: there is no {bucket!r} there; create it first") from error
+        with self._errors(self._timeout_s):
+            next(iter(obstore.list(self._reader, f"{self._prefix}{NOTES}", chunk_size=1)), None)
 
     def close(self) -> None:
-        """Do nothing: fsspec shares its connections."""
-
-    def _directory(self) -> Directory:
-        return Directory(
-            Path(self._root), fsync=True, full_hint=f"Make room for {self.url}, or choose another `remote`"
-        )
+        """Do nothing: obstore closes idle connections itself."""
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
+        return f"{self._prefix}{name[:2]}/{name}{SUFFIX}"
 
-    def _call(self, method: str, *args: Any, timeout_s: float | None = None, **options: Any) -> Any:
-        """Call a method of the file system within a time limit. FileNotFoundError is not translated."""
-        if not self._fs.async_impl:
-            return self._translate_errors(lambda: getattr(self._fs, method)(*args, **options))
-        return self._run_with_timeout(timeout_s or self._timeout_s, getattr(self._fs, f"_{method}")(*args, **options))
+    def _note(self, name: str) -> str:
+        return f"{self._prefix}{NOTES}/{name}.json"
 
-    async def _streamed(self, path: str) -> bytes:
-        """Return an object, read in parts up to its announced size."""
+    def _read(self, path: str) -> bytes | None:
+        with self._errors(self._timeout_s):
+            try:
+                found = obstore.get(self._reader, path)
+            except FileNotFoundError:
+                return None
+            if (nbytes := found.meta["size"]) > self.max_value_bytes:
+                raise OSError(f"{path} has {nbytes} bytes; {self.max_value_bytes} is the most that is read")
+            return bytes(found.bytes())
+
+    def _write(self, path: str, data: bytes) -> None:
+        with self._errors(WRITE_TIMEOUT_S):
+            if self._directory is not None:  # unlike obstore, it syncs, and a killed writer's files are known
+                self._directory.write(Path(path), data)
+                return
+            try:  # in one request: a killed multipart upload leaves parts that no listing shows
+                obstore.put(self._writer, path, data, use_multipart=False)
+            except FileNotFoundError as error:
+                raise NotFoundError(f"{self.url} cannot be written ({_reason(error)}); create the bucket") from None
+
+    def _remove(self, path: str) -> bool:
+        with self._errors(self._timeout_s), suppress(FileNotFoundError):
+            obstore.delete(self._reader, path)
+            return True
+        return False
+
+    def _list(self, folder: str, suffix: str) -> Iterator[tuple[str, int]]:
+        """Yield file name without suffix, and bytes, of each object below `folder`."""
+        until_s = monotonic() + WALK_TIMEOUT_S
+        batches = iter(obstore.list(self._writer, f"{self._prefix}{folder}", chunk_size=_LIST_BATCH))
+        while True:
+            with self._errors(WRITE_TIMEOUT_S):
+                if (batch := next(batches, None)) is None:
+                    return
+                if monotonic() > until_s:
+                    raise OSError(f"the list of objects does not end within {WALK_TIMEOUT_S:g} s")
+            for found in batch:
+                name = found["path"].rpartition("/")[2]
+                if name.endswith(suffix) and not name.startswith("."):
+                    yield name.removesuffix(suffix), found["size"]
+
+    @contextmanager
+    def _errors(self, timeout_s: float) -> Iterator[None]:
+        """Raise BackendUnreachableError for the client's errors, except for a full disk and a missing bucket."""
+        global _user_pid
+        _user_pid = _user_pid or os.getpid()
         try:
-            stream = await self._fs.open_async(path)
-        except NotImplementedError:
-            self._check_size(path, (await self._fs._info(path))["size"])
-            return bytes(await self._fs._cat_file(path))
-        try:
-            parts, num_bytes = [bytes(await stream.read(_PART_BYTES))], 0
-            self._check_size(path, stream.size)
-            while parts[-1]:
-                num_bytes += len(parts[-1])
-                self._check_size(path, num_bytes)
-                parts.append(bytes(await stream.read(_PART_BYTES)))
-        finally:
-            if (body := getattr(stream, "r", None)) is not None:  # s3fs' own `close` leaves the connection to it
-                body.close()
-        return b"".join(parts)
-
-    def _opened(self, path: str) -> bytes:
-        """Return an object of a file system that is not asynchronous."""
-
-        def read() -> bytes:
-            self._check_size(path, self._fs.size(path))
-            with self._fs.open(path, "rb") as file:
-                data = bytes(file.read(self.max_value_bytes + 1))
-            self._check_size(path, len(data))
-            return data
-
-        return cast("bytes", self._translate_errors(read))
-
-    def _check_size(self, path: str, nbytes: int | None) -> None:
-        if nbytes is not None and nbytes > self.max_value_bytes:
-            raise OSError(f"{path} has {nbytes} bytes; {self.max_value_bytes} is the most that is read")
-
-    def _run_with_timeout(self, limit_s: float, call: Coroutine[Any, Any, Any]) -> Any:
-        """Return an asynchronous call's result; cancel it at its time limit. FileNotFoundError is not translated."""
-
-        async def limited() -> Any:
-            return await asyncio.wait_for(call, limit_s)
-
-        def wait() -> Any:
-            future = asyncio.run_coroutine_threadsafe(limited(), self._fs.loop)
-            return future.result(limit_s + 1.0)  # for the case that the loop itself hangs
-
-        return self._translate_errors(wait)
-
-    def _translate_errors(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (FileNotFoundError, StoreFullError):
+            if _user_pid != os.getpid():  # the client's threads exist in the parent alone, so a request would hang
+                raise OSError("this process was forked from one that used object stores; start it with spawn instead")
+            yield
+        except (StoreFullError, NotFoundError, BackendUnreachableError):
             raise
-        except (TimeoutError, concurrent.futures.TimeoutError) as error:
+        except Exception as error:  # every client has its own exceptions, which may name credentials
+            is_late = isinstance(error, TimeoutError) or "TimedOut" in str(error)
+            reason = f"it takes longer than {timeout_s:g} s; see remote_timeout_s" if is_late else _reason(error)
             raise BackendUnreachableError(
-                f"{self.url} takes longer than its time limit; see remote_timeout_s"
-            ) from error
-        except Exception as error:  # every file system has its own exceptions; none may reach an answer
-            message = self._redact(f"{type(error).__name__}: {error}")
-            raise BackendUnreachableError(
-                f"{self.url} fails ({message}); check it: ragblend doctor --remote URL"
-            ) from (None if self._hides else error)
+                f"{self.url} fails ({reason}); check it: ragblend doctor --remote URL"
+            ) from None
 
 
-def _defaults(scheme: str, timeout_s: float) -> dict[str, Any]:
-    if scheme not in ("s3", "s3a"):
-        return {}
-    # A separate instance: other code that uses s3fs in this process keeps its own retries and limits.
-    return {
-        "skip_instance_cache": True,
-        "use_listings_cache": False,
-        "max_concurrency": 1,  # more would request the size first; chunks are already fetched in parallel
-        "config_kwargs": {
-            "connect_timeout": connect_timeout_s(timeout_s),
-            "read_timeout": timeout_s,
-            "retries": {"max_attempts": 0},
+def _open(url: str, timeout_s: float) -> Any:
+    """Return obstore's client for a URL. Sends no request. Raises the client's errors for an invalid URL."""
+    limit = timedelta(seconds=timeout_s)
+    return from_url(
+        url,
+        # http:// is used only where the configured endpoint says so.
+        client_options={
+            "timeout": limit,
+            "connect_timeout": timedelta(seconds=connect_timeout_s(timeout_s)),
+            "allow_http": True,
         },
-    }
+        retry_config={"max_retries": 0, "retry_timeout": limit},
+        **_aws_profile(url),
+    )
+
+
+def _aws_profile(url: str) -> Mapping[str, Any]:
+    """Return the option that reads credentials of S3 from the user's profiles, which obstore leaves to boto3."""
+    folder = Path.home() / ".aws"
+    has_profiles = "AWS_PROFILE" in os.environ or any((folder / name).exists() for name in ("credentials", "config"))
+    if not url.startswith("s3") or "AWS_ACCESS_KEY_ID" in os.environ or not has_profiles:
+        return {}
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise UsageError("AWS profiles are read by boto3, which is not installed: pip install boto3") from None
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except ValueError:  # no profile has credentials
+        return {}
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, or the code and message of the server's reply."""
+    text = str(error).partition("\n\nDebug source")[0]
+    if (reply := _SERVER_ERROR.search(text)) is not None:
+        return f"{reply[1]}: {reply[2]}"
+    return redact(f"{type(error).__name__}: {text[:_MAX_REASON_CHARS]}", echo_of="")
 
 
 open_values = ObjectValues

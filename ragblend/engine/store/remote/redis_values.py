@@ -1,26 +1,33 @@
 """Chunk files as values of Redis or Valkey: `redis://[:PASSWORD@]HOST[:PORT][/DB]`, `rediss://` for TLS.
 
+`redis+cluster://HOST[:PORT]` and `rediss+cluster://` name any node of a cluster, or a name that resolves to one. The
+client discovers the other nodes, and discovers them again when they change. The chunks of a failed node are unavailable
+until the cluster replaces it.
+
 The byte budget is set on the server: `maxmemory` with `maxmemory-policy allkeys-lru`. Replies are not trusted: a call
-ends at its time limit however slowly bytes arrive, and when it has read as many as the largest value has. Works on
-named bytes.
+ends at its time limit however slowly bytes arrive, and when it has read as many bytes as the largest value has. Works
+on named bytes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
+from random import sample
 from time import monotonic
 from typing import Any, cast
 
-from ragblend.engine.store.remote.limits import connect_timeout_s
+from ragblend.engine.store.remote.limits import WALK_TIMEOUT_S, connect_timeout_s
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
 from ragblend.redaction import has_secret, redact, url_password_hint
 
 try:
     import redis
     from redis.backoff import NoBackoff
+    from redis.cluster import RedisCluster
     from redis.connection import parse_url
     from redis.retry import Retry
 except ImportError as error:
@@ -29,54 +36,48 @@ except ImportError as error:
 PREFIX = "ragblend:kv:"
 NOTES = "ragblend:notes"  # a hash, so that its names are listed without a scan of the database
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
-WALK_TIMEOUT_S = 600.0  # for a scan of the whole database, as in `stats` and `gc`
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # Redis' own limit (proto-max-bulk-len)
 _MAX_REPLY_BYTES = _MAX_VALUE_BYTES + (1 << 16)  # of one call: no list of ours is as long as a value may be
 _SCAN_BATCH = 500
-_SPARE_ROUNDS = 100_000  # of a scan, in addition to one per key: the table of a database that was emptied stays long
 
 
 class RedisValues:
-    """ByteStore in one Redis database, under `ragblend:kv:KEY`. Connects at the first call.
+    """ByteStore in one Redis database or cluster, under `ragblend:kv:KEY`. Connects at the first call.
 
     `timeout_s` bounds each call as a whole. Nothing is retried here; the caller counts failures.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
-    FORM = "redis://HOST:PORT/DB"
-    _reader: redis.Redis
-    _writer: redis.Redis
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = redact(url)
         self._redact = partial(redact, echo_of=url)  # a library's message may contain the password
         self._hides = has_secret(url)  # then no exception of a library may reach a traceback
         self._timeout_s = timeout_s
+        self._is_cluster = "+cluster://" in url
+        self._server_url = url.replace("+cluster://", "://", 1)
+        self._opened: dict[float, Any] = {}  # clients by their time limit
+        self._opening = threading.Lock()
+        form = "redis+cluster://HOST:PORT" if self._is_cluster else "redis://HOST:PORT/DB"
         try:
-            self._use(url)
+            options = parse_url(self._server_url)  # type: ignore[no-untyped-call]
         except (ValueError, redis.RedisError) as error:
             message = self._redact(str(error))
             raise UsageError(
-                f"{self.url} is not a Redis URL ({message}); write {self.FORM}{url_password_hint(url)}"
+                f"{self.url} is not a Redis URL ({message}); write {form}{url_password_hint(url)}"
             ) from None
-
-    def _use(self, url: str) -> None:
-        """Create the clients for a URL. Raises ValueError and RedisError for an invalid one."""
-        options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
-        self._reader, self._writer = (
-            redis.Redis(connection_pool=BoundedPool(**{**options, **socket_options(seconds)}, retry=NEVER))
-            for seconds in (self._timeout_s, WRITE_TIMEOUT_S)
-        )
+        if self._is_cluster and (options.get("db") or "path" in options):
+            raise UsageError(f"{self.url} has a database or a socket file, but a cluster has neither; write {form}")
 
     def get(self, name: str) -> bytes | None:
-        """Return the value; None if there is none. Another Redis type gives an empty value, which is no entry."""
+        """Return the value; None if there is none, or a value of another type than a string."""
         with self._call(self._timeout_s):
             try:
                 return cast("bytes | None", self._reader.get(PREFIX + name))
             except redis.ResponseError as error:
                 if not _is_wrong_type(error):
                     raise
-                return b""
+                return None
 
     def put(self, name: str, data: bytes) -> None:
         """Set the value, in one step."""
@@ -85,13 +86,7 @@ class RedisValues:
 
     def contains(self, name: str) -> bool:
         """Return True if there is a value."""
-        with self._call(self._timeout_s):
-            try:
-                return bool(self._reader.strlen(PREFIX + name))
-            except redis.ResponseError as error:
-                if not _is_wrong_type(error):
-                    raise
-                return False
+        return self.contains_many([name])[0]
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
         """Return for each name True if there is a value; one round trip."""
@@ -117,36 +112,16 @@ class RedisValues:
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Yield every name with the bytes of its value. Raises BackendUnreachableError if the scan does not end."""
         until_s = monotonic() + WALK_TIMEOUT_S
-        for where in self._scan_arguments():
-            yield from self._sizes(until_s, **where)
-
-    def _scan_arguments(self) -> Iterable[Mapping[str, Any]]:
-        """Return the extra arguments of commands that scan all keys, one mapping per server to scan."""
-        return ({},)
-
-    def _sizes(self, until_s: float, **where: Any) -> Iterator[tuple[str, int]]:
-        cursor, seen = 0, {0}
         with self._call(self._timeout_s):
-            num_keys = int(self._reader.dbsize(**where))
+            found = self._reader.scan_iter(match=f"{PREFIX}*", count=_SCAN_BATCH)
         while True:
-            with self._call(self._timeout_s):
-                cursor, names = self._scan(cursor, **where)
-            for name, size in zip(names, self._lengths(names), strict=True):
-                if size is not None:
-                    yield name.decode("utf-8", "replace").removeprefix(PREFIX), size
-            if cursor == 0:
+            with self._call(until_s - monotonic()):
+                keys = list(islice(found, _SCAN_BATCH))
+            if not keys:
                 return
-            if cursor in seen or len(seen) > _SPARE_ROUNDS + num_keys or monotonic() > until_s:
-                raise BackendUnreachableError(
-                    f"{self.url} does not come to the end of its keys ({len(seen)} rounds for {num_keys}); is it a "
-                    "Redis? Check it: ragblend doctor --remote URL"
-                )
-            seen.add(cursor)
-
-    def _scan(self, cursor: int, **where: Any) -> tuple[int, list[bytes]]:
-        """Return the next cursor, 0 at the end, and some keys with our prefix."""
-        found = self._reader.scan(cursor, match=f"{PREFIX}*", count=_SCAN_BATCH, **where)
-        return cast("tuple[int, list[bytes]]", found)
+            for key, size in zip(keys, self._lengths(keys), strict=True):
+                if size is not None:
+                    yield key.decode("utf-8", "replace").removeprefix(PREFIX), size
 
     def clean(self) -> int:
         """Return 0: a value appears in one step, so there is nothing to delete."""
@@ -173,14 +148,57 @@ class RedisValues:
             self._reader.hdel(NOTES, name)
 
     def ping(self) -> None:
-        """Make one round trip."""
+        """Make one round trip; in a cluster, to any node that holds chunks and answers."""
         with self._call(self._timeout_s):
-            self._reader.ping()
+            if not self._is_cluster:
+                self._reader.ping()
+                return
+            nodes = self._reader.get_primaries()
+            for left, node in enumerate(sample(nodes, len(nodes)), start=1 - len(nodes)):
+                try:
+                    self._reader.ping(target_nodes=node)
+                    return
+                except redis.RedisError:
+                    if not left:
+                        raise
 
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
-        for client in (self._reader, self._writer):
-            client.connection_pool.disconnect()
+        with self._opening:
+            clients, self._opened = list(self._opened.values()), {}
+        for client in clients:
+            with suppress(redis.RedisError):
+                client.close()
+
+    @property
+    def _reader(self) -> Any:
+        return self._client(self._timeout_s)
+
+    @property
+    def _writer(self) -> Any:
+        return self._client(WRITE_TIMEOUT_S)
+
+    def _client(self, timeout_s: float) -> Any:
+        """Return the client whose calls take at most `timeout_s` seconds. A cluster's connects when it is made."""
+        with self._opening:
+            if timeout_s not in self._opened:
+                self._opened[timeout_s] = self._open(timeout_s)
+            return self._opened[timeout_s]
+
+    def _open(self, timeout_s: float) -> Any:
+        options: dict[str, Any] = {
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+            "socket_connect_timeout": connect_timeout_s(timeout_s),
+            "socket_timeout": timeout_s,
+            "socket_read_size": 1 << 20,  # values are megabytes
+        }
+        if not self._is_cluster:
+            parsed = parse_url(self._server_url)  # type: ignore[no-untyped-call]
+            return redis.Redis.from_pool(_BoundedPool(**{**parsed, **options}))
+        # Without one node, the chunks of the others stay available.
+        options |= {"connection_pool_class": _BoundedPool, "require_full_coverage": False}
+        return RedisCluster(url=self._server_url, **options)
 
     @contextmanager
     def _call(self, timeout_s: float) -> Iterator[None]:
@@ -240,20 +258,7 @@ class _CallLimits(threading.local):
 _CALL = _CallLimits()
 
 
-NEVER = Retry(NoBackoff(), 0)
-
-
-def socket_options(timeout_s: float) -> dict[str, Any]:
-    """Return the options of a connection whose calls take at most `timeout_s` seconds."""
-    return {
-        "protocol": 2,
-        "socket_connect_timeout": connect_timeout_s(timeout_s),
-        "socket_timeout": timeout_s,
-        "socket_read_size": 1 << 20,  # values are megabytes
-    }
-
-
-class BoundedPool(redis.ConnectionPool):
+class _BoundedPool(redis.ConnectionPool):
     """A redis-py pool, of any connection class, whose sockets obey the limits of the calling thread's call."""
 
     def __init__(self, connection_class: Any = redis.Connection, **options: Any) -> None:
@@ -268,27 +273,24 @@ class _Bounded:
 
 
 class _Socket:
-    """A socket that obeys `_CALL`: a socket's own time limit begins again with every byte."""
+    """A socket that obeys `_CALL`. redis-py has a time limit per read only, which begins again with every byte."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
         self._timeout_s: float | None = plain.gettimeout()  # 0: do not wait
 
     def recv(self, nbytes: int) -> bytes:
-        self._plain.settimeout(self._wait_s())
-        data = cast("bytes", self._plain.recv(nbytes))
+        data = cast("bytes", self._ready().recv(nbytes))
         _CALL.count(len(data))
         return data
 
     def recv_into(self, buffer: Any, nbytes: int = 0) -> int:
-        self._plain.settimeout(self._wait_s())
-        count = int(self._plain.recv_into(buffer, nbytes))
+        count = int(self._ready().recv_into(buffer, nbytes))
         _CALL.count(count)
         return count
 
     def sendall(self, data: Any) -> None:
-        self._plain.settimeout(self._wait_s())
-        self._plain.sendall(data)
+        self._ready().sendall(data)
 
     def settimeout(self, seconds: float | None) -> None:
         self._timeout_s = seconds
@@ -296,8 +298,11 @@ class _Socket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
-    def _wait_s(self) -> float:
-        return _CALL.left_s() if self._timeout_s is None else min(self._timeout_s, _CALL.left_s())
+    def _ready(self) -> Any:
+        """Return the socket, set to wait no longer than the call may."""
+        left_s = _CALL.left_s()
+        self._plain.settimeout(left_s if self._timeout_s is None else min(self._timeout_s, left_s))
+        return self._plain
 
 
 open_values = RedisValues

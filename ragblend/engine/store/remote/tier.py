@@ -48,7 +48,7 @@ NUM_FETCHES = 8  # chunks fetched at the same time
 RESULT_TTL_S = 2.0  # how long a result is kept for other requests of the same chunk
 _MAX_BAD = 4096
 # Schemes whose file has another name than theirs.
-ALIASES = {"rediss": "redis", "redis+cluster": "redis_cluster", "rediss+cluster": "redis_cluster"}
+ALIASES = dict.fromkeys(("rediss", "redis+cluster", "rediss+cluster"), "redis")
 _OVERDUE = 0.9  # share of the time limit after which a missing result counts as a failure of the backend
 
 
@@ -464,8 +464,8 @@ class RemoteStore(KVStore):
 def open_remote(
     url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QUEUE_BYTES, store_key: KeyChoice = "auto"
 ) -> RemoteStore:
-    """Return the remote tier at `url`: `redis://`, `redis+cluster://`, `s3://BUCKET/PREFIX`, `file:///DIR`, any fsspec
-    URL.
+    """Return the remote tier at `url`: `redis://`, `redis+cluster://`, `s3://BUCKET/PREFIX`, `gs://`, `az://`,
+    `file:///DIR`.
 
     Opens no connection yet. Raises UsageError for an invalid URL, ImportError with the extra to install.
     """
@@ -476,7 +476,7 @@ def open_remote(
         raise UsageError(f"{problem}; write `remote='redis://HOST:6379/0'` or s3://BUCKET/PREFIX, and more than 0 s")
     if HIDDEN + "@" in url:
         raise UsageError(f"the password is left out of {redact(url)!r}, as it is printed; give the whole URL")
-    # A scheme has its module SCHEME_values.py in this folder, or is opened by fsspec.
+    # A scheme has its module SCHEME_values.py in this folder, or is opened by obstore.
     name = ALIASES.get(scheme, scheme)
     module = f"{__package__}.{name}_values"
     if not name.isidentifier() or find_spec(module) is None:

@@ -1,0 +1,166 @@
+"""Ingestion and closeness over HTTP beside the local engine's: the same documents, the same questions.
+
+    python -m benchmarks.over_http --model models/smollm2 --server-python .venv-vllm/bin/python \\
+        --out data/results/over-http.json
+
+The passages of MuSiQue questions are stored by `ragblend serve`, sent to its documents API, and by the transformers
+engine in this process, each in a store of its own and with the defaults of both. They take turns, some documents at a
+time, so that what else the machine does meets both. Each question is then asked over its passages, on both sides by
+default and in mode full. Closeness is the Kullback-Leibler divergence of the first token's distribution from full
+prefill's, in nats, over the whole vocabulary: the server is started with `--max-logprobs -1`, and its log-probabilities
+come through the OpenAI API. Read `measure_closeness` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from benchmarks.results import write_result
+from benchmarks.stock_clients import TEMPLATE, Questions, ingest, served
+from ragblend import Prompt, load_engine
+from ragblend.engine.report import Mode
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.errors import RagblendError
+from ragblend.precompute import precompute_documents
+
+_NAMED_ID = "token_id:"  # how vLLM names a token of `return_tokens_as_token_ids`
+
+
+def measure_ingestion(
+    url: str, engine: TransformersEngine, documents: Sequence[dict[str, Any]], num_together: int
+) -> list[dict[str, Any]]:
+    """Return a record for each batch of documents: the seconds and the new entries of both sides."""
+    found = []
+    for number, start in enumerate(range(0, len(documents), num_together)):
+        batch = documents[start : start + num_together]
+        record: dict[str, Any] = {"num_documents": len(batch)}
+        for side in ("served", "local") if number % 2 else ("local", "served"):
+            start_s = perf_counter()
+            if side == "served":
+                num_new = ingest(url, batch)["num_new_kv"]
+            else:
+                texts = [(document["id"], text) for document in batch for text in document["chunks"]]
+                report = precompute_documents(
+                    [text for _, text in texts], engine, ids=[name for name, _ in texts], collection="musique"
+                )
+                num_new = report.num_new_kv
+            record[f"{side}_s"], record[f"{side}_entries"] = perf_counter() - start_s, num_new
+        found.append(record)
+        print(record, flush=True)
+    return found
+
+
+def measure_closeness(
+    url: str, engine: TransformersEngine, questions: Questions, max_questions: int
+) -> list[dict[str, Any]]:
+    """Return a record for each question: the divergence from full prefill on both sides, and their hits."""
+    found = []
+    for chunks, question in questions.asked[:max_questions]:
+        text = TEMPLATE.format(context="\n\n".join(chunks), question=question)
+        record: dict[str, Any] = {"question": question}
+        for side in ("served", "local"):
+            logprobs, hits = {}, 0
+            for mode in ("blend", "full"):
+                if side == "served":
+                    logprobs[mode], report = _ask_server(url, text, mode, engine.layers.config.vocab_size)
+                    hits = max(hits, report["num_chunk_hits"])
+                else:
+                    prompt = Prompt.from_messages([("user", text)])
+                    prefilled = engine.prefill(engine.request(prompt, mode=mode, max_tokens=1))
+                    logprobs[mode] = prefilled.logits.double().log_softmax(-1)
+                    hits = max(hits, prefilled.report.num_chunk_hits)
+            record[side] = {
+                "kl": float((logprobs["full"].exp() * (logprobs["full"] - logprobs["blend"])).sum()),
+                "is_first_token_equal": int(logprobs["full"].argmax()) == int(logprobs["blend"].argmax()),
+                "hits": hits,
+            }
+            record[f"{side}_full"] = logprobs["full"]
+        # What differs between the engines without any reuse, in the same unit.
+        full, other = record.pop("local_full"), record.pop("served_full")
+        record["full_kl"] = float((full.exp() * (full - other)).sum())
+        found.append(record)
+        print(len(found), record, flush=True)
+    return found
+
+
+def _ask_server(url: str, text: str, mode: Mode, vocab_size: int) -> tuple[Tensor, dict[str, Any]]:
+    """Return the log-probabilities [vocabulary] of the first token, and the report."""
+    httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+    body = {
+        "model": "model",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": -1,
+        "return_tokens_as_token_ids": True,
+        **({"kv_transfer_params": {"ragblend": {"mode": "full"}}} if mode == "full" else {}),
+    }
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600).raise_for_status().json()
+    (token,) = answer["choices"][0]["logprobs"]["content"]
+    logprobs = torch.full((vocab_size,), -torch.inf, dtype=torch.float64)
+    for each in token["top_logprobs"]:
+        logprobs[int(each["token"].removeprefix(_NAMED_ID))] = each["logprob"]
+    if not logprobs.isfinite().all():
+        raise RagblendError(f"the server gave {int(logprobs.isfinite().sum())} of {vocab_size} log-probabilities")
+    return logprobs.log_softmax(-1), answer["kv_transfer_params"]["ragblend"]
+
+
+def main() -> None:
+    """Serve, store, ask, compare, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--questions", type=int, default=40)
+    parser.add_argument("--num-chunks", type=int, default=3, help="Passages of a question.")
+    parser.add_argument("--num-together", type=int, default=4, help="Documents that are stored before the other side.")
+    parser.add_argument("--server-python", required=True, help="The Python of an environment with vLLM and ragblend.")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    questions = Questions(given.model, given.questions, given.num_chunks)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        with (
+            served(given.server_python, given.model, home, "--max-logprobs", "-1") as url,
+            load_engine(given.model, home / "local", dtype="float32", on_miss="inline") as engine,
+        ):
+            assert isinstance(engine, TransformersEngine)
+            warm, *documents = questions.documents
+            measure_ingestion(url, engine, [warm], 1)
+            ingestion = measure_ingestion(url, engine, documents, given.num_together)
+            asked = measure_closeness(url, engine, questions, given.questions)
+    seconds = {side: sum(record[f"{side}_s"] for record in ingestion) for side in ("served", "local")}
+    kl = {side: mean(record[side]["kl"] for record in asked) for side in ("served", "local")}
+    facts = {
+        "command": "benchmarks.over_http",
+        "model": Path(given.model).name,
+        "num_questions": len(asked),
+        "num_chunks": given.num_chunks,
+        "ingestion_s": seconds,
+        "ingestion_ratio": seconds["served"] / seconds["local"],
+        "ingestion_median_ratio": median(record["served_s"] / record["local_s"] for record in ingestion),
+        "mean_kl": kl,
+        "kl_difference": kl["served"] - kl["local"],
+        "largest_kl_difference": max(abs(record["served"]["kl"] - record["local"]["kl"]) for record in asked),
+        "equal_hits": sum(record["served"]["hits"] == record["local"]["hits"] for record in asked),
+        "ingestion": ingestion,
+        "questions": asked,
+    }
+    names = ("ingestion_s", "ingestion_ratio", "ingestion_median_ratio", "mean_kl", "kl_difference")
+    print(json.dumps({name: facts[name] for name in names}))
+    write_result(facts, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""One ChatBlend in one process: memory over thousands of asks, then threads and streams that are cancelled at random.
+
+    python -m benchmarks.threads --out data/results/threads.json
+
+Prompts are questions over three stored passages of the embedded corpus. First they are asked in turn, and resident
+memory is sampled. Then threads ask them all at once: half of the threads invoke, half stream, and half of the streams
+are closed after a random number of chunks. Every complete answer is compared with the one that the same prompt had
+before; a part of an answer has to be its beginning. Read `run_threads` first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.results import write_result
+from benchmarks.soak.memory import Growth, Sample, growth, rss_bytes
+from ragblend import ChatBlend
+from ragblend.cli.printing import print_line
+from ragblend.cli.session import quiet_libraries, set_num_threads
+from ragblend.demo.corpus import sample_corpus
+from ragblend.precompute import precompute_documents
+
+NUM_PROMPTS, NUM_PASSAGES, MAX_TOKENS = 40, 3, 12
+SAMPLE_EVERY = 5  # asks
+CLOSED = 0.5  # share of the streams
+TIMEOUT_S = 600.0
+
+
+def make_prompts(passages: Sequence[str], questions: Sequence[str], seed: int = 0) -> list[str]:
+    """Return prompts of a question after random passages."""
+    draw = random.Random(seed)
+    asked = draw.sample(list(questions), NUM_PROMPTS)
+    return ["\n\n".join([*draw.sample(list(passages), NUM_PASSAGES), question]) for question in asked]
+
+
+def measure_memory(llm: ChatBlend, prompts: Sequence[str], count: int) -> Growth:
+    """Ask `count` times in turn. Return the growth of resident memory."""
+    samples = list[Sample]()
+    for number, prompt in enumerate(itertools.islice(itertools.cycle(prompts), count)):
+        llm.invoke(prompt)
+        if number % SAMPLE_EVERY == 0:
+            samples.append(Sample(number, rss_bytes(os.getpid()) or 0))
+    return growth("process", samples)
+
+
+def run_threads(llm: ChatBlend, prompts: Sequence[str], num_threads: int, count: int) -> dict[str, int]:
+    """Send `count` requests by `num_threads` threads. Return the number of each outcome, "hanging" threads included."""
+    expected = [str(llm.invoke(prompt).content) for prompt in prompts]
+    numbers, outcomes, lock = iter(range(count)), Counter[str](), threading.Lock()
+
+    def ask(thread: int) -> None:
+        draw = random.Random(thread)
+        while (number := next_number()) is not None:
+            place = number % len(prompts)
+            try:
+                outcome = _ask(llm, prompts[place], expected, place, is_stream=thread % 2 == 1, draw=draw)
+            except Exception as error:
+                outcome = f"error: {error}"
+            with lock:
+                outcomes[outcome] += 1
+
+    def next_number() -> int | None:
+        with lock:
+            return next(numbers, None)
+
+    threads = [threading.Thread(target=ask, args=(thread,), daemon=True) for thread in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    end_s = perf_counter() + TIMEOUT_S
+    for thread in threads:
+        thread.join(max(0.0, end_s - perf_counter()))
+    return {**outcomes, "hanging": sum(thread.is_alive() for thread in threads)}
+
+
+def _ask(
+    llm: ChatBlend, prompt: str, expected: Sequence[str], place: int, *, is_stream: bool, draw: random.Random
+) -> str:
+    """Ask one prompt. Return the outcome."""
+    if not is_stream:
+        return _compare(str(llm.invoke(prompt).content), expected, place)
+    limit = draw.randint(0, MAX_TOKENS // 2) if draw.random() < CLOSED else None
+    with closing(llm.stream(prompt)) as stream:  # type: ignore[type-var]  # LangChain types it as an Iterator
+        text = "".join(str(chunk.content) for chunk in itertools.islice(stream, limit))
+    if limit is None:
+        return _compare(text, expected, place)
+    return "closed" if expected[place].startswith(text) else "closed, another beginning"
+
+
+def _compare(text: str, expected: Sequence[str], place: int) -> str:
+    if text == expected[place]:
+        return "same answer"
+    return "answer of another prompt" if text in expected else "other answer"
+
+
+def main(
+    model: Annotated[str, typer.Option(help="'demo', a Hugging Face id or a folder.")] = "demo",
+    asks: Annotated[int, typer.Option(help="Asks in turn.")] = 2000,
+    requests: Annotated[int, typer.Option(help="Requests by threads.")] = 1000,
+    threads: Annotated[int, typer.Option(help="Threads, half of them streaming.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
+) -> None:
+    """Measure memory, then ask by threads. Exit code 1 if a request failed or had another answer."""
+    quiet_libraries()
+    set_num_threads(1)
+    corpus = sample_corpus()
+    passages = [chunk for record in corpus.records for chunk in record.chunks]
+    prompts = make_prompts(passages, [question.text for question in corpus.questions])
+    with tempfile.TemporaryDirectory(prefix="ragblend-threads-") as folder:
+        llm = ChatBlend(model=model, store=folder, max_tokens=MAX_TOKENS, temperature=0.0)
+        precompute_documents(passages, llm)
+        memory = measure_memory(llm, prompts, asks)
+        start_s = perf_counter()
+        outcomes = run_threads(llm, prompts, threads, requests)
+        seconds = perf_counter() - start_s
+    slope = "no slope" if memory.slope is None else f"{memory.slope * 1048.576:.0f} bytes an ask"
+    print_line(f"{asks} asks: {memory.warm_mib:.0f} MiB after the warm-up, {memory.last_mib:.0f} at the end, {slope}")
+    print_line(f"{requests} requests by {threads} threads in {seconds:.0f} s: {outcomes}")
+    result: dict[str, Any] = {"model": Path(model).name, "asks": asks, "memory": asdict(memory)}
+    write_result({**result, "threads": threads, "requests": requests, "outcomes": outcomes}, out)
+    if set(outcomes) - {"same answer", "closed", "hanging"} or outcomes["hanging"]:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,204 @@
+"""A catalogue in an SQLite file, or in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import cast
+
+from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, select
+from sqlalchemy.exc import DBAPIError
+
+from ragblend.catalog.dialect import Dialect, TransactionKind
+from ragblend.catalog.former import read_former_files
+from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
+from ragblend.errors import CorruptError, StoreMismatchError
+from ragblend.files.directory import to_write_error
+from ragblend.files.sqlite import connect, truncate_log, wrap_sqlite_errors
+
+_PATH: ContextVar[Path | None] = ContextVar("path of the catalogue that is being opened")
+
+
+class SqliteDialect(Dialect):
+    """The SQLite file `path`, or a database in memory if it is None."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.name, self.key = str(path), path
+        self._errors = _NamedErrors(path or Path(), self.fix_hint())
+
+    def connect(self) -> Connection:
+        """Open the file, which is created if missing. What files of earlier versions have is read into a new one."""
+        return _open(self.path, self.fix_hint())
+
+    def release(self, connection: Connection) -> None:
+        """Leave the file open for the next call."""
+
+    def begin(self, connection: Connection, kind: TransactionKind) -> None:
+        """Begin a transaction."""
+        connection.exec_driver_sql(f"BEGIN {kind}")
+
+    def version(self, connection: Connection) -> int:
+        """Return SQLite's data_version, which leaves out the connection's own commits."""
+        return int(_sqlite(connection).execute("PRAGMA data_version").fetchone()[0])
+
+    def find_problems(self, connection: Connection) -> list[str]:
+        """Return what SQLite finds damaged in the file."""
+        lines = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
+        return [f"{self.path}: {line}" for line in lines if line != "ok"]
+
+    def truncate_log(self, connection: Connection) -> None:
+        """Empty the write-ahead log, where deleted rows remain until other processes have stopped reading."""
+        truncate_log(_sqlite(connection))
+
+    def named_errors(self) -> AbstractContextManager[None]:
+        """Raise RagblendErrors in place of SQLite's and SQLAlchemy's."""
+        return self._errors
+
+    def fix_hint(self) -> str:
+        """Return what to do about a damaged file."""
+        folder = self.path and self.path.parent
+        return f"Mend it: ragblend verify --repair --store {folder}; or {explain_reingestion(self.path)}"
+
+
+def explain_reingestion(path: Path | None) -> str:
+    """Return how a store gets a new catalogue, in words that end a sentence."""
+    return (
+        f"delete {path}* and run ragblend ingest DOCS --store {path and path.parent} (stored KV is found, not "
+        "recomputed), and add again what frameworks and servers have added"
+    )
+
+
+class _NamedErrors(AbstractContextManager[None]):
+    """`wrap_sqlite_errors` for statements of SQLAlchemy. One object, because each call enters it."""
+
+    def __init__(self, path: Path, fix: str) -> None:
+        self._path, self._fix = path, fix
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            original = error.orig if isinstance(error, DBAPIError) else error
+            if isinstance(original, sqlite3.Error | UnicodeDecodeError | OSError):
+                with wrap_sqlite_errors(self._path, self._fix):
+                    raise original from (error if original is not error else error.__cause__)
+
+
+@cache
+def _engine() -> Engine:
+    """Return the engine of all catalogues, which keeps the compiled statements; each connection is to another file."""
+    return create_engine("sqlite://", creator=_connect, poolclass=NullPool)
+
+
+def _connect() -> sqlite3.Connection:
+    path = _PATH.get()
+    if path is None:
+        return sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    return connect(path, f"Move {path} away", create=True)
+
+
+def _connect_to(path: Path | None) -> Connection:
+    token = _PATH.set(path)
+    try:
+        return _engine().connect()
+    finally:
+        _PATH.reset(token)
+
+
+def _sqlite(connection: Connection) -> sqlite3.Connection:
+    return cast("sqlite3.Connection", connection.connection.dbapi_connection)
+
+
+def _open(path: Path | None, fix: str) -> Connection:
+    folder = path.parent if path is not None else None
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise to_write_error(error, path) from error
+    is_writable = folder is not None and os.access(folder, os.W_OK)
+    is_kept = path is not None and (is_writable or path.exists())
+    if is_kept and path is not None:
+        _create_private(path)
+    connection = _connect_to(path if is_kept else None)
+    try:
+        if is_kept and not is_writable and _lacks_tables(connection):  # it is read in memory, as former files are
+            copy, is_kept = _connect_to(None), False
+            _sqlite(connection).backup(_sqlite(copy))
+            connection.close()
+            connection = copy
+        _check_schema(connection, path, fix)
+        if folder is not None and (is_writable or not is_kept):
+            read_former_files(folder, _sqlite(connection), is_kept=is_kept)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
+    """Create the tables that a file lacks; raise an error where a file has others."""
+    if _lacks_tables(connection):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        if _lacks_tables(connection):  # or another process was faster
+            METADATA.create_all(connection)
+            made = f"{SCHEMA_VERSION} {_digest(_read_schema(connection))}"
+            connection.execute(delete(META))
+            connection.execute(META.insert().values(name="schema", value=made))
+            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.exec_driver_sql("COMMIT")
+    schema = _read_schema(connection)
+    tables = {name for kind, name, _ in schema if kind == "table"}
+    if tables.isdisjoint(METADATA.tables):
+        raise StoreMismatchError(
+            f"{path} is not a catalogue (it holds the tables {', '.join(sorted(tables))}); "
+            "choose another folder for the store: `store='OTHER_DIR'`"
+        )
+    version = connection.exec_driver_sql("PRAGMA user_version").scalar()
+    if _recorded_schema(connection, schema) != f"{version} {_digest(schema)}":
+        raise CorruptError(f"{path} is damaged (version {version} with other tables than it had). {fix}")
+    if version != SCHEMA_VERSION:
+        raise StoreMismatchError(
+            f"{path} is version {version} of a catalogue, this ragblend reads {SCHEMA_VERSION}; use the ragblend that "
+            "made it, or choose another folder for the store: `store='OTHER_DIR'`"
+        )
+
+
+def _lacks_tables(connection: Connection) -> bool:
+    """Return True for an empty file, and for a sound one of an earlier version."""
+    schema = _read_schema(connection)
+    version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+    is_former = version < SCHEMA_VERSION and _recorded_schema(connection, schema) == f"{version} {_digest(schema)}"
+    return not schema or is_former
+
+
+def _recorded_schema(connection: Connection, schema: Sequence[tuple[str, str, str]]) -> str | None:
+    query = select(META.c.value).where(META.c.name == "schema")
+    return connection.execute(query).scalar() if ("table", META.name) in {row[:2] for row in schema} else None
+
+
+def _read_schema(connection: Connection) -> Sequence[tuple[str, str, str]]:
+    query = "SELECT type, name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY type, name"
+    return [(str(kind), str(name), str(sql)) for kind, name, sql in connection.exec_driver_sql(query)]
+
+
+def _digest(schema: Sequence[tuple[str, str, str]]) -> str:
+    return hashlib.blake2b(repr(schema).encode(), digest_size=16).hexdigest()
+
+
+def _create_private(path: Path) -> None:
+    """Create the file with its owner's permissions only, as the entries have. SQLite would let other users read it."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise to_write_error(error, path) from error

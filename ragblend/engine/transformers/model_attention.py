@@ -1,0 +1,146 @@
+"""Attention function that ragblend registers in transformers, for scattered rows, packed chunks and decode batches.
+
+All other calls go to the attention implementation that the model had before. Depends on transformers' attention
+registries and on `fusion.attention`, not on models.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionParams, ProbeQueries, attend_rows
+from ragblend.engine.fusion.protocols import QueryProbeHook
+from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.transformers.batched_decode import DecodeBatch, attend_batch
+
+ATTENTION = "ragblend"
+
+
+class PackedSpans(NamedTuple):
+    """Spans of chunks packed into one sequence. Each attends to the same prefix and to itself only."""
+
+    prefix: LayerKV  # [H, P, D], keys rotated
+    spans: tuple[slice, ...]  # rows of each chunk, consecutive
+
+
+def attend_packed(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: PackedSpans,
+    scale: float | None,
+    sight: AttentionParams = PLAIN,
+) -> Tensor:
+    """Return the causal attention [1, Hq, R, D] of packed chunks.
+
+    `query` is [1, Hq, R, D]; `keys` and `values` [1, H, R, D] are those of the chunks, without the prefix. Each row
+    attends to the prefix and to its own chunk up to itself, in both cases within the attention window.
+    """
+    outputs = []
+    for span in packed.spans:
+        behind = [
+            torch.cat((before[None], fresh[:, :, span]), dim=2)
+            for before, fresh in zip(packed.prefix, (keys, values), strict=True)
+        ]
+        rows = torch.arange(packed.prefix.keys.shape[1], behind[0].shape[2], device=query.device)
+        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale, sight))
+    return torch.cat(outputs, dim=2)
+
+
+def attend_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """Return the attention [B, R, Hq, D] of the model's own eager code, for models that no kernel of transformers
+    supports.
+
+    Rows are processed in parts, because the probabilities of all rows would take gigabytes. seen: [B, 1, R, T] bool, or
+    the additive mask that transformers makes for an eager model (0: visible); None is causal.
+    """
+    attend = sys.modules[type(module).__module__].eager_attention_forward
+    num_rows, num_keys = query.shape[2], key.shape[2]
+    if seen is None:
+        seen = torch.ones(1, 1, num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)
+    seen = seen if seen.dtype == torch.bool else seen == 0
+    outputs, most = [], max(1, BLOCK_SCORES[query.device.type] // (query.shape[0] * query.shape[1] * num_keys))
+    for start in range(0, num_rows, most):
+        part = seen[:, :, start : start + most]
+        hidden = torch.zeros_like(part, dtype=query.dtype).masked_fill_(~part, torch.finfo(query.dtype).min)
+        outputs.append(attend(module, query[:, :, start : start + most], key, value, hidden, **kwargs)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    blend_rows: Tensor | None = None,
+    blend_watch: QueryProbeHook | None = None,
+    blend_packed: PackedSpans | None = None,
+    blend_joined: DecodeBatch | None = None,
+    blend_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the output of the model's own attention `whole`, except for scattered rows, packed chunks or several
+    prompts.
+
+    Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. Their window is in the mask and in
+    `blend_window`.
+    """
+    sight = AttentionParams(blend_window, softcap, s_aux)
+    if blend_packed is not None:
+        return attend_packed(query, key, value, blend_packed, scaling, sight).transpose(1, 2).contiguous(), None
+    if blend_joined is not None:
+        return attend_batch(query, blend_joined, scaling, sight).transpose(1, 2).contiguous(), None
+    if blend_rows is None and (softcap is not None or s_aux is not None):
+        bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
+        return attend_eager(module, query, key, value, attention_mask, scaling=scaling, **bends), None
+    misses_rows = whole is sdpa_attention_forward and attention_mask is None and 1 < query.shape[2] < key.shape[2]
+    if blend_rows is None and misses_rows:
+        # Gemma 4's last layers get only the queries whose logits are kept. SDPA would take them for the first rows.
+        blend_rows = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=key.device)
+    if blend_rows is None:
+        output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return output, None
+    if blend_watch is not None:
+        queries = ProbeQueries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, sight)
+        watched = blend_watch(queries, key[0], value[0])
+        if watched is not None:
+            return watched[None].transpose(1, 2).contiguous(), None
+    return attend_rows(query, key, value, blend_rows, scaling, sight).transpose(1, 2).contiguous(), None
+
+
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Return the output of the eager attention of the module's own file: loaded models of several families share its
+    name.
+    """
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
+    return attended
+
+
+def install_attention(model: Any) -> None:
+    """Make `model` use `_attention`, which calls the attention implementation that the model had before."""
+    own = model.config._attn_implementation or "sdpa"
+    if own.startswith(ATTENTION):  # another engine's: both do the same
+        return
+    name = f"{ATTENTION}_{own}"
+    AttentionInterface.register(name, partial(_attention, whole=ALL_ATTENTION_FUNCTIONS.get(own, _eager)))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
+    model.set_attn_implementation(name)

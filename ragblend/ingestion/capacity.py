@@ -1,0 +1,44 @@
+"""Disk capacity of a store for new KV."""
+
+from __future__ import annotations
+
+import shutil
+
+from ragblend.engine.api import Engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.tiered import disk_tier, format_bytes
+from ragblend.errors import StoreFullError
+
+
+def disk_bytes(engine: Engine) -> int:
+    """Return the bytes of KV on disk; 0 for an engine with KV in memory only."""
+    disk = disk_tier(engine.store)
+    return disk.nbytes() if disk is not None else 0
+
+
+def describe_capacity(disk: DiskStore, nbytes: int) -> str:
+    """Return a text on the free capacity for `nbytes` of new KV, and on the evictions that it will cause.
+
+    Raises StoreFullError if the disk has less free, or if the limit of a store without a configured one is lower.
+    """
+    free = shutil.disk_usage(disk.kv_dir if disk.kv_dir.is_dir() else disk.root).free
+    if nbytes > free:
+        raise StoreFullError(
+            f"the new KV needs {format_bytes(nbytes)}, but the disk of {disk.kv_dir} has {format_bytes(free)} free. "
+            "Free space, choose another `store`, a half-precision `dtype`, or fewer documents; `precompute=False` only "
+            "indexes"
+        )
+    held = disk.recent_nbytes()
+    limit, available = disk.limit_bytes(held), f"{format_bytes(free)} free"
+    if limit is None or nbytes <= limit - held:
+        return available
+    if disk.capacity_bytes == "auto" and nbytes > limit:  # a configured limit may evict; an automatic one must not
+        raise StoreFullError(
+            f"the new KV needs {format_bytes(nbytes)}, but {disk.kv_dir} may hold {format_bytes(limit)}: as much as it "
+            "leaves free, because no limit is set. Set one in GiB: `disk_gib=...` (0: no limit); `precompute=False` "
+            "only indexes"
+        )
+    return (
+        f"{available}; the store holds {format_bytes(held)} and may hold {format_bytes(limit)}, so the least recently "
+        "used KV is evicted (to keep it: `disk_gib=...`)"
+    )

@@ -1,0 +1,141 @@
+"""Stored documents: finding them by name, removing them with their KV, and pinning them.
+
+Documents are in an index, or were added by `precompute_documents`, a vector store or a client of a server. Depends on
+the index, the registry and the Engine protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from typing import Any
+
+from ragblend.catalog.registry import catalog_of, open_registry
+from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.sent_documents import DocumentTable
+from ragblend.corpus.folder_scan import match_sources, source_path
+from ragblend.engine.api import Engine
+from ragblend.engine.store.tiered import disk_tier
+from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
+from ragblend.index import ChunkIndex
+from ragblend.ingestion.contexts import chunk_variants
+from ragblend.ingestion.deletion import delete_orphaned_kv, find_pending_sources, registry_for, replace_documents
+from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
+
+
+def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: str = LANGCHAIN_COLLECTION) -> int:
+    """Delete the KV of documents that `precompute_documents` stored under these ids. Return the number of entries.
+
+    KV of a text that another document has stays. Unknown ids are ignored. Raises BackendUnreachableError if a remote
+    tier did not answer.
+    """
+    engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
+    ids = list(filter(None, ids))
+    named = {DocumentName(collection, each, engine.namespace): list[str]() for each in ids}
+    if is_document_server(engine):
+        return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
+    registry = registry_for(engine)
+    num_removed, problem = replace_documents(named, engine, registry)
+    for name in named:
+        if registry.version_of(name):
+            registry.set_version(name, "")
+    if problem:
+        raise BackendUnreachableError(problem)
+    return num_removed
+
+
+def find_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = False) -> list[str]:
+    """Return the sources of indexed documents that `name` matches: a file, a folder, a record; see `match_sources`.
+
+    include_unfinished: also return documents whose removal has begun and is not finished. Raises NotFoundError if no
+    document matches.
+    """
+    known = [(source, file) for file, sources in index.documents().items() for source in sources]
+    found = match_sources(name, known)
+    if include_unfinished:
+        found += match_sources(name, [(source, source_path(source)) for source in sorted(find_pending_sources(index))])
+    if not found:
+        if include_unfinished and not index.is_saved:  # a removal was killed before its last step
+            index.save()
+        raise NotFoundError(f"the index has no document {name!r}, and none below it; list them: ragblend stats")
+    return list(dict.fromkeys(found))
+
+
+def find_added_documents(name: str, engine: Engine) -> list[DocumentName]:
+    """Return the documents of the engine's namespace that `precompute_documents`, a vector store or a client of a
+    server has added and that a person means: by their id, by COLLECTION/ID, or by the collection of all of them.
+
+    Raises UsageError for an id that several collections have.
+    """
+    with closing(open_registry(engine.store)) as registry:
+        known = [each for each in registry.documents() if each.id and each.namespace == engine.namespace]
+    if exact := [each for each in known if name == f"{each.collection}/{each.id}"]:
+        return exact
+    by_id = [each for each in known if each.id == name]
+    if len(by_id) > 1:
+        collections = ", ".join(repr(each.collection) for each in by_id)
+        raise UsageError(f"{name!r} is a document of the collections {collections}; name one: COLLECTION/{name}")
+    return by_id or [each for each in known if each.collection == name]
+
+
+def remove_added_documents(documents: Iterable[DocumentName], engine: Engine) -> tuple[int, int]:
+    """Delete the texts and the KV of documents that `find_added_documents` returned; a vector store is not changed.
+
+    Return the number of their chunks and of the deleted entries. KV of a text that another document has stays. Raises
+    BackendUnreachableError if a remote tier did not answer.
+    """
+    ids_of: dict[str, list[str]] = {}
+    for document in documents:
+        ids_of.setdefault(document.collection, []).append(document.id)
+    num_removed = 0
+    with closing(open_registry(engine.store)) as registry:
+        num_chunks = sum(len(registry.texts_of(document)) for document in documents)
+    for collection, ids in ids_of.items():
+        num_removed += delete_precomputed(ids, engine, collection=collection)
+        if (place := catalog_of(engine.store)) is not None:
+            with DocumentTable(place) as sent:
+                sent.remove(engine.namespace, collection, ids)
+    return num_chunks, num_removed
+
+
+def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> tuple[int, int]:
+    """Delete documents from the index, with their pins, and the KV and registered texts that no other document has.
+
+    Return the number of removed chunks and of deleted entries. After a kill, the same call finishes the removal. A
+    document whose file still exists is added again when its file or folder is ingested. Raises NotFoundError for an
+    unknown document. Raises BackendUnreachableError if a remote tier did not answer; the documents are then deleted on
+    this machine, and the next removal or ingestion deletes them in the remote tier.
+    """
+    known, begun = set(index.sources()), find_pending_sources(index)
+    given = [source for source in sources if source in known or source not in begun]
+    num_chunks = sum(index.remove_document(source) for source in given)
+    num_removed, problem = delete_orphaned_kv(index, engine)  # before saving, which fails on a full disk
+    if not index.is_saved:
+        index.save()
+    if problem:
+        raise BackendUnreachableError(
+            f"the documents were removed here, but not in the remote tier ({problem}); repeat the command, or run the "
+            "next `ragblend ingest` or `ragblend remove` with that tier"
+        )
+    return num_chunks, num_removed
+
+
+def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
+    """Exempt a document's KV from eviction, also after restarts. Return the number of its chunks, and of stored ones.
+
+    Raises NotFoundError if the index has no such document.
+    """
+    chunks = list(index.chunks(source))
+    if not chunks:
+        raise NotFoundError(f"the index has no document {source!r}; list them: ragblend stats")
+    engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
+    return len(chunks), sum(engine.is_stored(chunk) for chunk in chunks)
+
+
+def refresh_pins(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:
+    """Pin the current chunks of pinned documents that were ingested again."""
+    disk = disk_tier(engine.store)
+    pinned = disk.pins() if disk is not None else {}
+    for source in sources:
+        if source in pinned:
+            pin_document(source, engine, index)

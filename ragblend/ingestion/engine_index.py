@@ -1,0 +1,77 @@
+"""Index for an engine: opening one of the engine's tokenizer, and the chunker that its documents are cut by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ragblend.chunker import Splitter, get_splitter_version, split
+from ragblend.engine.api import Engine
+from ragblend.errors import StoreMismatchError, UsageError
+from ragblend.index import ChunkIndex, open_index
+from ragblend.ingestion.sync import ChunkerConfig
+
+DEFAULT_CHUNK_TOKENS = 512
+"""Chunk size of a new index, if none is given."""
+
+
+def open_engine_index(
+    path: str | Path,
+    engine: Engine,
+    embedder: str | None = None,
+    chunk_size: int | None = None,
+    *,
+    create: bool = True,
+) -> ChunkIndex:
+    """Return the index at `path`, created for `engine`'s tokenizer if there is none, unless `create` is False.
+
+    `embedder` and `chunk_size` are for a new index. Raises StoreMismatchError for another embedder than the index's, or
+    if its chunks were cut by another tokenizer.
+    """
+    index = open_index(
+        path,
+        embedder,
+        create=create,
+        tokenizer=engine.name,
+        tokenizer_fingerprint=engine.renderer.fingerprint,
+        chunk_size=chunk_size or DEFAULT_CHUNK_TOKENS,
+    )
+    made_for = index.manifest
+    if made_for.tokenizer_fingerprint not in ("", engine.renderer.fingerprint):
+        index.close()
+        raise StoreMismatchError(
+            f"the index {path} was chunked for {made_for.tokenizer}, but the engine runs {engine.name}, whose "
+            f"tokenizer differs. Use `model={made_for.tokenizer!r}`, or ingest again: ragblend ingest DOCS --store "
+            f"NEW_PATH --model {engine.name}"
+        )
+    return index
+
+
+def resolve_chunker(
+    index: ChunkIndex, engine: Engine, chunk_size: int | None, splitter: Splitter | None, notify: Callable[[str], None]
+) -> ChunkerConfig:
+    """Return the configuration by which documents are cut, and store it in the index. Notify of a change."""
+    made = index.manifest
+    size = validate_chunk_size(engine, chunk_size or made.chunk_size or DEFAULT_CHUNK_TOKENS)
+    name = get_splitter_version(splitter) if splitter is not None else ""
+    if (size, name) != (made.chunk_size, made.splitter):
+        if made.num_documents and (made.chunk_size or made.splitter) and (name or f"{size} tokens") != made.chunker:
+            notify(
+                f"chunks are {name or f'{size} tokens'} now and were {made.chunker}: the documents of this ingestion "
+                "are cut and prefilled again, other documents when they are ingested"
+            )
+        index.set_chunker(size, name)
+    if splitter is not None:
+        return ChunkerConfig(splitter, name)
+    return ChunkerConfig(lambda document: split(document, engine.renderer.count_tokens, size), str(size))
+
+
+def validate_chunk_size(engine: Engine, chunk_size: int) -> int:
+    """Return `chunk_size`. Raises UsageError if a chunk and a question would exceed the model's context length."""
+    longest = engine.context_length - 64
+    if not 0 < chunk_size <= longest:
+        raise UsageError(
+            f"chunk size is {chunk_size} tokens, but {engine.name} reads {engine.context_length}; choose 1 to "
+            f"{longest} (`chunk_size`), small enough that several chunks fit"
+        )
+    return chunk_size

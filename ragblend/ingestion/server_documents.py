@@ -1,0 +1,134 @@
+"""Precomputation by a server that stores documents itself: the documents that it is sent, and its answers.
+
+Depends on an engine that is the client of a server, not on how the server stores documents.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ragblend.catalog.schema import text_key
+from ragblend.corpus.folder_scan import ReadFailure
+from ragblend.engine.api import Engine
+from ragblend.errors import UsageError
+from ragblend.index import ChunkIndex
+from ragblend.ingestion.report import IngestReport
+from ragblend.ingestion.sync import Progress
+from ragblend.prompt.types import Chunk
+
+logger = logging.getLogger(__name__)
+
+LANGCHAIN_COLLECTION = "langchain"
+"""Collection of documents for which the caller names none."""
+
+
+def is_document_server(engine: Any) -> bool:
+    """True for an engine that is the client of a server: it has `send_documents` and `remove_documents`."""
+    return hasattr(engine, "send_documents")
+
+
+def _send(
+    engine: Any,
+    collection: str,
+    documents: Sequence[Mapping[str, Any]],
+    report: IngestReport,
+    progress: Progress | None,
+    described: Mapping[str, str],
+) -> Mapping[str, int]:
+    """Send documents to the server and add its counts to `report`. `described`: names of the documents for messages.
+
+    Return the server's counts.
+    """
+    start_s = perf_counter()
+    counts, reasons = engine.send_documents(collection, documents, progress or (lambda stage, done, total: None))
+    report.num_known_kv += counts["num_known_kv"]
+    report.num_new_kv += counts["num_new_kv"]
+    report.new_kv_bytes += counts["new_kv_bytes"]
+    for reason in reasons:
+        failure = ReadFailure(described.get(reason["id"], reason["id"]), reason["reason"])
+        (report.skipped if reason["status"] == "stored" else report.failures).append(failure)
+        logger.warning("not prefilled: %s: %s", *failure)
+    report.prefill_s += perf_counter() - start_s
+    return counts  # type: ignore[no-any-return]
+
+
+def send_indexed_chunks(
+    chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex, report: IngestReport, progress: Progress
+) -> IngestReport:
+    """Run `precompute_chunks` on the server, and return `report` with the server's counts.
+
+    The server gets the vectors of the index, so that it finds the same similar chunks.
+    """
+    vectors = index.vectors(chunk.text for chunk in chunks)
+    embedder = f"{index.manifest.embedder} {index.manifest.embedder_version}"
+    sent: dict[str, dict[str, Any]] = {}
+    for chunk in chunks:
+        empty = {"id": chunk.source, "chunks": [], "vectors": [], "embedder": embedder}
+        document = sent.setdefault(chunk.source, empty)
+        document["chunks"].append(chunk.text)
+        vector = np.frombuffer(vectors[text_key(chunk.text.strip())], "<f4").astype(float)
+        document["vectors"].append(vector.round(6).tolist())  # half as many characters
+    _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
+    return report
+
+
+def send_documents(
+    given: Sequence[Any],
+    chunks: Sequence[Chunk],
+    ids: Sequence[str],
+    versions: Sequence[str],
+    collection: str,
+    engine: Engine,
+    progress: Progress | None,
+) -> IngestReport:
+    """Run `precompute_documents` on the server and return its report."""
+    report = IngestReport(bytes_per_token=engine.bytes_per_token)
+    sent: dict[str, dict[str, Any]] = {}
+    described: dict[str, str] = {}
+    for document, chunk, found, version in zip(given, chunks, ids, versions, strict=True):
+        name = found or text_key(chunk.text.strip()).hex()
+        described.setdefault(name, describe_document(document, chunk))
+        sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)
+        if version:
+            sent[name]["version"] = version
+    counts = _send(engine, collection, [*sent.values()], report, progress, described)
+    report.num_documents = len(sent)
+    report.num_chunks, report.num_tokens = counts["num_chunks"], counts["num_tokens"]
+    return report
+
+
+def document_id(document: Any) -> str:
+    """Return the id of a LangChain Document; "" for any other document."""
+    return getattr(document, "id", None) or "" if hasattr(document, "page_content") else ""
+
+
+def describe_document(document: Any, chunk: Chunk) -> str:
+    """Return the id and source of a framework's document for messages; the beginning of its text if it has neither."""
+    metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
+    found = (metadata.get(key) for key in ("source", "file_path", "file_name"))
+    source = chunk.source or next(filter(None, found), owner)
+    name = getattr(document, "node_id", None) or getattr(document, "id", None)
+    if chunk is document:  # its id is a hash
+        name = None
+    return " of ".join(str(part) for part in (name, source) if part) or repr(chunk.text[:60])
+
+
+def as_chunk(document: Any) -> Chunk:
+    """Return a Chunk from a string, a Chunk, a LangChain Document or a LlamaIndex node; else raise UsageError."""
+    if isinstance(document, Chunk):
+        return document
+    if isinstance(document, str):
+        return Chunk(document.strip())
+    for attribute in ("page_content", "text"):
+        text = getattr(document, attribute, None)
+        if isinstance(text, str):
+            metadata = dict(getattr(document, "metadata", None) or {})
+            return Chunk(text.strip(), str(metadata.get("source") or ""), metadata=metadata)
+    raise UsageError(
+        f"cannot precompute a {type(document).__name__}; pass strings, Chunks, LangChain Documents or LlamaIndex nodes"
+    )

@@ -1,0 +1,134 @@
+"""Options as dataclass fields: validators, help texts, and errors for unknown names.
+
+Depends on values only. `options` defines the options of the package with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import Field, field, fields
+from difflib import get_close_matches
+from functools import wraps
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+from ragblend.errors import UsageError
+from ragblend.redaction import redact
+
+T = TypeVar("T")
+
+_SHOWN_CHARS = 200  # longest value in a message
+
+
+class Validator(NamedTuple):
+    """Test of an option's values, and the description of valid values for messages: "choose 1 or more"."""
+
+    accepts: Callable[[Any], bool]
+    expected: str
+
+    def validate(self, name: str, value: T) -> T:
+        """Return `value`. Raises UsageError with the option's `name` unless the value is valid."""
+        if not self.accepts(value):
+            shown = repr(redact(value) if isinstance(value, str) else value)
+            shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
+            raise UsageError(f"{name} is {shown}; choose {self.expected}")
+        return value
+
+
+def one_of(*names: str) -> Validator:
+    """Return a validator of the given names."""
+    return Validator(lambda value: value in names, f"one of {', '.join(names)}")
+
+
+def at_least(least: float, meaning: str = "") -> Validator:
+    """Return a validator of numbers from `least` on; `meaning` describes the effect of `least`."""
+    low = f"{least} ({meaning})" if meaning else f"{least}"
+    return Validator(lambda value: is_number(value) and value >= least, f"{low} or more")
+
+
+def int_at_least(least: int, meaning: str = "") -> Validator:
+    """Return a validator of whole numbers from `least` on; `meaning` describes the effect of `least`."""
+    low = f"{least} ({meaning})" if meaning else f"{least}"
+    return Validator(lambda value: type(value) is int and value >= least, f"a whole number, {low} or more")
+
+
+def int_between(least: int, most: int) -> Validator:
+    """Return a validator of whole numbers from `least` to `most`, both included."""
+    return Validator(lambda value: type(value) is int and least <= value <= most, f"a whole number, {least} to {most}")
+
+
+def between_zero_and_one(low: str, high: str) -> Validator:
+    """Return a validator of numbers from 0 to 1; `low` and `high` describe the effect of 0 and 1."""
+    return Validator(lambda value: is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
+
+
+def is_list(value: object) -> bool:
+    """Return True for a list, a tuple or another sequence, but not for one text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def is_number(value: object) -> bool:
+    """Return True for a real number that is no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+class OptionSpec(NamedTuple):
+    """Metadata of a dataclass field made by `option`."""
+
+    help: str
+    check: Validator | None
+    flag: str  # flag on the command line; "": made from the field's name
+
+
+def option(default: Any, help: str, check: Validator | None = None, *, flag: str = "") -> Any:
+    """Return a dataclass field with an OptionSpec. A default of None is not validated."""
+    return field(default=default, metadata={"option": OptionSpec(help, check, flag)})
+
+
+def copy_option(options: type, name: str) -> Any:
+    """Return a field with the default and metadata of another dataclass's field."""
+    each: Field[Any] = options.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    return field(default=each.default, metadata=each.metadata)
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+def check_options(options: _Dataclass) -> None:
+    """Raise UsageError for the first field made by `option` that has an invalid value."""
+    for each in fields(options):
+        spec: OptionSpec | None = each.metadata.get("option")
+        value = getattr(options, each.name)
+        if spec is not None and spec.check is not None and not (value is None and each.default is None):
+            spec.check.validate(each.name, value)
+
+
+def known_names_only(options: type[T]) -> type[T]:
+    """Return the dataclass `options`, whose constructor raises UsageError for an unknown name, with the nearest one."""
+    made: Any = options
+    construct, known = made.__init__, made.__dataclass_fields__
+
+    @wraps(construct)
+    def checked(self: T, *values: Any, **given: Any) -> None:
+        try:
+            construct(self, *values, **given)
+        except TypeError:
+            unknown = next((name for name in given if name not in known), None)
+            if unknown is None:
+                raise
+            near, choices = nearest(unknown, known), ", ".join(sorted(known))
+            raise UsageError(f"there is no option {unknown!r}{near}; choose from {choices}") from None
+
+    made.__init__ = checked
+    return options
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest known one, or "" if none is similar.
+
+    >>> nearest("max_token", ["max_tokens", "seed"]), nearest("k", ["seed"])
+    ("; the nearest is 'max_tokens'", '')
+    """
+    found = get_close_matches(name, known, 1)
+    return f"; the nearest is {found[0]!r}" if found else ""

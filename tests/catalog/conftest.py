@@ -1,0 +1,36 @@
+"""A PostgreSQL server for the tests of the catalogue, and where a new catalogue is: a file, memory, a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from postgres import fresh_schema, running_postgres
+
+from ragblend.files.store_folder import CATALOG_FILE
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    with running_postgres() as url:
+        yield url
+
+
+@pytest.fixture
+def shared_catalog(postgres: str) -> Iterator[str]:
+    """The URL of an empty catalogue."""
+    with fresh_schema(postgres) as url:
+        yield url
+
+
+@pytest.fixture(params=["file", "memory", "postgres"])
+def any_place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path | None:
+    if request.param == "postgres":
+        return str(request.getfixturevalue("shared_catalog"))
+    return tmp_path / CATALOG_FILE if request.param == "file" else None
+
+
+@pytest.fixture(params=["file", "postgres"])
+def kept_place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+    return str(request.getfixturevalue("shared_catalog")) if request.param == "postgres" else tmp_path / CATALOG_FILE

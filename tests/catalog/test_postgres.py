@@ -1,0 +1,328 @@
+"""A catalogue in a real PostgreSQL: what stops, refuses or slows the server down loses nothing and stops no request."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from postgres import PASSWORD, PostgresServer, fresh_schema, start_postgres
+
+from ragblend.catalog import known_chunks
+from ragblend.catalog.database import find_catalog
+from ragblend.catalog.known_chunks import KnownChunks
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import DocumentName
+from ragblend.errors import (
+    BackendUnreachableError,
+    RagblendError,
+    StoreFullError,
+    StoreMismatchError,
+    StoreNotWritableError,
+    UsageError,
+)
+from ragblend.files.store_folder import CATALOG_FILE
+
+DOC = DocumentName("notes", "1")
+IDS = tuple(range(100, 140))
+PIECES = [PASSWORD, PASSWORD.replace("/", "%2F"), *PASSWORD.split("/")]
+
+
+@pytest.fixture
+def own_server() -> Iterator[PostgresServer]:
+    """A server that a test may stop."""
+    with start_postgres() as server:
+        yield server
+
+
+def execute(url: str, *statements: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def interrupted(text: str) -> Iterator[str]:
+    yield text
+    raise KeyboardInterrupt
+
+
+def refused(kind: type[BaseException], call: Callable[[], object], *words: str) -> str:
+    """The message of the error that `call` raises, which names the words and no part of a password."""
+    with pytest.raises(kind) as caught:
+        call()
+    chain, error = [], caught.value
+    while error is not None:
+        chain.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    shown = "\n".join(map(repr, chain))
+    assert not [piece for piece in PIECES if piece in shown], shown
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    return str(caught.value)
+
+
+def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_catalog: str) -> None:
+    one, other = ChunkRegistry(shared_catalog), ChunkRegistry(shared_catalog)
+    versions = [one.version()]
+    for change in (
+        lambda: other.add(["a"]),
+        lambda: other.add_ids([("a", IDS)], "t", ""),
+        lambda: other.record_entry("0" * 32, [IDS], ""),
+        lambda: one.release(["a"]),
+    ):
+        change()
+        versions.append(one.version())
+        assert one.version() == versions[-1]
+    assert len({*versions}) == 5
+    refused(KeyboardInterrupt, lambda: other.add(interrupted("b")))  # inside of its transaction
+    assert (one.version(), len(one)) == (versions[-1], 0)
+
+
+def test_processes_that_write_at_the_same_time_exclude_each_other(shared_catalog: str) -> None:
+    """Each reads a number and writes the next one, 25 times: none is lost."""
+    code = (
+        "import sys; from ragblend.catalog.registry import ChunkRegistry; from ragblend.catalog.schema import *\n"
+        "registry, document = ChunkRegistry(sys.argv[1]), DocumentName('notes', '1')\n"
+        "for _ in range(25):\n"
+        "    with registry._write():\n"
+        "        registry.set_version(document, str(int(registry.version_of(document) or 0) + 1))\n"
+        "        registry.add([f'{sys.argv[2]} {_}', f'both {_}'], document)\n"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, shared_catalog, str(n)]) for n in range(3)]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    with ChunkRegistry(shared_catalog) as registry:
+        assert (registry.version_of(DOC), len(registry)) == ("75", 100)
+        assert registry.find_problems() == []
+
+
+def test_a_catalogue_is_made_by_one_of_the_processes_that_open_it(shared_catalog: str) -> None:
+    code = (
+        "import sys; from ragblend.catalog.registry import ChunkRegistry; ChunkRegistry(sys.argv[1]).add([sys.argv[2]])"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, shared_catalog, str(n)]) for n in range(4)]
+    assert [process.wait(60) for process in running] == [0] * 4
+    assert len(ChunkRegistry(shared_catalog)) == 4
+
+
+def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog: str) -> None:
+    registry = ChunkRegistry(shared_catalog)
+    code = (
+        "import sys, time; from ragblend.catalog.registry import ChunkRegistry\n"
+        "with (r := ChunkRegistry(sys.argv[1]))._write():\n"
+        "    r.add(['half']); print('in', flush=True); time.sleep(60)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, shared_catalog], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == b"in\n"
+    writer.kill()
+    writer.wait()
+    assert registry.add(["whole"]) == 1
+    assert list(registry.texts()) == ["whole"]
+
+
+def test_a_forked_process_has_connections_of_its_own(shared_catalog: str) -> None:
+    registry = ChunkRegistry(shared_catalog)
+    registry.add(["parent"])
+    child = multiprocessing.get_context("fork").Process(target=registry.add, args=(["child"],))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    registry.add(["parent again"])
+    assert list(registry.texts()) == ["parent", "child", "parent again"]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL])
+def test_a_server_that_was_restarted_is_found_again_by_the_next_call(own_server: PostgresServer, stop: int) -> None:
+    registry = ChunkRegistry(own_server.url)
+    registry.add(["before"])
+    own_server.stop(stop)
+    for _ in range(2):
+        refused(BackendUnreachableError, lambda: registry.add(["meanwhile"]), "127.0.0.1", "/postgres", "refused")
+    own_server.start()
+    assert registry.add(["after"]) == 1
+    assert list(registry.texts()) == ["before", "after"]
+
+
+def test_restarts_under_use_lose_nothing_that_was_written(own_server: PostgresServer) -> None:
+    """Threads add numbered texts, and each again until it is written, while the server is killed five times."""
+    registry, stopped, failures = ChunkRegistry(own_server.url), threading.Event(), [0]
+    done: list[str] = []
+
+    def work(thread: int) -> None:
+        number = 0
+        while not stopped.is_set():
+            text = f"text {number} of thread {thread}"
+            try:
+                registry.add([text], DocumentName("notes", str(thread)))
+            except BackendUnreachableError:
+                failures[0] += 1
+                time.sleep(0.05)
+            else:
+                done.append(text)
+                number += 1
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for kind in (signal.SIGINT, signal.SIGKILL, signal.SIGQUIT, signal.SIGKILL, signal.SIGINT):
+        time.sleep(0.4)
+        own_server.stop(kind)
+        time.sleep(0.1)
+        own_server.start()
+    stopped.set()
+    for thread in threads:
+        thread.join()
+    assert set(done) <= {*registry.texts()}
+    assert len(registry) <= len(done) + 3, "one may be written whose answer was lost"
+    assert failures[0] >= 5
+    assert registry.find_problems() == []
+    print(f"{len(done)} texts written, {failures[0]} failed calls, 5 restarts, 0 lost")
+
+
+def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothing(
+    own_server: PostgresServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_chunks, "_OUTAGE_PAUSE_S", 0.5)
+    known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
+    known.add([("text", IDS)])
+    assert len(known.find_runs(IDS)) == 1
+    own_server.stop(signal.SIGKILL)
+    start_s = time.monotonic()
+    assert all(known.find_runs(IDS) == [] and "text" not in known for _ in range(20))
+    assert time.monotonic() - start_s < 0.4
+    own_server.start()
+    time.sleep(0.5)
+    assert len(known.find_runs(IDS)) == 1
+    assert "text" in known
+    said = [record.getMessage() for record in caplog.records if record.name == known_chunks.__name__]
+    assert [message.partition(":")[0] for message in said] == [
+        "no stored chunk is found in prompts, which are prefilled whole",
+        "the catalogue answers again",
+    ]
+
+
+def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_ones_not_at_all(
+    own_server: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
+    known.add([("text", IDS)])
+    assert len(known.find_runs(IDS)) == 1
+    with own_server.frozen():
+        start_s = time.monotonic()
+        assert known.find_runs(IDS) == []
+        first_s = time.monotonic() - start_s
+        assert 0.9 < first_s < 2.0
+        assert all(known.find_runs(IDS) == [] for _ in range(100))
+        assert time.monotonic() - start_s < first_s + 0.2
+    assert "no answer within 1 s" in caplog.text
+    registry = ChunkRegistry(own_server.url)
+    assert registry.has_ids("text", "t", "")
+
+
+def test_a_writer_that_does_not_end_is_reported(shared_catalog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragblend.catalog import postgres
+
+    monkeypatch.setattr(postgres, "LOCK_TIMEOUT_S", 0.5)
+    holder, registry = ChunkRegistry(shared_catalog), ChunkRegistry(shared_catalog)
+    for engine in postgres._ENGINES:
+        engine.dispose()  # connections know their time limit
+    with holder._write():
+        refused(RagblendError, lambda: registry.add(["text"]), "another process is writing the catalogue")
+        assert len(registry) == 0, "reads do not wait"
+    assert registry.add(["text"]) == 1
+
+
+def test_who_may_not_open_it_is_told_what_to_correct(postgres: str) -> None:
+    wrong = postgres.replace("hush%2Fhush", "other%2Fsecret")
+    PIECES.extend(["other/secret", "other%2Fsecret", "secret"])
+    text = refused(BackendUnreachableError, lambda: ChunkRegistry(wrong), "refuses the connection", "password")
+    assert "postgresql://***@127.0.0.1" in text
+    missing = postgres.removesuffix("/postgres") + "/nowhere"
+    refused(BackendUnreachableError, lambda: ChunkRegistry(missing), "refuses the connection", "nowhere")
+    nobody = "postgresql://user:hush%2Fhush@127.0.0.1:1/postgres"
+    refused(BackendUnreachableError, lambda: ChunkRegistry(nobody), "does not answer", "refused", "127.0.0.1:1")
+    unknown = "postgresql://user:hush%2Fhush@nowhere.invalid/postgres"
+    refused(BackendUnreachableError, lambda: ChunkRegistry(unknown), "nowhere.invalid")
+    refused(UsageError, lambda: ChunkRegistry(postgres + "?foo=hush"), "cannot be read", "postgresql://USER")
+
+
+def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(
+    own_server: PostgresServer,
+) -> None:
+    registry = ChunkRegistry(own_server.url)
+    registry.add(["text"])
+    execute(
+        own_server.url,
+        f"CREATE ROLE reader LOGIN PASSWORD '{PASSWORD}'",
+        "GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader",
+    )
+    reader = ChunkRegistry(own_server.url.replace("://ragblend:", "://reader:"))
+    assert list(reader.texts()) == ["text"]
+    refused(StoreNotWritableError, lambda: reader.add(["more"]), "cannot be written")
+    execute(own_server.url, "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
+        "'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$",
+        "CREATE TRIGGER full_disk BEFORE INSERT ON texts EXECUTE FUNCTION full_disk()")  # fmt: skip
+    refused(StoreFullError, lambda: registry.add(["more"]), "has no room", "No space left on device")
+    execute(own_server.url, "DROP TRIGGER full_disk ON texts")
+    assert registry.add(["more"]) == 1
+
+
+def test_all_connections_taken_is_named(own_server: PostgresServer) -> None:
+    execute(
+        own_server.url,
+        "CREATE ROLE one LOGIN PASSWORD 'hush/hush' CONNECTION LIMIT 1",
+        "GRANT ALL ON SCHEMA public TO one",
+    )
+    url = own_server.url.replace("://ragblend:", "://one:")
+    with psycopg.connect(url):
+        refused(BackendUnreachableError, lambda: ChunkRegistry(url), "refuses the connection", "max_connections")
+
+
+def test_tables_of_another_version_or_of_others_are_refused(postgres: str) -> None:
+    with fresh_schema(postgres) as url:
+        ChunkRegistry(url)
+        execute(url, "UPDATE catalog_meta SET value = '0' WHERE name = 'schema'")
+        from ragblend.catalog import postgres as dialect
+
+        refused(StoreMismatchError, lambda: ChunkRegistry(url), "version 0 of a catalogue")
+        execute(url, "UPDATE catalog_meta SET value = '1' WHERE name = 'schema'", "DROP TABLE texts CASCADE")
+        refused(StoreMismatchError, lambda: len(ChunkRegistry(url)), "other tables than a catalogue")
+        assert dialect.is_postgres_url(url)
+    refused(StoreNotWritableError, lambda: ChunkRegistry(f"{postgres}?options=-csearch_path%3Dnone"), "schema")
+
+
+def test_two_schemas_of_a_database_are_two_catalogues(postgres: str) -> None:
+    with fresh_schema(postgres) as one, fresh_schema(postgres) as other:
+        ChunkRegistry(one).add(["of one"])
+        ChunkRegistry(other).add(["of the other"])
+        assert list(ChunkRegistry(one).texts()) == ["of one"]
+        assert list(ChunkRegistry(other).texts()) == ["of the other"]
+
+
+def test_a_catalogue_is_where_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_catalog(tmp_path) == tmp_path / CATALOG_FILE
+    assert find_catalog(tmp_path, "postgresql://a@b/c") == "postgresql://a@b/c"
+    monkeypatch.setenv("RAGBLEND_CATALOG", "postgres://d@e/f")
+    assert find_catalog(tmp_path) == "postgres://d@e/f"
+    monkeypatch.setenv("RAGBLEND_CATALOG", "mysql://d:hush@e/f")
+    with pytest.raises(UsageError, match=r"catalog is 'mysql://.*choose postgresql://") as caught:
+        find_catalog(tmp_path)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_damaged_row_is_found(shared_catalog: str) -> None:
+    registry = ChunkRegistry(shared_catalog)
+    registry.add(["text"], DOC)
+    registry.add_ids([("text", IDS)], "t", "")
+    execute(shared_catalog, "UPDATE token_ids SET ids = substr(ids, 1, 80)")
+    assert [problem.rpartition(": ")[2] for problem in registry.find_problems()] == [
+        "1 token ids of texts are not what was written"
+    ]
+    registry.remove_damaged_rows()
+    assert registry.find_problems() == []
