@@ -543,5 +543,6 @@ class ChunkIndex(IndexedDocuments):
         if made != now:
             raise StoreMismatchError(
                 f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, this is version {now}, "
-                f"which reads all of a long chunk and not only its beginning; {explain_reingestion(self.path / CATALOG_FILE)}"
+                "which reads all of a long chunk and not only its beginning; "
+                f"{explain_reingestion(self.path / CATALOG_FILE)}"
             )

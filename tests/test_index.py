@@ -17,6 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragblend.catalog.documents import IndexedDocuments, IngestedFile
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.corpus import embedders
 from ragblend.corpus.embedders import (
     HashingEmbedder,
@@ -299,6 +301,39 @@ def test_a_changed_row_is_noticed_when_read_and_by_check(folder, column):
             index.search("green tea", 7)
         index.add_document("tea.txt", "h", chunks_of("tea.txt", FACTS["tea.txt"]))  # ingesting it again repairs it
         assert index.find_problems() == []
+
+
+DAMAGED_ROWS = {
+    "chunks": "UPDATE chunks SET ordinal = 7 WHERE text LIKE 'Green tea%'",
+    "documents": "UPDATE documents SET status = '' WHERE source = 'tea.txt'",
+    "files": "UPDATE files SET top = '' WHERE path = 'tea.txt'",
+    "index_facts": "UPDATE index_facts SET value = '7' WHERE name = 'generation'",
+}
+
+
+@pytest.mark.parametrize("table", DAMAGED_ROWS)
+def test_damaged_rows_are_removed_and_the_next_ingestion_reads_all_documents_again(folder, table):
+    with reopen(folder) as index:
+        for name in ("ada.txt", "tea.txt"):
+            index.add_document(name, "h", chunks_of(name, FACTS[name]), file=name)
+        index.record_files(IngestedFile(name, "v", ".") for name in ("ada.txt", "tea.txt"))
+        index.registry.add([FACTS["tea.txt"][0]])
+    with sqlite3.connect(folder / CATALOG_FILE) as db:
+        db.execute(DAMAGED_ROWS[table])
+    db.close()
+    with ChunkRegistry(folder / CATALOG_FILE) as registry:
+        IndexedDocuments(registry).remove_damaged_rows()
+        assert registry.find_problems() == []
+        assert list(registry.texts()) == [FACTS["tea.txt"][0]]
+    if table == "index_facts":
+        with pytest.raises(NotFoundError):
+            reopen(folder)
+        return
+    with reopen(folder) as index:
+        assert index.find_problems() == []
+        assert {hashed for found in index.documents().values() for hashed in found.values()} == {""}
+        assert {note.version for note in index.files().values()} == {""}
+        assert len(index.search("tea", 100)) == index.num_chunks
 
 
 @pytest.mark.parametrize(("table", "column"), [("documents", "content_hash"), ("index_facts", "value")])

@@ -416,9 +416,7 @@ class IndexedDocuments:
         return generation
 
     def _not_found(self, source: str) -> NotFoundError:
-        return NotFoundError(
-            f"no document {source!r} in {self.registry.name}; ragblend stats lists those that are there"
-        )
+        return NotFoundError(f"no document {source!r} in {self.registry.name}; see ragblend stats")
 
     @staticmethod
     def _delete_document(connection: Connection, number: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ragblend.catalog.database import drop_catalog
 from ragblend.catalog.documents import IndexedDocuments
-from ragblend.catalog.registry import ChunkRegistry, has_registry, open_registry, read_registry
+from ragblend.catalog.registry import ChunkRegistry, catalog_of, has_registry, open_registry, read_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
@@ -108,8 +108,8 @@ def verify_store(
     _verify_registry(disk, report)
     try:
         with open_index(store if index is None else index) as opened:
-            is_own = opened.path == disk.root  # whose catalogue is checked already
-            report.index_problems = opened.find_search_problems() if is_own else opened.find_problems()
+            is_checked = opened.registry.key == catalog_of(disk)
+            report.index_problems = opened.find_search_problems() if is_checked else opened.find_problems()
             _compare_with_index(disk, opened, report)
     except NotFoundError:
         pass  # framework adapters use a store without an index
@@ -167,6 +167,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     if disk is not None:
         disk.clean()
     if report.index_problems:
+        index.remove_damaged_rows()
         index.rebuild()
     if disk is not None and report.damaged_files:
         _repair_files(report, disk, engine, index)
