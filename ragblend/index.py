@@ -21,8 +21,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
+from sqlalchemy import Row
 
-from ragblend.catalog.documents import ChunkRow, IndexedDocuments
+from ragblend.catalog.documents import IndexedDocuments, as_chunk
 from ragblend.catalog.registry import ChunkRegistry, catalog_of, open_registry
 from ragblend.catalog.schema import text_key
 from ragblend.catalog.sqlite import explain_reingestion
@@ -111,7 +112,7 @@ def open_index(
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name a folder for the index")
     missing = NotFoundError(f"no documents in {named}; add some: ragblend ingest DOCS --store {named}")
-    if not create and not has_catalog(folder):
+    if not create and not any((folder / name).exists() for name in (CATALOG_FILE, FORMER_INDEX_FILE)):
         raise missing
     registry = ChunkRegistry(folder / CATALOG_FILE)
     documents = IndexedDocuments(registry)
@@ -130,11 +131,6 @@ def open_index(
     except BaseException:
         registry.close()
         raise
-
-
-def has_catalog(folder: Path) -> bool:
-    """Return True if a folder has a catalogue that may hold an index, be it one of an earlier version."""
-    return any((folder / name).exists() for name in (CATALOG_FILE, FORMER_INDEX_FILE))
 
 
 def _embedder_id(embedder: str) -> str:
@@ -323,7 +319,7 @@ class ChunkIndex(IndexedDocuments):
 
     def find_problems(self) -> list[str]:
         """Whatever is wrong with the stored bytes, a sentence each; empty when all is well. Reads everything."""
-        return [*super().find_problems(), *self.find_search_problems()]
+        return [*self.registry.find_problems(), *self.find_search_problems()]
 
     def find_search_problems(self) -> list[str]:
         """Whatever is wrong with the search file, a sentence each."""
@@ -371,7 +367,7 @@ class ChunkIndex(IndexedDocuments):
         with self._search_snapshot():
             rows = self._rows_by_score(vector, k)
             if is_allowed is not None:
-                rows = ((row, score) for row, score in rows if is_allowed(row.chunk()))
+                rows = ((row, score) for row, score in rows if is_allowed(as_chunk(row)))
             found = list(itertools.islice(rows, k))
             placed = self._with_neighbours(found, neighbours, is_allowed)
         if order == "document":
@@ -398,7 +394,7 @@ class ChunkIndex(IndexedDocuments):
                         break
         return found
 
-    def _rows_by_score(self, vector: FloatArray, num_first: int) -> Iterator[tuple[ChunkRow, float]]:
+    def _rows_by_score(self, vector: FloatArray, num_first: int) -> Iterator[tuple[Row[Any], float]]:
         """Yield rows with their cosines to `vector` [1, dim], the nearest first. `num_first` are read at once, then
         four times as many; equal cosines are in order of ids, so 3 rows begin with the best 1."""
         done, wanted = 0, num_first
@@ -412,17 +408,17 @@ class ChunkIndex(IndexedDocuments):
             done, wanted = len(ids), 4 * wanted
 
     def _with_neighbours(
-        self, found: list[tuple[ChunkRow, float]], distance: int, is_allowed: Callable[[Chunk], bool] | None
-    ) -> list[tuple[ChunkRow, SearchHit]]:
+        self, found: list[tuple[Row[Any], float]], distance: int, is_allowed: Callable[[Chunk], bool] | None
+    ) -> list[tuple[Row[Any], SearchHit]]:
         rank_of = {row.id: rank for rank, (row, _) in enumerate(found)}
-        placed: dict[int, tuple[ChunkRow, SearchHit]] = {}
+        placed: dict[int, tuple[Row[Any], SearchHit]] = {}
         for hit, _ in found:
             for row in self.rows_around(hit, distance) if distance else [hit]:
                 is_neighbour = row.id not in rank_of
-                if is_neighbour and is_allowed is not None and not is_allowed(row.chunk()):
+                if is_neighbour and is_allowed is not None and not is_allowed(as_chunk(row)):
                     continue
                 rank = rank_of[hit.id if is_neighbour else row.id]  # a hit beside another hit keeps its own score
-                placed.setdefault(row.id, (row, SearchHit(row.chunk(), found[rank][1], rank, is_neighbour)))
+                placed.setdefault(row.id, (row, SearchHit(as_chunk(row), found[rank][1], rank, is_neighbour)))
         return list(placed.values())
 
     def query_vector(self, query: str | ArrayLike) -> FloatArray:

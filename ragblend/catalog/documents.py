@@ -8,6 +8,7 @@ Knows rows; knows nothing of search, embedders or KV.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -34,7 +35,6 @@ from ragblend.catalog.schema import (
     with_checksum,
 )
 from ragblend.errors import NotFoundError
-from ragblend.files.sqlite import row_checksum
 from ragblend.prompt.types import Chunk
 
 
@@ -70,39 +70,7 @@ class PendingDeletion(NamedTuple):
     text_key: bytes
 
 
-class ChunkRow(NamedTuple):
-    """One chunk as stored, and the source of its document."""
-
-    id: int  # of the chunk's id, in 64 signed bits as databases and FAISS have ids, in the same order
-    document: int
-    ordinal: int
-    start: int
-    end: int
-    text: str
-    metadata: str  # JSON
-    num_tokens: int | None
-    vector: bytes  # [dim] float32, little endian
-    generation: int
-    text_key: bytes
-    checksum: int
-    source: str
-
-    @property
-    def chunk_id(self) -> str:
-        """The id of the chunk."""
-        return f"{self.id + 2**63:016x}"
-
-    def chunk(self) -> Chunk:
-        """The chunk."""
-        return Chunk(self.text, self.source, self.start, self.end, json.loads(self.metadata))
-
-    def is_intact(self) -> bool:
-        """Whether these are the bytes that were written, and its document is named as it was."""
-        return (
-            row_checksum(*self[:-2]) == self.checksum and Chunk(self.text, self.source, self.start).id == self.chunk_id
-        )
-
-
+_CHUNK_ID = re.compile("[0-9a-f]{16}")
 _CHUNK_ROWS = select(*checked_columns(CHUNKS), DOCUMENTS.c.source).join(
     DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document
 )
@@ -120,7 +88,6 @@ _A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_among(CHUNKS.c.text_ke
 _KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_among(CHUNKS.c.text_key)).distinct()
 _KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_among(DOCUMENTS.c.source))
 _HAS_TEXT = select(CHUNKS.c.id).where(CHUNKS.c.text_key == bindparam("text_key")).limit(1)
-_STRAYS = select(func.count()).where(CHUNKS.c.document.not_in(select(DOCUMENTS.c.number))).select_from(CHUNKS)
 _OF_ENTRY = [PENDING_DELETIONS.c[name] == bindparam(f"b_{name}") for name in ("key", "place")]
 _DELETE_EMPTY_FILE = delete(FILES).where(
     FILES.c.path == bindparam("b_path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
@@ -209,14 +176,13 @@ class IndexedDocuments:
     def chunks(self, source: str | None = None) -> Iterator[Chunk]:
         """All chunks, or those of one document, in reading order. Each document is whole, as of its turn."""
         for name in self.sources() if source is None else [source]:
-            yield from (row.chunk() for row in self._intact_rows(_OF_SOURCE, source=name))
+            yield from (as_chunk(row) for row in self._intact_rows(_OF_SOURCE, source=name))
 
     def get(self, ids: Iterable[str]) -> dict[str, Chunk]:
         """The chunks with these ids, in that order; ids that are not here are left out."""
-        wanted = list(dict.fromkeys(ids))
-        rows = self._rows_with_ids([row_id for row_id in map(_row_id, wanted) if row_id is not None])
-        found = {row.chunk_id: row.chunk() for row in rows}
-        return {chunk_id: found[chunk_id] for chunk_id in wanted if chunk_id in found}
+        wanted = [chunk_id for chunk_id in dict.fromkeys(ids) if _CHUNK_ID.fullmatch(chunk_id)]
+        found = {row.id: as_chunk(row) for row in self._rows_with_ids([_row_id(chunk_id) for chunk_id in wanted])}
+        return {chunk_id: found[_row_id(chunk_id)] for chunk_id in wanted if _row_id(chunk_id) in found}
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """(chunk id, text) of every chunk."""
@@ -234,8 +200,8 @@ class IndexedDocuments:
             for some in batches(dict.fromkeys(text_key(text.strip()) for text in texts)):
                 # One will do, of as many as a line that every document has; damaged, the text is embedded again.
                 ids = connection.execute(_A_CHUNK_OF_EACH, {"values": some}).scalars().all()
-                for row in self._chunk_rows(_WITH_IDS, values=ids):
-                    if row.is_intact():
+                for row in self._rows(_WITH_IDS, values=ids):
+                    if _is_intact_chunk(row):
                         found[row.text_key] = row.vector
         return found
 
@@ -243,14 +209,14 @@ class IndexedDocuments:
         """[n] row ids, in document order, of chunks written after generation `newer_than`."""
         return np.array([row.id for row in self._rows(_IDS_SINCE, generation=newer_than)], np.int64)
 
-    def rows(self, ids: Sequence[int]) -> list[ChunkRow]:
+    def rows(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
         """The rows with these ids, in no order. Raises CorruptError when one is not here."""
         found = self._rows_with_ids(ids)
         if len(found) < len(ids):
             raise self.registry.damage_error("it lists chunks that it does not hold")
         return found
 
-    def rows_around(self, row: ChunkRow, distance: int) -> list[ChunkRow]:
+    def rows_around(self, row: Row[Any], distance: int) -> Sequence[Row[Any]]:
         """The row with up to `distance` rows before and after it in its document."""
         span = {"first": row.ordinal - distance, "last": row.ordinal + distance}
         return self._intact_rows(_AROUND, document=row.document, **span)
@@ -272,13 +238,6 @@ class IndexedDocuments:
                     _update(connection, table, intact, **{column: ""})
                 self._advance()
         self.registry.remove_damaged_rows()
-
-    def find_problems(self) -> list[str]:
-        """What is wrong with the stored bytes of the catalogue, one sentence each."""
-        found = self.registry.find_problems()
-        if count := self._rows(_STRAYS)[0][0]:
-            found.append(f"{self.registry.name}: {count} chunks belong to no document")
-        return found
 
     # --- what is left to delete elsewhere ---
 
@@ -332,7 +291,7 @@ class IndexedDocuments:
         """Store a document whole, in place of its older version. items: chunk id -> (chunk, vector [dim])."""
         with self._write() as connection:
             generation = self._advance()
-            old = self._chunk_rows(_OF_SOURCE, source=source)  # unchecked: replacing a damaged document repairs it
+            old = self._rows(_OF_SOURCE, source=source)  # unchecked: replacing a damaged document repairs it
             number = connection.execute(select(DOCUMENTS.c.number).where(DOCUMENTS.c.source == source)).scalar()
             if number is None:
                 number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
@@ -350,7 +309,7 @@ class IndexedDocuments:
     def remove_document(self, source: str) -> int:
         """Forget a document. How many chunks it had. Raises NotFoundError when it is not here."""
         with self._write() as connection:
-            old = self._chunk_rows(_OF_SOURCE, source=source)
+            old = self._rows(_OF_SOURCE, source=source)
             found = connection.execute(
                 select(DOCUMENTS.c.number, DOCUMENTS.c.file).where(DOCUMENTS.c.source == source)
             ).first()
@@ -428,44 +387,44 @@ class IndexedDocuments:
         # Numbers that never come again: whoever has read some removes these, and none that came since.
         _insert(connection, ORPHANED_TEXTS, ({"source": source, "text": text} for text in dict.fromkeys(texts)))
 
-    def _chunk_rows(self, query: Select[Any], **values: object) -> list[ChunkRow]:
-        return [ChunkRow._make(row) for row in self._rows(query, **values)]
-
-    def _rows_with_ids(self, ids: Sequence[int]) -> list[ChunkRow]:
+    def _rows_with_ids(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
         return [row for some in batches(ids) for row in self._intact_rows(_WITH_IDS, values=some)]
 
-    def _intact_rows(self, query: Select[Any], **values: object) -> list[ChunkRow]:
-        rows = self._chunk_rows(query, **values)
-        damaged = next((row for row in rows if not row.is_intact()), None)
+    def _intact_rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
+        rows = self._rows(query, **values)
+        damaged = next((row for row in rows if not _is_intact_chunk(row)), None)
         if damaged is not None:
-            what = f"chunk {damaged.chunk_id} of {damaged.source} is not what was written"
+            what = f"chunk {damaged.id + 2**63:016x} of {damaged.source} is not what was written"
             raise self.registry.damage_error(what)
         return rows
 
 
-def _row_id(chunk_id: str) -> int | None:
-    """Return the id of a chunk's row; None for what is no chunk's id."""
-    try:
-        found = int(chunk_id, 16) - 2**63
-    except ValueError:
-        return None
-    return found if -(2**63) <= found < 2**63 else None
+def _row_id(chunk_id: str) -> int:
+    """Return the id of a chunk's row: in 64 signed bits as databases and FAISS have ids, in the same order."""
+    return int(chunk_id, 16) - 2**63
+
+
+def as_chunk(row: Row[Any]) -> Chunk:
+    """Return the chunk of a row of `_CHUNK_ROWS`."""
+    return Chunk(row.text, row.source, row.start, row.end, json.loads(row.metadata))
+
+
+def _is_intact_chunk(row: Row[Any]) -> bool:
+    """Return True if this is what was written, and the chunk's document is named as it was."""
+    return is_intact(row[:-1]) and _row_id(Chunk(row.text, row.source, row.start).id) == row.id
 
 
 def _chunk_values(
     chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
 ) -> dict[str, object]:
-    """The values of the row of one chunk."""
-    num_tokens = chunk.metadata.get("num_tokens")  # a caller's metadata may hold anything by that name
     return {
-        "id": int(chunk.id, 16) - 2**63,
+        "id": _row_id(chunk.id),
         "document": document,
         "ordinal": ordinal,
         "start": chunk.start,
         "end": chunk.end,
         "text": chunk.text,
         "metadata": json.dumps(dict(chunk.metadata), default=str),
-        "num_tokens": num_tokens if isinstance(num_tokens, int) and 0 <= num_tokens < 2**31 else None,
         "vector": vector.astype("<f4").tobytes(),
         "generation": generation,
         "text_key": text_key(chunk.text.strip()),

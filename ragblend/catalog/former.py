@@ -5,7 +5,6 @@ Most rows keep their checksums, so that `verify` finds a damaged one here as it 
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sqlite3
@@ -25,7 +24,6 @@ from ragblend.files.store_folder import (
     FORMER_SERVER_FILE,
     VECTORS_FILE,
 )
-from ragblend.redaction import redact
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +32,7 @@ _SENT = (
     "namespace, collection, id, ingestion, version, stored_version, metadata, body, reason, num_chunks, num_tokens, "
     "num_known_kv, num_new_kv, new_kv_bytes"
 )
-_CHUNK = 'document, ordinal, start, "end", text, metadata, num_tokens, vector, generation, text_hash'
+_PLACE, _CONTENT = 'document, ordinal, start, "end", text, metadata', "vector, generation, text_hash"
 _VARIANTS = "entry, key, embedder, vector, is_stored, checksum"
 _COPIES = {
     FORMER_REGISTRY_FILE: (
@@ -64,9 +62,9 @@ _COPIES = {
         ("index_facts (name, value, checksum)", "key, value, checksum FROM meta"),
         ("files (path, version, top, checksum)", "* FROM files"),
         (
-            f"chunks (id, {_CHUNK.replace('text_hash', 'text_key')}, checksum)",
-            f"id, {_CHUNK}, iif(checksum IS row_checksum(id, chunk_id, {_CHUNK}), row_checksum(id, {_CHUNK}), -1) "
-            "FROM chunks ORDER BY id",
+            f"chunks (id, {_PLACE}, vector, generation, text_key, checksum)",
+            f"id, {_PLACE}, {_CONTENT}, iif(checksum IS row_checksum(id, chunk_id, {_PLACE}, num_tokens, {_CONTENT}), "
+            f"row_checksum(id, {_PLACE}, {_CONTENT}), -1) FROM chunks ORDER BY id",
         ),
         (
             "orphaned_texts (source, text, checksum)",
@@ -99,7 +97,7 @@ def read_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: 
         fix = f"Delete it and {again}. Or ragblend verify --repair --store {folder}"
         try:
             with wrap_sqlite_errors(path, fix), closing(connect(path, fix)) as former:
-                num_rows, more = _copy(former, connection, copies, path)
+                num_rows = _copy(former, connection, copies, path)
         except RagblendError:
             if path.exists():
                 raise
@@ -109,17 +107,18 @@ def read_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: 
             for each in (*others, f"{name}-wal", f"{name}-shm", name):
                 remove_file(folder / each)
         what = f"{num_rows} {'texts' if name == FORMER_REGISTRY_FILE else 'documents'}"
-        log.warning("%s was written by an earlier version: its %s are in the catalogue now%s", path, what, more)
+        log.warning("%s was written by an earlier version: its %s are in the catalogue now", path, what)
 
 
 def _copy(
     former: sqlite3.Connection, connection: sqlite3.Connection, copies: Sequence[tuple[str, str]], path: Path
-) -> tuple[int, str]:
-    """Copy the tables. Return the number of rows of the first, and what else is to be said."""
+) -> int:
+    """Copy the tables. Return the number of rows of the first."""
     former.create_function("name_part", 2, lambda document, part: _split(str(document))[part], deterministic=True)
     with transaction(former, "DEFERRED"), transaction(connection, "IMMEDIATE"):
         tables = {name for (name,) in former.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        more = _check_index(former, path) if path.name == FORMER_INDEX_FILE and tables else ""
+        if path.name == FORMER_INDEX_FILE and tables:
+            _check_index(former, path)
         # Whoever was killed before removing the file of an index has read all of it, and it may have changed since.
         is_read = path.name == FORMER_INDEX_FILE and connection.execute("SELECT 1 FROM index_facts").fetchone()
         for target, selected in () if is_read else copies:
@@ -128,28 +127,17 @@ def _copy(
                 insert = f"INSERT OR IGNORE INTO {target} VALUES ({marks})"
                 connection.executemany(insert, former.execute(f"SELECT {selected}"))
         table = copies[0][0].partition(" ")[0]
-        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]), more
+        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
 
-def _check_index(former: sqlite3.Connection, path: Path) -> str:
-    """Return what to say of an index whose vectors an earlier version searched in a database. Raises
-    StoreMismatchError for an index of another version than the last."""
+def _check_index(former: sqlite3.Connection, path: Path) -> None:
+    """Raise StoreMismatchError for an index of another version than the last."""
     version = former.execute("PRAGMA user_version").fetchone()[0]
     if version != _INDEX_VERSION:
         raise StoreMismatchError(
             f"{path} has index schema {version}, this ragblend reads {_INDEX_VERSION}; use the ragblend that made it, "
             "or ingest again into a new folder"
         )
-    query = "SELECT value FROM meta WHERE key = 'facts' AND checksum IS row_checksum(key, value)"
-    facts = json.loads((former.execute(query).fetchone() or ("{}",))[0])
-    place = facts.get("vectors", "faiss")
-    if place.startswith("faiss"):
-        return ""
-    return (
-        f". Its vectors were searched in {redact(place)}, under {facts.get('vectors_number')}; delete there what is "
-        "left. To search a database of your own, wrap its LangChain store in ragblend.vectorstores.BlendVectorStore "
-        "(docs/indexes.md)"
-    )
 
 
 def _split(name: str) -> DocumentName:

@@ -218,12 +218,11 @@ CHUNKS = _checked_table(
     *(Column(name, INTEGER, nullable=False) for name in ("document", "ordinal", "start", "end")),
     _text("text"),
     _text("metadata"),
-    Column("num_tokens", INTEGER),
     _blob("vector"),
     Column("generation", INTEGER, nullable=False),
     _blob("text_key"),
     UniqueConstraint("document", "ordinal"),
-    checked="id document ordinal start end text metadata num_tokens vector generation text_key",
+    checked="id document ordinal start end text metadata vector generation text_key",
 )
 Index("chunks_by_text", CHUNKS.c.text_key)
 # All that a search asks for when it looks for what is new, without reading texts and vectors.

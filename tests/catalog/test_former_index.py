@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sqlite3
 from contextlib import closing
@@ -131,31 +130,6 @@ def test_a_former_index_of_another_version_is_refused_and_a_damaged_one_is_said(
     (folder / FORMER_INDEX_FILE).write_bytes(b"not a database at all" * 100)
     with pytest.raises(CorruptError, match=r"chunks\.sqlite is damaged .* ingest the documents again"):
         open_index(folder, HashingEmbedder(8))
-
-
-@pytest.mark.parametrize(
-    ("vectors", "words"),
-    [
-        ("postgresql://me@db.invalid:5432/rag?sslmode=require", ["9f0c8e3d", "BlendVectorStore"]),
-        ("qdrant:///srv/qdrant", ["qdrant:///srv/qdrant", "9f0c8e3d", "BlendVectorStore"]),
-        ("faiss:HNSW16", []),
-    ],
-)
-def test_an_index_that_was_searched_in_a_database_is_searched_here_and_says_so(
-    folder: Path, vectors: str, words: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    made = f"json_set(value, '$.vectors', '{vectors}', '$.vectors_number', '9f0c8e3d')"
-    change(
-        folder / FORMER_INDEX_FILE,
-        f"UPDATE meta SET value = {made}, checksum = row_checksum(key, {made}) WHERE key = 'facts'",
-    )
-    with open_index(folder, HashingEmbedder(8)) as index:
-        assert_whole(index)
-    (record,) = caplog.records
-    assert [word for word in words if word not in record.message] == []
-    assert "me@" not in record.message
-    assert ("vectors were searched in" in record.message) == bool(words)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
