@@ -4,7 +4,7 @@
         --out data/results/over-http.json
 
 The passages of MuSiQue questions are stored by `ragblend serve`, sent to its documents API, and by the transformers
-engine in this process, each in a store of its own and with the defaults of both. They take turns, some documents at a
+engine in this process, each in a separate store and with the defaults of both. They take turns, some documents at a
 time, so that what else the machine does meets both. Each question is then asked over its passages, on both sides by
 default and in mode full. Closeness is the Kullback-Leibler divergence of the first token's distribution from full
 prefill's, in nats, over the whole vocabulary: the server is started with `--max-logprobs -1`, and its log-probabilities

@@ -58,7 +58,7 @@ from ragblend.options import (
         ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias is .*; choose a dictionary of token ids"),
         ({"logit_bias": {5: 200}}, "from -100 .never. to 100"),
-        ({"top_logprobs": 3}, "top_logprobs is 3 but logprobs is off; pass logprobs=True, too"),
+        ({"top_logprobs": 3}, "top_logprobs is 3, but logprobs is off; pass logprobs=True, too"),
     ],
 )
 def test_a_generation_option_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:

@@ -45,7 +45,7 @@ def test_after_the_first_ingestion_no_command_names_model_embedder_system_or_chu
 def test_python_takes_the_same_from_the_store(run: CommandRunner) -> None:
     with pytest.raises(UsageError, match="model='demo'"):
         ChatBlend()
-    with pytest.raises(UsageError, match=r"nowhere remembers none.*model='demo'"):
+    with pytest.raises(UsageError, match=r"nowhere names none.*model='demo'"):
         ChatBlend(store="nowhere")
     chat = ChatBlend(store="ragblend-data", max_tokens=2)
     assert (chat.model, chat.system) == ("demo", SYSTEM)
@@ -64,7 +64,7 @@ def test_without_a_model_nothing_is_ingested_and_the_error_names_one_for_a_trial
     assert not Path("new", "catalog.sqlite").exists()
     monkeypatch.setenv("RAGBLEND_TRUST_REMOTE_CODE", "1")
     code, _, err = run("ask", "Who?")
-    assert (code, "name the model: --model" in err) == (2, True), err
+    assert (code, "name it: --model" in err) == (2, True), err
 
 
 def test_the_latest_ingestion_counts(run: CommandRunner) -> None:
