@@ -27,6 +27,8 @@ from ragblend.corpus.embedders import (
     is_minilm_installed,
     load_embedder,
 )
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files.store_folder import CATALOG_FILE, VECTORS_FILE
 from ragblend.index import open_index
@@ -220,6 +222,26 @@ def test_an_index_of_another_schema_is_refused(folder):
         db.execute("PRAGMA user_version = 99")
     with pytest.raises(StoreMismatchError, match="version 99 of a catalogue"):
         open_index(folder)
+
+
+def test_a_transaction_of_the_index_is_one_of_the_registry_of_a_store_in_its_folder(folder, tmp_path):
+    with reopen(folder) as index:
+        with index.registry_for(DiskStore(folder)) as registry:
+
+            def change(source: str) -> None:
+                with index.write_transaction():
+                    registry.add(["a text of a framework"])
+                    index.remove_document(source)
+
+            with pytest.raises(NotFoundError):
+                change("no such document")
+            assert (len(registry), index.sources()) == (0, list(FACTS))
+            change("tea.txt")
+            assert (len(registry), index.num_documents) == (1, 2)
+        for store in (DiskStore(tmp_path / "elsewhere"), MemoryStore(1 << 20)):
+            with index.registry_for(store) as registry, index.write_transaction():
+                assert registry.add(["a text"]) == 1
+                assert len(index.registry) == 1
 
 
 # --- damage ---
