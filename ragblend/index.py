@@ -169,7 +169,10 @@ class ChunkIndex(IndexedDocuments):
         # Read here, not under the embedder's lock: a thread that holds the catalogue's may be waiting for that one.
         self._probe = None if is_new else self._read_probe()  # None: nothing to compare, or compared already
         self._vectors = FaissVectors(self._made_by.dim)
-        self._open_vectors()
+        if is_new:
+            self.save()
+        else:
+            self._open_vectors()
 
     @property
     def manifest(self) -> Manifest:
