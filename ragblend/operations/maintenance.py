@@ -216,6 +216,7 @@ def drop_unreadable_files(report: VerifyReport, store: str | Path) -> None:
             is_sound = False
         if not is_sound:  # SQLite's own structure is damaged, so deleting rows does not repair it
             drop_catalog(disk.root)
+            _record_stored(disk)
         what = f"damaged rows of {CATALOG_FILE} are" if is_sound else f"{CATALOG_FILE} is"
         report.dropped.append(f"{what} dropped: {_LOSS_MESSAGES[CATALOG_FILE]}")
 

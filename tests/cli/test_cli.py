@@ -238,30 +238,40 @@ def test_verify_repairs_what_it_finds_damaged(run, home):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "is_dropped"),
     [
+        (("PRAGMA writable_schema = 1", "DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'"), True),
         (
-            "PRAGMA writable_schema = 1",
-            "DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'",
+            ("UPDATE stored_entries SET entry = '../' || entry WHERE entry = (SELECT min(entry) FROM stored_entries)",),
+            False,
         ),
-        ("UPDATE stored_entries SET entry = '../' || entry WHERE entry = (SELECT min(entry) FROM stored_entries)",),
     ],
     ids=["structure", "key"],
 )
-def test_verify_repairs_a_damaged_registry_and_every_text_is_there_again(run, home, damage):
+def test_verify_repairs_a_damaged_catalogue_and_every_text_is_there_again(run, home, damage, is_dropped):
     path = home / "s" / "catalog.sqlite"
 
     def rows():
         with closing(sqlite3.connect(path)) as file:
-            tables = ("texts", "document_texts", "stored_entries", "token_ids")
-            return [sorted(row[-2:] for row in file.execute(f"SELECT * FROM {table}")) for table in tables]
+            columns = (
+                "key, text FROM texts",
+                "key FROM document_texts",
+                "* FROM stored_entries",
+                "key, ids FROM token_ids",
+            )
+            return [sorted(file.execute(f"SELECT {each}")) for each in columns]
 
     whole = rows()
     with closing(sqlite3.connect(path, isolation_level=None)) as file:
         for statement in damage:
             file.execute(statement)
     assert list(run.facts("verify", *PLACE, code=4)["damaged_files"]) == ["catalog.sqlite"]
-    assert run("verify", "--repair", *PLACE)[0] == 0
+    code, _, err = run("verify", "--repair", *PLACE)
+    if is_dropped:
+        assert (code, "ingest the documents again" in err) == (3, True)
+        assert run.facts(*INGEST, *PLACE)["num_new_kv"] == 0
+    else:
+        assert code == 0
     assert run("verify", *PLACE)[0] == 0
     assert rows() == whole
 
