@@ -56,9 +56,9 @@ class BlendReport:
     completion_tokens: int = 0
     num_chunks: int = 0
     num_chunk_hits: int = 0
-    num_reused_tokens: int = 0  # prompt tokens whose stored KV was used unchanged
+    num_reused_tokens: int = 0  # prompt tokens not computed for this prompt: stored KV used unchanged, and the prefix
     num_recomputed_tokens: int = 0  # chunk tokens whose stored KV was replaced
-    num_prefix_tokens: int = 0  # prompt tokens at the front whose exact KV was in memory (prefix, earlier turns)
+    num_prefix_tokens: int = 0  # prompt tokens at the front whose exact KV was in memory (earlier prompts and turns)
     charged_budget: float = 0.0
     charged_budget_32: float = 0.0
     # Measurements of the rule, see `fidelity`; None if the rule does not make them. The three shares sum to 1.

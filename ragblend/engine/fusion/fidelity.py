@@ -41,10 +41,12 @@ def record_fusion(
     stored: Mapping[int, tuple[Placement, MatchedContext]],
     plan: FusePlan,
     fused: FuseResult,
+    num_known: int,
 ) -> None:
     """Write into `report` the reused and recomputed tokens, per chunk and in all, and `record_fidelity`'s figures.
 
     The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start.
+    `num_known`: resident rows that were in memory before this request, which did not have to compute them.
     """
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
@@ -65,11 +67,11 @@ def record_fusion(
     report.charged_budget = charged_budget(rows, total)
     report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, fused.fixed_cost)
     report.num_chunks, report.num_chunk_hits = len(report.chunks), sum(chunk.hit for chunk in report.chunks)
-    report.num_prefix_tokens, report.num_recomputed_tokens = plan.num_resident, len(recomputed)
+    report.num_prefix_tokens, report.num_recomputed_tokens = num_known, len(recomputed)
     report.probe_s, report.select_s = fused.probe_s, fused.select_s
     # The last token is computed for its logits, even if its KV is stored.
     ends_stored = plan.wants_logits and any(each.end == len(plan.token_ids) for each in plan.placements)
-    report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(recomputed) - ends_stored
+    report.num_reused_tokens = num_known + plan.num_chunk_tokens - len(recomputed) - ends_stored
     record_fidelity(report, plan, fused)
 
 

@@ -118,7 +118,8 @@ class BlendingEngine(LocalEngine):
         start_s = perf_counter()
         capacity = request.prompt.num_tokens + min(request.options.max_tokens, 256)
         fused = FusedKV.allocate(self.layers.kv_shapes, capacity, self.layers.like)
-        num_resident = self._copy_resident_rows(request, fused)
+        num_resident, num_known = self._copy_resident_rows(request, fused)
+        prefix_s = perf_counter() - start_s
         stored = self._lookup(request, num_resident, damaged, store_get)
         placements = tuple(placement for placement, _ in stored.values())
         decided = self._decide(request, num_resident, placements)
@@ -142,11 +143,11 @@ class BlendingEngine(LocalEngine):
             report.predicted_agreement = request.fit.agreement_at(decided.ratio)
         runs = request.prompt.runs
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
-        record_fusion(report, (run.start for run in runs), stored, plan, result)
+        record_fusion(report, (run.start for run in runs), stored, plan, result, num_known)
         join_runs(report, request.prompt)
-        report.lookup_s = looked_up_s - start_s
+        report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
-        report.fuse_s = perf_counter() - looked_up_s - loader.stall_s
+        report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
         read_s = dict(zip((placement.start for placement in placements), loader.read_s, strict=True))
         wanted = runs if request.mode != "prefix" else ()
         misses = tuple(run for run in wanted if run.end > num_resident and run.start not in stored)
@@ -154,20 +155,24 @@ class BlendingEngine(LocalEngine):
 
     # -- look up
 
-    def _copy_resident_rows(self, request: EngineRequest, fused: FusedKV) -> int:
-        """Copy exact KV, of earlier turns or else of the prefix, into the front of `fused`. Return its rows."""
+    def _copy_resident_rows(self, request: EngineRequest, fused: FusedKV) -> tuple[int, int]:
+        """Copy exact KV, of earlier turns or else of the prefix, into the front of `fused`.
+
+        Return the number of rows, and how many of them were in memory; the others are computed here.
+        """
         prompt, conversation = request.prompt, request.conversation
         if conversation is not None and conversation.fused is not None:
             count = min(common_prefix_length(conversation.token_ids, prompt.token_ids), prompt.num_tokens - 1)
             if count > prompt.num_prefix:
                 fused.copy_front(conversation.fused, count)
-                return count
+                return count, count
         prefix_ids = tuple(prompt.token_ids[: prompt.num_prefix])
         prefix, count = self._longest_known_prefix(prefix_ids)
+        num_known = count
         if prefix is None or len(prefix_ids) - count > _COMPUTED_IN_PROMPT:
             prefix, count = self._prefix(prefix_ids), len(prefix_ids)
         fused.copy_front(prefix, count)
-        return count
+        return count, num_known
 
     def _lookup(self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet) -> StoredRuns:
         """Return the prompt's stored runs, each in the best context in which its chunk is stored."""

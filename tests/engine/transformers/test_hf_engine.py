@@ -215,7 +215,8 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
     }[mode]
     assert [chunk.hit for chunk in report.chunks] == expected_hits
     assert (report.num_recomputed_tokens > 0) == (mode == "blend" and any(expected_hits))
-    assert report.num_prefix_tokens == (0 if mode == "full" else matched.num_prefix)
+    is_prefix_known = mode != "full" and len(missing) < 3  # the first chunk that is ingested is computed after it
+    assert report.num_prefix_tokens == (matched.num_prefix if is_prefix_known else 0)
     assert 0 < report.lookup_s + report.fuse_s + report.stall_s <= report.ttft_s
     assert report.rule == ("ask" if mode == "blend" else "none")
     assert report.recompute_ratio == {"blend": 0.2, "full": 1.0}.get(mode, 0.0)
@@ -685,3 +686,18 @@ def test_asking_first_needs_nothing_to_ask_about(engine: TransformersEngine, chu
     prompt = Prompt(chunks, "what is that?")
     full = engine.generate(prompt, mode="full", max_tokens=8)
     assert engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=8).token_ids == full.token_ids
+
+
+@pytest.mark.parametrize("mode", ["blend", "reuse", "prefix"])
+def test_text_before_the_first_chunk_is_reused_only_by_a_later_prompt(tiny_engine, mode):
+    engine = tiny_engine()
+    engine.precompute(CHUNKS[0])
+    preamble = "A preamble of many words that no document has and no earlier prompt had, long enough to count. " * 4
+    prompt = Prompt.from_messages([("user", [preamble, CHUNKS[0], "what is that?"])])
+    first, second = (engine.generate(prompt, mode=mode, recompute_ratio=0.0, max_tokens=1).report for _ in range(2))
+    num_preamble = engine.match(prompt).num_prefix - len(engine.default_prefix_ids)
+    assert num_preamble > 60
+    assert first.num_prefix_tokens <= len(engine.default_prefix_ids)
+    assert first.num_reused_tokens == second.num_reused_tokens - num_preamble
+    assert second.num_prefix_tokens == first.num_prefix_tokens + num_preamble
+    assert first.lookup_s < first.fuse_s
