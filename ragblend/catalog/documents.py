@@ -260,9 +260,9 @@ class IndexedDocuments:
     def schedule_deletions(self, entries: Iterable[PendingDeletion], orphaned: OrphanedTexts) -> None:
         """Record the entries to be deleted, in place of `orphaned_texts`: from then on nothing here has the texts."""
         with self._write() as connection:
-            listed = list(entries)
-            self.clear_deletions(listed)
-            _insert(connection, PENDING_DELETIONS, (entry._asdict() for entry in listed))
+            last_of = {(entry.key, entry.place): entry for entry in entries}
+            self.clear_deletions(last_of.values())
+            _insert(connection, PENDING_DELETIONS, (entry._asdict() for entry in last_of.values()))
             connection.execute(delete(ORPHANED_TEXTS).where(ORPHANED_TEXTS.c.number <= orphaned.last_number))
 
     def pending_deletions(self) -> list[PendingDeletion]:
