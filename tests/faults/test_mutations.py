@@ -35,6 +35,7 @@ from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit,
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import machine_facts, write_profile
 from ragblend.errors import RagblendError
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import open_index
 from ragblend.ingestion.documents import pin_document
 from ragblend.operations.maintenance import repair_store, verify_store
@@ -56,7 +57,7 @@ KINDS = {
     "machine": "kv/machines/*.json",
     "vectors": "kv/vectors.faiss",
 }
-LOSABLE = {"model note", "pin", "profile", "machine"}
+LOSABLE = {"model note", "pin", "calibration", "machine"}
 """Files without which a store is another whole store: of a model not used yet, unpinned, not calibrated or measured."""
 DOCUMENTED = {0, 1, 3, 4}
 QUESTION = "What is the secret of amber room 1?"
@@ -241,20 +242,26 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
 
 
 def repair(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bool, counts: Counter[str]) -> None:
-    """Do what the message says: repair; if the database is lost, ingest again."""
+    """Do what the message says: repair; if the catalogue is lost, or rows of it, ingest again."""
     try:
+        report = verify_store(work / "kv")
+        is_row_lost = CATALOG_FILE in report.damaged_files
         if with_command:
             code = run_command("verify", "--repair", *place)
             counts["repaired by the command"] += code == 0
             if code == 0:
+                if is_row_lost:
+                    bring_in(work, engine)
                 return
-        report = verify_store(work / "kv")
+            report = verify_store(work / "kv")
         with closing(open_engine_index(work / "kv", engine, create=False)) as index:
             repair_store(report, engine, index)
         if any(place.startswith("models/") for place in report.damaged_files):
             load_engine("demo", work / "kv").close()
         if not report.unrepaired:
             counts["repaired"] += 1
+            if is_row_lost:
+                bring_in(work, engine)
             return
     except RagblendError as error:
         counts["fixes named"] += error.exit_code in DOCUMENTED
