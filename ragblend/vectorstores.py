@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ragblend.catalog.vectors import normalize_rows
 from ragblend.corpus.documents import has_visible_text
 from ragblend.corpus.embedders import (
     LANGCHAIN_PREFIX,
@@ -27,7 +28,6 @@ from ragblend.corpus.embedders import (
     embed_question,
     load_embedder,
 )
-from ragblend.corpus.vectors import normalize_rows
 from ragblend.errors import NotFoundError, UsageError, check_unicode
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.deletion import delete_orphaned_kv

@@ -34,10 +34,10 @@ from ragblend.catalog.sent_documents import (
     WaitingDocument,
     document_name,
 )
+from ragblend.catalog.vectors import normalize_rows
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document, has_visible_text
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.vectors import normalize_rows
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
 from ragblend.ingestion.contexts import chunk_variants

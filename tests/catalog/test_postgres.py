@@ -20,7 +20,7 @@ from ragblend.catalog import known_chunks
 from ragblend.catalog.database import find_catalog
 from ragblend.catalog.known_chunks import KnownChunks
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import SCHEMA_VERSION, DocumentName
 from ragblend.errors import (
     BackendUnreachableError,
     RagblendError,
@@ -297,7 +297,8 @@ def test_tables_of_another_version_or_of_others_are_refused(postgres: str) -> No
         from ragblend.catalog import postgres as dialect
 
         refused(StoreMismatchError, lambda: ChunkRegistry(url), "version 0 of a catalogue")
-        execute(url, "UPDATE catalog_meta SET value = '1' WHERE name = 'schema'", "DROP TABLE texts CASCADE")
+        made = f"UPDATE catalog_meta SET value = '{SCHEMA_VERSION}' WHERE name = 'schema'"
+        execute(url, made, "DROP TABLE texts CASCADE")
         refused(StoreMismatchError, lambda: len(ChunkRegistry(url)), "other tables than a catalogue")
         assert dialect.is_postgres_url(url)
     refused(StoreNotWritableError, lambda: ChunkRegistry(f"{postgres}?options=-csearch_path%3Dnone"), "schema")

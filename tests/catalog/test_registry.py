@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ragblend import open_index
 from ragblend.catalog.registry import ChunkRegistry, SimilarVariant, open_registry
 from ragblend.catalog.schema import DocumentName
-from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
@@ -130,20 +128,25 @@ def test_threads_share_a_registry(registry: ChunkRegistry) -> None:
 def test_damaged_file_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "r"
     path.write_bytes(b"not a database at all, but long enough to be read as one" * 20)
-    with pytest.raises(CorruptError, match=r"Mend it: ragblend verify --repair.*or delete it"):
+    with pytest.raises(CorruptError, match=r"Mend it: ragblend verify --repair.*or delete "):
         ChunkRegistry(path)
 
 
-def test_an_index_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    with open_index(tmp_path, HashingEmbedder(), create=True):
-        pass
+def test_another_database_is_refused(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as file:
+        file.execute("CREATE TABLE recipes (name TEXT)")
+        file.execute("PRAGMA user_version = 1")
     with pytest.raises(StoreMismatchError, match="choose another folder"):
-        ChunkRegistry(tmp_path / "chunks.sqlite")
+        ChunkRegistry(tmp_path / CATALOG_FILE)
 
 
 @pytest.mark.parametrize(
     "damage",
-    ["PRAGMA user_version = 2", "UPDATE sqlite_master SET name = 'teXts' WHERE name = 'texts'"],
+    [
+        "PRAGMA user_version = 3",
+        "PRAGMA user_version = 1",
+        "UPDATE sqlite_master SET name = 'teXts' WHERE name = 'texts'",
+    ],
 )
 def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebody_elses(
     damage: str, tmp_path: Path

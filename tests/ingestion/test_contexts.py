@@ -11,7 +11,6 @@ from commands import run_command
 from similar_texts import TEXTS, texts_behind
 
 from ragblend import Chunk, Prompt, load_engine
-from ragblend.corpus.checked_database import remove_database
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.metadata import CONTEXT_FILE
@@ -87,7 +86,8 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
             assert precompute_index(engine, index).num_new_kv == 0, "it was told to keep them alone"
             assert precompute_index(engine, index, context="similar").num_new_kv == 4
         assert engine.store.read_context() == "similar"
-    remove_database(docs.parent / "kv")
+    with open_index(docs.parent / "kv") as index:
+        index.clear()
     engine = opened()
     assert (bring_in(docs, engine).num_new_kv, engine.store.read_context()) == (4, None)
 

@@ -79,7 +79,7 @@ class Corpus:
             assert set(registry.texts()) == texts
         keys = {self.engine.key(Chunk(text)) for text in texts}
         assert set(self.engine.store.keys()) == keys
-        assert self.index.orphaned_texts().last_id == 0
+        assert self.index.orphaned_texts().last_number == 0
         return texts
 
 

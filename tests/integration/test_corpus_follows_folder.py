@@ -180,7 +180,7 @@ def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
         "hashes": {source: hashed for found in index.documents().values() for source, hashed in found.items()},
         "precomputed": sorted(index.sources("precomputed")),
         "files": {path: note.version for path, note in index.files().items()},
-        "leftovers": index.orphaned_texts().last_id,
+        "leftovers": index.orphaned_texts().last_number,
         "texts": texts,
         "keys": sorted(engine.store.keys()),
         "nbytes": {entry.key: entry.nbytes for entry in DiskStore(place / "kv").entries()},
