@@ -66,7 +66,7 @@ TEMPLATES = {
         + _ASKS,
         alternates=True,
     ),
-    # Mistral 7B v0.3: the system text stands in the last user turn; answers alone are trimmed.
+    # Mistral 7B v0.3: the system text is in the last user turn; answers alone are trimmed.
     "last": Template(
         _SYSTEM_APART
         + "{{ bos_token }}{% for m in rest %}"

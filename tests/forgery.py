@@ -81,13 +81,13 @@ def sealed_header(text: bytes) -> bytes:
 
 
 def edited(data: bytes, **changes: Any) -> bytes:
-    """An entry whose header says something else."""
+    """An entry with another header."""
     facts, table, payload = parts(data)
     return whole({**facts, **changes}, table, payload)
 
 
 def retold(data: bytes, change: Callable[[dict[str, Any], bytearray], None]) -> bytes:
-    """An entry whose tensors or table are changed, with layers' checksums redone."""
+    """An entry whose tensors or table are changed, with new checksums of the layers."""
     facts, table, old = parts(data)
     payload = bytearray(old)
     change(table, payload)
@@ -151,7 +151,7 @@ def _swapped(victim: Victim) -> bytes:
 
 
 def _resummed(data: bytes, *dropped: str, **changes: Any) -> bytes:
-    """An entry whose header says less or something else, with layers' digests redone."""
+    """An entry with fewer or other header fields, and new digests of its layers."""
     facts, table, payload = parts(data)
     facts = {name: value for name, value in facts.items() if name not in dropped} | changes
     return whole({**facts, **digests(facts, table, payload)}, table, payload)

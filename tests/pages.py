@@ -62,7 +62,7 @@ def run_python(page: str, names: dict[str, object], replaced: dict[str, str]) ->
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """Every command of the shell blocks, those of a pipe apart: where it stands, and its words without redirections."""
+    """Every command of the shell blocks, pipes split: its page and line, and its words without redirections."""
     found = []
     for block in blocks("bash"):
         begun, start = "", block.line
@@ -79,7 +79,7 @@ def command_lines() -> list[tuple[str, list[str]]]:
 
 
 def inline_commands() -> list[tuple[str, list[str]]]:
-    """Every `ragblend ...` that stands in a sentence, with its page."""
+    """Every `ragblend ...` in a sentence, with its page."""
     found = []
     for page, text in PAGES.items():
         for token in MarkdownIt().enable("table").parse(text):

@@ -28,7 +28,7 @@ class Span:
 
     ids: list[int]
     stored: bool = False
-    exact: bool = False  # it stands right behind the tokens it was computed behind: true as it is, never a candidate
+    exact: bool = False  # it follows the tokens that it was computed after, so its KV is exact: never a candidate
     behind: list[int] = field(default_factory=list)
 
 
@@ -156,7 +156,7 @@ class Reference:
             hidden = hidden + block.post_attention_layernorm(attended)
             return hidden + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(hidden)))
         hidden = hidden + attended
-        output = block.mlp(block.post_attention_layernorm(hidden)[None])  # experts want a batch dimension
+        output = block.mlp(block.post_attention_layernorm(hidden)[None])  # experts need a batch dimension
         return hidden + (output[0][0] if isinstance(output, tuple) else output[0])
 
     def finish_gemma4(self, layer: int, hidden: Tensor, ids: list[int], positions: list[int]) -> Tensor:
@@ -351,7 +351,7 @@ class Reference:
 
 
 def in_halves(pairs: Tensor) -> Tensor:
-    """[..., D] whose neighbours turn together: those of even places first."""
+    """[..., D] whose adjacent dimensions turn together: those of even places first."""
     order = [*range(0, pairs.shape[-1], 2), *range(1, pairs.shape[-1], 2)]
     return pairs[..., order]
 

@@ -85,7 +85,7 @@ def running_redis(directory: Path, *options: str) -> Iterator[RedisServer]:
 
 @contextmanager
 def running_s3() -> Iterator[int]:
-    """The port of a moto server that stands for S3, empty."""
+    """The port of a moto server, an empty S3."""
     moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
     server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
@@ -118,7 +118,7 @@ class RedisNodes:
         return self._servers[2]
 
     def start(self) -> None:
-        """Empty; returns when every node knows of all slots and the replica follows."""
+        """Start it empty; return when every node has all slots and the replica follows."""
         import redis
 
         for server in self._servers:

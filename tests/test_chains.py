@@ -149,7 +149,7 @@ def test_another_model_gets_plain_text_and_no_report(retriever: BlendRetriever) 
 
 
 @pytest.mark.parametrize("given", ["", {"question": "Q"}, {"input": None}])
-def test_a_chain_without_a_question_says_so(given: Any, chat: ChatBlend, retriever: BlendRetriever) -> None:
+def test_a_chain_without_a_question_is_an_error(given: Any, chat: ChatBlend, retriever: BlendRetriever) -> None:
     with pytest.raises(UsageError, match="needs a question"):
         create_blend_chain(retriever, chat).invoke(given)
 

@@ -130,7 +130,7 @@ def test_log_lines_of_commands_have_flags():
     assert FlagFormatter("%(message)s").format(record) == "choose another --dtype"
 
 
-def test_flags_stand_in_messages_of_the_library_and_not_in_a_question_that_is_quoted(capsys):
+def test_messages_of_the_library_get_flags_and_a_quoted_question_does_not(capsys):
     print_message("choose another `store`")
     print_notice("searching for: what is a `store`?")
     assert capsys.readouterr().err.splitlines() == ["choose another --store", "searching for: what is a `store`?"]

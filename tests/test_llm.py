@@ -42,7 +42,7 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.engines import share_engine
-from ragblend.frameworks.model import ChunkNotReusedError
+from ragblend.frameworks.strict import ChunkNotReusedError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
@@ -68,7 +68,7 @@ def chat(engine: TransformersEngine) -> ChatBlend:
 
 
 class ScriptedEngine:
-    """An engine whose every token waits for a permit: shows what comes when, and what is closed."""
+    """An engine whose every token waits for a permit, to test the order of events and closed streams."""
 
     name, fingerprint, context_length = "scripted", "f", 100
     renderer = SimpleNamespace(text_ids=lambda text: [len(word) for word in text.split()])
@@ -182,9 +182,12 @@ def test_settings_reach_the_engine_and_calls_override_them() -> None:
     chat, engine = scripted(permits=99, temperature=0.5, max_tokens=7, stop=["x"], mode="reuse", rule="random", seed=1)
     chat.invoke("Q")
     chat.invoke("Q", stop=["y"], temperature=0.0, max_tokens=3, mode="full", recompute_ratio=0.5, top_p=0.9)
+    ChatBlend(engine=chat.engine, recompute_ratio="auto").invoke("Q")
     first = {"mode": "reuse", "rule": "random", "max_tokens": 7, "temperature": 0.5, "stop": ["x"], "seed": 1}
     second = {"mode": "full", "max_tokens": 3, "temperature": 0.0, "stop": ["y"], "recompute_ratio": 0.5, "top_p": 0.9}
-    assert engine.options == [{**GenerationOptions().keywords, **first, **asked} for asked in ({}, second)]
+    defaults = GenerationOptions().keywords
+    expected = [{**defaults, **first}, {**defaults, **first, **second}, {**defaults, "recompute_ratio": "auto"}]
+    assert engine.options == expected
 
 
 # --- what comes back --------------------------------------------------------------------------------------------------
@@ -401,16 +404,18 @@ def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_
         assert wanted in line
 
 
-def test_what_cannot_be_pickled_says_why_and_is_shared_by_deep_copies(engine: TransformersEngine) -> None:
+def test_objects_that_cannot_be_pickled_name_the_reason_and_are_shared_by_deep_copies(
+    engine: TransformersEngine,
+) -> None:
     chat = ChatBlend(engine=engine)
     assert copy.deepcopy(chat).engine is engine
-    with pytest.raises(TypeError, match=r"given its engine as an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
+    with pytest.raises(TypeError, match=r"the engine of this .* is an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
         pickle.dumps(chat)
     for attempt in (pickle.dumps, copy.deepcopy, copy.copy):
         with pytest.raises(TypeError, match=r"TransformersEngine holds a model.*Send the arguments of load_engine"):
             attempt(engine)
     held = ChatBlend(model="demo", store=MemoryStore(1 << 20))
-    with pytest.raises(TypeError, match="given its store"):
+    with pytest.raises(TypeError, match="the store of this"):
         pickle.dumps(held)
     assert copy.deepcopy(held).store is held.store
 
@@ -478,7 +483,7 @@ class CountingCallbacks(BaseCallbackHandler):
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 @pytest.mark.parametrize("way", ["invoke", "ainvoke", "batch", "generate_prompt", "stream", "astream"])
-async def test_callbacks_fire_once_and_the_cache_is_asked_once(kind: Any, way: str) -> None:
+async def test_callbacks_fire_once_and_the_cache_is_read_once(kind: Any, way: str) -> None:
     cache, callbacks = CountingCache(), CountingCallbacks()
     llm, engine = scripted(kind, permits=99, cache=cache)
     config: Any = {"callbacks": [callbacks]}
@@ -567,7 +572,7 @@ def test_strict_refuses_what_is_not_reused(chat: ChatBlend) -> None:
     refused = {
         "no ingested chunk": HumanMessage("What is new?"),
         "has no KV": named("A passage that was never stored."),
-        "not in the prompt word for word": artifact,
+        "does not contain its text": artifact,
     }
     for reason, message in refused.items():
         with pytest.raises(ChunkNotReusedError, match=reason):
@@ -604,7 +609,7 @@ async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind: Any
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ({"model": "gpt-4"}, "make another one"),
+        ({"model": "gpt-4"}, "create another object"),
         ({"mode": "fast"}, "mode is 'fast'"),
     ],
 )
@@ -719,7 +724,7 @@ def test_engine_options_that_nothing_could_use_are_refused(kind: Any, engine: Tr
         kind(engine_options={"memory": 8})
     with pytest.raises(UsageError, match="engine_options has device"):
         kind(engine_options={"device": "cpu"})
-    with pytest.raises(UsageError, match="hand them to load_engine"):
+    with pytest.raises(UsageError, match="pass them to load_engine"):
         kind(engine=engine, engine_options={"memory_gib": 8})
     with pytest.raises(UsageError, match="memory_gib cannot be set here"):
         kind(model="demo", backend="http://127.0.0.1:1", engine_options={"memory_gib": 8})

@@ -34,9 +34,9 @@ def test_the_length_of_an_answer_is_named_as_elsewhere(kind: Any, name: str, eng
     assert llm.max_tokens == llm._options({}).max_tokens == 3
     assert llm._options({name: 2}).max_tokens == llm._options({name: 2, "max_tokens": None}).max_tokens == 2
     assert llm._options({name: None, "max_tokens": 4}).max_tokens == 4
-    with pytest.raises(UsageError, match=f"max_tokens is 4, and as {name} 2; say it once"):
+    with pytest.raises(UsageError, match=f"max_tokens is 4, but {name} is 2; remove one of them"):
         llm._options({name: 2, "max_tokens": 4})
-    with pytest.raises(UsageError, match=f"max_tokens is 3, and as {name} 4; say it once"):
+    with pytest.raises(UsageError, match=f"max_tokens is 3, but {name} is 4; remove one of them"):
         kind(engine=engine, max_tokens=3, **{name: 4})
 
 
@@ -57,7 +57,7 @@ def test_a_server_and_a_dtype_are_named_as_elsewhere(kind: Any, tmp_path: Path) 
         kind(model="demo", store=tmp_path, base_url="elsewhere")
 
 
-def test_an_answer_is_as_long_as_the_call_says_by_any_name(engine: TransformersEngine) -> None:
+def test_an_answer_is_as_long_as_the_call_sets_by_any_name(engine: TransformersEngine) -> None:
     chat = ChatBlend(engine=engine)
     for name in ("max_tokens", "max_new_tokens", "max_completion_tokens"):
         assert chat.invoke("the other", **{name: 2}).usage_metadata["output_tokens"] <= 2
@@ -85,7 +85,7 @@ def test_any_other_name_is_refused_with_the_nearest(
 
 def test_so_it_is_in_calls(engine: TransformersEngine) -> None:
     chat = ChatBlend(engine=engine)
-    with pytest.raises(UsageError, match=r"request_timeout=\.\.\.; the nearest is 'timeout'; what a call may set is "):
+    with pytest.raises(UsageError, match=r"request_timeout=\.\.\.; the nearest is 'timeout'; the options of "):
         chat.invoke("the other", request_timeout=4)
     with pytest.raises(UsageError, match="the call has torch_dtype="):
         chat.invoke("the other", torch_dtype="float32")
@@ -135,7 +135,7 @@ def test_a_stream_ends_with_its_usage_unless_it_is_switched_off(engine: Transfor
     assert used(chat, stream_usage=False) == used(ChatBlend(engine=engine, max_tokens=2, stream_usage=False)) == []
 
 
-def test_the_profile_says_how_much_it_reads_and_what(engine: TransformersEngine) -> None:
+def test_the_profile_has_the_context_length_and_the_inputs(engine: TransformersEngine) -> None:
     profile = ChatBlend(engine=engine).profile
     assert profile["max_input_tokens"] == engine.context_length
     assert (profile["text_inputs"], profile["image_inputs"], profile["tool_calling"]) == (True, False, True)

@@ -17,8 +17,8 @@ from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.langchain.long_documents import spans_of, windows_of
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.long_documents import spans_of, windows_of
 from ragblend.prompt.types import Chunk
 
 CONTEXT = 1352  # tokens: the sample corpus has four times as many
@@ -53,7 +53,7 @@ def report_of_the_company() -> Document:
 
 
 def chain(engine: TransformersEngine, **options: Any) -> Any:
-    """Over the embedded model, which knows its own questions and no instructions."""
+    """A chain over the embedded model, which was trained on its own questions and no instructions."""
     chat = ChatBlend(engine=engine, max_tokens=8)
     return create_long_document_chain(chat, **{"map_prompt": "{input}", "chunk_tokens": 128, **options})
 
@@ -120,7 +120,7 @@ async def test_it_answers_the_same_without_blocking_and_in_pieces(engine: Transf
     assert "".join([piece.get("answer", "") async for piece in asked.astream(given)]) == whole["answer"]
 
 
-def test_what_fits_is_asked_at_once(engine: TransformersEngine) -> None:
+def test_a_document_that_fits_takes_one_request(engine: TransformersEngine) -> None:
     document = report_of_the_company().page_content[:3000]
     for combine in ("reduce", "refine", "rerank"):
         found = chain(engine, combine=combine).invoke({"input": ASKED[0][0], "document": document})
@@ -186,7 +186,7 @@ def test_answers_too_many_for_a_prompt_are_made_one_in_rounds(numbered: Numbered
     assert found["tokens"]["prompt_tokens"] > sum(each["report"]["prompt_tokens"] for each in found["windows"])
 
 
-def test_windows_that_agree_or_say_nothing_need_no_further_answer(numbered: Numbered) -> None:
+def test_windows_that_agree_or_have_no_answer_need_no_further_answer(numbered: Numbered) -> None:
     for saying in ("It is so.", "This is Not stated."):
         numbered.saying = saying
         found = create_long_document_chain(numbered, chunk_tokens=128).invoke(
@@ -254,7 +254,7 @@ def test_sizes_that_fit_nowhere_are_refused_with_the_numbers(
     ("given_input", "reason"),
     [
         ({"document": "x"}, "needs a question"),
-        ({"input": "Who?"}, "give a text"),
+        ({"input": "Who?"}, "pass a text"),
         ({"input": "Who?", "document": 3}, "is a int"),
         ({"input": "Who?", "document": ["x", 3]}, "is a int"),
         ({"input": "Who?", "document": " "}, "empty"),

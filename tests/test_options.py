@@ -11,7 +11,7 @@ from ragblend import load_engine, open_store
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import UsageError
-from ragblend.frameworks.model import CallOptions
+from ragblend.frameworks.call_options import CallOptions
 from ragblend.options import (
     GenerationKeywords,
     GenerationOptions,
@@ -94,7 +94,7 @@ def test_a_long_value_is_cut_in_the_message() -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_one_stop_string_stands_for_a_list_of_it() -> None:
+def test_one_stop_string_is_a_list_of_it() -> None:
     assert GenerationOptions(stop="end").stops == ("end",)
     assert GenerationOptions(stop=["a", "b"]).stops == ("a", "b")
     assert GenerationOptions().stops == ()
@@ -127,6 +127,6 @@ def test_type_checkers_have_the_same_names_and_types(options: type, keywords: ty
     assert get_type_hints(keywords) == {name: hints[name] for name in names}
 
 
-def test_type_checkers_know_every_argument_of_load_engine() -> None:
+def test_type_checkers_have_every_argument_of_load_engine() -> None:
     known = {*LoadOptions.__dataclass_fields__, *ModelOptions.__dataclass_fields__, "torch_dtype"}
     assert set(get_type_hints(LoadKeywords)) == known

@@ -77,7 +77,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
-_LATENT_SIZES = {  # every width another, so that none stands for one that it is not
+_LATENT_SIZES = {  # every width is different, so that no mix-up stays unnoticed
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
     "qk_rope_head_dim": 8,

@@ -1,4 +1,4 @@
-"""A model that stands in for one that can call tools."""
+"""A scripted model that calls tools."""
 
 from __future__ import annotations
 

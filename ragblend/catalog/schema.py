@@ -15,6 +15,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    DateTime,
     Index,
     Integer,
     LargeBinary,
@@ -239,6 +240,16 @@ PENDING_DELETIONS = _checked_table(
 )
 """The entries to be deleted from a place, which may be a remote tier that does not answer now."""
 INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)
+SHARED_METADATA = MetaData()
+"""Tables of a catalogue that several servers have, in addition to the others."""
+LEASES = Table(
+    "leases",
+    SHARED_METADATA,
+    Column("name", EscapedText, primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+)
+"""Who is working on what, and until when."""
 
 CHECKED_TABLES = {
     "versions of documents": VERSIONS,

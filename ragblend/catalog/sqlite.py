@@ -19,8 +19,9 @@ from sqlalchemy.exc import DBAPIError
 from ragblend.catalog.dialect import Dialect, TransactionKind
 from ragblend.catalog.former import read_former_files
 from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
-from ragblend.errors import CorruptError, StoreMismatchError
+from ragblend.errors import CorruptError, StoreMismatchError, StoreNotWritableError
 from ragblend.files.directory import to_write_error
+from ragblend.files.network import find_network_file_system
 from ragblend.files.sqlite import connect, truncate_log, wrap_sqlite_errors
 
 _PATH: ContextVar[Path | None] = ContextVar("path of the catalogue that is being opened")
@@ -125,6 +126,12 @@ def _open(path: Path | None, fix: str) -> Connection:
         except OSError as error:
             raise to_write_error(error, path) from error
     is_writable = folder is not None and os.access(folder, os.W_OK)
+    if folder is not None and is_writable and (kind := find_network_file_system(folder)):
+        raise StoreNotWritableError(
+            f"{folder} is on a network file system ({kind}), where SQLite's locks do not keep the catalogue whole. "
+            "Keep it in a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local "
+            "disk and its KV there: `kv_dir`"
+        )
     is_kept = path is not None and (is_writable or path.exists())
     if is_kept and path is not None:
         _create_private(path)

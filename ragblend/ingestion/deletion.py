@@ -12,15 +12,13 @@ from contextlib import closing
 from itertools import chain
 from typing import Any, TypeVar
 
-from ragblend.catalog.documents import OrphanedTexts, PendingDeletion
+from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentName, text_key
 from ragblend.engine.api import Engine
 from ragblend.engine.base import record_entry
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
-from ragblend.engine.store.tiered import TieredStore, disk_tier
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import every_version
@@ -40,7 +38,7 @@ def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     cannot be told, this says why, and it is told by the next sweep of an engine that has it; by then nothing on this
     machine tells what was removed.
     """
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     if disk is not None:
         disk.clean()
     left = index.orphaned_texts()
@@ -126,8 +124,6 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
 def _map_deleters(engine: Engine) -> dict[str, Callable[[str], bool]]:
     """Where the engine's store keeps entries, and what deletes one there: this machine first."""
     store = engine.store
-    if not isinstance(store, TieredStore):
-        return {LOCAL: store.delete}
     # Where a remote tier is told, this machine is once more: somebody may have fetched the entry meanwhile.
     return {LOCAL: store.delete_local, **{tier.url: store.delete for tier in store.remote_tiers}}
 
@@ -161,17 +157,17 @@ def keys_to_delete(
 def _unrecorded_headers(store: KVStore) -> Iterator[KVHeader]:
     """Yield the headers of the local tiers whose entries are not recorded: all but the disk tier, which records what
     it writes."""
-    return chain.from_iterable(tier.headers() for tier in store.tiers if not isinstance(tier, DiskStore))
+    return chain.from_iterable(tier.headers() for tier in store.tiers if tier.disk_tier is None)
 
 
 def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
     """Record the entries that an earlier version of ragblend has stored, once for a store."""
-    disk = disk_tier(engine.store)
-    if disk is None or registry.has_all_entries:
+    disk = engine.store.disk_tier
+    if disk is None or registry.has_all_entries(disk.root):
         return
     for header in disk.headers():
         record_entry(registry, header)
-    registry.set_has_all_entries()
+    registry.set_has_all_entries(disk.root)
 
 
 def delete_texts_kv(

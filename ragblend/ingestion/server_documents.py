@@ -28,7 +28,7 @@ LANGCHAIN_COLLECTION = "langchain"
 
 
 def is_document_server(engine: Any) -> bool:
-    """True for an engine that is the client of a server: it has `send_documents` and `remove_documents`."""
+    """Return True for an engine that is the client of a server: it has `send_documents` and `remove_documents`."""
     return hasattr(engine, "send_documents")
 
 

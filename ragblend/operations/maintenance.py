@@ -28,7 +28,6 @@ from ragblend.engine.store.metadata import (
     PREFIXES_DIR,
 )
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import calibration_error
 from ragblend.errors import (
     BackendUnreachableError,
@@ -163,7 +162,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 
     If the process is killed, the next `verify` finds what was not repaired.
     """
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     if disk is not None:
         disk.clean()
     if report.index_problems:

@@ -239,7 +239,7 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(
         variants = [SimilarVariant("entry-b", SLATE, b"1234", True), SimilarVariant("entry-c", CHALK, b"5678")]
         assert [each for _, each in registry.variants_after(0, "words 1")] == (variants if version == 5 else [])
         assert registry.has_ids(BASALT, "t", "") == (version > 3)
-        assert registry.has_all_entries == (version == 5)
+        assert registry.has_all_entries(tmp_path) == (version == 5)
         assert registry.entries_of([(1, 2)], "tenant") == [["entry-b"] if version == 5 else []]
         assert registry.find_problems() == other.find_problems() == []
     assert [record.message for record in caplog.records if str(former) in record.message] == [
@@ -259,7 +259,7 @@ def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path:
         assert registry.documents_of(SLATE) == [DocumentName("index:1f")]
         registry.remove_damaged_rows()
         assert (list(registry.texts()), registry.find_problems()) == ([SLATE, CHALK], [])
-        assert not registry.has_all_entries, "the entries in the folder are read again"
+        assert not registry.has_all_entries(tmp_path), "the entries in the folder are read again"
 
 
 def test_a_registry_of_an_earlier_version_that_is_only_read_stays(
@@ -292,13 +292,13 @@ def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(r
 
 def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry: ChunkRegistry) -> None:
     registry.record_entry("alone", [(1, 2)], "")
-    registry.set_has_all_entries()
-    assert registry.has_all_entries
+    registry.set_has_all_entries(Path("store"))
+    assert registry.has_all_entries(Path("store"))
     with registry._write() as connection:
         connection.exec_driver_sql("UPDATE entry_chunks SET namespace = 'other' WHERE entry = 'alone'")
     assert registry.entries_of([(1, 2)], "other") == [[]], "a damaged record is no answer"
     registry.remove_damaged_rows()
-    assert not registry.has_all_entries
+    assert not registry.has_all_entries(Path("store"))
 
 
 def test_a_document_has_one_version(registry: ChunkRegistry) -> None:

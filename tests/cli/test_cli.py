@@ -103,7 +103,7 @@ def test_ask_streams_in_a_terminal(run, questions, monkeypatch, is_terminal):
     assert ("" in pieces) is is_terminal
 
 
-def test_ingest_again_changes_nothing_and_says_what_the_store_costs(run):
+def test_ingest_again_changes_nothing_and_reports_the_size_of_the_store(run):
     run(*INGEST, *PLACE)  # the files are copies of the ingested ones, so they are read again
     report = run.facts(*INGEST, *PLACE)
     assert (report["num_new_kv"], report["num_unchanged"]) == (0, report["num_documents"])
@@ -154,7 +154,7 @@ def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions,
     full = run.facts("ask", question, "--mode", "full", *common)
     assert code == 0
     assert found["report"]["shadow"]["answers_identical"] == (found["answer"] == full["answer"])
-    assert "full prefill ran beside 1 of 1 answers" in err
+    assert "full prefill also ran for 1 of 1 answers" in err
     assert run.facts("ask", question, *common)["report"]["shadow"] is None
     monkeypatch.setenv("RAGBLEND_SHADOW", "1.0")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(item["question"] for item in questions[:2]) + "\n\n"))
@@ -377,7 +377,7 @@ def test_entries_that_an_ingestion_could_not_send_are_reported_counted_and_pushe
         server.kill()
 
 
-def test_a_push_that_a_full_remote_refuses_says_why(run, tmp_path):
+def test_a_push_to_a_full_remote_names_the_reason(run, tmp_path):
     for server in running_redis(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction"):
         code, out, _ = run("push", "--store", "s", "--remote", server.url)
         assert (code, out[:13]) == (1, "0 chunks sent")  # it answers: not 5
@@ -430,7 +430,7 @@ def docs(run, tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(docs, run, monkeypatch):
+def test_a_folder_ingested_again_from_elsewhere_is_followed_and_deletions_are_listed(docs, run, monkeypatch):
     place = ["--store", str(docs.parent / "s")]
     code, out, _ = run("ingest", ".", "--model", "demo", "--embedder", "hashing", *place)
     assert (code, "1 files are not documents: docs/logo.png is a picture" in out) == (0, True)
@@ -500,7 +500,7 @@ def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
     assert run("stats", *place)[0] == 3
 
 
-def test_gc_of_orphans_says_what_it_takes(docs, run):
+def test_gc_of_orphans_lists_what_it_deletes(docs, run):
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     with open_index(docs.parent / "s") as index:
         index.clear()

@@ -56,7 +56,7 @@ def test_json_has_every_token_and_the_figures_of_ask(run):
     assert sum(token["state"] == "recomputed" for token in tokens) == asked["report"]["num_recomputed_tokens"]
 
 
-def test_a_page_and_a_picture_are_written_where_they_were_asked_for(run, home):
+def test_a_page_and_a_picture_are_written_to_the_given_paths(run, home):
     pytest.importorskip("matplotlib")
     code, out, err = run(
         "explain", QUESTION, "--rule", "cacheblend", "--html", "out/e.html", "--png", "out/e.png", *PLACE
@@ -69,7 +69,7 @@ def test_a_page_and_a_picture_are_written_where_they_were_asked_for(run, home):
     assert (home / "out" / "e.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_file_it_says_how_to_see_the_tokens(run):
+def test_without_a_file_the_option_that_shows_tokens_is_named(run):
     code, out, err = run("explain", QUESTION, "-k", "1", *PLACE)
     assert code == 0
     assert "chunks from the store" in out

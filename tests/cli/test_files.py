@@ -175,7 +175,7 @@ def test_brackets_and_colons_in_names_are_printed_as_they_are(capsys):
     assert capsys.readouterr() == ("[1] a [red]word\n", "plot in [/b]:smile:.png\n")
 
 
-def test_work_without_a_terminal_says_every_ten_seconds_how_far_it_is(monkeypatch):
+def test_work_without_a_terminal_logs_its_progress_every_ten_seconds(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(printing, "monotonic", lambda: clock[0])
     assert printing.PROGRESS_INTERVAL_S == 10
@@ -270,7 +270,7 @@ cli.main()
         ("search", 0.05, 60, "what is stored stays; the same command begins again: ragblend search"),
     ],
 )
-def test_ctrl_c_says_what_is_kept_and_ends_also_in_a_step_that_takes_long(name, stop_s, step_s, kept):
+def test_ctrl_c_names_what_is_kept_and_ends_also_in_a_step_that_takes_long(name, stop_s, step_s, kept):
     started = python("-c", _WAITING.format(name=name, stop_s=stop_s, step_s=step_s))
     assert started.stdout is not None
     assert started.stdout.readline() == "ready\n"

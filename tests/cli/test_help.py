@@ -81,5 +81,5 @@ def test_every_rare_option_is_an_option() -> None:
     assert flags >= RARE_OPTIONS
 
 
-def test_the_reference_is_what_the_commands_say() -> None:
+def test_the_reference_page_equals_the_commands_help() -> None:
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "python -m tools.reference"

@@ -52,7 +52,7 @@ def facts_of(text: str) -> dict[str, Any]:
     return dict(locate(HANDBOOK, [chunk_of(text)])[0].metadata)
 
 
-def test_a_chunk_has_the_pages_it_stands_on_and_the_headings_above_its_beginning() -> None:
+def test_a_chunk_has_its_pages_and_the_headings_above_its_beginning() -> None:
     assert facts_of("Thirty days") == {"title": "Handbook", "page": 11, "headings": ["Staff", "Leave"]}
     assert facts_of("Every month.") == {"title": "Handbook", "page": 12, "headings": ["Staff", "Pay"]}
     across = facts_of("days a year.\n\nPay\n\nEvery month.\n\nCars")
@@ -78,7 +78,7 @@ def test_text_before_the_first_mark_has_neither_and_a_document_without_marks_kee
     assert locate(bare, chunks) == chunks
 
 
-def test_text_place_and_what_a_splitter_says_stay() -> None:
+def test_text_position_and_metadata_of_a_splitter_are_kept() -> None:
     said = replace(chunk_of("Pay"), metadata={"page": 3, "headings": ["its own"]})
     (found,) = locate(HANDBOOK, [said])
     assert (found, found.metadata) == (said, {"page": 3, "headings": ["its own"]})

@@ -147,7 +147,7 @@ def test_a_loader_that_is_none_is_refused_before_anything_is_read(name: str, rea
         import_loader(name)
 
 
-def test_a_loader_says_its_version_itself_where_its_name_is_not_enough() -> None:
+def test_the_version_of_a_loader_is_its_attribute_or_else_its_name() -> None:
     class Ocr:
         def __init__(self, language: str) -> None:
             self.version = f"ocr {language}"

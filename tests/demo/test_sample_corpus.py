@@ -1,4 +1,4 @@
-"""The sample corpus as it is shipped: every gold span stands where it says, and parts of it are corpora."""
+"""The sample corpus as it is shipped: every gold span is at its offsets, and parts of it are corpora."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.prompt.render import Renderer
 
 
-def test_every_gold_span_stands_in_its_record_and_in_the_chunks_named() -> None:
+def test_every_gold_span_is_in_its_record_and_in_the_chunks_named() -> None:
     corpus = sample_corpus()
     texts = {record.filename: record.markdown for record in corpus.records}
     chunks = [chunk for record in corpus.records for chunk in record.chunks]

@@ -115,7 +115,7 @@ def note_sizes(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> l
     return sizes
 
 
-def test_steps_are_made_together_and_who_has_ended_leaves(engine, monkeypatch) -> None:
+def test_steps_are_batched_and_ended_answers_leave_the_batch(engine, monkeypatch) -> None:
     sizes = note_sizes(engine, monkeypatch)
     lengths = [2, 9, 5, 9, 3]
     answers = finished(engine, [engine.stream(PROMPTS[0], max_tokens=count) for count in lengths])
@@ -123,7 +123,7 @@ def test_steps_are_made_together_and_who_has_ended_leaves(engine, monkeypatch) -
     assert sizes == [5, 4, 3, 3, 2, 2, 2, 2]
 
 
-def test_no_more_are_decoded_together_than_was_said(tiny_engine, monkeypatch) -> None:
+def test_no_more_answers_are_decoded_together_than_max_num_seqs(tiny_engine, monkeypatch) -> None:
     engine = tiny_engine("llama", max_num_seqs=3)
     expected = engine.generate(PROMPTS[0], max_tokens=6)
     sizes = note_sizes(engine, monkeypatch)

@@ -21,7 +21,7 @@ LONG = Chunk(" ".join(chunk.text for chunk in CHUNKS), "long.txt")
 
 @pytest.fixture
 def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
-    """An engine that knows ONE and TWO."""
+    """An engine whose store holds ONE and TWO."""
     engine = tiny_engine(renderer=chat_renderer)
     list(engine.precompute_all([replace(chunk, source="") for chunk in (ONE, TWO)]))
     return engine

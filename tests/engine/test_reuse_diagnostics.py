@@ -1,4 +1,4 @@
-"""What an engine warns of when nothing is reused: four causes, each said once; and when it says nothing."""
+"""Warnings of an engine that reuses nothing: four causes, each logged once; and no false alarms."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_kv_after_another_prefix_is_reported_once_with_the_command_that_fixes_it
 
 
 @pytest.mark.parametrize("context", ["none", "similar"])
-def test_kv_behind_a_system_text_is_found_out_by_who_has_none(tiny_engine: Make, said: Any, context: str) -> None:
+def test_kv_after_a_system_text_is_reported_to_prompts_without_one(tiny_engine: Make, said: Any, context: str) -> None:
     store = MemoryStore(1 << 28)
     precompute_documents(TEXTS, tiny_engine(store=store, system="Be brief.", context=context))
     ask(tiny_engine(store=store))
@@ -87,7 +87,7 @@ def test_kv_behind_a_system_text_is_found_out_by_who_has_none(tiny_engine: Make,
     assert "holds KV after other prefixes, none after this one (no system text)" in line
 
 
-def test_prompts_of_which_nothing_is_stored_are_said_once_after_three(tiny_engine: Make, said: Any) -> None:
+def test_prompts_of_which_nothing_is_stored_are_reported_once_after_three(tiny_engine: Make, said: Any) -> None:
     engine = tiny_engine()
     precompute_documents(OTHERS, engine)
     for number in range(6):

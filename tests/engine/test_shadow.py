@@ -96,7 +96,7 @@ def test_the_share_is_drawn_with_the_seed(shadowed):
 @pytest.mark.parametrize(
     ("share", "mode", "counted"), [(0.0, "blend", 0), (1.0, "full", 0), (1.0, "prefix", 0), (1.0, "reuse", 1)]
 )
-def test_only_answers_from_fused_kv_are_shadowed_and_only_where_asked(shadowed, share, mode, counted):
+def test_only_answers_from_fused_kv_are_shadowed_and_only_with_a_share(shadowed, share, mode, counted):
     engine = shadowed(share)
     report = engine.generate(prompts()[0], mode=mode, max_tokens=2).report
     engine.flush_shadow()
@@ -243,4 +243,4 @@ def test_counters_without_a_request_have_no_rates():
     counters = ShadowCounters(0.1)
     assert counters.first_token_agreement is counters.first_token_interval is counters.mean_first_token_kl is None
     assert counters.answer_agreement is counters.answer_interval is None
-    assert counters.summary() == "full prefill ran beside 0 of 0 answers"
+    assert counters.summary() == "full prefill also ran for 0 of 0 answers"

@@ -66,7 +66,7 @@ def test_a_tilde_is_the_home(home, make):
     assert list(Path().iterdir()) == []
 
 
-def test_settings_documents_and_names_of_documents_know_the_home(home):
+def test_a_tilde_in_settings_and_names_of_documents_is_the_home(home):
     (home / "docs").mkdir()
     (home / "docs" / "a.md").write_text("text")
     assert Settings(store="~/kv").store == str(home / "kv")

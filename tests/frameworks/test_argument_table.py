@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from langchain_core.language_models import BaseChatModel, BaseLLM
 
-from ragblend.frameworks.model import ALSO_CALLED, CallOptions
+from ragblend.frameworks.call_options import ALSO_CALLED, CallOptions
 from ragblend.llm import BlendLLM, ChatBlend
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
@@ -82,6 +82,6 @@ def test_every_argument_of_the_other_libraries_has_a_row() -> None:
     named = {name for row in rows() for name in row.hugging_face}
     for kind, base in ((theirs.HuggingFacePipeline, BaseLLM), (theirs.ChatHuggingFace, BaseChatModel)):
         names = own_names(kind, base) | {*inspect.signature(kind.from_model_id).parameters}
-        assert names - named - {"kwargs", "task", "backend"} == set()  # those two stand in from_model_id's row
+        assert names - named - {"kwargs", "task", "backend"} == set()  # those two are in from_model_id's row
     named = {name for row in rows() for name in row.openai}
     assert own_names(openai.ChatOpenAI, BaseChatModel) - named == set()

@@ -86,7 +86,7 @@ def test_chunks_are_found_in_every_form_that_langchain_sends(form: str, engine: 
 
 
 @pytest.mark.parametrize("form", [name for name in FORMS if "tool" in name])
-def test_what_a_tool_returned_is_found_where_it_stands_too(form: str, engine: TransformersEngine) -> None:
+def test_chunks_in_tool_results_are_found_with_bound_tools_too(form: str, engine: TransformersEngine) -> None:
     count, messages = FORMS[form]
     chat = ChatBlend(engine=engine, max_tokens=1).bind_tools(TOOLS, tool_choice="none")
     report = chat.invoke(messages).response_metadata["ragblend"]

@@ -44,20 +44,20 @@ def test_a_chat_model_adds_at_most_thirty_fields() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"adapter": "a"}, r"^adapter is an engine option: engine_options=\{'adapter': \.\.\.\}"),
-        ({"remote": "redis://:hush@cache"}, r"^remote is an engine option: engine_options=\{'remote': \.\.\.\}"),
+        ({"adapter": "a"}, r"^adapter is an engine option; pass engine_options=\{'adapter': \.\.\.\}"),
+        ({"remote": "redis://:hush@cache"}, r"^remote is an engine option; pass engine_options=\{'remote': \.\.\.\}"),
         ({"vllm_options": {}}, "^vllm_options is an engine option"),
         ({"memory_gib": 2}, "^memory_gib is an engine option"),
-        ({"min_p": 0.1}, r"^min_p is an option of a call; for every call: call_options=\{'min_p': \.\.\.\}"),
+        ({"min_p": 0.1}, r"^min_p is an option of a call; for every call, pass call_options=\{'min_p': \.\.\.\}"),
         ({"call_options": {"min_q": 0.1}}, "^call_options has min_q; the nearest is 'min_p'; choose from "),
-        ({"call_options": {"temperature": 1}}, "^call_options has temperature.*All else is a field"),
+        ({"call_options": {"temperature": 1}}, "^call_options has temperature.*Pass others as fields"),
         ({"call_options": {"min_p": 2}}, r"^min_p is 2; choose 0 \(any\) to 1"),
         ({"call_options": 5}, "^call_options: Input should be a valid dictionary"),
         ({"api_key": 5}, "^api_key: Input should be"),
     ],
     ids=str,
 )
-def test_a_name_that_is_no_field_says_where_it_belongs(
+def test_a_name_that_is_no_field_is_an_error_that_names_its_place(
     kind: Any, given: dict[str, Any], message: str, tiny_engine: Callable[..., TransformersEngine]
 ) -> None:
     with pytest.raises(UsageError, match=message) as caught:
@@ -74,7 +74,7 @@ def test_call_options_are_defaults_of_every_call(kind: Any, tiny_engine: Callabl
         assert llm._identifying_params["logit_bias"] == {3: 1.0}, "an answer cache must distinguish them"
 
 
-def test_one_stop_text_stands_for_a_list_of_it(tiny_engine: Callable[..., TransformersEngine]) -> None:
+def test_one_stop_text_is_a_list_of_it(tiny_engine: Callable[..., TransformersEngine]) -> None:
     chat = ChatBlend(engine=tiny_engine(), stop="end")  # type: ignore[arg-type]
     assert chat._options({}).stops == ("end",)
     assert chat._get_ls_params()["ls_stop"] == ["end"]
@@ -88,7 +88,7 @@ def test_a_model_left_out_is_the_one_whose_kv_the_store_holds(kind: Any, tmp_pat
     llm.engine.close()
 
 
-def test_an_engine_without_a_model_is_the_one_that_the_store_remembers(tmp_path: Path) -> None:
+def test_an_engine_without_a_model_loads_the_one_that_the_store_has_saved(tmp_path: Path) -> None:
     load_engine("demo", tmp_path / "kv").close()
     with load_engine(store=tmp_path / "kv") as engine:
         assert engine.name == "demo"
@@ -99,9 +99,7 @@ def test_an_engine_without_a_model_is_the_one_that_the_store_remembers(tmp_path:
 
 @pytest.mark.parametrize("store", [None, "empty", "missing"])
 @pytest.mark.parametrize("make", [*KINDS, load_engine])
-def test_a_model_that_nothing_remembers_is_a_usage_error_that_names_the_demo(
-    make: Any, store: str | None, tmp_path: Path
-) -> None:
+def test_without_a_saved_model_the_usage_error_names_the_demo(make: Any, store: str | None, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"`model` is not given, and .*or `model='demo'` for a trial"):
         make(store=store and tmp_path / store)

@@ -18,7 +18,6 @@ import torch
 from ragblend import Prompt, load_engine
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
@@ -160,7 +159,7 @@ def ingest_somewhere(folder: Folder, engine: Any, index: ChunkIndex, monkeypatch
     monkeypatch.chdir(place)
     what = rng.choice((folder.root, folder.root, rng.choice(folder.folders()), folder.any_file()))
     if "draft" in str(what):
-        return  # who names what `.gitignore` names gets it; a fresh ingest of the folder would not
+        return  # a file that is named is ingested though `.gitignore` names it; a fresh ingest of the folder skips it
     given = str(what) if rng.random() < 0.5 else os.path.relpath(what, place)
     with suppress(EmptyCorpusError):
         ingest(given, engine, index, glob=rng.choice(("*", "*", "*.md", "*.txt")), **OPTIONS)
@@ -215,7 +214,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         monkeypatch.chdir(tmp_path)
         ingest("docs", engine, index, **OPTIONS)
         followed = state(tmp_path, engine, index)
-        pins = disk_tier(engine.store).pins()
+        pins = engine.store.disk_tier.pins()
         assert pins.keys() <= followed["chunks"].keys()
         for source, keys in pins.items():
             assert set(keys) == {engine.key(chunk) for chunk in chunk_variants(followed["chunks"][source], "none")}

@@ -175,7 +175,7 @@ LLAMA: dict[str, Callable[[LlamaBlend, list[str]], str]] = {
 
 
 def messages_of(prompt: Prompt) -> list[tuple[str, str]]:
-    """What the framework sent, for a chat template that knows no tools: their results stand before the question."""
+    """The framework's messages for a chat template without tools: tool results come before the question."""
     messages: list[tuple[str, str]] = []
     for message in prompt.messages:
         if message.role == "tool":

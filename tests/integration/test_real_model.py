@@ -103,7 +103,7 @@ def test_the_default_rule_comes_closer_than_the_papers_and_much_closer_than_reus
     assert runs["ask", 0.05]["charged_budget_32"] < 0.1
 
 
-def test_auto_is_the_rule_that_asks_first(engine: TransformersEngine, prompts: Sequence[Prompt]) -> None:
+def test_auto_is_the_rule_with_a_probe(engine: TransformersEngine, prompts: Sequence[Prompt]) -> None:
     for chunk in prompts[0].chunks:
         engine.precompute(chunk)
     report = engine.generate(prompts[0], max_tokens=1).report

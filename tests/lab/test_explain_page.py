@@ -122,7 +122,7 @@ def test_it_shows_states_figures_and_what_was_missed(explanation):
     assert "@media print" in html
 
 
-def test_without_attention_the_page_says_so_and_offers_no_view_of_it(tiny_engine, evil_chunks):
+def test_without_attention_the_page_names_the_reason_and_offers_no_view_of_it(tiny_engine, evil_chunks):
     engine = tiny_engine("llama")
     engine.precompute(evil_chunks[0])
     page = render_html(explain(engine, Prompt(evil_chunks, "what?"), rule="random", max_tokens=2))

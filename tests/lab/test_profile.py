@@ -43,7 +43,7 @@ def profile(fingerprint: str = "tiny-llama", disk: float = 1e9, **changes: Any) 
 
 @pytest.fixture
 def on_disk(tiny_engine: Callable[..., Any], tmp_path: Path) -> Callable[[float], Any]:
-    """`on_disk(bytes_per_s)`: an engine over a disk store with PROMPT's chunks, whose profile says that speed."""
+    """`on_disk(bytes_per_s)`: an engine over a disk store with PROMPT's chunks, with a profile of that speed."""
 
     def build(disk: float) -> Any:
         engine = tiny_engine(store=TieredStore(MemoryStore(1 << 26), DiskStore(tmp_path / "kv", fsync=False)))
@@ -105,7 +105,7 @@ def test_an_unreadable_profile_is_a_warning_not_an_error(
     assert "is not used" in caplog.text
 
 
-def test_a_store_that_takes_no_profile_says_so(tmp_path: Path) -> None:
+def test_a_store_that_takes_no_profile_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
     with pytest.raises(StoreNotWritableError, match="`store`"):
         write_profile(tmp_path / "kv", profile())

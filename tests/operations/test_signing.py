@@ -162,7 +162,7 @@ def test_verify_reads_the_remote_tier_and_repair_replaces_its_damaged_entries(
     assert run("verify", *common)[0] == 0
 
 
-def test_doctor_says_whether_what_is_stored_is_signed(run: CommandRunner) -> None:
+def test_doctor_reports_whether_the_store_is_signed(run: CommandRunner) -> None:
     def finding() -> dict[str, Any]:
         checks = json.loads(run("doctor", "--json")[1])["checks"]  # this machine may fail other checks
         return next(check for check in checks if check["name"] == "store key")
@@ -240,7 +240,7 @@ def test_an_embedders_folder_runs_no_code(tmp_path: Path) -> None:
     modules = [{"idx": 0, "name": "0", "path": "", "type": "evil.Module"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(UsageError, match="code"):
+    with pytest.raises(UsageError, match="names custom code"):
         SentenceTransformerEmbedder(tmp_path).embed(["x"])
 
 

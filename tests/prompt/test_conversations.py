@@ -22,7 +22,7 @@ WORDS = (
     "    if x:", "{", '"', "\\", "</think>", "<", "|", "<tool_call>", "é", "e\u0301", "ß", "日本語", "한국", "עברית",
     "हिन्दी", "🙂", "👩\u200d👩\u200d👧", "\u200b", "\xa0", "\ufeff", "\ue0ff", "\u2028", "\x00", "ragblendcontrol0end",
 )  # fmt: skip
-NEUTRAL = "neutral"  # stands for a control token in a content; WORDS do not have it
+NEUTRAL = "neutral"  # replaces a control token in a content; WORDS do not have it
 Turn = dict[str, Any]
 
 
@@ -135,7 +135,7 @@ def neutral(case: Case, value: Any) -> Any:
 
 
 def between_control(case: Case, ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """The ids in groups: each control token alone, and what stands between two of them."""
+    """The ids in groups: each control token alone, and all ids between two of them."""
     return [
         group
         for is_control, tokens in groupby(ids, case.control.__contains__)

@@ -114,7 +114,7 @@ def test_added_tokens_that_are_ordinary_text_are_read_as_such(make_tokenizer: An
 
 @pytest.mark.parametrize("name", ["chatml", "last", "strips", "one line", "merges"])
 @given(chunk=CONTENTS.map(str.strip).filter(bool), rest=CONTENTS)
-def test_the_ids_of_a_chunk_stand_in_a_message_that_begins_with_it(
+def test_the_ids_of_a_chunk_are_in_a_message_that_begins_with_it(
     name: str, chunk: str, rest: str, renderers: dict[str, Renderer]
 ) -> None:
     renderer = renderers[name]
@@ -125,7 +125,7 @@ def test_the_ids_of_a_chunk_stand_in_a_message_that_begins_with_it(
     assert "".join(text_of(renderer, inner).split()) in "".join(chunk.split())
 
 
-# Of each template: what stands before the first chunk, without and with a system text; between two chunks; after the
+# Of each template: the text before the first chunk, without and with a system text; between two chunks; after the
 # question; and before an answer.
 EDGES = {
     "chatml": ("<|im|>user\n", "<|im|>system\nS<|end|>\n<|im|>user\n", "\n\n", "<|end|>\n<|im|>assistant\n", ""),
@@ -235,7 +235,7 @@ def test_a_template_that_takes_no_turns_is_an_error_with_its_words(template: str
         )
 
 
-def test_a_template_that_wants_a_question_first_says_so(byte_level: dict[str, Renderer]) -> None:
+def test_a_template_that_requires_a_question_first_is_an_error_with_its_words(byte_level: dict[str, Renderer]) -> None:
     with pytest.raises(UsageError, match=r"rejects the turns .*take turns"):
         byte_level["merges"].render(Prompt.from_messages([("assistant", "Hello."), ("user", "what?")]))
 

@@ -175,7 +175,7 @@ def test_what_an_answer_is_held_to_follows_the_choice() -> None:
     assert structural_tag(LISTS, TOOLS, "auto")["structural_tag"]["format"]["triggers"] == ["[CALLS]"]
 
 
-def test_calls_have_ids_of_nine_letters_and_results_their_names_where_the_template_wants_them(
+def test_calls_have_ids_of_nine_letters_and_results_their_names_where_the_template_requires_them(
     make_tokenizer: Callable[..., Any],
 ) -> None:
     """Mistral's templates refuse others."""

@@ -40,7 +40,7 @@ def test_a_fault_changes_exactly_one_place_and_the_file_still_parses(fault: Faul
     assert before[len(before) - num_after :] == after[len(after) - num_after :]
 
 
-def test_a_letter_stands_for_any_expression_also_after_letters_of_several_bytes(package: Path) -> None:
+def test_a_letter_matches_any_expression_also_after_letters_of_several_bytes(package: Path) -> None:
     mutation = locate(
         Fault("swapped", "store", "Store.get", "len(A) - (B if A else C)", "len(A) - (C if A else B)"), package
     )

@@ -98,7 +98,7 @@ def test_a_release_needs_its_version_a_dated_changelog_and_its_address(
 def test_sdist_and_wheel_hold_what_git_keeps(tmp_path: Path) -> None:
     check_output(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path)
     (sdist,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
-    kept = contents.tracked(others=True)  # who is at work has files that are not added yet
+    kept = contents.tracked(others=True)  # a checkout in use has files that are not added yet
     assert contents.find_problems(sdist, wheel, kept) == []
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

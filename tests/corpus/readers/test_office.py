@@ -175,7 +175,7 @@ def test_slides_have_tables_charts_and_notes_but_no_page_furniture() -> None:
     assert record.marks[-1] == Mark(len(record.text), "page", "2")
 
 
-def test_a_presentation_of_pictures_asks_for_ocr() -> None:
+def test_a_presentation_of_pictures_is_an_error_that_names_ocr() -> None:
     with pytest.raises(UnreadableDocumentError, match="run OCR"):
         only(read_pptx(make_pptx({"s": "<p:pic/>"}, ["s"])))
 

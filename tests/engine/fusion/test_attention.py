@@ -95,7 +95,7 @@ def test_the_mass_is_the_mean_of_the_probabilities_in_any_blocks(rows, kv_heads,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     sight=sights,
 )
-def test_who_weighs_attends_as_well(rows, kv_heads, num_asking, block, dtype, sight):
+def test_attention_with_weights_has_the_output_of_attention(rows, kv_heads, num_asking, block, dtype, sight):
     queries, kv = draw(0, rows, kv_heads)
     queries = queries._replace(states=queries.states.to(dtype), sight=sight)
     kv = LayerKV(kv.keys.to(dtype), kv.values.to(dtype))

@@ -20,7 +20,7 @@ CHECK_LAYER = 1
 
 
 def placements_of(prompt: Prompt) -> tuple[Placement, ...]:
-    """Where the chunks stand; their KV does not matter for counting."""
+    """Placements of the chunks; their KV does not matter for counting."""
 
     def stored(ids: list[int]) -> MemoryKV:
         empty = LayerKV(torch.empty(1, len(ids), 1), torch.empty(1, len(ids), 1))
@@ -91,7 +91,7 @@ def test_with_several_checks_the_deviation_is_the_first_ones(tiny_layers):
 
 
 def test_every_rank_reports_the_same_deviation():
-    """Two ranks with one KV head each see, after adding up, what one rank with both sees."""
+    """Two ranks with one KV head each have, after summing, the deviation of one rank with both."""
     generator = torch.Generator().manual_seed(3)
     fresh, stored = (LayerKV(*torch.randn(2, 2, 9, 16, generator=generator)) for _ in range(2))
     whole = relative_deviation(fresh, stored)

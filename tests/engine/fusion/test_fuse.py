@@ -147,7 +147,7 @@ def blend(
 
 
 class Elsewhere:
-    """A chunk that has to be read, and whose stored layer 0 is no use."""
+    """A chunk that must be read, and whose stored layer 0 is NaN."""
 
     def __init__(self, kv: MemoryKV) -> None:
         self.header, self.nbytes, self._kv = kv.header, kv.nbytes, kv
@@ -370,7 +370,7 @@ def test_asking_first_recomputes_both_ends_and_what_the_stock_model_attends_to(f
 
 @pytest.mark.parametrize("rule", ["ask", "cacheblend"])
 @pytest.mark.parametrize("hole", [False, True])
-def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, hole, tiny_layers):
+def test_a_question_that_is_only_probed_changes_nothing_before_it(rule, hole, tiny_layers):
     layers, prompt = tiny_layers("qwen3"), make_prompt(27, (12, 20, 9, 15))
     if hole:
         prompt.spans[2] = ("missing", prompt.spans[2][1])
@@ -495,7 +495,7 @@ def perturb(placements: list[Placement], which: int) -> list[Placement]:
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma", "qwen3_moe"])
-def test_no_token_sees_a_later_one(family, ratio, tiny_layers):
+def test_no_token_attends_to_a_later_one(family, ratio, tiny_layers):
     """Perturbing the last chunk's stored KV must leave every earlier row as it is, to the bit."""
     layers, prompt = tiny_layers(family), make_prompt(19, (20, 24, 30))
     third = PREFIX + 20 + 24

@@ -1,4 +1,4 @@
-"""The host queues layers and does not wait for them: what it looks into does not grow with the number of layers."""
+"""The host queues layers and does not wait for them: host reads do not grow with the number of layers."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
     return seen.places
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2 has windows, and scores that a kernel does not know
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2 has windows, and scores that no kernel computes
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_twice_the_layers_are_not_looked_into_more_often(rule: str, family: str) -> None:
+def test_twice_the_layers_take_no_more_host_reads(rule: str, family: str) -> None:
     few, many = looks(family, rule, 6), looks(family, rule, 12)
     assert few == many
     assert sum(few.values()) > 0  # choosing itself is a look
 
 
-def test_what_counts_sees_a_look() -> None:
+def test_a_host_read_is_counted_once_per_tensor() -> None:
     rows = torch.arange(5)
     with DeviceLooks() as seen:
         on_host(rows)

@@ -57,12 +57,12 @@ class SlowKV:
 
 
 def place(layer: int, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Stands for the rotation: makes the result depend on layer and rows."""
+    """Replaces the rotation: the result depends on layer and rows."""
     return keys + 10 * layer + 0.01 * rows[None, :, None]
 
 
 def first_layer(token_ids: torch.Tensor) -> LayerKV:
-    """Stands for the projection: keys and values that differ by token."""
+    """Replaces the projection: keys and values differ by token."""
     keys = token_ids[None, :, None].float().expand(HEADS, -1, DIM)
     return LayerKV(keys, -keys)
 
@@ -98,7 +98,7 @@ def assert_same_kv(found: FusedKV, expected: FusedKV) -> None:
         torch.testing.assert_close(found.values(layer), expected.values(layer), atol=0, rtol=0, equal_nan=True)
 
 
-def test_each_layer_is_placed_where_its_chunk_stands():
+def test_each_layer_is_placed_at_the_rows_of_its_chunk():
     kv = make_kv()
     fused, _ = load_all([Placement(kv, 7, exact=False)])
     rows = torch.arange(7, 7 + TOKENS)
@@ -124,7 +124,7 @@ def test_the_reader_thread_gives_what_inline_loading_gives(tmp_path: Path):
 
 @pytest.mark.parametrize("starts", [(2,), (2, 7), (2, 9), (2, 7, 14), (0, 5, 10)])
 @pytest.mark.parametrize("make", [make_kv, lambda *of: SlowKV(make_kv(*of))], ids=["inline", "thread"])
-def test_chunks_placed_together_stand_where_they_would_one_by_one(starts, make):
+def test_chunks_placed_together_have_the_rows_of_chunks_placed_one_by_one(starts, make):
     placements = [Placement(make(seed), start, exact=False) for seed, start in enumerate(starts)]
     alone, _ = load_all(placements)
     together, _ = load_all(placements, together=True)
@@ -224,7 +224,7 @@ def test_a_layer_waited_for_twice_is_placed_once(make):
 
 
 @pytest.mark.parametrize("make", [make_kv, lambda: SlowKV(make_kv(), delay_s=0.005)], ids=["inline", "thread"])
-def test_a_timeline_says_when_each_layer_was_loaded_and_when_it_was_fused(make):
+def test_a_timeline_has_the_times_of_loading_and_fusing_each_layer(make):
     ends_s = []
     with loader([Placement(make(), 0, exact=False)], destination()) as layers:
         layers.wait(0)  # a rule that asks the question was here first
@@ -272,7 +272,7 @@ def test_layer_0_is_there_before_anything_was_read(together):
     assert [event.layer for event in timeline.load] == list(range(LAYERS))
 
 
-def test_a_store_sees_every_layer_read_and_moves_the_chunk_up(tmp_path: Path):
+def test_every_layer_of_a_stored_chunk_is_read_and_the_chunk_is_promoted(tmp_path: Path):
     """The computed layer is read last, and leaving waits for it."""
     slow = SlowKV(make_kv(), delay_s=0.005)
     load_all([Placement(slow, 0, exact=False)], depth=1, first_layer=first_layer)

@@ -81,7 +81,7 @@ def test_a_similar_version_is_the_slice_of_a_prefill_over_the_placed_chunks(fami
             torch.testing.assert_close(found.values, expected.values[:, len(joints) :], atol=1e-4, rtol=1e-4)
 
 
-def test_a_similar_version_is_found_by_prompts_that_do_not_know_what_it_is_behind(tiny_engine):
+def test_a_similar_version_is_found_without_the_texts_of_its_context(tiny_engine):
     engine = tiny_engine("llama", context="similar")
     list(engine.precompute_all((A, B, C, SIMILAR)))
     header = engine.store.get(engine.key(SIMILAR)).header

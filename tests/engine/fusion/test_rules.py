@@ -38,7 +38,7 @@ def test_random_repeats_for_a_seed_changes_with_it_and_leaves_the_global_generat
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_rule_that_asks_reads_every_layer_of_a_shallow_model():
+def test_a_rule_with_a_probe_reads_every_layer_of_a_shallow_model():
     assert RULES["ask"].probe_layers(4) == (0, 1, 2, 3)
     assert RULES["ask"].probe_layers(DEEP_MODEL_LAYERS - 1) == tuple(range(DEEP_MODEL_LAYERS - 1))
     assert RULES["cacheblend"].probe_layers(4) == ()

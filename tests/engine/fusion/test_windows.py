@@ -140,11 +140,11 @@ def test_deviations_in_windowed_layers_agree_with_the_reference(
     assert_same_blend(outcome, expected)
 
 
-# --- who sees what ---
+# --- windows ---
 
 
 @pytest.mark.parametrize("family", ALL_WINDOWED)
-def test_a_recomputed_token_sees_its_window_only(family, stock_model, tiny_layers):
+def test_a_recomputed_token_attends_to_its_window_only(family, stock_model, tiny_layers):
     """One token is recomputed; stored KV outside its window may be anything, stored KV within it counts."""
     layers, stock, prompt = tiny_layers(family), stock_model(family), make_prompt(3)
     row, window = PREFIX + 26 + 17 + 10, 12

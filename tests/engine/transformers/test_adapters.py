@@ -39,7 +39,7 @@ def load(folder: Path) -> Any:
 
 
 def trained(saved: Path, config: Any, seed: int = 0) -> Any:
-    """A PeftModel whose adapter changes what the model says."""
+    """A PeftModel whose adapter changes the model's logits."""
     model = peft.get_peft_model(load(saved), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

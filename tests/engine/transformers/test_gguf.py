@@ -71,7 +71,7 @@ def test_the_chat_template_comes_out_of_the_file(file: Path, parts: tuple[Any, A
         assert engine.renderer.stop_ids() >= {parts[1].eos_token_id}
 
 
-def test_the_weights_are_the_files_in_the_dtype_that_is_asked_for(file: Path, tmp_path: Path, parts: Any) -> None:
+def test_the_weights_are_the_files_in_the_requested_dtype(file: Path, tmp_path: Path, parts: Any) -> None:
     exact = write_gguf(tmp_path / "tiny-F32.gguf", *parts, quantise=False)
     with load_engine(str(exact)) as engine:
         state, expected = engine.layers.model.state_dict(), parts[0].state_dict()
@@ -110,7 +110,7 @@ def test_a_gguf_is_found_by_every_name_it_has(file: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "error", "reason"),
     [
-        ("{tmp}/gone.gguf", NotFoundError, r"no GGUF at .*gone\.gguf; give a file, or one of .*ORG/REPO:gone\.gguf"),
+        ("{tmp}/gone.gguf", NotFoundError, r"no GGUF at .*gone\.gguf; pass a file, or one of .*ORG/REPO:gone\.gguf"),
         ("gone.gguf", NotFoundError, "no GGUF at gone.gguf"),
         ("{tmp}:gone.gguf", NotFoundError, "no GGUF at"),
         ("org/gone:x.gguf", NotFoundError, "neither a local path nor on Hugging Face"),

@@ -278,7 +278,7 @@ def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engin
     assert run("what is that answer to the question? " * 20, DEFAULT_RULE).rule == DEFAULT_RULE
 
 
-def test_what_follows_the_last_chunk_asks_where_the_question_stands_before_it(tiny_engine, chat_renderer):
+def test_the_text_after_the_last_chunk_is_probed_where_the_question_comes_before_it(tiny_engine, chat_renderer):
     engine = holding_chunks(tiny_engine("llama", renderer=chat_renderer))
     first = Prompt.from_messages([("user", ["what is the other theory?\n\n", *CHUNKS])])
     request = engine.request(first, rule="ask", recompute_ratio=0.3)
@@ -307,13 +307,13 @@ def test_what_was_stored_yesterday_is_found_today(tiny_engine, make_tokenizer, m
         texts.add(renderer.decode(renderer.render(PROMPT)))
         keys.add(frozenset(engine.store.keys()))
     assert report.num_chunk_hits == len(CHUNKS)
-    # Today's date stands in the prompt, but not in what the KV was computed behind: close, and called so.
+    # Today's date is in the prompt, but not in the prefix that the KV was computed after: approximate.
     assert {chunk.prefix_match for chunk in report.chunks} == {"approximate"}
     assert (len(keys), len(texts)) == (1, 2)
     assert all("21 Nov 2026" in text or "22 Nov 2026" in text for text in texts)
 
 
-def test_the_prefix_match_says_whether_the_prompts_own_prefix_was_found(tiny_engine):
+def test_the_prefix_match_is_exact_only_for_the_prompts_own_prefix(tiny_engine):
     engine = holding_chunks(tiny_engine("llama", system="be brief"))
     own = engine.generate(Prompt(CHUNKS, "what?", "be brief"), max_tokens=1).report
     assert [chunk.prefix_match for chunk in own.chunks] == ["exact"] * 3
@@ -434,7 +434,7 @@ def test_a_named_chunk_that_begins_like_a_stored_one_is_stored_for_the_next_time
     assert [(chunk.source, chunk.hit) for chunk in again.chunks[1:]] == [("similar.txt", True)]
 
 
-def test_precompute_stores_a_chunk_once_and_says_how_much(tiny_engine):
+def test_precompute_stores_a_chunk_once_and_returns_its_bytes(tiny_engine):
     engine = tiny_engine("llama")
     nbytes = engine.precompute(CHUNKS[0])
     assert nbytes == engine.bytes_per_token * len(engine.renderer.chunk_ids(CHUNKS[0].text))
@@ -669,7 +669,7 @@ def test_leaving_the_engine_finishes_its_background_work(tiny_layers, renderer):
     assert not [thread for thread in threading.enumerate() if re.match("ragblend-(backfill|loader)", thread.name)]
 
 
-def test_the_layers_times_are_noted_only_when_asked(engine):
+def test_the_layers_times_are_recorded_only_into_a_given_list(engine):
     prefill(engine, PROMPT)
     assert engine.timelines is None
     engine.timelines = []
@@ -682,7 +682,7 @@ def test_the_layers_times_are_noted_only_when_asked(engine):
 
 @pytest.mark.parametrize("chunks", [CHUNKS[:1], (Chunk("what no call has stored"),)])
 def test_asking_first_needs_nothing_to_ask_about(engine: TransformersEngine, chunks: tuple[Chunk, ...]) -> None:
-    """The only chunk is exact where it stands, or missing: nothing is stale, and nothing is asked."""
+    """The only chunk is exact at its position, or missing: no token is stale, so no probe runs."""
     prompt = Prompt(chunks, "what is that?")
     full = engine.generate(prompt, mode="full", max_tokens=8)
     assert engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=8).token_ids == full.token_ids

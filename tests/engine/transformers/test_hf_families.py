@@ -104,7 +104,7 @@ def load(model: Any) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.model for row in ROWS])
-def test_the_class_is_what_its_row_says(row, monkeypatch: pytest.MonkeyPatch):
+def test_the_class_is_supported_as_its_row_states(row, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(TOLERANCE, torch.float32, 1e-4)  # as the page says
     model = tiny(row)
     assert type(model).__name__ == row.class_name
@@ -123,7 +123,7 @@ def test_the_class_is_what_its_row_says(row, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.model for row in ROWS])
-def test_the_vllm_column_says_what_the_connector_accepts(row):
+def test_the_vllm_column_lists_what_the_connector_accepts(row):
     known = row.class_name in ARCHITECTURES and row.state != "refused"
     expected = {"exact": ("yes",), "windowed": ("0.32", "short")}.get(row.state, ()) if known else ("no",)
     assert row.vllm in expected

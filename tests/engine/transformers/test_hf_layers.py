@@ -270,7 +270,7 @@ def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):
     for layer, other in zip(kv, made, strict=True):
         assert layer.keys.shape[1] == 70
         keys, values = as_held(stock_model(family), other.keys[0], other.values[0])
-        last = slice(70 - keys.shape[1], 70)  # transformers keeps a window; who decodes from ours may look back
+        last = slice(70 - keys.shape[1], 70)  # transformers keeps a window; ours keeps all rows
         torch.testing.assert_close(layer.keys[:, last], keys, atol=1e-4, rtol=0)
         torch.testing.assert_close(layer.values[:, last], values, atol=1e-4, rtol=0)
 

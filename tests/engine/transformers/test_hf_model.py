@@ -222,7 +222,7 @@ SERVER = {"backend": "http://127.0.0.1:1", "dtype": "float32", "attn_implementat
         ),
     ],
 )
-def test_options_that_would_not_do_what_they_say_are_refused_with_the_reason(options, reason, saved):
+def test_options_without_effect_are_refused_with_the_reason(options, reason, saved):
     with pytest.raises((UsageError, UnsupportedModelError), match=reason):
         load_engine(str(saved), **options)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import LayerKV
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.checkpoints import model_fingerprint
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import cache_argument
@@ -106,7 +105,7 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, st
     with load_engine(path, tmp_path / "kv", on_miss="inline", context="similar") as engine:
         engine.precompute(chunk)
         ids = engine.renderer.chunk_ids(CHUNKS[1].text)
-        header = disk_tier(engine.store).header(engine.key(chunk))
+        header = engine.store.disk_tier.header(engine.key(chunk))
         assert header.token_ids == ids
         before = header.prefix_ids
         assert len(before) > 30
@@ -136,7 +135,7 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, st
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}),
     ],
 )
-def test_what_a_layer_sees_is_part_of_the_fingerprint(family, change, saved_model):
+def test_windows_and_shared_layers_are_part_of_the_fingerprint(family, change, saved_model):
     path = saved_model(family, sliding_window=30)
     before = model_fingerprint(path, "float32")
     assert model_fingerprint(path, "float32", {"use_cache": False}) == before

@@ -67,7 +67,7 @@ def test_bitsandbytes_runs_on_a_cpu_and_finds_its_own_kv_alone(bits: str, saved:
     chat.engine.close()
 
 
-def test_the_gates_allow_a_quantised_models_own_noise_and_say_how_much(saved: Path, caplog: Any) -> None:
+def test_the_gates_allow_a_quantised_models_own_noise_and_log_it(saved: Path, caplog: Any) -> None:
     pytest.importorskip("bitsandbytes")
     with caplog.at_level("WARNING"), load_engine(str(saved), model_kwargs=asked("8 bit")) as engine:
         assert "depend on how many tokens run together" in caplog.text

@@ -88,7 +88,7 @@ def test_every_token_has_its_own_logprob_those_that_had_to_come_too(engine: Tran
     assert all(math.isfinite(value) for each in answer.logprobs for _, value in each.top)
 
 
-def test_an_object_that_does_not_fit_is_cut_and_says_so(engine: TransformersEngine) -> None:
+def test_an_object_that_does_not_fit_is_cut_with_finish_reason_length(engine: TransformersEngine) -> None:
     whole = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, max_tokens=400)
     for max_tokens in range(1, 30, 4):
         cut = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, max_tokens=max_tokens)
@@ -179,7 +179,7 @@ def test_what_cannot_be_followed_is_refused_before_anything_is_computed(
         engine.stream(PROMPT, structured_outputs=asked)
 
 
-def test_without_llguidance_it_says_what_to_install(
+def test_without_llguidance_the_install_command_is_named(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)

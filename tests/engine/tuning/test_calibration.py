@@ -18,7 +18,6 @@ from ragblend.engine.fusion.rules import DEFAULT_RATIO, NO_PROBE_RULE, RULES
 from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.signed_json import encode_signed_json
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import (
     CALIBRATIONS_DIR,
@@ -80,7 +79,7 @@ def test_another_model_prefix_or_chunker_finds_nothing(tmp_path: Path) -> None:
     assert load_calibration(tmp_path / "nowhere", "f00d", (1, 2, 3)) is None
 
 
-def test_of_several_chunkers_the_one_asked_for_or_the_latest(tmp_path: Path) -> None:
+def test_of_several_chunkers_the_requested_or_the_latest_is_loaded(tmp_path: Path) -> None:
     later = replace(CALIBRATION, chunker="512 tokens", created_s=2e9)
     for calibration in (later, CALIBRATION):
         save(tmp_path, calibration)
@@ -134,7 +133,7 @@ def test_a_file_under_another_models_name_is_not_used(tmp_path: Path, caplog: py
     renamed = saved.with_name(replace(CALIBRATION, fingerprint="beef").filename)
     saved.rename(renamed)
     assert load_calibration(tmp_path, "beef", (1, 2, 3)) is None
-    assert "something else" in caplog.text
+    assert "another model" in caplog.text
 
 
 @pytest.mark.parametrize(("number", "error"), [(28, StoreFullError), (30, StoreNotWritableError)])
@@ -228,7 +227,7 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
 # -- choosing
 
 
-def test_what_is_asked_for_counts_and_what_is_left_open_is_calibrated() -> None:
+def test_requested_options_count_and_the_others_are_calibrated() -> None:
     assert resolve_request_tuning(CALIBRATION, 5)[:3] == (AUTO, 0.1, BEST)
     assert resolve_request_tuning(CALIBRATION, 5, ratio="auto")[:3] == (AUTO, 0.1, BEST)
     assert resolve_request_tuning(CALIBRATION, 5, ratio=0.3)[:3] == (AUTO, 0.3, BEST)
@@ -281,12 +280,12 @@ def engine(tiny_engine: Callable[..., TransformersEngine], tmp_path: Path) -> Tr
 def calibrated(engine: TransformersEngine, *fits: RuleFit) -> None:
     prefix_ids = engine.match(PROMPT).prefix_ids
     save(
-        disk_tier(engine.store).root,  # type: ignore[union-attr]
+        engine.store.disk_tier.root,  # type: ignore[union-attr]
         replace(CALIBRATION, fingerprint=engine.fingerprint, prefix_ids=prefix_ids, fits=fits),
     )
 
 
-def test_the_engine_answers_by_the_calibration_and_says_what_to_expect(engine: TransformersEngine) -> None:
+def test_the_engine_answers_by_the_calibration_and_reports_the_predicted_agreement(engine: TransformersEngine) -> None:
     before = engine.generate(PROMPT, max_tokens=1).report
     assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)
     calibrated(engine, replace(OTHER, ratio=0.5, check_layer=1))

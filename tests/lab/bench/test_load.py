@@ -63,7 +63,7 @@ def test_every_case_runs_from_the_tier_it_names_and_the_store_outgrows_memory(tm
             assert 0 <= loaded[0] <= loaded[1] <= fused[0] + 1e-6 <= fused[1] + 2e-6, "fused before it was loaded"
 
 
-def test_kv_from_elsewhere_than_the_case_says_stops_the_benchmark(tmp_path: Path) -> None:
+def test_kv_from_another_tier_than_the_case_names_stops_the_benchmark(tmp_path: Path) -> None:
     config = LoadConfig(**SMALL, store=tmp_path)
     with load._subject(config, DiskStore(tmp_path)) as subject:
         work = load._prompts(config, subject.vocab_size)
@@ -96,7 +96,7 @@ def test_a_throttled_tier_is_the_tier(tmp_path: Path, pipelined: bool) -> None:
     assert not disk.contains(kv.header.key)
 
 
-def test_a_throttled_tier_takes_the_time_its_speed_says_however_many_read() -> None:
+def test_a_throttled_tier_takes_the_time_of_its_speed_for_any_number_of_readers() -> None:
     """Two chunks of 256 bytes at 5,000 bytes per second take 0.1024 s; a pause in between counts for nothing."""
     memory = MemoryStore(1 << 20)
     chunks = [make_kv(1), make_kv(2)]

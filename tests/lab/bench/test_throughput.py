@@ -128,7 +128,7 @@ def test_an_answer_without_a_token_is_an_error() -> None:
         (BLEND, BlendReport("prefix", num_chunks=3), "prefill"),
     ],
 )
-def test_what_was_not_served_as_asked_is_not_measured(
+def test_answers_served_in_another_way_are_not_measured(
     case: ModeAndRule, report: BlendReport | None, complaint: str
 ) -> None:
     with pytest.raises(RagblendError, match=complaint):

@@ -94,7 +94,7 @@ def test_a_file_of_questions_is_read_as_an_array_or_as_lines(tmp_path: Path) -> 
     assert (found[1].answers, found[1].passages, found[1].kind) == (("Rome",), ("three",), "place")
 
 
-def test_longbench_files_are_read_and_without_a_question_a_summary_is_asked_for(tmp_path: Path) -> None:
+def test_longbench_files_are_read_and_an_empty_question_becomes_a_request_for_a_summary(tmp_path: Path) -> None:
     context = "Passage 1:\nOne\none.\nPassage 2:\nTwo."
     two_wiki = {"input": "Who?", "context": context, "answers": ["x"], "dataset": "2wiki"}
     news = {"input": "", "context": "Passage 1:\nNews.", "answers": ["short"], "dataset": "multi_news"}
@@ -115,7 +115,7 @@ def test_longbench_files_are_read_and_without_a_question_a_summary_is_asked_for(
         ('{"question": "?", "answers": ["x"], "passages": [3]}', "record 1"),
     ],
 )
-def test_a_file_that_is_none_is_refused_with_the_record_and_what_is_wanted(
+def test_a_malformed_file_is_refused_with_the_record_and_the_expected_form(
     tmp_path: Path, text: str, says: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
@@ -123,7 +123,7 @@ def test_a_file_that_is_none_is_refused_with_the_record_and_what_is_wanted(
         read_cases(tmp_path / "bad.jsonl")
 
 
-def test_named_sets_are_found_in_the_checkout_and_the_error_says_what_to_do_without_one(
+def test_named_sets_are_found_in_the_checkout_and_the_error_names_the_option_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -23,7 +23,7 @@ SYLLABLES = [first + vowel for first in "bdfgklmnprst" for vowel in "aeo"]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is asked. Sizes are in words of one token each by the estimate; `system_words` stand before every prompt."""
+    """What is asked. Sizes are in words of one token each by the estimate; `system_words` begin every prompt."""
 
     num_sessions: int = 50
     turns: int = 1  # questions of one session; the conversation is sent again with each
@@ -139,7 +139,7 @@ _JOINT = "\n\n"
 
 
 def _segments(turn: Turn) -> list[tuple[str, bool]]:
-    """What the analysis reads of a turn, piece by piece: its header, its texts and what stands between them."""
+    """The pieces of a turn that the analysis reads: its header, its texts and the separators between them."""
     role, texts = turn
     found: list[tuple[str, bool]] = [(turn_header(role), False)]
     for number, text in enumerate(texts):

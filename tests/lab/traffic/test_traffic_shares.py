@@ -82,7 +82,7 @@ def test_memory_is_that_of_the_text_that_differs(tmp_path: Path) -> None:
     assert (peak(40) - peak(2)) / (38 * len(entries)) < 100
 
 
-def test_chunks_are_named_and_shown_only_if_asked(tmp_path: Path) -> None:
+def test_chunks_are_named_and_shown_only_with_show_texts(tmp_path: Path) -> None:
     path = write(tmp_path / "log", made("questions", Estimate()))
     plain = analyze([path], Estimate())["chunks"]
     shown = analyze([path], Estimate(), AnalysisConfig(show_texts=True))["chunks"]
@@ -93,7 +93,7 @@ def test_chunks_are_named_and_shown_only_if_asked(tmp_path: Path) -> None:
     assert all(each["text"].strip()[:40] in log for each in shown)
 
 
-def test_a_log_without_requests_says_what_was_in_it(tmp_path: Path) -> None:
+def test_a_log_without_requests_is_an_error_with_the_number_of_lines(tmp_path: Path) -> None:
     (tmp_path / "broken").write_text('{"messages": [\n')
     with pytest.raises(EmptyCorpusError, match="3 lines hold none"):
         analyze([write(tmp_path / "log", [{"level": "info"}, {"messages": []}]), tmp_path / "broken"], Estimate())

@@ -31,7 +31,7 @@ document.getElementById("drop").dispatchEvent(drop);
 
 
 class Page:
-    """A tab of the browser, as its user sees it."""
+    """A tab of the browser, by the elements that a user works with."""
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver

@@ -35,7 +35,7 @@ def test_it_serves_until_ctrl_c_and_starts_with_nothing_there(tmp_path: Path) ->
             process.kill()
 
 
-def test_without_its_extra_it_says_what_to_install(
+def test_without_its_extra_the_install_command_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -131,7 +131,7 @@ def test_answers_part_at_the_beginning_of_a_word(answer: str, reference: str, sh
     assert shared_beginning(answer, reference) == shared
 
 
-def test_the_page_says_that_the_scale_is_not_linear_and_what_it_does_in_plain_words(site: Site) -> None:
+def test_the_page_states_that_the_scale_is_not_linear_and_uses_plain_words(site: Site) -> None:
     script = site.client.get("/page.js").text
     assert "The scale is not linear" in script
     assert 'id="ratio-scale"' in site.client.get("/").text
@@ -220,7 +220,7 @@ def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(
     assert path.read_bytes() == b"<p>James Bell lives in Dorburg."
 
 
-def test_a_file_beyond_the_limit_leaves_nothing_whether_its_size_was_said_or_not(empty: Site) -> None:
+def test_a_file_beyond_the_limit_leaves_nothing_with_or_without_a_content_length(empty: Site) -> None:
     data = b"x" * (1 << 20) + b"y"
     assert empty.upload("big.txt", data).status_code == 413
 
@@ -265,7 +265,7 @@ def test_an_upload_replaces_a_link_and_does_not_follow_it(empty: Site, tmp_path:
     assert outside.read_text() == "mine"
 
 
-# -- who may ask
+# -- allowed origins
 
 
 def test_a_name_that_is_not_this_machines_is_refused_for_reading_too(site: Site) -> None:
