@@ -201,6 +201,16 @@ SENT_DOCUMENTS = Table(
 """The documents that a server was sent."""
 _partial_index("sent_documents_waiting", SENT_DOCUMENTS.c.number, SENT_DOCUMENTS.c.body.is_not(None))
 
+SHARED_METADATA = MetaData()
+"""Tables of a catalogue that several servers have, in addition to the others."""
+LEASES = Table(
+    "leases",
+    SHARED_METADATA,
+    Column("name", EscapedText, primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+)
+"""Who is working on what, and until when."""
 INDEX_FACTS = _checked_table("index_facts", _text("name"), _text("value"), key="name", checked="name value")
 """What made the index, and how many times its documents changed."""
 FILES = _checked_table("files", _text("path"), _text("version"), _text("top"), key="path", checked="path version top")
@@ -240,16 +250,6 @@ PENDING_DELETIONS = _checked_table(
 )
 """The entries to be deleted from a place, which may be a remote tier that does not answer now."""
 INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)
-SHARED_METADATA = MetaData()
-"""Tables of a catalogue that several servers have, in addition to the others."""
-LEASES = Table(
-    "leases",
-    SHARED_METADATA,
-    Column("name", EscapedText, primary_key=True),
-    Column("owner", Text, nullable=False),
-    Column("expires_at", DateTime(timezone=True), nullable=False),
-)
-"""Who is working on what, and until when."""
 
 CHECKED_TABLES = {
     "versions of documents": VERSIONS,
