@@ -34,9 +34,9 @@ def watch_selections() -> list[list[int]]:
     selections: list[list[int]] = []
     record_fusion = worker.record_fusion
 
-    def watching(report: Any, starts: Any, stored: Any, plan: Any, result: Any) -> None:
+    def watching(report: Any, starts: Any, stored: Any, plan: Any, result: Any, num_known: int) -> None:
         selections.append(result.recomputed.tolist())
-        record_fusion(report, starts, stored, plan, result)
+        record_fusion(report, starts, stored, plan, result, num_known)
 
     worker.record_fusion = watching
     return selections

@@ -32,7 +32,6 @@ from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.ttft_vllm import vllm_card
 from ragblend.lab.quality.data import SYSTEM, load_cases
 from ragblend.options import GenerationOptions
-from ragblend.prompt.match import MatchedPrompt
 from ragblend.prompt.types import Message, Prompt
 
 TURNS = 6
@@ -89,7 +88,7 @@ def converse(engine: Any, turns: list[Turn], way: Way, answer_tokens: int) -> li
     for turn in turns:
         messages.append(Message("user", turn.text))
         ids = engine.renderer.render(Prompt.from_messages(messages))
-        request = VllmRequest(MatchedPrompt(ids), way.params, GenerationOptions(max_tokens=answer_tokens))
+        request = VllmRequest(ids, way.params, GenerationOptions(max_tokens=answer_tokens))
         start_s, ttft_s, report = perf_counter(), None, None
         answer: list[int] = []
         with closing(engine.deltas(request)) as deltas:

@@ -275,7 +275,7 @@ def create_long_document_chain(
         raise UsageError(
             f"llm is a {type(llm).__name__}; long documents need ChatBlend or BlendLLM, which count tokens"
         )
-    from ragblend.long_documents import LongDocumentChain
+    from ragblend.langchain.long_documents import LongDocumentChain
 
     sizes = {"window_tokens": window_tokens, "overlap_tokens": overlap_tokens, "chunk_tokens": chunk_tokens}
     asked = LongDocumentChain(

@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "ragblend.toml"
 USER_FILE = "config.toml"
 """The user's own settings, in `user_folder()`."""
-USER_ONLY_SETTINGS = ("remote", "catalog", "store_key_file", "trust_remote_code")
-"""Settings that no folder's file may set to any value."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
 _WITHOUT_FLAG = (
     "memory_gib",

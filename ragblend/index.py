@@ -1,30 +1,33 @@
 """Chunks on disk with their vectors: add, replace, remove, search. No pickle, every write whole or not at all.
 
-`chunks.sqlite` is the truth (see `database`). `vectors.faiss` is derived from it, and mended whenever it is missing,
-damaged or behind; `manifest.json` says what made both. One machine, one writer at a time, any number of readers.
-Knows vectors and chunks, nothing about prompts, KV or models. Read `search` first, then `_sync_vectors`.
+The catalogue is the truth (see `catalog.documents`). `vectors.faiss` is derived from it: read when the index is opened,
+brought up to date by the rows written since, and made again where it is missing or damaged. One machine, one writer at
+a time, any number of readers. Knows vectors and chunks, nothing about prompts, KV or models. Read `search` first, then
+`_sync_vectors`.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import itertools
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
+from sqlalchemy import Row
 
-from ragblend.corpus.checked_database import create_database, explain_reindexing, is_blank, make_reingest_hint
-from ragblend.corpus.database import ChunkDatabase
+from ragblend.catalog.documents import IndexedDocuments, as_chunk
+from ragblend.catalog.registry import ChunkRegistry, catalog_of, open_registry
+from ragblend.catalog.schema import text_key
+from ragblend.catalog.sqlite import explain_reingestion
+from ragblend.catalog.vectors import FaissVectors, normalize_rows
 from ragblend.corpus.embedders import (
     Embedder,
     FloatArray,
@@ -33,9 +36,6 @@ from ragblend.corpus.embedders import (
     embedder_version,
     load_embedder,
 )
-from ragblend.corpus.schema import SCHEMA_VERSION, ChunkRow, text_hash
-from ragblend.corpus.vectors import FaissVectors, normalize_rows
-from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.errors import (
     CorruptError,
     NotFoundError,
@@ -47,13 +47,13 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
-from ragblend.files.store_folder import DATABASE, MANIFEST, VECTORS_FILE, open_folder
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, open_folder
 from ragblend.prompt.types import Chunk
-from ragblend.redaction import redact
 
 logger = logging.getLogger(__name__)
 
 _VECTORS_BYTES = 1 << 40
+_CHECK_AT_OPEN_BYTES = 64 * 2**20  # the pages of a larger catalogue are checked by `find_problems`
 
 PROBE_TEXT = "The vector of this sentence identifies the embedding model of an index."
 """Embedded when an index is created, and again before another process embeds its first text."""
@@ -73,7 +73,6 @@ class SearchHit(NamedTuple):
 class Manifest:
     """What made the index. `generation` counts its changes; chunk size (tokens) and splitter are the latest used."""
 
-    schema_version: int
     embedder: str
     embedder_version: int
     dim: int
@@ -83,7 +82,6 @@ class Manifest:
     generation: int
     num_documents: int
     num_chunks: int
-    vectors_sha256: str
     splitter: str = ""  # somebody else's, that cut instead
 
     @property
@@ -111,20 +109,28 @@ def open_index(
     """
     named = user_path(path, "index")
     folder = open_folder(named, "index")
-    begun = create and not (folder / MANIFEST).exists()  # the manifest is the last thing that creation writes
-    if (folder / DATABASE).exists() and not (begun and is_blank(folder)):
-        return ChunkIndex(folder, embedder)
-    if (folder / MANIFEST).exists():
-        raise CorruptError(f"{folder / DATABASE} is missing. {make_reingest_hint(folder)}")
-    if not create:
-        raise NotFoundError(f"no documents in {named}; add some: ragblend ingest DOCS --store {named}")
-    chosen = load_embedder(_embedder_id(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
-    facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
-    facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
-    facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint, "id": uuid.uuid4().hex}
-    facts["probe"] = base64.b64encode(_embed_probe(chosen, PROBE_TEXT).astype("<f4").tobytes()).decode()
-    create_database(folder, facts)
-    return ChunkIndex(folder, chosen, is_new=True)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder; name a folder for the index")
+    missing = NotFoundError(f"no documents in {named}; add some: ragblend ingest DOCS --store {named}")
+    if not create and not any((folder / name).exists() for name in (CATALOG_FILE, FORMER_INDEX_FILE)):
+        raise missing
+    registry = ChunkRegistry(folder / CATALOG_FILE)
+    documents = IndexedDocuments(registry)
+    try:
+        if documents.exists():
+            return ChunkIndex(folder, registry, embedder)
+        if not create:
+            raise missing
+        chosen = load_embedder(_embedder_id(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
+        facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
+        facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
+        facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint, "id": uuid.uuid4().hex}
+        facts["probe"] = base64.b64encode(_embed_probe(chosen, PROBE_TEXT).astype("<f4").tobytes()).decode()
+        documents.create(facts)
+        return ChunkIndex(folder, registry, chosen, is_new=True)
+    except BaseException:
+        registry.close()
+        raise
 
 
 def _embedder_id(embedder: str) -> str:
@@ -138,35 +144,35 @@ def _embed_probe(embedder: Embedder, text: str) -> FloatArray:
     return normalize_rows(embedder.embed([text])[0])
 
 
-class ChunkIndex(ChunkDatabase):
+class ChunkIndex(IndexedDocuments):
     """An open index; `open_index` makes one. A context manager: leaving it saves what changed and closes it.
 
-    What it holds is told by the methods of the database that it is. A document counts as soon as `add_document`
-    returns: a killed ingestion loses none, and every reader finds it at the next search. Threads may share an index.
-    Any method raises CorruptError when stored bytes are not what was written.
+    What it holds is told by the methods of `IndexedDocuments`. A document counts as soon as `add_document` returns: a
+    killed ingestion loses none, and every reader finds it at the next search. Threads may share an index. Any method
+    raises CorruptError when stored bytes are not what was written.
     """
 
-    def __init__(self, path: Path, embedder: Embedder | str | None = None, *, is_new: bool = False) -> None:
-        super().__init__(path)
+    def __init__(
+        self, path: Path, registry: ChunkRegistry, embedder: Embedder | str | None = None, *, is_new: bool = False
+    ) -> None:
+        super().__init__(registry)
+        self.path = path
         self._embedder_lock = threading.RLock()  # an embedder is not promised to be thread-safe
         self._embedder = None if isinstance(embedder, str) else embedder
-        self._changed = is_new
-        self._is_behind = False  # the search files lack changes of somebody who was killed before saving them
-        self._vectors_sha256 = ""
-        try:
-            self._made_by = self.manifest
-            if embedder is not None:
-                self._check_embedder(embedder)
-            # Read here, not under the embedder's lock: a thread that holds the database's may be waiting for that one.
-            self._probe = None if is_new else self._read_probe()  # None: nothing to compare, or compared already
-            self._vectors = FaissVectors(self._made_by.dim)
-            if is_new:
-                self.save()
-            else:
-                self._open_vectors()
-        except BaseException:
-            self.close()
-            raise
+        self._changed = False
+        self._is_behind = False  # the search file lacks changes of somebody who was killed before saving them
+        self._check_structure()
+        self._made_by = self.manifest
+        self._id = bytes.fromhex(self.read_metadata().get("id", "")).ljust(16, b"\0")
+        if embedder is not None:
+            self._check_embedder(embedder)
+        # Read here, not under the embedder's lock: a thread that holds the catalogue's may be waiting for that one.
+        self._probe = None if is_new else self._read_probe()  # None: nothing to compare, or compared already
+        self._vectors = FaissVectors(self._made_by.dim)
+        if is_new:
+            self.save()
+        else:
+            self._open_vectors()
 
     @property
     def manifest(self) -> Manifest:
@@ -174,7 +180,6 @@ class ChunkIndex(ChunkDatabase):
         with self.read_transaction():
             facts = self.read_metadata()
             return Manifest(
-                schema_version=SCHEMA_VERSION,
                 embedder=facts["embedder"],
                 embedder_version=int(facts.get("embedder_version", 1)),
                 dim=int(facts["dim"]),
@@ -184,7 +189,6 @@ class ChunkIndex(ChunkDatabase):
                 generation=self.generation(),
                 num_documents=self.num_documents,
                 num_chunks=self.num_chunks,
-                vectors_sha256=self._vectors_sha256,
                 splitter=facts.get("splitter", ""),
             )
 
@@ -209,6 +213,16 @@ class ChunkIndex(ChunkDatabase):
         indexes had an id of their own."""
         made_with = self.read_metadata().get("id", "")
         return f"index:{made_with}" if made_with else ""
+
+    @contextmanager
+    def registry_for(self, store: Any) -> Iterator[ChunkRegistry]:
+        """Yield the registry of a KVStore: that of this index where both are in one folder, so that a transaction of
+        the index is one of the registry."""
+        if catalog_of(store) == self.registry.key:
+            yield self.registry
+        else:
+            with open_registry(store) as registry:
+                yield registry
 
     # --- changing it ---
 
@@ -244,7 +258,7 @@ class ChunkIndex(ChunkDatabase):
     def find_texts_without_vectors(self, texts: Sequence[str]) -> list[str]:
         """Those of `texts` that no chunk has, wherever, each once."""
         stored = self.vectors(texts)
-        return list(dict.fromkeys(text for text in texts if text_hash(text) not in stored))
+        return list(dict.fromkeys(text for text in texts if text_key(text.strip()) not in stored))
 
     def embed(self, texts: Sequence[str], made: Mapping[str, FloatArray] | None = None) -> FloatArray:
         """[n, dim] a vector per text. A text that some chunk has, wherever, is not embedded again.
@@ -255,7 +269,7 @@ class ChunkIndex(ChunkDatabase):
         for text in texts:
             check_unicode(text, "a text to embed")
         stored = self.vectors(texts)
-        missing = dict.fromkeys(text for text in texts if text_hash(text) not in stored)
+        missing = dict.fromkeys(text for text in texts if text_key(text.strip()) not in stored)
         taken = [text for text in missing if made is not None and text in made]
         left = [text for text in missing if made is None or text not in made]
         fresh = dict(
@@ -264,7 +278,9 @@ class ChunkIndex(ChunkDatabase):
         with self._embedder_lock:
             rows = self._unit_rows(self.embedder.embed(left) if left else (), len(left))
         fresh |= zip(left, rows, strict=True)
-        found = [fresh[text] if text in fresh else np.frombuffer(stored[text_hash(text)], "<f4") for text in texts]
+        found = [
+            fresh[text] if text in fresh else np.frombuffer(stored[text_key(text.strip())], "<f4") for text in texts
+        ]
         return np.array(found, np.float32).reshape(len(texts), self._made_by.dim)
 
     def remove_document(self, source: str) -> int:
@@ -284,42 +300,38 @@ class ChunkIndex(ChunkDatabase):
         return not self._changed and not self._is_behind
 
     def save(self) -> None:
-        """Write `vectors.faiss` and `manifest.json`, each whole or not at all; killed in between, open rebuilds.
+        """Write `vectors.faiss`, whole or not at all; killed before that, the next open replays what it lacks.
 
-        Before that the database's log is emptied into it, so that the manifest knows of no change that is not durable.
+        Before that the catalogue's log is emptied into its file, so that the vectors tell of no change that is not
+        durable.
         """
-        self.truncate_log()
-        with self.write_transaction():  # other processes that save wait here
-            self._sync_vectors()
-            data = self._vectors.to_bytes()
-            self._vectors_sha256 = hashlib.sha256(data).hexdigest()
-            manifest = encode_signed_json(asdict(self.manifest), MANIFEST)
-            folder = Directory(self.path, fsync=True, full_hint="Make room and run the command again")
-            folder.remove_stale_files()
-            folder.write(self.path / VECTORS_FILE, data)
-            folder.write(self.path / MANIFEST, manifest)
+        self.registry.truncate_log()
+        with self._search_snapshot():
+            data = self._vectors.to_bytes(self._id)
+        folder = Directory(self.path, fsync=True, full_hint="Make room and run the command again")
+        folder.remove_stale_files()
+        folder.write(self.path / VECTORS_FILE, data)
         self._changed = self._is_behind = False
 
     def rebuild(self) -> None:
-        """Make the search structure anew from the database, and save it. Embeds nothing."""
-        with self._lock:
+        """Make the search structure anew from the catalogue, and save it. Embeds nothing."""
+        with self.read_transaction():
             self._vectors = FaissVectors(self._made_by.dim)
-            self.save()
+            self._sync_vectors()
+        self.save()
 
     def find_problems(self) -> list[str]:
         """Whatever is wrong with the stored bytes, a sentence each; empty when all is well. Reads everything."""
-        stored, problems = self._read_vectors(), list[str]()
-        looks: list[Callable[[], list[str] | None]] = [
-            self.find_row_problems,
-            lambda: [stored.damage],
-            lambda: self._check_generation(stored.generation),
-        ]
-        for look in looks:
-            try:
-                problems += look() or ()
-            except CorruptError as error:
-                problems.append(str(error))
-        return list(dict.fromkeys(filter(None, problems)))
+        return [*self.registry.find_problems(), *self.find_search_problems()]
+
+    def find_search_problems(self) -> list[str]:
+        """Whatever is wrong with the search file, a sentence each."""
+        stored, damage = self._read_vectors()
+        try:
+            self._check_generation(stored.generation)
+        except CorruptError as error:
+            return [str(error)]
+        return [damage] if damage else []
 
     def __enter__(self) -> Self:
         return self
@@ -358,7 +370,7 @@ class ChunkIndex(ChunkDatabase):
         with self._search_snapshot():
             rows = self._rows_by_score(vector, k)
             if is_allowed is not None:
-                rows = ((row, score) for row, score in rows if is_allowed(row.chunk()))
+                rows = ((row, score) for row, score in rows if is_allowed(as_chunk(row)))
             found = list(itertools.islice(rows, k))
             placed = self._with_neighbours(found, neighbours, is_allowed)
         if order == "document":
@@ -370,22 +382,22 @@ class ChunkIndex(ChunkDatabase):
         """The texts of the `count` chunks nearest to the chunk of this text, by the vectors that are stored, nearest
         first: other texts than this one, none twice, that `may_stand` accepts. Fewer where there are no more.
         """
-        own = self.vectors([text]).get(text_hash(text))
+        own = self.vectors([text]).get(text_key(text.strip()))
         if own is None or not np.any(vector := np.frombuffer(own, "<f4")):
             return []
-        seen, found = {text_hash(text)}, list[str]()
+        seen, found = {text_key(text.strip())}, list[str]()
         with self._search_snapshot():
             for row, _ in self._rows_by_score(vector.reshape(1, -1), 4 * (count + 1)):
-                if row.text_hash in seen:
+                if row.text_key in seen:
                     continue
-                seen.add(row.text_hash)
+                seen.add(row.text_key)
                 if is_allowed(row.text):
                     found.append(row.text)
                     if len(found) == count:
                         break
         return found
 
-    def _rows_by_score(self, vector: FloatArray, num_first: int) -> Iterator[tuple[ChunkRow, float]]:
+    def _rows_by_score(self, vector: FloatArray, num_first: int) -> Iterator[tuple[Row[Any], float]]:
         """Yield rows with their cosines to `vector` [1, dim], the nearest first. `num_first` are read at once, then
         four times as many; equal cosines are in order of ids, so 3 rows begin with the best 1."""
         done, wanted = 0, num_first
@@ -399,17 +411,17 @@ class ChunkIndex(ChunkDatabase):
             done, wanted = len(ids), 4 * wanted
 
     def _with_neighbours(
-        self, found: list[tuple[ChunkRow, float]], distance: int, is_allowed: Callable[[Chunk], bool] | None
-    ) -> list[tuple[ChunkRow, SearchHit]]:
+        self, found: list[tuple[Row[Any], float]], distance: int, is_allowed: Callable[[Chunk], bool] | None
+    ) -> list[tuple[Row[Any], SearchHit]]:
         rank_of = {row.id: rank for rank, (row, _) in enumerate(found)}
-        placed: dict[int, tuple[ChunkRow, SearchHit]] = {}
+        placed: dict[int, tuple[Row[Any], SearchHit]] = {}
         for hit, _ in found:
             for row in self.rows_around(hit, distance) if distance else [hit]:
                 is_neighbour = row.id not in rank_of
-                if is_neighbour and is_allowed is not None and not is_allowed(row.chunk()):
+                if is_neighbour and is_allowed is not None and not is_allowed(as_chunk(row)):
                     continue
                 rank = rank_of[hit.id if is_neighbour else row.id]  # a hit beside another hit keeps its own score
-                placed.setdefault(row.id, (row, SearchHit(row.chunk(), found[rank][1], rank, is_neighbour)))
+                placed.setdefault(row.id, (row, SearchHit(as_chunk(row), found[rank][1], rank, is_neighbour)))
         return list(placed.values())
 
     def query_vector(self, query: str | ArrayLike) -> FloatArray:
@@ -428,75 +440,52 @@ class ChunkIndex(ChunkDatabase):
         if rows.shape != (num_rows, dim):
             raise StoreMismatchError(
                 f"vectors have shape {rows.shape}, {self.path} needs {(num_rows, dim)}, one per text, by "
-                f"{self._made_by.embedder!r}; use it, or {explain_reindexing(self.path)}"
+                f"{self._made_by.embedder!r}; use it, or {explain_reingestion(self.path / CATALOG_FILE)}"
             )
         return normalize_rows(rows)
 
     # --- the search structure ---
 
-    class _LoadedVectors(NamedTuple):
-        vectors: FaissVectors | None  # None when damaged
-        generation: int = -1  # that the manifest names; -1 where it cannot be read
-        damage: str = ""
-
     @contextmanager
     def _search_snapshot(self) -> Iterator[None]:
-        """One state of the database, and vectors that are as new."""
+        """One state of the catalogue, and vectors that are as new."""
         with self.read_transaction():
             self._sync_vectors()
             yield
 
+    def _check_structure(self) -> None:
+        """Raise CorruptError where the catalogue's file is damaged: a chunk missing from one of its indexes would be
+        unfindable without a word."""
+        file = self.path / CATALOG_FILE
+        if file.exists() and file.stat().st_size <= _CHECK_AT_OPEN_BYTES:
+            for problem in self.registry.find_structure_problems():
+                raise self.registry.damage_error(f"it is damaged ({problem})")
+
     def _open_vectors(self) -> None:
-        stored = self._read_vectors()
-        if stored.damage:  # or a writer is between its two files: look again
-            time.sleep(0.1)
-            stored = self._read_vectors()
-        if stored.vectors is not None:
-            self._vectors = stored.vectors
-        self._check_generation(stored.generation)
+        self._vectors, damage = self._read_vectors()
+        stored_generation = self._vectors.generation
         with self.read_transaction():
-            self._check_generation(stored.generation)
             self._sync_vectors(force=True)
-        self._is_behind = bool(stored.damage) or self._vectors.generation != stored.generation
-        if stored.damage:
-            logger.warning("%s; search structure rebuilt from %s, nothing is lost", stored.damage, DATABASE)
+        self._is_behind = self._vectors.generation != stored_generation
+        if damage:
+            logger.warning("%s; search structure rebuilt from %s, nothing is lost", damage, CATALOG_FILE)
+        if stored_generation < 0:
             try:
                 self.save()
             except RagblendError as error:  # a reader without write permission has its answer all the same
-                logger.warning("the rebuilt search structure of %s could not be saved: %s", self.path, error)
+                logger.warning("the search structure of %s could not be saved: %s", self.path, error)
 
-    def _read_vectors(self) -> _LoadedVectors:
+    def _read_vectors(self) -> tuple[FaissVectors, str]:
+        """Return the vectors of the search file, and why they are none: "" also where there is no file."""
+        path, dim = self.path / VECTORS_FILE, self._made_by.dim
         try:
-            manifest = decode_signed_json(read_file(self.path / MANIFEST), MANIFEST)
-            sha256, generation = str(manifest["vectors_sha256"]), int(manifest["generation"])
-            if (former := str(manifest.get("vectors") or "faiss")) != "faiss":
-                return self._LoadedVectors(None, generation, self._explain_former_vectors(former))
-            data = read_file(self.path / VECTORS_FILE, limit=_VECTORS_BYTES)
-        except FileNotFoundError as error:
-            return self._LoadedVectors(None, damage=f"{error.filename} is missing")
+            return FaissVectors.from_bytes(read_file(path, limit=_VECTORS_BYTES), self._id, dim), ""
+        except FileNotFoundError:
+            return FaissVectors(dim), ""
         except OSError as error:
-            return self._LoadedVectors(None, damage=f"{error.filename} cannot be read ({error.strerror})")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return self._LoadedVectors(None, damage=f"{self.path / MANIFEST} is damaged")
-        if hashlib.sha256(data).hexdigest() != sha256:
-            return self._LoadedVectors(None, generation, f"{self.path / VECTORS_FILE} does not match its checksum")
-        vectors = FaissVectors.from_bytes(data, generation)
-        if vectors.dim != self._made_by.dim:
-            return self._LoadedVectors(None, generation, f"{self.path / VECTORS_FILE} belongs to another index")
-        self._vectors_sha256 = sha256
-        return self._LoadedVectors(vectors, generation)
-
-    def _explain_former_vectors(self, former: str) -> str:
-        """What to say of an index that an older version searched by another kind of FAISS index, or by a database."""
-        is_faiss = former.startswith("faiss:")
-        said = f"the vectors of {self.path} were searched in {former if is_faiss else redact(former)}"
-        if is_faiss:
-            return f"{said}, and are in a flat {VECTORS_FILE} now"
-        number = self.read_metadata().get("vectors_number")
-        return (
-            f"{said}, under {number}, and are in {VECTORS_FILE} now; delete there what is left. To search a database "
-            "of your own, wrap its LangChain store in ragblend.vectorstores.BlendVectorStore (docs/indexes.md)"
-        )
+            return FaissVectors(dim), f"{error.filename} cannot be read ({error.strerror})"
+        except ValueError as error:
+            return FaissVectors(dim), f"{path} {error}"
 
     def _sync_vectors(self, *, force: bool = False) -> None:
         """Bring the vectors to the state of the database that the current transaction sees."""
@@ -505,12 +494,12 @@ class ChunkIndex(ChunkDatabase):
             self._vectors.sync(self)
 
     def _check_generation(self, known: int) -> None:
-        """Raise CorruptError when the database, whose counts only grow, has fewer changes than were `known` once."""
+        """Raise CorruptError when the catalogue, whose counts only grow, has fewer changes than were `known` once."""
         lost = known - self.generation()
         if lost > 0:
-            raise CorruptError(
-                f"{self.path / DATABASE} lacks the last {lost} changes that {MANIFEST} knows of: its log was damaged, "
-                f"or an older copy was put back. {make_reingest_hint(self.path)}"
+            raise self.registry.damage_error(
+                f"it lacks the last {lost} changes that {VECTORS_FILE} knows of: its log was damaged, or an older copy "
+                "was put back"
             )
 
     def _check_embedder(self, embedder: Embedder | str) -> None:
@@ -523,7 +512,7 @@ class ChunkIndex(ChunkDatabase):
         if not has_name or dim != made_by.dim:
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
-                f"(dim {dim}); leave `embedder` out to use that one, or {explain_reindexing(self.path)}"
+                f"(dim {dim}); leave `embedder` out to use that one, or {explain_reingestion(self.path / CATALOG_FILE)}"
             )
         self._check_version(embedder)
 
@@ -531,8 +520,10 @@ class ChunkIndex(ChunkDatabase):
         """A text and its vector [dim] in this index: the probe text's, or in an index without one some chunk's."""
         if recorded := self.read_metadata().get("probe"):
             return PROBE_TEXT, np.frombuffer(base64.b64decode(recorded), "<f4")
-        rows = self._select("ORDER BY c.id LIMIT 1", ())
-        return next(((row.text, np.frombuffer(row.vector, "<f4")) for row in rows if row.is_intact()), None)
+        with suppress(CorruptError):
+            for row in self.rows(self.ids()[:1].tolist()):
+                return row.text, np.frombuffer(row.vector, "<f4")
+        return None
 
     def _check_probe(self, embedder: Embedder, text: str, recorded: FloatArray) -> None:
         """Raise StoreMismatchError when `embedder` returns another vector for `text` than the one recorded."""
@@ -542,7 +533,7 @@ class ChunkIndex(ChunkDatabase):
                 f"{self.path} was made with another model or revision than this {embedder.name!r}: their vectors of "
                 f"one text are {distance:.2f} apart (at most {_MAX_PROBE_DISTANCE} is rounding), so a search would "
                 "find the wrong chunks. Pass the embedding that made the index, or "
-                f"{explain_reindexing(self.path)}"
+                f"{explain_reingestion(self.path / CATALOG_FILE)}"
             )
 
     def _check_version(self, embedder: Embedder | str) -> None:
@@ -551,5 +542,6 @@ class ChunkIndex(ChunkDatabase):
         if made != now:
             raise StoreMismatchError(
                 f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, this is version {now}, "
-                f"which reads all of a long chunk and not only its beginning; {explain_reindexing(self.path)}"
+                "which reads all of a long chunk and not only its beginning; "
+                f"{explain_reingestion(self.path / CATALOG_FILE)}"
             )

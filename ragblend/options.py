@@ -34,7 +34,7 @@ MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 RatioChoice = float | Literal["auto"] | None  # share to recompute; "auto" or None: the calibrated or default ratio
 KvDtype = Literal["auto", "int8", "fp8"]
 DiskBudget = float | Literal["auto"]  # GiB, 0 for no limit; "auto": half of the disk space that other files leave
-ContextPolicy = Literal["none", "similar"]  # text besides the prefix after which chunks are computed
+ContextPolicy = Literal["none", "similar"]  # chunks between the prefix and a chunk when its KV is computed
 
 
 def _is_structure(value: object) -> bool:
@@ -239,7 +239,7 @@ class LoadKeywords(TierKeywords, ModelKeywords, total=False):
 @known_names_only
 @dataclass(frozen=True, slots=True)
 class LoadOptions(TierOptions):
-    """Arguments of `load_engine` besides model, store, backend and ModelOptions."""
+    """Arguments of `load_engine` other than model, store, backend and ModelOptions."""
 
     system: str | None = None
     namespace: str = ""

@@ -24,7 +24,7 @@ from ragblend.corpus.folder_scan import ReadFailure, display_source, scan_folder
 from ragblend.corpus.loaders import FileReader, Loader
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import StoreDefaults
-from ragblend.engine.store.tiered import disk_tier, format_bytes
+from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.capacity import describe_capacity, disk_bytes
@@ -115,7 +115,7 @@ def ingest(
         resolve_context_policy(engine, context)
     remember_defaults(engine)
     reader = FileReader(max_file_mib, text_field, loader)
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine.store)]
     own += [disk.kv_dir] if disk is not None else []
     found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
@@ -206,7 +206,7 @@ def precompute_chunks(
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
     report.num_known_kv += len(distinct) - len(missing)
-    disk, absent = disk_tier(engine.store), set(missing)
+    disk, absent = engine.store.disk_tier, set(missing)
     known = [chunk for chunk in distinct.values() if chunk not in absent]
     missing, renewed = attach_similar_texts(missing, engine, index), list[Chunk]()
     if rewrite:
@@ -247,7 +247,7 @@ def precompute_chunks(
 
 def remember_defaults(engine: Engine) -> None:
     """Store the engine's model and system text in the store's folder, as defaults of later commands and engines."""
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     if disk is not None:
         path = Path(engine.name)
         model = str(path.absolute()) if engine.name != "demo" and path.exists() else engine.name

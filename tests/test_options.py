@@ -11,7 +11,7 @@ from ragblend import load_engine, open_store
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import UsageError
-from ragblend.frameworks.model import CallOptions
+from ragblend.frameworks.call_options import CallOptions
 from ragblend.options import (
     GenerationKeywords,
     GenerationOptions,

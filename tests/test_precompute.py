@@ -67,7 +67,7 @@ def test_an_index_opened_for_ingestion_is_saved_and_closed(texts, corpus, engine
     with suppress(EmptyCorpusError):
         run(corpus, engine, tmp_path)
     found = sorted(path.name for path in (tmp_path / "index").iterdir())
-    assert found == ["chunks.sqlite", "manifest.json", "vectors.faiss"]
+    assert found == ["catalog.sqlite", "vectors.faiss"]
     with open_index(tmp_path / "index") as index:
         assert index.is_saved
 

@@ -238,7 +238,7 @@ def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat: ChatBlend, tmp_p
         store.add_documents([Document(A, id="a"), Document(B)])
         store.delete()
         assert known(chat, A, B) == [False, False]
-        assert opened.orphaned_texts().last_id == 0
+        assert opened.orphaned_texts().last_number == 0
 
 
 def test_an_overlong_document_is_indexed_and_stops_no_other(

@@ -65,7 +65,7 @@ key-without-namespace           store      chunk_key
 layer-checksum-skipped          store      _read_layer
     _checksum(A, B) != C  ->  False
 token-ids-not-compared          store      DiskStore.get
-    A is not None and B.header.token_ids != tuple(A)  ->  False
+    not A.header.has_ids(B)  ->  False
 pinned-entries-evicted          store      _choose_victims
     {*A(), B}  ->  {B}
 put-lock-lost                   store      reserve
@@ -99,11 +99,11 @@ text-of-others-released         catalog    ChunkRegistry.release
 removed-vectors-stay            .          FaissVectors.sync
     A.size - np.count_nonzero(B) + C.size != D.num_chunks  ->  False
 span-one-token-too-long         vllm       check_length
-    A[-1][1] > B  ->  A[-1][1] > B + 1
+    A[-1][1] >= B  ->  A[-1][1] > B
 connector-key-without-namespace vllm       ChunkLookup._key
-    chunk_key(A, B, C, D.namespace, E)  ->  chunk_key(A, B, C, "", E)
-no-token-left-to-sample         vllm       _plan_fill
-    A and A[-1].end == len(B)  ->  False
+    chunk_key(A, B, C, D, E)  ->  chunk_key(A, B, C, "", E)
+no-token-left-to-sample         vllm       PromptMatcher.find_runs
+    A and A[-1].end > B  ->  False
 deleted-while-fetched           vllm       _fetch_one
     self._num_applied() != A  ->  False
 """

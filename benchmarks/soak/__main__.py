@@ -107,6 +107,7 @@ class Soak:
         self.ledger = Ledger(self.references, Stored())
         for replica in self._replicas:
             replica.wait()
+            replica.make_known(work.texts, work.tokenizer)
         self._turnstile = Turnstile(config.requests, 60 * config.minutes)
         fresh: deque[Text] = deque(maxlen=FRESH_KEPT)
         clients = [

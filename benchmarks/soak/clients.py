@@ -17,11 +17,11 @@ from typing import Any
 
 import httpx
 
-from benchmarks.soak.deployment import ServedReplica, key_of
+from benchmarks.soak.deployment import Replica, key_of
 from benchmarks.soak.ledger import Attempt, Ledger, Outcome, is_stored
 from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, exclude_tokens
 from ragblend.engine.vllm.client import events
-from ragblend.engine.vllm.params import BlendParams, VllmMode, report_from, sampling
+from ragblend.engine.vllm.params import VllmMode, report_from, sampling
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.types import Prompt
@@ -111,7 +111,7 @@ class Client(threading.Thread):
         number: int,
         seed: int,
         work: Work,
-        replicas: Sequence[ServedReplica],
+        replicas: Sequence[Replica],
         ledger: Ledger,
         turnstile: Turnstile,
         fresh: deque[Text],
@@ -158,7 +158,10 @@ class Client(threading.Thread):
         tenant, stream = dice.choice(TENANTS), dice.random() < STREAMS
         if mode == "ingest":
             own = [text for text in self._work.texts if tenant in text.owners]
-            question = self._alone(self._work.fresh() if is_fresh else dice.choice(own))
+            text = self._work.fresh() if is_fresh else dice.choice(own)
+            for replica in self._replicas if is_fresh else ():
+                replica.make_known([text], self._work.tokenizer)
+            question = self._alone(text)
         elif is_fresh and self._fresh:
             question = self._alone(dice.choice(list(self._fresh)))
         else:
@@ -173,14 +176,12 @@ class Client(threading.Thread):
 
     def _alone(self, text: Text) -> Question:
         """A prompt of one chunk, which stands where it is ingested."""
-        start = len(self._work.prefix_ids)
         ids = (*self._work.prefix_ids, *text.token_ids, text.token_ids[-1])
-        params = BlendParams(spans=((start, len(ids) - 1),))
-        return Question(-text.number, Prompt([], "?"), ids, params, (text,))
+        return Question(-text.number, Prompt([], "?"), ids, (text,))
 
     # -- asking
 
-    def _try(self, http: httpx.Client, wish: PlannedRequest, replica: ServedReplica) -> Attempt:
+    def _try(self, http: httpx.Client, wish: PlannedRequest, replica: Replica) -> Attempt:
         attempt = Attempt(
             replica.name, wish.tenant, wish.mode, wish.ratio, wish.question, wish.is_fresh, time.monotonic()
         )

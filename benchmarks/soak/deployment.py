@@ -1,6 +1,6 @@
 """Two `ragblend serve` replicas, a Redis between them and a file of API keys, as processes of this machine.
 
-Everything can be killed (kill -9) and started again at its old address. Knows nothing of prompts.
+Everything can be killed (kill -9) and started again at its old address. Knows texts; knows nothing of prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from typing import Any
 import httpx
 
 from benchmarks.soak.memory import rss_bytes
+from benchmarks.soak.work import TENANTS, Text
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.errors import BackendUnreachableError, NotFoundError
+from ragblend.files.store_folder import CATALOG_FILE
 
 ADMIN_KEY = "soak-key-of-the-admin"
 ON_CPU = ("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16", "--block-size", "32")
@@ -180,6 +183,15 @@ class Replica(ServedReplica):
             time.sleep(0.5)
         said = (self.home / "log").read_text(errors="replace")[-2000:]
         raise BackendUnreachableError(f"{self.name} did not come up; its log ends with:\n{said}")
+
+    def make_known(self, texts: Sequence[Text], tokenizer: str) -> None:
+        """Have the replica find these texts in everybody's prompts, as those who ingest them do.
+
+        `tokenizer`: the fingerprint of the ids' tokenizer.
+        """
+        with ChunkRegistry(self.store / CATALOG_FILE) as registry:
+            for tenant in TENANTS:
+                registry.add_ids(((f"text {text.number}", text.token_ids) for text in texts), tokenizer, tenant)
 
     def kill(self) -> None:
         """Kill -9, to all its processes."""

@@ -13,7 +13,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -21,8 +21,7 @@ from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import Generation
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.vllm.base_engine import blend_params
-from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, VllmMode
+from ragblend.engine.vllm.params import BlendParams, VllmMode
 from ragblend.errors import RagblendError
 from ragblend.options import Mode
 from ragblend.prompt.types import Prompt
@@ -47,12 +46,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt over some chunks, in order. `params`: where they are in it, as a server is told."""
+    """A prompt over some chunks, in order."""
 
     number: int
     prompt: Prompt
     token_ids: tuple[int, ...]
-    params: BlendParams
     texts: tuple[Text, ...]
 
 
@@ -95,6 +93,7 @@ class Work:
         ]
         self._fresh, self._lock = itertools.count(len(self.texts)), Lock()
         self.stop_ids, self.prefix_ids = engine.renderer.stop_ids(), engine.default_prefix_ids
+        self.tokenizer = engine.renderer.fingerprint
 
     def _asked(self, corpus: Corpus, kinds: Sequence[str]) -> tuple[tuple[int, ...], str]:
         """A question of one of these kinds, behind the chunks that answer it."""
@@ -136,8 +135,7 @@ class Work:
         """A prompt as it is sent."""
         matched = self._engine.match(prompt)
         assert [run.chunk_ids for run in matched.runs] == [text.token_ids for text in texts]
-        params = blend_params(matched, "blend", "auto", None, "")
-        return Question(number, prompt, tuple(matched.token_ids), params, tuple(texts))
+        return Question(number, prompt, tuple(matched.token_ids), tuple(texts))
 
 
 class References:
@@ -221,13 +219,17 @@ def exclude_tokens(token_ids: frozenset[int]) -> dict[int, float]:
 def body(
     question: Question, *, mode: VllmMode, ratio: float | None, stream: bool, more: dict[str, Any]
 ) -> dict[str, Any]:
-    """The JSON body of a completion request, and `more` in it. Its API key says in whose name."""
-    params = replace(question.params, mode=mode, ratio=ratio)
+    """The JSON body of a completion request, and `more` in it. Its API key says in whose name.
+
+    What is ingested is the question's text, which one more token follows.
+    """
+    end = len(question.token_ids) - 1
+    spans = ((end - len(question.texts[0].token_ids), end),) if mode == "ingest" else ()
     return {
         "prompt": list(question.token_ids),
         "temperature": 0.0,
         "return_token_ids": True,
         "stream": stream,
-        "kv_transfer_params": {PARAMS_KEY: params.as_dict()},
+        "kv_transfer_params": BlendParams(mode, ratio=ratio, spans=spans).as_dict(),
         **more,
     }

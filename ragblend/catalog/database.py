@@ -30,9 +30,10 @@ from ragblend.catalog.schema import (
 )
 from ragblend.catalog.sqlite import SqliteDialect
 from ragblend.config import trusted_setting
+from ragblend.errors import CorruptError
 from ragblend.files.directory import remove_file
 from ragblend.files.places import user_path
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
 from ragblend.options import TierOptions
 
 _STREAMED = {"stream_results": True}  # large tables, a part at a time
@@ -76,6 +77,11 @@ class Catalog:
         return self._dialect.key
 
     @property
+    def name(self) -> str:
+        """The place of the database for messages."""
+        return self._dialect.name
+
+    @property
     def is_shared(self) -> bool:
         """True for a server's, which stores in other folders, on other machines, may have as well."""
         return self._dialect.is_shared
@@ -100,10 +106,15 @@ class Catalog:
         with self._locked() as connection:
             self._dialect.truncate_log(connection)
 
+    def find_structure_problems(self) -> list[str]:
+        """Return one sentence for each problem with the database itself, whatever its rows hold."""
+        with self._locked() as connection:
+            return self._dialect.find_problems(connection)
+
     def find_problems(self) -> list[str]:
         """Return one sentence for each problem with the catalogue. Raises CorruptError if it cannot be read at all."""
-        with self._locked() as connection:
-            found = self._dialect.find_problems(connection)
+        with self._locked():
+            found = self.find_structure_problems()
             for what, damaged in self._damaged_rows().items():
                 if damaged:
                     found.append(f"{self._dialect.name}: {len(damaged)} {what} are not what was written")
@@ -122,6 +133,10 @@ class Catalog:
             # The entries in the store's folder are read and recorded again.
             connection.execute(delete(ENTRY_CHUNKS).where(ENTRY_CHUNKS.c.entry == ""))
         self.close()
+
+    def damage_error(self, what: str) -> CorruptError:
+        """Return the error to raise for rows that are not what was written, with what to do about it."""
+        return CorruptError(f"{self._dialect.name}: {what}. {self._dialect.fix_hint()}")
 
     def __enter__(self) -> Self:
         return self
@@ -194,7 +209,7 @@ class Catalog:
 
 def drop_catalog(root: Path) -> None:
     """Delete a damaged catalogue from a store's directory. The next process that adds texts creates it again."""
-    for name in (FORMER_REGISTRY_FILE, FORMER_SERVER_FILE, CATALOG_FILE):
+    for name in (FORMER_REGISTRY_FILE, FORMER_SERVER_FILE, FORMER_INDEX_FILE, CATALOG_FILE):
         for suffix in ("-wal", "-shm", ""):
             remove_file(root / f"{name}{suffix}")
 

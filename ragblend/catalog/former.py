@@ -14,10 +14,16 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from ragblend.catalog.schema import DocumentName
-from ragblend.errors import RagblendError
+from ragblend.errors import RagblendError, StoreMismatchError
 from ragblend.files.directory import remove_file
 from ragblend.files.sqlite import connect, transaction, wrap_sqlite_errors
-from ragblend.files.store_folder import FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
+from ragblend.files.store_folder import (
+    FORMER_INDEX_FILE,
+    FORMER_MANIFEST,
+    FORMER_REGISTRY_FILE,
+    FORMER_SERVER_FILE,
+    VECTORS_FILE,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +32,7 @@ _SENT = (
     "namespace, collection, id, ingestion, version, stored_version, metadata, body, reason, num_chunks, num_tokens, "
     "num_known_kv, num_new_kv, new_kv_bytes"
 )
+_PLACE, _CONTENT = 'document, ordinal, start, "end", text, metadata', "vector, generation, text_hash"
 _VARIANTS = "entry, key, embedder, vector, is_stored, checksum"
 _COPIES = {
     FORMER_REGISTRY_FILE: (
@@ -50,15 +57,37 @@ _COPIES = {
         ),
     ),
     FORMER_SERVER_FILE: ((f"sent_documents ({_SENT})", f"{_SENT} FROM documents ORDER BY number"),),
+    FORMER_INDEX_FILE: (
+        ("documents (number, source, file, content_hash, status, checksum)", "* FROM documents ORDER BY id"),
+        ("index_facts (name, value, checksum)", "key, value, checksum FROM meta"),
+        ("files (path, version, top, checksum)", "* FROM files"),
+        (
+            f"chunks (id, {_PLACE}, vector, generation, text_key, checksum)",
+            f"id, {_PLACE}, {_CONTENT}, iif(checksum IS row_checksum(id, chunk_id, {_PLACE}, num_tokens, {_CONTENT}), "
+            f"row_checksum(id, {_PLACE}, {_CONTENT}), -1) FROM chunks ORDER BY id",
+        ),
+        (
+            "orphaned_texts (source, text, checksum)",
+            "source, text, row_checksum(source, text) FROM leftovers "
+            "WHERE behind = '' AND checksum IS row_checksum(id, source, text, behind) ORDER BY id",
+        ),
+        (
+            "pending_deletions (key, place, source, text_key, checksum)",
+            "key, place, source, text_hash, row_checksum(key, place, source, text_hash) FROM doomed "
+            "WHERE checksum IS row_checksum(key, place, source, text_hash, behind_hash) ORDER BY rowid",
+        ),
+    ),
 }
 """By file: the columns into which rows are read, and what is selected for them."""
+_INDEX_VERSION = 3
 _NAME = re.compile(r"(?:@([^/]*)/)?(\w+\(.*?\)|[^/]*)/(.*)", re.DOTALL)
 
 
 def read_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: bool) -> None:
     """Read the files of an earlier version into the catalogue, and remove them where the catalogue `is_kept`.
 
-    Killed in between, the next call does the rest. Raises CorruptError for a damaged file.
+    Killed in between, the next call does the rest. Raises CorruptError for a damaged file, StoreMismatchError for an
+    index of a version that is not read.
     """
     for name, copies in _COPIES.items():
         path = folder / name
@@ -68,30 +97,47 @@ def read_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: 
         fix = f"Delete it and {again}. Or ragblend verify --repair --store {folder}"
         try:
             with wrap_sqlite_errors(path, fix), closing(connect(path, fix)) as former:
-                num_rows = _copy(former, connection, copies)
+                num_rows = _copy(former, connection, copies, path)
         except RagblendError:
             if path.exists():
                 raise
             continue  # another process has read it in
         if is_kept:
-            for suffix in ("-wal", "-shm", ""):
-                remove_file(Path(f"{path}{suffix}"))
+            others = (VECTORS_FILE, FORMER_MANIFEST) if name == FORMER_INDEX_FILE else ()
+            for each in (*others, f"{name}-wal", f"{name}-shm", name):
+                remove_file(folder / each)
         what = f"{num_rows} {'texts' if name == FORMER_REGISTRY_FILE else 'documents'}"
         log.warning("%s was written by an earlier version: its %s are in the catalogue now", path, what)
 
 
-def _copy(former: sqlite3.Connection, connection: sqlite3.Connection, copies: Sequence[tuple[str, str]]) -> int:
+def _copy(
+    former: sqlite3.Connection, connection: sqlite3.Connection, copies: Sequence[tuple[str, str]], path: Path
+) -> int:
     """Copy the tables. Return the number of rows of the first."""
     former.create_function("name_part", 2, lambda document, part: _split(str(document))[part], deterministic=True)
     with transaction(former, "DEFERRED"), transaction(connection, "IMMEDIATE"):
         tables = {name for (name,) in former.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        for target, selected in copies:
+        if path.name == FORMER_INDEX_FILE and tables:
+            _check_index(former, path)
+        # Whoever was killed before removing the file of an index has read all of it, and it may have changed since.
+        is_read = path.name == FORMER_INDEX_FILE and connection.execute("SELECT 1 FROM index_facts").fetchone()
+        for target, selected in () if is_read else copies:
             if selected.partition(" FROM ")[2].partition(" ")[0] in tables:
                 marks = ", ".join("?" * (target.count(",") + 1))
                 insert = f"INSERT OR IGNORE INTO {target} VALUES ({marks})"
                 connection.executemany(insert, former.execute(f"SELECT {selected}"))
         table = copies[0][0].partition(" ")[0]
         return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def _check_index(former: sqlite3.Connection, path: Path) -> None:
+    """Raise StoreMismatchError for an index of another version than the last."""
+    version = former.execute("PRAGMA user_version").fetchone()[0]
+    if version != _INDEX_VERSION:
+        raise StoreMismatchError(
+            f"{path} has index schema {version}, this ragblend reads {_INDEX_VERSION}; use the ragblend that made it, "
+            "or ingest again into a new folder"
+        )
 
 
 def _split(name: str) -> DocumentName:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from time import monotonic
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -22,6 +24,8 @@ from ragblend.catalog.registry import ChunkRegistry
 from ragblend.errors import BackendUnreachableError
 from ragblend.prompt.match import ChunkRun
 from ragblend.prompt.token_index import Run, TokenIndex
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +43,9 @@ class KnownChunks:
     def __init__(self, registry: ChunkRegistry, tokenizer: str, namespace: str) -> None:
         self._registry = registry
         self._owner = (tokenizer, namespace)
-        self._lock = threading.Lock()
-        self._retry_at_s = 0.0  # on the monotonic clock, after an outage
+        self._lock, self._outage_lock = threading.Lock(), threading.Lock()
+        self._retry_at_s = 0.0  # on the monotonic clock, during an outage
+        self._num_failures = 0
         self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
         self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text: registry.has_ids(text, tokenizer, namespace))
         self._version_of_texts: tuple[int, int] | None = None
@@ -56,45 +61,70 @@ class KnownChunks:
         self._registry.remove_ids(text, *self._owner)
 
     def __contains__(self, text: object) -> bool:
-        if not isinstance(text, str) or monotonic() < self._retry_at_s:
-            return False
-        try:
-            with self._lock:
-                version = self._registry.version()
-                if version != self._version_of_texts:
-                    self._has_text.cache_clear()
-                    self._version_of_texts = version
-                return self._has_text(text)
-        except BackendUnreachableError as error:
-            self._record_outage(error)
-            return False
+        return isinstance(text, str) and self._ask(lambda: self._contains(text), False)
+
+    def _contains(self, text: str) -> bool:
+        with self._turn():
+            version = self._registry.version()
+            if version != self._version_of_texts:
+                self._has_text.cache_clear()
+                self._version_of_texts = version
+            return self._has_text(text)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the runs of chunks in a prompt, in its order; they do not overlap."""
-        try:
-            with self._lock:
+        return self._ask(lambda: self._find_runs(token_ids), [])
+
+    def _find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
+        with self._turn():
+            self._update()
+            index = self._index
+        runs = index.find_runs(token_ids) if len(index) else []
+        return [
+            _chunk_run(run, ids, self._cached_document(run.chunk))
+            for run in runs
+            if (ids := self._cached_ids(run.chunk)) is not None
+        ]
+
+    def _ask(self, call: Callable[[], T], default: T) -> T:
+        """Return the call's result, or the default while the registry's server does not answer.
+
+        After a pause one caller asks again; the others do not wait for it.
+        """
+        if self._retry_at_s:
+            with self._outage_lock:
                 if monotonic() < self._retry_at_s:
-                    return []
-                self._update()
-                index = self._index
-            runs = index.find_runs(token_ids) if len(index) else []
-            found = [
-                _chunk_run(run, ids, self._cached_document(run.chunk))
-                for run in runs
-                if (ids := self._cached_ids(run.chunk)) is not None
-            ]
+                    return default
+                self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
+        try:
+            found = call()
         except BackendUnreachableError as error:
             self._record_outage(error)
-            return []
+            return default
         if self._retry_at_s:
             self._retry_at_s = 0.0
             log.warning("the catalogue answers again: stored chunks are found in prompts")
         return found
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the lock. A call that failed while this one waited for it fails this one as well."""
+        num_failures = self._num_failures
+        with self._lock:
+            if num_failures != self._num_failures:
+                raise BackendUnreachableError("the catalogue did not answer the call before this one")
+            try:
+                yield
+            except BackendUnreachableError as error:
+                self._num_failures += 1
+                self._record_outage(error)
+                raise
+
     def _record_outage(self, error: BackendUnreachableError) -> None:
-        if not self._retry_at_s:
-            log.warning("no stored chunk is found in prompts, which are prefilled whole: %s", error)
-        self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
+        with self._outage_lock:
+            if not self._retry_at_s:
+                log.warning("no stored chunk is found in prompts, which are prefilled whole: %s", error)
+            self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
         """Free the registry's file; the next call opens it again, be it the same file or another in its place."""
@@ -108,19 +138,25 @@ class KnownChunks:
         self._index = TokenIndex(self._cached_ids)
         self._version: tuple[int, int] | None = None
         self._last_number = 0
+        self._num_removals = 0
 
     def _update(self) -> None:
         """Bring the index to the state of the registry."""
         version = self._registry.version()
         if version == self._version:
             return
+        if self._version is not None and version < self._version:  # another database is in its place
+            self._clear()
         self._cached_ids.cache_clear()  # of removed chunks the index finds no ids, and so no run
         self._cached_document.cache_clear()
+        num_removals = self._registry.num_removals()
         added = self._registry.ids_after(self._last_number, *self._owner)
-        num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)
-        if num_removed > len(self._index) // 4:
-            self._clear()
-            added = self._registry.ids_after(0, *self._owner)
+        if num_removals != self._num_removals:  # counting takes long in PostgreSQL
+            num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)
+            if num_removed > len(self._index) // 4:
+                self._clear()
+                added = self._registry.ids_after(0, *self._owner)
+            self._num_removals = num_removals
         self._index.add(added)
         self._last_number = max((number for number, _ in added), default=self._last_number)
         self._version = version

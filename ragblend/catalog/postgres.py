@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, InvalidatePoolError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
-from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
+from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION, SHARED_METADATA
 from ragblend.errors import (
     BackendUnreachableError,
     RagblendError,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SCHEMES = ("postgresql://", "postgres://")
-CONNECT_TIMEOUT_S = 5
+CONNECT_TIMEOUT_S = 3
 VERSION_TIMEOUT_S = 1.0  # for the number that each prompt asks for; a request waits no longer
 ANSWER_TIMEOUT_S = 60.0
 LOCK_TIMEOUT_S = 30.0
@@ -64,6 +64,10 @@ class PostgresDialect(Dialect):
     is_shared = True
 
     def __init__(self, url: str) -> None:
+        try:
+            import psycopg  # noqa: F401
+        except ImportError as error:
+            raise ImportError("a catalogue in PostgreSQL needs psycopg: pip install 'ragblend[postgres]'") from error
         self._url = url
         self.name, self.key = redact(url), url
         self._has_tables = False
@@ -124,7 +128,8 @@ class PostgresDialect(Dialect):
         if not inspect(connection).has_table(META.name):
             connection.exec_driver_sql(f"BEGIN; SELECT pg_advisory_xact_lock({_CREATION_LOCK})")
             if not inspect(connection).has_table(META.name):  # or another process was faster
-                METADATA.create_all(connection, checkfirst=False)
+                for tables in (METADATA, SHARED_METADATA):
+                    tables.create_all(connection, checkfirst=False)
                 rows = [{"name": "schema", "value": str(SCHEMA_VERSION)}, {"name": "version", "value": "0"}]
                 connection.execute(META.insert(), rows)
             connection.exec_driver_sql("COMMIT")
@@ -187,7 +192,7 @@ class PostgresDialect(Dialect):
         if state and state[:2] not in ("08", "57", "53", "28", "3D"):
             return RagblendError(f"the catalogue {self.name} rejects a statement ({reason}; {state}); report it")
         self._has_tables = False  # another server may answer next
-        if "FATAL:" in text or state[:2] in ("28", "3D", "53"):
+        if ("FATAL:" in text and "database system is" not in text) or state[:2] in ("28", "3D", "53"):
             return BackendUnreachableError(
                 f"the catalogue {self.name} refuses the connection: {reason}. Check user, password and database in "
                 "`catalog` and the server's max_connections"
@@ -201,10 +206,6 @@ class PostgresDialect(Dialect):
 @cache
 def _engine(url: str) -> Engine:
     """Return the pool of this process's connections to `url`, and the compiled statements."""
-    try:
-        import psycopg  # noqa: F401
-    except ImportError as error:
-        raise ImportError("a catalogue in PostgreSQL needs psycopg: pip install 'ragblend[postgres]'") from error
     engine = create_engine(
         "postgresql+psycopg://",
         creator=lambda: _connect(url),

@@ -11,6 +11,7 @@ strings and ids, not KV, engines or frameworks.
 from __future__ import annotations
 
 import hashlib
+import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from ragblend.catalog.schema import (
     DOCUMENT_TEXTS,
     ENTRY_CHUNKS,
     INDEX_MARK,
+    META,
     STORED_ENTRIES,
     TEXTS,
     TOKEN_IDS,
@@ -42,7 +44,7 @@ from ragblend.catalog.schema import (
     text_key,
     with_checksum,
 )
-from ragblend.errors import is_unicode
+from ragblend.errors import StoreMismatchError, is_unicode
 from ragblend.files.store_folder import FORMER_REGISTRY_FILE
 
 
@@ -82,6 +84,8 @@ _DOCUMENT_WITH_IDS = (
 _IDS_OF_TEXTS = _checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
 _DELETE_IDS = delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "key"), *_OWNED_IDS)
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
+_REMOVALS = "removals"
+_NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
 _HAS_TEXT = select(TEXTS.c.number).where(*_of(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_among(TEXTS.c.key))
 _OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_among(DOCUMENT_TEXTS.c.key))
@@ -99,6 +103,7 @@ _TEXTS_OF = (
 _TEXTS_OF_DOCUMENTS = select(TEXTS.c.text).where(
     TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key).where(DOCUMENT_TEXTS.c.id != ""))
 )
+_OWNED_TEXTS = select(TEXTS.c.text).where(TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key)))
 _DISOWN = delete(DOCUMENT_TEXTS).where(*_of(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
 _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentName._fields]
 _OWNERS_OF = select(*_OWNER_COLUMNS).where(*_of(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
@@ -121,6 +126,22 @@ _SET_VARIANT_STORED = update(VARIANTS).where(*_of(VARIANTS, "entry")).values(is_
 
 class ChunkRegistry(Catalog):
     """Texts of ingested chunks, in the catalogue at `place`, or in memory if it is None. See `Catalog`."""
+
+    def add_model(self, fingerprint: str, name: str, *, new_model: bool) -> None:
+        """Record a model that the documents are stored for. Raises StoreMismatchError where they are stored for others,
+        unless `new_model` says that this one is to be added.
+        """
+        key = f"model {fingerprint}"
+        with self._write() as connection:
+            query = select(META.c.name, META.c.value).where(META.c.name.startswith("model "))
+            known = {row.name: row.value for row in connection.execute(query)}
+            if known and key not in known and not new_model:
+                raise StoreMismatchError(
+                    f"{self._dialect.name} is the catalogue of {', '.join(sorted(known.values()))}, the engine runs "
+                    f"{name}; name another database, or another schema of it: `catalog`"
+                )
+            if key not in known:
+                connection.execute(insert(META), {"name": key, "value": name})
 
     # --- what it holds ---
 
@@ -165,8 +186,10 @@ class ChunkRegistry(Catalog):
         return counts
 
     def texts_of_documents(self) -> list[str]:
-        """Return the texts of the documents that frameworks, or clients of a server, have added by an id."""
-        return [row.text for row in self._rows(_TEXTS_OF_DOCUMENTS)]
+        """Return the texts of the documents that frameworks, or clients of a server, have added by an id; of a shared
+        catalogue also those of indexes, which may be on other machines.
+        """
+        return [row.text for row in self._rows(_OWNED_TEXTS if self.is_shared else _TEXTS_OF_DOCUMENTS)]
 
     def last_number(self) -> int:
         """Return the number of the text that was added last, of those that are there; 0 for none."""
@@ -245,7 +268,7 @@ class ChunkRegistry(Catalog):
             if elsewhere:
                 values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
                 connection.execute(delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "namespace", "key")), values)
-                self._num_changes += 1
+                self._count_removal(connection)
         return gone
 
     def remove(self, texts: Iterable[str]) -> int:
@@ -258,7 +281,7 @@ class ChunkRegistry(Catalog):
             num_removed = len(existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
             for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
                 connection.execute(delete(table).where(*_of(table, "key")), keys)
-            self._num_changes += 1
+            self._count_removal(connection)
             return num_removed
 
     @contextmanager
@@ -302,13 +325,24 @@ class ChunkRegistry(Catalog):
             owner = {"tokenizer": tokenizer, "namespace": namespace}
             with self._write() as connection:
                 connection.execute(_DELETE_IDS, {**owner, "b_key": text_key(text.strip())})
-                self._num_changes += 1
+                self._count_removal(connection)
 
     def remove_ids_without_text(self) -> None:
         """Delete the token ids of chunks that prompts named and no document has added."""
         with self._write() as connection:
             connection.execute(delete(TOKEN_IDS).where(TOKEN_IDS.c.key.not_in(select(TEXTS.c.key))))
-            self._num_changes += 1
+            self._count_removal(connection)
+
+    def _count_removal(self, connection: Connection) -> None:
+        row = {"name": _REMOVALS, "value": str(self.num_removals() + 1)}
+        connection.execute(delete(META).where(META.c.name == _REMOVALS))
+        connection.execute(insert(META), row)
+        self._num_changes += 1
+
+    def num_removals(self) -> int:
+        """Return how often token ids were removed, of any tokenizer and namespace."""
+        rows = self._rows(_NUM_REMOVALS)
+        return int(rows[0].value) if rows else 0
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
         """Return the number and the token ids of each text added after the one of `number`, from intact rows."""
@@ -392,14 +426,17 @@ class ChunkRegistry(Catalog):
         with self._write() as connection:
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
-    @property
-    def has_all_entries(self) -> bool:
+    def has_all_entries(self, folder: Path) -> bool:
         """Return True if every entry in the store's folder is recorded, also those that an earlier version stored."""
-        return bool(self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
+        return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
-    def set_has_all_entries(self) -> None:
+    def set_has_all_entries(self, folder: Path) -> None:
         """Record that every entry in the store's folder is recorded."""
-        self._record_entry("", [(b"", "")])
+        self._record_entry("", [(b"", self._mark(folder))])
+
+    def _mark(self, folder: Path) -> str:
+        """Return what names a folder in its own catalogue, or in one that folders of other machines share."""
+        return f"{platform.node()}:{folder}" if self.is_shared else ""
 
     # --- similar variants of what frameworks bring ---
 
@@ -492,14 +529,22 @@ _IN_MEMORY_LOCK = threading.Lock()
 
 def store_folders(store: Any) -> list[Path]:
     """Return the local folders in which a KVStore stores its files."""
-    roots = (getattr(tier, "root", None) for tier in getattr(store, "tiers", (store,)))
-    return [root for root in roots if isinstance(root, Path)]
+    return [] if store.disk_tier is None else [store.disk_tier.root]
 
 
 def catalog_of(store: Any) -> str | Path | None:
     """Return where the catalogue of a KVStore is: a file in its folder, or a URL; None where the store has neither."""
-    url: str | None = getattr(store, "catalog", None)
+    url: str | None = store.catalog
     return next((find_catalog(root, url) for root in store_folders(store)), url)
+
+
+def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new_model: bool) -> None:
+    """Record a model in a catalogue that several stores have; what a store in a folder holds, its folder says. See
+    `ChunkRegistry.add_model`.
+    """
+    if not isinstance(place, Path):
+        with ChunkRegistry(place) as registry:
+            registry.add_model(fingerprint, name, new_model=new_model)
 
 
 def has_registry(store: Any) -> bool:

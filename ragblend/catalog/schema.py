@@ -15,6 +15,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    DateTime,
     Index,
     Integer,
     LargeBinary,
@@ -31,7 +32,7 @@ from sqlalchemy.types import UserDefinedType
 
 from ragblend.files.sqlite import row_checksum
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1: without the tables of an index
 METADATA = MetaData()
 
 
@@ -101,7 +102,7 @@ def _number() -> Column[int]:
 
 
 def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked: str, key: str = "") -> Table:
-    """Return a table with a checksum of the columns `checked`. `key`: its primary key, "" where rows are numbered."""
+    """Return a table with a checksum of the columns `checked`. `key`: its primary key, "" where one column is that."""
     for column in columns:
         if isinstance(column, Column) and column.name in key.split():
             column.primary_key = True
@@ -110,7 +111,7 @@ def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked:
         METADATA,
         *columns,
         Column("checksum", INTEGER, nullable=False),
-        sqlite_autoincrement=not key,
+        sqlite_autoincrement=columns[0].name == "number",
         sqlite_with_rowid=not key,
         info={"checked": checked.split()},
     )
@@ -200,6 +201,56 @@ SENT_DOCUMENTS = Table(
 """The documents that a server was sent."""
 _partial_index("sent_documents_waiting", SENT_DOCUMENTS.c.number, SENT_DOCUMENTS.c.body.is_not(None))
 
+SHARED_METADATA = MetaData()
+"""Tables of a catalogue that several servers have, in addition to the others."""
+LEASES = Table(
+    "leases",
+    SHARED_METADATA,
+    Column("name", EscapedText, primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+)
+"""Who is working on what, and until when."""
+INDEX_FACTS = _checked_table("index_facts", _text("name"), _text("value"), key="name", checked="name value")
+"""What made the index, and how many times its documents changed."""
+FILES = _checked_table("files", _text("path"), _text("version"), _text("top"), key="path", checked="path version top")
+"""The files from which the documents of the index came."""
+DOCUMENTS = _checked_table(
+    "documents",
+    _number(),
+    Column("source", TEXT, nullable=False, unique=True),
+    *(_text(name) for name in ("file", "content_hash", "status")),
+    checked="number source file content_hash status",
+)
+Index("documents_by_file", DOCUMENTS.c.file)
+CHUNKS = _checked_table(
+    "chunks",
+    Column("id", INTEGER, primary_key=True, autoincrement=False),
+    *(Column(name, INTEGER, nullable=False) for name in ("document", "ordinal", "start", "end")),
+    _text("text"),
+    _text("metadata"),
+    _blob("vector"),
+    Column("generation", INTEGER, nullable=False),
+    _blob("text_key"),
+    UniqueConstraint("document", "ordinal"),
+    checked="id document ordinal start end text metadata vector generation text_key",
+)
+Index("chunks_by_text", CHUNKS.c.text_key)
+# All that a search asks for when it looks for what is new, without reading texts and vectors.
+Index("chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal)
+ORPHANED_TEXTS = _checked_table("orphaned_texts", _number(), _text("source"), _text("text"), checked="source text")
+"""The texts that a document of the index had before, until the entries of their KV are in `pending_deletions`."""
+PENDING_DELETIONS = _checked_table(
+    "pending_deletions",
+    _number(),
+    *(_text(name) for name in ("key", "place", "source")),
+    _blob("text_key"),
+    UniqueConstraint("key", "place"),
+    checked="key place source text_key",
+)
+"""The entries to be deleted from a place, which may be a remote tier that does not answer now."""
+INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)
+
 CHECKED_TABLES = {
     "versions of documents": VERSIONS,
     "owners of texts": DOCUMENT_TEXTS,
@@ -207,6 +258,12 @@ CHECKED_TABLES = {
     "token ids of texts": TOKEN_IDS,
     "vectors of texts": VARIANTS,
     "entries of chunks": ENTRY_CHUNKS,
+    "facts of the index": INDEX_FACTS,
+    "files": FILES,
+    "documents": DOCUMENTS,
+    "chunks": CHUNKS,
+    "texts to be deleted": ORPHANED_TEXTS,
+    "entries to be deleted": PENDING_DELETIONS,
 }
 """The tables with checksums, by what messages call their rows."""
 

@@ -7,14 +7,14 @@ that was stored last is the one that was sent last. Knows rows; chunks and prefi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from sqlalchemy import ColumnElement, bindparam, case, cast, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog
-from ragblend.catalog.schema import INTEGER, NUM_COUNTS, SENT_DOCUMENTS
+from ragblend.catalog.schema import INTEGER, NUM_COUNTS, SENT_DOCUMENTS, existing, is_among
 
 _ROW = SENT_DOCUMENTS.c
 _STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
@@ -48,6 +48,16 @@ class WaitingDocument(NamedTuple):
     id: str
     version: str
     body: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Names the document, however often it is sent."""
+        return document_name(self.namespace, self.collection, self.id)
+
+
+def document_name(namespace: str, collection: str, document_id: str) -> str:
+    """Return a name for a document that no other one has."""
+    return json.dumps([namespace, collection, document_id])
 
 
 class StoredCounts(NamedTuple):
@@ -83,25 +93,37 @@ class DocumentTable(Catalog):
                 connection.execute(insert(SENT_DOCUMENTS), row)
         return ingestion
 
-    def waiting(self, limit: int, max_chars: int) -> list[WaitingDocument]:
+    def waiting(self, limit: int, max_chars: int, taken: Collection[str] = ()) -> list[WaitingDocument]:
         """Return the documents to be stored next, those of one collection, in the order in which they were sent: at
-        most `limit`, and only the first where its body has more than `max_chars`."""
-        waiting = select(_ROW.namespace, _ROW.collection).where(_ROW.body.is_not(None)).order_by(_ROW.number)
+        most `limit`, and only the first where its body has more than `max_chars`. `taken`: names of documents that are
+        left out (`WaitingDocument.name`)."""
+        waiting = select(_ROW.namespace, _ROW.collection, _ROW.id).where(_ROW.body.is_not(None)).order_by(_ROW.number)
         columns = (_ROW.number, _ROW.namespace, _ROW.collection, _ROW.id, _ROW.version, _ROW.body)
         found: list[WaitingDocument] = []
         with self._transaction("DEFERRED") as connection:
-            owner = connection.execute(waiting.limit(1)).first()
+            first = connection.execute(waiting.limit(1 + len(taken))).all()
+            owner = next((row for row in first if document_name(*row) not in taken), None)
             if owner is None:
                 return []
             is_next = (_ROW.body.is_not(None), _ROW.namespace == owner.namespace, _ROW.collection == owner.collection)
-            query = select(*columns).where(*is_next).order_by(_ROW.number).limit(limit)
+            query = select(*columns).where(*is_next).order_by(_ROW.number).limit(limit + len(taken))
             with connection.execute(query) as rows:
                 for *values, body in rows:
+                    if taken and document_name(*values[1:4]) in taken:
+                        continue
                     max_chars -= len(body)
-                    if found and max_chars < 0:
+                    if found and (max_chars < 0 or len(found) == limit):
                         break
                     found.append(WaitingDocument._make([*values, json.loads(body)]))
         return found
+
+    def still_waiting(self, documents: Iterable[WaitingDocument]) -> list[WaitingDocument]:
+        """Return those that no server has stored, removed or been sent again since `waiting` returned them."""
+        given = list(documents)
+        query = select(_ROW.number).where(is_among(_ROW.number), _ROW.body.is_not(None))
+        with self._locked() as connection:
+            there = existing(connection, query, (document.number for document in given))
+        return [document for document in given if document.number in there]
 
     def finish(self, document: WaitingDocument, counts: StoredCounts, reason: str, *, is_stored: bool) -> None:
         """Record that a document is stored, or why it cannot be; nothing where it was sent again meanwhile."""

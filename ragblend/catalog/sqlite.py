@@ -13,14 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import cast
 
-from sqlalchemy import Connection, Engine, NullPool, create_engine, select
+from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, select
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
 from ragblend.catalog.former import read_former_files
 from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
-from ragblend.errors import CorruptError, StoreMismatchError
+from ragblend.errors import CorruptError, StoreMismatchError, StoreNotWritableError
 from ragblend.files.directory import to_write_error
+from ragblend.files.network import find_network_file_system
 from ragblend.files.sqlite import connect, truncate_log, wrap_sqlite_errors
 
 _PATH: ContextVar[Path | None] = ContextVar("path of the catalogue that is being opened")
@@ -64,10 +65,16 @@ class SqliteDialect(Dialect):
 
     def fix_hint(self) -> str:
         """Return what to do about a damaged file."""
-        return (
-            f"Mend it: ragblend verify --repair --store {self.path and self.path.parent}; or delete it and ingest the "
-            "documents again: stored KV is found, not recomputed"
-        )
+        folder = self.path and self.path.parent
+        return f"Mend it: ragblend verify --repair --store {folder}; or {explain_reingestion(self.path)}"
+
+
+def explain_reingestion(path: Path | None) -> str:
+    """Return how a store gets a new catalogue, in words that end a sentence."""
+    return (
+        f"delete {path}* and run ragblend ingest DOCS --store {path and path.parent} (stored KV is found, not "
+        "recomputed), and add again what frameworks and servers have added"
+    )
 
 
 class _NamedErrors(AbstractContextManager[None]):
@@ -99,6 +106,14 @@ def _connect() -> sqlite3.Connection:
     return connect(path, f"Move {path} away", create=True)
 
 
+def _connect_to(path: Path | None) -> Connection:
+    token = _PATH.set(path)
+    try:
+        return _engine().connect()
+    finally:
+        _PATH.reset(token)
+
+
 def _sqlite(connection: Connection) -> sqlite3.Connection:
     return cast("sqlite3.Connection", connection.connection.dbapi_connection)
 
@@ -111,15 +126,22 @@ def _open(path: Path | None, fix: str) -> Connection:
         except OSError as error:
             raise to_write_error(error, path) from error
     is_writable = folder is not None and os.access(folder, os.W_OK)
+    if folder is not None and is_writable and (kind := find_network_file_system(folder)):
+        raise StoreNotWritableError(
+            f"{folder} is on a network file system ({kind}), where SQLite's locks do not keep the catalogue whole. "
+            "Keep it in a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local "
+            "disk and its KV there: `kv_dir`"
+        )
     is_kept = path is not None and (is_writable or path.exists())
     if is_kept and path is not None:
         _create_private(path)
-    token = _PATH.set(path if is_kept else None)
+    connection = _connect_to(path if is_kept else None)
     try:
-        connection = _engine().connect()
-    finally:
-        _PATH.reset(token)
-    try:
+        if is_kept and not is_writable and _lacks_tables(connection):  # it is read in memory, as former files are
+            copy, is_kept = _connect_to(None), False
+            _sqlite(connection).backup(_sqlite(copy))
+            connection.close()
+            connection = copy
         _check_schema(connection, path, fix)
         if folder is not None and (is_writable or not is_kept):
             read_former_files(folder, _sqlite(connection), is_kept=is_kept)
@@ -130,17 +152,17 @@ def _open(path: Path | None, fix: str) -> Connection:
 
 
 def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
-    """Create the tables in an empty file; raise an error where a file has others."""
-    schema = _read_schema(connection)
-    if not schema:
+    """Create the tables that a file lacks; raise an error where a file has others."""
+    if _lacks_tables(connection):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
-        if not _read_schema(connection):  # or another process was faster
-            METADATA.create_all(connection, checkfirst=False)
+        if _lacks_tables(connection):  # or another process was faster
+            METADATA.create_all(connection)
             made = f"{SCHEMA_VERSION} {_digest(_read_schema(connection))}"
+            connection.execute(delete(META))
             connection.execute(META.insert().values(name="schema", value=made))
             connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.exec_driver_sql("COMMIT")
-        schema = _read_schema(connection)
+    schema = _read_schema(connection)
     tables = {name for kind, name, _ in schema if kind == "table"}
     if tables.isdisjoint(METADATA.tables):
         raise StoreMismatchError(
@@ -148,15 +170,26 @@ def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
             "choose another folder for the store: `store='OTHER_DIR'`"
         )
     version = connection.exec_driver_sql("PRAGMA user_version").scalar()
-    query = select(META.c.value).where(META.c.name == "schema")
-    recorded = connection.execute(query).scalar() if META.name in tables else None
-    if recorded != f"{version} {_digest(schema)}":
+    if _recorded_schema(connection, schema) != f"{version} {_digest(schema)}":
         raise CorruptError(f"{path} is damaged (version {version} with other tables than it had). {fix}")
     if version != SCHEMA_VERSION:
         raise StoreMismatchError(
             f"{path} is version {version} of a catalogue, this ragblend reads {SCHEMA_VERSION}; use the ragblend that "
             "made it, or choose another folder for the store: `store='OTHER_DIR'`"
         )
+
+
+def _lacks_tables(connection: Connection) -> bool:
+    """Return True for an empty file, and for a sound one of an earlier version."""
+    schema = _read_schema(connection)
+    version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+    is_former = version < SCHEMA_VERSION and _recorded_schema(connection, schema) == f"{version} {_digest(schema)}"
+    return not schema or is_former
+
+
+def _recorded_schema(connection: Connection, schema: Sequence[tuple[str, str, str]]) -> str | None:
+    query = select(META.c.value).where(META.c.name == "schema")
+    return connection.execute(query).scalar() if ("table", META.name) in {row[:2] for row in schema} else None
 
 
 def _read_schema(connection: Connection) -> Sequence[tuple[str, str, str]]:

@@ -28,7 +28,7 @@ DOCUMENT_KINDS = (
 @with_settings(
     "model backend store remote chunk_size text_field context embedder system namespace dtype kv_dtype device "
     "trust_remote_code",
-    unflagged="disk_gib gpus_per_worker kv_dir max_file_mib memory_gib remote_timeout_s",
+    unflagged="catalog disk_gib gpus_per_worker kv_dir max_file_mib memory_gib remote_timeout_s",
 )
 def ingest(
     settings: Settings,
@@ -85,7 +85,7 @@ def ingest(
 
 @with_settings(
     "model backend store remote context system namespace dtype kv_dtype device trust_remote_code",
-    unflagged="disk_gib gpus_per_worker kv_dir memory_gib remote_timeout_s",
+    unflagged="catalog disk_gib gpus_per_worker kv_dir memory_gib remote_timeout_s",
 )
 def precompute(
     settings: Settings,

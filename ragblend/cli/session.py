@@ -199,13 +199,10 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
 
 def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
     """Wait until the remote tier has every stored entry or stops answering; closing waits only a few seconds."""
-    from ragblend.engine.store.remote.tier import RemoteStore
-
-    for tier in engine.store.tiers:
-        if isinstance(tier, RemoteStore):
-            total = tier.num_waiting
-            while not tier.flush(0.2) and tier.breaker.is_closed:
-                progress("send", total - tier.num_waiting, total)
+    for tier in engine.store.remote_tiers:
+        total = tier.num_waiting
+        while not tier.flush(0.2) and tier.breaker.is_closed:
+            progress("send", total - tier.num_waiting, total)
 
 
 def retrieve(index: ChunkIndex, question: str, settings: Settings) -> Sequence[SearchHit]:

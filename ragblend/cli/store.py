@@ -165,12 +165,13 @@ def verify(
 
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")
-        with (
-            open_engine(settings) as engine,
-            open_settings_index(settings, engine) as opened,
-            progress_bars() as progress,
-        ):
-            report.num_repaired = repair_store(report, engine, opened, progress)
+        with open_engine(settings) as engine, progress_bars() as progress:
+            try:
+                opened = open_settings_index(settings, engine)
+            except NotFoundError as error:  # what it had may just have been dropped
+                raise NotFoundError("; ".join([*report.dropped, str(error)])) from error
+            with opened:
+                report.num_repaired = repair_store(report, engine, opened, progress)
     lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
     if report.missing:
         lines[0] += f", {len(report.missing)} missing"

@@ -1,4 +1,4 @@
-"""Where to cut a full chunk: at the last of the strongest gaps in its second half.
+"""Position at which a full chunk is cut: the last of the strongest gaps in its second half.
 
 Works on characters and the ends of words. Does not depend on tokens. Read `find_best_cut` first.
 """
@@ -31,7 +31,7 @@ def start_of_word(text: str, ends: Sequence[int], index: int) -> int:
 
 
 def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> int:
-    """Return how good the gap between a word [start, end) and the next word at `after` is as a place to cut."""
+    """Return the strength of the gap between a word [start, end) and the next word at `after`; stronger is better."""
     gap = text[end:after]
     num_breaks = gap.count("\n")
     if layout.headings and layout.headings.find(end):

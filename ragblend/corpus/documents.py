@@ -1,4 +1,4 @@
-"""Reads a file's documents. The format follows from the file name's suffix.
+"""Reading of a file's documents. The format follows from the file name's suffix.
 
 An error says why a file has no documents and what to do. Does not depend on tokens, chunks or models; `folder_scan`
 lists the files, `readers` holds one reader per format. Read `open_source` first.
@@ -59,7 +59,7 @@ class Document:
 
     @property
     def content_hash(self) -> str:
-        """32 hex digits; equal if text, metadata and marks are equal, so ingestion skips unchanged documents."""
+        """Return 32 hex digits, equal if text, metadata and marks are equal: unchanged documents are skipped."""
         metadata = json.dumps([dict(self.metadata), self.marks], sort_keys=True, default=str)
         return hashlib.blake2b(f"{metadata}\0{self.text}".encode(), digest_size=16).hexdigest()
 
@@ -116,11 +116,11 @@ def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:
 
 @contextmanager
 def open_file(path: str, max_file_mib: float, *, any_kind: bool = False) -> Iterator[BufferedReader]:
-    """Give the file, opened at its beginning. Raises UnreadableDocumentError if it is too large, NotADocumentError if
+    """Yield the file, opened at its beginning. Raises UnreadableDocumentError if it is too large, NotADocumentError if
     it cannot hold text, unless `any_kind`."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise UnreadableDocumentError("is neither a file nor a folder; give regular files")
+            raise UnreadableDocumentError("is neither a file nor a folder; pass regular files")
         with Path(path).open("rb") as file:
             head = file.peek(_PEEK_BYTES)[:_PEEK_BYTES]
             if not any_kind:
@@ -235,7 +235,7 @@ def has_visible_text(text: str) -> bool:
 
 
 def reader_version(path: str, text_field: str = "") -> str:
-    """Return what the text of a file depends on besides its bytes: the version of the readers, and `text_field`.
+    """Return the settings that determine a file's text, apart from its bytes: version of the readers, and `text_field`.
 
     It leaves out the versions of the parsers: releases of selectolax gave the same text of 38 of 38 pages, those of
     PDFium of 88 of 93 files, and each upgrade would read every file again. READERS_VERSION is raised when the golden

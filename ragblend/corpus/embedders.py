@@ -45,11 +45,11 @@ class Embedder(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that the index records. Embedders of one name give equal vectors for equal texts."""
+        """Return the name that the index records. Embedders of one name return equal vectors for equal texts."""
 
     @property
     def dim(self) -> int:
-        """Length of a vector."""
+        """Return the length of a vector."""
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
         """Return the texts' vectors, [n, dim] float32, each row of length 1."""
@@ -70,14 +70,14 @@ class SentenceTransformerEmbedder:
 
     @property
     def dim(self) -> int:
-        """Length of a vector. Loads the model."""
+        """Return the length of a vector. Loads the model."""
         model = self._model  # sentence-transformers 6 renamed get_sentence_embedding_dimension
         get_dim = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
         return int(get_dim())
 
     @property
     def max_tokens(self) -> int | None:
-        """The model's limit in its own tokens; None for no limit. Longer texts take windows. Loads the model."""
+        """Return the model's limit in its tokens, beyond which texts take windows; None: no limit. Loads the model."""
         limit = self._model.max_seq_length
         return None if limit is None or math.isinf(limit) else int(limit)
 
@@ -140,7 +140,7 @@ class SentenceTransformerEmbedder:
 
     @cached_property
     def _num_extra_tokens(self) -> int:
-        """Number of tokens that the model adds to a text: special tokens, and a prompt for documents."""
+        """Return the number of tokens that the model adds to a text: special tokens, and a prompt for documents."""
         tokenizer, prompts = self._model.tokenizer, getattr(self._model, "prompts", None) or {}
         prompt = next((prompts[name] for name in ("document", "passage", "corpus") if prompts.get(name)), "")
         return len(tokenizer(prompt, truncation=False, verbose=False)["input_ids"])
@@ -167,7 +167,7 @@ class SentenceTransformerEmbedder:
 
 @contextmanager
 def _muted_bitsandbytes() -> Iterator[None]:
-    """Mute the warnings of bitsandbytes inside.
+    """Hide the warnings of bitsandbytes inside the block.
 
     sentence-transformers imports transformers' trainer, which imports peft, which imports bitsandbytes; that warns of
     missing kernels for 4-bit weights, which embedders do not use.
@@ -182,7 +182,7 @@ def _muted_bitsandbytes() -> Iterator[None]:
 
 
 def _reject_custom_code(folder: Path) -> None:
-    """Raise UsageError if a folder names classes of its own, which sentence-transformers before version 6 would run."""
+    """Raise UsageError if a folder names custom classes, which sentence-transformers before version 6 would run."""
     try:
         modules = json.loads(read_file(folder / "modules.json"))
         classes = [str(module["type"]) for module in modules]
@@ -193,7 +193,7 @@ def _reject_custom_code(folder: Path) -> None:
     custom_classes = [name for name in classes if not name.startswith("sentence_transformers.")]
     if custom_classes:
         raise UsageError(
-            f"the embedder in {folder} names code of its own ({custom_classes[0][:80]}), which is not run; "
+            f"the embedder in {folder} names custom code ({custom_classes[0][:80]}), which is not run; "
             "choose one that is made of sentence-transformers' own modules, or pass your own object: "
             "open_index(..., embedder=...)"
         )
@@ -250,7 +250,7 @@ class MiniLMEmbedder(SentenceTransformerEmbedder):
 
     @property
     def dim(self) -> int:
-        """Length of a vector. Does not load the model."""
+        """Return the length of a vector. Does not load the model."""
         return 384
 
     def _resolve(self) -> str:

@@ -19,24 +19,27 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from pathspec import GitIgnoreSpec
-
+from ragblend.corpus.gitignore import GitignoreRules
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import user_path
-from ragblend.files.reading import kind_of_file, read_file
+from ragblend.files.reading import kind_of_file
 
 logger = logging.getLogger(__name__)
 
 SKIPPED_NAMES = frozenset({"node_modules", "__pycache__", "ragblend-data", "ragblend.toml"})
 """Names that are left out of folders, in addition to hidden ones. A named folder or file of such a name is read."""
 
-_RAGBLEND_FOLDER_FILES = ({"chunks.sqlite", "manifest.json"}, {"texts.sqlite", "models"}, {"catalog.sqlite", "models"})
+_RAGBLEND_FOLDER_FILES = (
+    {"chunks.sqlite", "manifest.json"},
+    {"texts.sqlite", "models"},
+    {"catalog.sqlite", "models"},
+    {"catalog.sqlite", "vectors.faiss"},
+)
 LINK_OUTSIDE_REASON = "is a link that leads out of the folder; to have that file read, name it too"
 LINKED_FOLDER_REASON = "is a link to a folder elsewhere, which is not followed; to have that folder read, name it too"
 BROKEN_LINK_REASON = "is a link to a file that is not there; restore it, or remove the link"
 LINK_LOOP_REASON = "is a link that leads to itself; remove it"
 _EVERYTHING = ("**", "*")
-_GITIGNORE_BYTES = 1 << 20
 _FILE_URI = "file://"
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _RECORD = re.compile(r"#\d+(\.\d+)*$")
@@ -51,7 +54,7 @@ class ReadFailure(NamedTuple):
 
 @dataclass
 class FolderScan:
-    """What named files and folders hold. Every path is a `normal_path`; a file's path is its `source`."""
+    """Contents of named files and folders. Every path is a `normal_path`; a file's path is its `source`."""
 
     roots: list[str] = field(default_factory=list)  # the named files and folders
     files: dict[str, str] = field(default_factory=dict)  # file to read -> the root that holds it, in reading order
@@ -103,8 +106,8 @@ def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str
     for path in map(_local, paths):
         if not os.path.lexists(path):
             raise NotFoundError(
-                f"{path} does not exist; check the path you gave to `ragblend ingest`. What is gone for good is "
-                f"forgotten by: ragblend remove {path}"
+                f"{path} does not exist; check the path. If it was deleted, remove its documents: "
+                f"ragblend remove {path}"
             )
         found.roots.append(normal_path(path))
     found.roots = list(dict.fromkeys(found.roots))
@@ -171,7 +174,7 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
     empty name.
     """
     if not name.strip():
-        raise UsageError("the name is empty; give a file, a folder or a record, as `ragblend stats` lists them")
+        raise UsageError("the name is empty; pass a file, a folder or a record, as `ragblend stats` lists them")
     known = list(sources)
     if any(source == name for source, _ in known):
         return [name]
@@ -264,7 +267,7 @@ def _normalize_unicode(text: str) -> str:
 def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFailure]) -> Iterator[str]:
     """Yield the files below `top` in order of the parts of their paths. Folders that cannot be listed, names that are
     not UTF-8 and ignored paths are added to `found`, pipes, devices and links to `others`."""
-    waiting: list[tuple[str, bool, _GitignoreRules]] = [(top, True, _GitignoreRules.from_parents(top))]
+    waiting: list[tuple[str, bool, GitignoreRules]] = [(top, True, GitignoreRules.from_parents(top))]
     while waiting:  # a stack, because folders may be nested deeper than Python's recursion limit
         path, is_folder, ignored = waiting.pop()
         if not is_folder:
@@ -273,7 +276,7 @@ def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFa
         try:
             entries = list(os.scandir(path))
         except (FileNotFoundError, NotADirectoryError):
-            continue  # gone since its folder was listed
+            continue  # deleted since its folder was listed
         except OSError as error:
             found.unreadable.append(ReadFailure(path, f"{error.strerror or error}; check its permissions"))
             continue
@@ -342,65 +345,13 @@ def _deduplicate_links(found: FolderScan) -> None:
         del found.files[path]
 
 
-class _GitignoreRules(NamedTuple):
-    """The rules of `.gitignore` files for paths below their folders. The innermost come last and take precedence."""
-
-    rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()
-
-    @staticmethod
-    def from_parents(top: str) -> _GitignoreRules:
-        """Return the rules from the folders above `top` in its git repository; none if they leave out `top` itself."""
-        folders, folder = [], top
-        while not os.path.exists(os.path.join(folder, ".git")):
-            parent = os.path.dirname(folder)
-            if parent == folder:
-                return _GitignoreRules()
-            folders.append(folder := parent)
-        found = _GitignoreRules()
-        for each in reversed(folders):
-            found = found.add_folder_rules(each)
-        return _GitignoreRules() if found.is_ignored(top, True) else found
-
-    def add_folder_rules(self, folder: str) -> _GitignoreRules:
-        """Return these rules and those of the folder's own `.gitignore`."""
-        path = os.path.join(folder, ".gitignore")
-        try:
-            lines = read_file(path, _GITIGNORE_BYTES).decode("utf-8-sig", "replace").splitlines()
-        except (FileNotFoundError, IsADirectoryError):
-            return self
-        except OSError as error:
-            logger.warning("%s is not followed: %s", path, error.strerror or error)
-            return self
-        return _GitignoreRules((*self.rules, (folder, _parse_patterns(lines, path))))
-
-    def is_ignored(self, path: str, is_folder: bool) -> bool:
-        """Return True if a rule ignores `path` itself; the parents of `path` must not be ignored."""
-        for folder, spec in reversed(self.rules):
-            relative = path[len(folder.rstrip("/")) + 1 :]
-            verdict = spec.check_file(relative + "/" if is_folder else relative).include
-            if verdict is not None:
-                return verdict
-        return False
-
-
-def _parse_patterns(lines: Sequence[str], path: str) -> GitIgnoreSpec:
-    sound = []
-    for line in lines:
-        try:
-            GitIgnoreSpec.from_lines([line])
-            sound.append(line)
-        except ValueError as error:  # the other lines still apply
-            logger.warning("%s: %s", path, error)
-    return GitIgnoreSpec.from_lines(sound)
-
-
 # --- patterns ---
 
 
 def _split_glob(glob: str) -> tuple[str, ...]:
     parts = PurePath(glob).parts
     if not parts or PurePath(glob).is_absolute() or ".." in parts:
-        raise UsageError(f"glob is {glob!r}; give a relative pattern such as '*.md'")
+        raise UsageError(f"glob is {glob!r}; pass a relative pattern such as '*.md'")
     return ("**", *parts)
 
 

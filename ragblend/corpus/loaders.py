@@ -1,4 +1,4 @@
-"""How ingestion reads files: with the readers of this package, or with the caller's loader.
+"""Reading of files by ingestion: with the readers of this package, or with the caller's loader.
 
 A loader is a function from a file's path to its documents. LangChain's and LlamaIndex's documents are recognised by
 their attributes, so neither package is imported. Read `FileReader` first.
@@ -40,7 +40,7 @@ Documents are those of ragblend, LangChain and LlamaIndex. An exception is repor
 
 @dataclass(frozen=True, slots=True)
 class FileReader:
-    """How an ingestion reads its files.
+    """Settings by which an ingestion reads its files.
 
     max_file_mib: larger files are not read; 0: no limit. text_field: field that holds the text of CSV, JSON and Parquet
     records; "" lets the reader choose. loader: function that reads every file instead of this package's readers.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragblend.corpus.checked_database import remove_database
 from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, Question, sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.tiered import format_bytes
@@ -77,7 +76,7 @@ def _open_index(path: Path, engine: TransformersEngine) -> ChunkIndex:
         with open_index(path) as old:
             if any(Path(source).parent.name != CORPUS for source in old.sources()):
                 raise
-        remove_database(path)
+            old.clear()
         return open_engine_index(path, engine, EMBEDDER, chunk_size=CHUNK_TOKENS)
 
 

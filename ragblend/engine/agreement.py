@@ -36,28 +36,28 @@ class ShadowCounters:
 
     @property
     def first_token_agreement(self) -> float | None:
-        """Share of compared requests whose first token equals full prefill's; None before the first comparison."""
+        """Return the share of compared requests whose first token equals full prefill's; None without comparisons."""
         return self.num_first_tokens_same / self.num_shadowed if self.num_shadowed else None
 
     @property
     def first_token_interval(self) -> tuple[float, float] | None:
-        """95 % interval (Wilson) of `first_token_agreement`; None before the first comparison."""
+        """Return the 95 % interval (Wilson) of `first_token_agreement`; None before the first comparison."""
         share = self.first_token_agreement
         return None if share is None else wilson_interval(share, self.num_shadowed)
 
     @property
     def mean_first_token_kl(self) -> float | None:
-        """Mean KL(full || blend) of the first token, in nats; None if no distribution was available."""
+        """Return the mean KL(full || blend) of the first token, in nats; None if no distribution was available."""
         return self.kl_sum / self.num_kl if self.num_kl else None
 
     @property
     def answer_agreement(self) -> float | None:
-        """Share of compared answers that equal full prefill's, token for token; None before the first comparison."""
+        """Return the share of compared answers that equal full prefill's, token for token; None without comparisons."""
         return self.num_answers_same / self.num_answers if self.num_answers else None
 
     @property
     def answer_interval(self) -> tuple[float, float] | None:
-        """95 % interval (Wilson) of `answer_agreement`; None before the first comparison."""
+        """Return the 95 % interval (Wilson) of `answer_agreement`; None before the first comparison."""
         share = self.answer_agreement
         return None if share is None else wilson_interval(share, self.num_answers)
 
@@ -65,9 +65,9 @@ class ShadowCounters:
         """Return the counters as one line of text.
 
         >>> ShadowCounters(0.5, 8, 4, num_first_tokens_same=4, num_kl=4, kl_sum=0.02).summary()
-        'full prefill ran beside 4 of 8 answers: first token the same in 4 (100 %, 51 to 100 %), mean KL 0.005 nats'
+        'full prefill also ran for 4 of 8 answers: first token the same in 4 (100 %, 51 to 100 %), mean KL 0.005 nats'
         """
-        text = f"full prefill ran beside {self.num_shadowed} of {self.num_requests} answers"
+        text = f"full prefill also ran for {self.num_shadowed} of {self.num_requests} answers"
         parts = []
         if self.first_token_agreement is not None and self.first_token_interval is not None:
             same = _share(self.num_first_tokens_same, self.first_token_agreement, self.first_token_interval)

@@ -32,7 +32,6 @@ from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
@@ -59,7 +58,7 @@ def record_entries(store: KVStore) -> ChunkRegistry | None:
     An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
     registry; None without a disk tier, or if the tier records its entries already.
     """
-    disk = disk_tier(store)
+    disk = store.disk_tier
     if disk is None or disk.on_put is not None:
         return None
     registry = open_registry(disk)
@@ -112,9 +111,7 @@ class EngineBase(ABC):
 
     @property
     def is_usable(self) -> bool:
-        """True if the engine is not closed and was loaded by this process, not by the one that this process was forked
-        from.
-        """
+        """Return True if the engine is not closed, and was loaded by this process and not by its parent."""
         return not self.closed and self._process == os.getpid()
 
     def check_process(self) -> None:

@@ -141,7 +141,7 @@ class Answer:
 
     @property
     def is_paused(self) -> bool:
-        """True if the answer must not decode further until the caller has read more of it."""
+        """Return True if the answer must not decode further until the caller has read more of it."""
         is_behind = self.is_streamed and self.pieces.qsize() >= MAX_UNREAD_PIECES
         return is_behind and not self.is_cancelled and not self._engine.closed
 

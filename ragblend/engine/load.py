@@ -218,6 +218,10 @@ def _load_transformers(
         raise UsageError(
             "remote is given, but store is a KVStore, whose tiers are set; pass TieredStore(store, open_remote(URL))"
         )
+    elif settings.catalog is not None:
+        raise UsageError(
+            "catalog is given, but store is a KVStore, whose catalogue is set; use DiskStore(..., catalog=URL)"
+        )
     elif settings.kv_dtype != "auto":
         raise UsageError(
             f"kv_dtype is {settings.kv_dtype!r}, but store is a KVStore, whose dtype is set; use "
@@ -230,7 +234,9 @@ def _load_transformers(
     machine = None
     if isinstance(store, Path):
         shape = KVSpec.from_kv_shapes(dtype_name(layers.dtype), layers.kv_shapes)
-        register_model(store, loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, settings.new_model)
+        register_model(
+            store, loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, settings.new_model, settings.catalog
+        )
         machine = read_machine_profile(store, loaded.fingerprint, machine_facts(layers.device))
     return TransformersEngine(
         layers,
@@ -318,7 +324,7 @@ def _load_vllm(
     found = str(checkpoint.path)
     place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else store.absolute()
     root = place if isinstance(place, Path) else Path(place.name)
-    register_model(root, checkpoint.fingerprint, checkpoint.facts(), settings.new_model)
+    register_model(root, checkpoint.fingerprint, checkpoint.facts(), settings.new_model, settings.catalog)
     transfer = transfer_config(
         root, settings.tiers, model=found, system=settings.system, context=settings.context, trust_remote_code=trust
     )
@@ -329,13 +335,19 @@ def _load_vllm(
     )
 
 
-def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool) -> None:
-    """Record a model in the store at `path`: its name and the dtype and shapes of its KV, which `verify` reads.
+def register_model(
+    path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool, catalog: str | None = None
+) -> None:
+    """Record a model in the store at `path`: its name and the dtype and shapes of its KV, which `verify` reads; and in
+    the store's catalogue, where that is shared.
 
     Raises StoreMismatchError if the store has KV of other models only, unless `new_model` is True.
     """
+    from ragblend.catalog.database import find_catalog
+    from ragblend.catalog.registry import register_shared_model
     from ragblend.engine.store.disk import DiskStore
 
+    register_shared_model(find_catalog(path, catalog), fingerprint, str(facts["model"]), new_model=new_model)
     disk = DiskStore(path)
     models = disk.models()
     if "kv_shapes" in models.get(fingerprint, {}):

@@ -32,7 +32,7 @@ class ChunkReport:
     prefix_match: PrefixMatch | None = None
     exact: bool = False
     num_recomputed_tokens: int = 0
-    context: ContextPolicy = "none"  # ingestion context: text after which its KV was computed, besides the prefix
+    context: ContextPolicy = "none"  # ingestion context: text between prefix and chunk when its KV was computed
     kv_dtype: str | None = None
 
 

@@ -68,7 +68,7 @@ class ReuseDiagnostics:
         except OSError:  # a diagnostic must not fail an answer that is complete
             return None
         own = [each for each in headers if (each.fingerprint, each.namespace) == (engine.fingerprint, engine.namespace)]
-        if not headers and len(store.remote_tiers) < len(store.tiers):
+        if not headers and not all(tier.is_remote for tier in store.tiers):
             return EMPTY
         if headers and not own:
             return OTHER_MODEL

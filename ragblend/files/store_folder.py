@@ -1,8 +1,8 @@
 """Where everything stands in a store's folder, and how the two folders of earlier versions become that one.
 
     STORE/kv/ab/...                                      entries (see `disk`); `kv_dir` puts them elsewhere
-    STORE/catalog.sqlite                                 texts and token ids of chunks (see `registry`)
-    STORE/chunks.sqlite, vectors.faiss, manifest.json    documents, their chunks and vectors (see `index`)
+    STORE/catalog.sqlite                                 documents, chunks, vectors, texts (see `catalog`)
+    STORE/vectors.faiss                                  what a search compares, made from the catalogue (see `index`)
     STORE/store.json, context.json, models/, pins/, ...  what the store remembers (see `disk`)
 
 Earlier versions had documents in one folder, by default `ragblend-data/index`, and all else in another, by default
@@ -30,7 +30,8 @@ DEFAULT_STORE = "ragblend-data"
 KV_DIR = "kv"
 CATALOG_FILE = "catalog.sqlite"
 FORMER_REGISTRY_FILE, FORMER_SERVER_FILE = "texts.sqlite", "documents.sqlite"
-DATABASE, VECTORS_FILE, MANIFEST = "chunks.sqlite", "vectors.faiss", "manifest.json"
+VECTORS_FILE = "vectors.faiss"
+FORMER_INDEX_FILE, FORMER_MANIFEST = "chunks.sqlite", "manifest.json"
 _FORMER_INDEX_DIR = "index"
 _NOTES = ("models", "pins", "calibrations", "machines", "prefixes", "forgotten", "context.json")
 _MARK = "evicted"  # see `eviction`; it stands with the entries
@@ -61,11 +62,11 @@ def find_kv_dir(folder: Path) -> Path:
 
 def _was_part_of(folder: Path, parent: Path) -> bool:
     """Return True for the `kv` or `index` folder of a store in the earlier layout, or of one that has been moved."""
-    if folder.name == _FORMER_INDEX_DIR and not (folder / DATABASE).exists():
-        return (parent / DATABASE).exists() and not (folder / KV_DIR).is_dir()
+    if folder.name == _FORMER_INDEX_DIR and not (folder / FORMER_INDEX_FILE).exists():
+        return not folder.exists() and any((parent / name).exists() for name in (FORMER_INDEX_FILE, CATALOG_FILE))
     marks = (
-        parent / _FORMER_INDEX_DIR / DATABASE,
-        parent / DATABASE,
+        parent / _FORMER_INDEX_DIR / FORMER_INDEX_FILE,
+        parent / FORMER_INDEX_FILE,
         parent / FORMER_REGISTRY_FILE,
         parent / CATALOG_FILE,
     )
@@ -102,7 +103,8 @@ def _finds_former(folder: Path) -> bool:
 
 def _has_former_index(folder: Path) -> bool:
     former = folder / _FORMER_INDEX_DIR
-    return (former / DATABASE).exists() and not (folder / DATABASE).exists() and not (former / KV_DIR).is_dir()
+    is_there = (former / FORMER_INDEX_FILE).exists() and not (former / KV_DIR).is_dir()
+    return is_there and not (folder / FORMER_INDEX_FILE).exists()
 
 
 def _has_former_notes(folder: Path) -> bool:
@@ -120,8 +122,8 @@ def _move_former(folder: Path) -> None:
             _move(kv / name, folder / name)
         moved.append(f"the notes in {kv}")
     if _has_former_index(folder):
-        _move_database(former_index / DATABASE, folder / DATABASE)
-        for name in (VECTORS_FILE, MANIFEST):
+        _move_database(former_index / FORMER_INDEX_FILE, folder / FORMER_INDEX_FILE)
+        for name in (VECTORS_FILE, FORMER_MANIFEST):
             _move(former_index / name, folder / name)
         with suppress(OSError):
             former_index.rmdir()

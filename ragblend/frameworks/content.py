@@ -15,7 +15,7 @@ Block = Part | Mapping[str, Any]
 """Text, a chunk, or a content block `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`."""
 
 _INSTEAD = {
-    "image": "have a model that sees describe it, and send its words",
+    "image": "send a description, from a model that reads images for example",
     "audio": "send its transcript",
     "video": "send its transcript, or a description",
     "file": "send its text (`ragblend ingest` reads PDF, HTML, Office and others)",
@@ -38,7 +38,7 @@ def text_and_chunks(content: str | Sequence[Block]) -> tuple[str, list[Chunk]]:
 
 
 def is_media(kind: str) -> bool:
-    """True if a content block of that type is an image, sound, video or file.
+    """Return True if a content block of that type is an image, sound, video or file.
 
     >>> [is_media(kind) for kind in ("image_url", "input_audio", "reasoning")]
     [True, True, False]

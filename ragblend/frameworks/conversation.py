@@ -41,12 +41,12 @@ class ChatSession:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """System text and turns, oldest first."""
+        """Return the system text and the turns, oldest first."""
         return tuple(self._messages)
 
     @property
     def has_answers(self) -> bool:
-        """True if the next question may be a follow-up."""
+        """Return True if the next question may be a follow-up."""
         return any(message.role == "assistant" for message in self._messages)
 
     def condense(self, question: str) -> str:
@@ -64,7 +64,7 @@ class ChatSession:
         try:
             answer = self._engine.generate(prompt, mode="prefix", max_tokens=_REPHRASE_TOKENS)
         except PromptTooLongError:
-            log.warning("the last turns exceed the model's context, so the question is searched for as it was typed")
+            log.warning("the last turns exceed the model's context, so the question is searched for unchanged")
             return question
         found = " ".join(answer.text.split()).strip("\"'` ")
         return found if found and answer.finish_reason == "stop" else question

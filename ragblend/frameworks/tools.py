@@ -16,7 +16,7 @@ from ragblend.prompt.render import Renderer
 from ragblend.prompt.tools import CallFormat, check_tools, read_calls, structural_tag, tool_names
 
 if TYPE_CHECKING:
-    from ragblend.frameworks.model import CallOptions
+    from ragblend.frameworks.call_options import CallOptions
 
 
 def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, Any] | None:
@@ -55,7 +55,7 @@ def tool_choice(options: CallOptions) -> str:
     if asked == "none" or (not names and asked in (None, False, "auto")):
         return "none"
     if not names:
-        raise UsageError(f"tool_choice is {asked!r}, and the call has no tools; bind_tools([...]) gives them")
+        raise UsageError(f"tool_choice is {asked!r}, but the call has no tools; add them: bind_tools([...])")
     choice = {None: "auto", False: "auto", True: "required", "any": "required"}.get(asked, asked)
     if choice not in ("auto", "required", *names):
         raise UsageError(f"tool_choice is {asked!r}; choose auto, any, required, none or one of {', '.join(names)}")
@@ -63,7 +63,7 @@ def tool_choice(options: CallOptions) -> str:
 
 
 def may_return_calls(options: CallOptions) -> bool:
-    """True if the answer may contain calls."""
+    """Return True if the answer may contain calls."""
     return bool(options.tools) and tool_choice(options) != "none"
 
 
@@ -88,7 +88,7 @@ def _parse_response_format(asked: Any) -> Mapping[str, Any] | None:
     described = asked.get("json_schema") if kind == "json_schema" else None
     if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
         raise UsageError(
-            f"response_format is {str(asked)[:80]!r}; give {{'type': 'json_schema', 'json_schema': {{'name': ..., "
+            f"response_format is {str(asked)[:80]!r}; pass {{'type': 'json_schema', 'json_schema': {{'name': ..., "
             "'schema': SCHEMA}}, type 'json_object' or 'text', or use with_structured_output"
         )
     return {"json": described["schema"]}

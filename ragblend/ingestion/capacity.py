@@ -6,13 +6,13 @@ import shutil
 
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.tiered import disk_tier, format_bytes
+from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import StoreFullError
 
 
 def disk_bytes(engine: Engine) -> int:
     """Return the bytes of KV on disk; 0 for an engine with KV in memory only."""
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     return disk.nbytes() if disk is not None else 0
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ragblend.catalog.registry import open_registry
-from ragblend.corpus.schema import text_hash
+from ragblend.catalog.schema import text_key
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
@@ -29,7 +29,7 @@ class SimilarChunkFinder(Protocol):
         """The `count` nearest texts that `may_stand` accepts, the nearest first; not `text` itself, none twice."""
 
     def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
-        """Of those `texts` that are there, by `text_hash`."""
+        """Of those `texts` that are there, by `text_key` of the stripped text."""
 
 
 def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
@@ -108,7 +108,7 @@ def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: Simila
     if index is None or not similar:
         return 0
     there = index.vectors({text for chunk in similar for text in chunk.context_texts})
-    stale = [chunk for chunk in similar if any(text_hash(text) not in there for text in chunk.context_texts)]
+    stale = [chunk for chunk in similar if any(text_key(text.strip()) not in there for text in chunk.context_texts)]
     return sum(engine.forget(chunk) for chunk in stale)
 
 

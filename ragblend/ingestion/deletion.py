@@ -1,8 +1,8 @@
 """What goes when a text goes: its KV in every tier, KV that was computed behind it, its place in the registry, pins.
 
-The index notes what its documents no longer have (see `database`); `delete_orphaned_kv` turns that into a list of
-entries, notes the list in its place, and deletes what is on it. Killed at any moment, the next one goes on. Knows the
-index, engines and stores; nothing of files or frameworks.
+The catalogue has the texts that an index's documents no longer have (see `catalog.documents`); `delete_orphaned_kv`
+turns them into a list of entries, records the list in their place, and deletes what is on it. Killed at any moment, the
+next one goes on. Knows the index, engines and stores; nothing of files or frameworks.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from contextlib import closing
 from itertools import chain
 from typing import Any, TypeVar
 
+from ragblend.catalog.documents import OrphanedTexts, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry, open_registry
-from ragblend.catalog.schema import DocumentName
-from ragblend.corpus.schema import OrphanedTexts, PendingDeletion, text_hash
+from ragblend.catalog.schema import DocumentName, text_key
 from ragblend.engine.api import Engine
 from ragblend.engine.base import record_entry
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
-from ragblend.engine.store.tiered import TieredStore, disk_tier
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import every_version
@@ -40,20 +38,20 @@ def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     cannot be told, this says why, and it is told by the next sweep of an engine that has it; by then nothing on this
     machine tells what was removed.
     """
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     if disk is not None:
         disk.clean()
     left = index.orphaned_texts()
-    if not left.last_id and not index.pending_deletions():
+    if not left.last_number and not index.pending_deletions():
         return 0, ""
-    with closing(open_registry(engine.store)) as registry:
+    with index.registry_for(engine.store) as registry:
         if hasattr(engine, "remove_documents"):  # a server deletes what documents had when their new version is sent
             num_removed: int = engine.remove_documents(index.registry_name or "langchain", left.sources)
             index.schedule_deletions((), left)
             return num_removed, ""
-        if left.last_id:
+        if left.last_number:
             _schedule_deletions(left, index, engine, registry)
-        index.truncate_log()
+        index.registry.truncate_log()
         registry.truncate_log()
         return _run_deletions(index, engine, registry)
 
@@ -64,21 +62,22 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 
 
 def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
-    """Note which entries are to go, in place of the texts that they are of."""
+    """Record the entries to be deleted, in place of the texts that they are of."""
     gone = registry.release(left.texts, DocumentName(index.registry_name))
     for source in left.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
     pending = []
     for key, text in keys_to_delete(gone, engine, registry, everywhere=True).items():
-        pending += [PendingDeletion(key, place, left.source_of.get(text, ""), text_hash(text)) for place in places]
+        pending += [PendingDeletion(key, place, left.source_of.get(text, ""), text_key(text)) for place in places]
     if gone and engine.context == "similar":
         unseen = _find_unseen_remote_keys(
             (engine.key(Chunk(text, context="similar")) for _, text in index.texts()), engine, places
         )
         pending += [PendingDeletion(key, place, "", b"") for key, place in unseen]
-    registry.remove_stored({entry.key for entry in pending})
-    index.schedule_deletions(pending, left)
+    with index.write_transaction():  # of the registry as well, where that is in the same catalogue
+        registry.remove_stored({entry.key for entry in pending})
+        index.schedule_deletions(pending, left)
 
 
 def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[tuple[str, str]]:
@@ -107,7 +106,7 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
             with index.write_transaction(), registry.block_additions() as is_registered:
                 try:
                     for entry in batch:
-                        if not is_registered(entry.text_hash) and index.is_deletion_pending(entry):
+                        if not is_registered(entry.text_key) and index.is_deletion_pending(entry):
                             unwanted.append(entry.key)
                             if delete(entry.key):
                                 gone.add(entry.key)
@@ -125,8 +124,6 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
 def _map_deleters(engine: Engine) -> dict[str, Callable[[str], bool]]:
     """Where the engine's store keeps entries, and what deletes one there: this machine first."""
     store = engine.store
-    if not isinstance(store, TieredStore):
-        return {LOCAL: store.delete}
     # Where a remote tier is told, this machine is once more: somebody may have fetched the entry meanwhile.
     return {LOCAL: store.delete_local, **{tier.url: store.delete for tier in store.remote_tiers}}
 
@@ -160,17 +157,17 @@ def keys_to_delete(
 def _unrecorded_headers(store: KVStore) -> Iterator[KVHeader]:
     """Yield the headers of the local tiers whose entries are not recorded: all but the disk tier, which records what
     it writes."""
-    return chain.from_iterable(tier.headers() for tier in store.tiers if not isinstance(tier, DiskStore))
+    return chain.from_iterable(tier.headers() for tier in store.tiers if tier.disk_tier is None)
 
 
 def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
     """Record the entries that an earlier version of ragblend has stored, once for a store."""
-    disk = disk_tier(engine.store)
-    if disk is None or registry.has_all_entries:
+    disk = engine.store.disk_tier
+    if disk is None or registry.has_all_entries(disk.root):
         return
     for header in disk.headers():
         record_entry(registry, header)
-    registry.set_has_all_entries()
+    registry.set_has_all_entries(disk.root)
 
 
 def delete_texts_kv(

@@ -15,7 +15,6 @@ from ragblend.catalog.schema import DocumentName
 from ragblend.catalog.sent_documents import DocumentTable
 from ragblend.corpus.folder_scan import match_sources, source_path
 from ragblend.engine.api import Engine
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
@@ -134,7 +133,7 @@ def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, i
 
 def refresh_pins(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:
     """Pin the current chunks of pinned documents that were ingested again."""
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     pinned = disk.pins() if disk is not None else {}
     for source in sources:
         if source in pinned:

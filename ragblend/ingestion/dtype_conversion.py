@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader, convert_kv_dtype, load_into_memory
-from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.prompt.types import Chunk
 
@@ -37,7 +36,7 @@ def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[C
     belongs to another process.
     """
     store = engine.store
-    if not isinstance(store, TieredStore):
+    if store.is_remote:
         raise UsageError("only a process that opens the store can rewrite its KV; on the server's machine run: "
                          "ragblend precompute --kv-dtype ... --store DIR")  # fmt: skip
     num_rounded, to_prefill = 0, []

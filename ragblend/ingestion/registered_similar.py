@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ragblend.catalog.registry import ChunkRegistry, SimilarVariant
+from ragblend.catalog.schema import text_key
 from ragblend.corpus.embedders import (
     Embedder,
     FloatArray,
@@ -23,7 +24,6 @@ from ragblend.corpus.embedders import (
     embedder_version,
     is_minilm_installed,
 )
-from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
 from ragblend.prompt.types import Chunk
 
@@ -73,7 +73,7 @@ class RegisteredChunkFinder:
 
     def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
         """See `SimilarChunkFinder`: what is registered at this moment, whichever process removes it."""
-        return {text_hash(text): b"" for text in texts if text in self.registry}
+        return {text_key(text.strip()): b"" for text in texts if text in self.registry}
 
     def _entry(self, text: str) -> str:
         return self.engine.key(Chunk(text, context="similar"))

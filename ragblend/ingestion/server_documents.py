@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ragblend.catalog.schema import text_key
 from ragblend.corpus.folder_scan import ReadFailure
-from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
@@ -28,7 +28,7 @@ LANGCHAIN_COLLECTION = "langchain"
 
 
 def is_document_server(engine: Any) -> bool:
-    """True for an engine that is the client of a server: it has `send_documents` and `remove_documents`."""
+    """Return True for an engine that is the client of a server: it has `send_documents` and `remove_documents`."""
     return hasattr(engine, "send_documents")
 
 
@@ -71,7 +71,7 @@ def send_indexed_chunks(
         empty = {"id": chunk.source, "chunks": [], "vectors": [], "embedder": embedder}
         document = sent.setdefault(chunk.source, empty)
         document["chunks"].append(chunk.text)
-        vector = np.frombuffer(vectors[text_hash(chunk.text)], "<f4").astype(float)
+        vector = np.frombuffer(vectors[text_key(chunk.text.strip())], "<f4").astype(float)
         document["vectors"].append(vector.round(6).tolist())  # half as many characters
     _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
     return report
@@ -91,7 +91,7 @@ def send_documents(
     sent: dict[str, dict[str, Any]] = {}
     described: dict[str, str] = {}
     for document, chunk, found, version in zip(given, chunks, ids, versions, strict=True):
-        name = found or text_hash(chunk.text).hex()
+        name = found or text_key(chunk.text.strip()).hex()
         described.setdefault(name, describe_document(document, chunk))
         sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)
         if version:

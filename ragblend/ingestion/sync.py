@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+from ragblend.catalog.documents import IngestedFile
 from ragblend.corpus.citations import locate
 from ragblend.corpus.documents import Document, FileContents
 from ragblend.corpus.embedders import FloatArray
@@ -28,7 +29,6 @@ from ragblend.corpus.folder_scan import (
     is_in,
 )
 from ragblend.corpus.loaders import DEFAULT_READER, FileReader
-from ragblend.corpus.schema import IngestedFile
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.workers import Workers

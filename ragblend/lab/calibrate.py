@@ -26,7 +26,6 @@ from ragblend.engine.api import Engine
 from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, default_check_layer, find_rule, validate_ratio
 from ragblend.engine.generation import EngineRequest
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import UsageError
@@ -106,7 +105,7 @@ def calibrate(
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     check_target(target, num_questions)
     fitter = require_transformers_engine(engine)
-    disk = disk_tier(engine.store) if save else None
+    disk = engine.store.disk_tier if save else None
     if save and disk is None:
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
     fitted, others = split_questions(questions, num_questions, num_held_out, target)

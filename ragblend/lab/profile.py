@@ -32,9 +32,10 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import drop_page_cache, machine_facts
-from ragblend.engine.vllm.base_engine import VllmRequest, blend_params
+from ragblend.engine.vllm.base_engine import VllmRequest
 from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.options import GenerationOptions, Mode
@@ -201,6 +202,7 @@ class _VllmSubject:
 
     def precompute(self, chunk: Ids) -> None:
         self._chunks.append(chunk)
+        self._engine.known_chunks.add([(f"chunk {len(self._chunks)}", chunk)])
         self._engine.precompute_ids(chunk)
 
     def _keys(self) -> list[str]:
@@ -211,16 +213,17 @@ class _VllmSubject:
 
     def prefill_s(self, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float) -> float:
         """Return the seconds until the first token is sampled."""
-        params = blend_params(prompt, mode, rule, ratio, self._engine.namespace)
+        options = GenerationOptions(mode, rule, ratio, max_tokens=1)
+        request = VllmRequest(prompt.token_ids, BlendParams.of(options, self._engine.namespace), options)
         num_hits = 0
         self._engine.reset_prefix_cache()  # it keeps what a blend of this prompt left
         start_s = perf_counter()
-        for delta in self._engine.deltas(VllmRequest(prompt, params, GenerationOptions(max_tokens=1))):
+        for delta in self._engine.deltas(request):
             num_hits = delta.report.num_chunk_hits if delta.report is not None else num_hits
         seconds = perf_counter() - start_s
-        if mode == "blend" and num_hits < len(params.spans):
+        if mode == "blend" and num_hits < len(prompt.runs):
             raise RagblendError(
-                f"vLLM blended {num_hits} of {len(params.spans)} chunks, so the time is not comparable; see vLLM's log"
+                f"vLLM blended {num_hits} of {len(prompt.runs)} chunks, so the time is not comparable; see vLLM's log"
             )
         return seconds
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragblend.catalog.database import drop_catalog
-from ragblend.catalog.registry import ChunkRegistry, has_registry, open_registry, read_registry
+from ragblend.catalog.documents import IndexedDocuments
+from ragblend.catalog.registry import ChunkRegistry, catalog_of, has_registry, open_registry, read_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
@@ -27,7 +28,6 @@ from ragblend.engine.store.metadata import (
     PREFIXES_DIR,
 )
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import calibration_error
 from ragblend.errors import (
     BackendUnreachableError,
@@ -107,12 +107,14 @@ def verify_store(
     _verify_registry(disk, report)
     try:
         with open_index(store if index is None else index) as opened:
-            report.index_problems = list(opened.find_problems())
+            is_checked = opened.registry.key == catalog_of(disk)
+            report.index_problems = opened.find_search_problems() if is_checked else opened.find_problems()
             _compare_with_index(disk, opened, report)
     except NotFoundError:
         pass  # framework adapters use a store without an index
     except CorruptError as error:
-        report.index_problems.append(str(error))
+        if CATALOG_FILE not in report.damaged_files:
+            report.index_problems.append(str(error))
     return report
 
 
@@ -160,10 +162,11 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 
     If the process is killed, the next `verify` finds what was not repaired.
     """
-    disk = disk_tier(engine.store)
+    disk = engine.store.disk_tier
     if disk is not None:
         disk.clean()
     if report.index_problems:
+        index.remove_damaged_rows()
         index.rebuild()
     if disk is not None and report.damaged_files:
         _repair_files(report, disk, engine, index)
@@ -206,14 +209,21 @@ def drop_unreadable_files(report: VerifyReport, store: str | Path) -> None:
     if CATALOG_FILE in report.damaged_files:
         disk = DiskStore(store, create=False)
         try:
-            open_registry(disk).close()
+            with open_registry(disk) as registry:
+                is_sound = _remove_damaged_rows(registry)
         except CorruptError:
-            _drop_catalog(report, disk)
+            is_sound = False
+        if not is_sound:  # SQLite's own structure is damaged, so deleting rows does not repair it
+            drop_catalog(disk.root)
+            _record_stored(disk)
+        what = f"damaged rows of {CATALOG_FILE} are" if is_sound else f"{CATALOG_FILE} is"
+        report.dropped.append(f"{what} dropped: {_LOSS_MESSAGES[CATALOG_FILE]}")
 
 
-def _drop_catalog(report: VerifyReport, disk: DiskStore) -> None:
-    drop_catalog(disk.root)
-    report.dropped.append(f"{CATALOG_FILE} is dropped: {_LOSS_MESSAGES[CATALOG_FILE]}")
+def _remove_damaged_rows(registry: ChunkRegistry) -> bool:
+    """Delete the damaged rows of a catalogue. Return True if it is sound then."""
+    IndexedDocuments(registry).remove_damaged_rows()
+    return not registry.find_problems()
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
@@ -228,15 +238,12 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
                 known.close()  # it may hold a removed file open
             try:
                 with open_registry(disk) as registry:
-                    registry.remove_damaged_rows()
-                    is_sound = not registry.find_problems()
-            except CorruptError:
-                is_sound = False
+                    is_sound = _remove_damaged_rows(registry)
             except RagblendError:
+                is_sound = False
+            if not is_sound:
                 report.unrepaired.append(reason)
                 continue
-            if not is_sound:  # SQLite's own structure is damaged, so deleting rows does not repair it
-                _drop_catalog(report, disk)
             _record_stored(disk)
         elif place in still:
             disk.delete_metadata(place)
@@ -261,7 +268,7 @@ _LOSS_MESSAGES = {
     PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
     DEFAULTS_FILE: "set it again: ragblend ingest DOCS --model MODEL",
     CONTEXT_FILE: "chunks are looked up without context until it is set again: ragblend precompute --context ...",
-    CATALOG_FILE: "indexed texts are registered again; add those of frameworks and servers again",
+    CATALOG_FILE: "ingest the documents again, and add those of frameworks and servers again: stored KV is found",
 }
 
 
@@ -298,7 +305,7 @@ def collect_garbage(
         if not dry_run:
             _unrecord_missing(disk)
         return GcReport(*result)
-    with open_index(index) as opened, open_registry(disk) as registry:
+    with open_index(index) as opened, opened.registry_for(disk) as registry:
         used = _load_live_chunks(opened, registry)
         if used is None:
             raise RagblendError(

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ragblend.catalog.database import find_catalog
+from ragblend.catalog.registry import register_shared_model
 from ragblend.config import Settings
 from ragblend.engine.load import register_model, remembered_model
 from ragblend.engine.store.disk import DiskStore
@@ -174,7 +176,9 @@ def _check_keys(path: Path, api_key: str | None) -> None:
 def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
     """Replace this process by the server. Returns only by raising."""
     launch = build_server_command(options, flags)
-    register_model(launch.store, launch.checkpoint.fingerprint, launch.checkpoint.facts(), new_model=True)
+    catalog, checkpoint = find_catalog(launch.store, options.settings.catalog), launch.checkpoint
+    register_shared_model(catalog, checkpoint.fingerprint, checkpoint.name, new_model=False)
+    register_model(launch.store, checkpoint.fingerprint, checkpoint.facts(), True, options.settings.catalog)
     if launch.prefix_ids:
         DiskStore(launch.store).put_prefix(launch.prefix_ids)
     os.execvpe(launch.command[0], list(launch.command), {**os.environ, **launch.environment})

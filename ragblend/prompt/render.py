@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
-from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, arrangements, as_turn
+from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, arrangements, as_turn, is_markup
 from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, without_tools
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
@@ -135,7 +135,7 @@ class Renderer:
 
     @cached_property
     def tail_ids(self) -> tuple[int, ...]:
-        """Ids that the template writes after the content of the last user message."""
+        """Return the ids that the template writes after the content of the last user message."""
         rendered = self._render([{"role": "user", "content": _PROBE}])
         return rendered.ids_within(rendered.text.rindex(_TAIL) + len(_TAIL), len(rendered.text))
 
@@ -206,7 +206,7 @@ class Renderer:
 
     @cached_property
     def _rewrites_contents(self) -> bool:
-        """True if the template changes the whitespace inside a message's content."""
+        """Return True if the template changes the whitespace inside a message's content."""
         probe = f"{_HEAD}  two\nthree{CHUNK_SEPARATOR}{_TAIL}"
         return probe not in self._apply_template([{"role": "user", "content": probe}])
 
@@ -226,7 +226,7 @@ class Renderer:
         turns = [{"role": "user", "content": "x"}]
         try:
             begun = self._apply_template(turns)
-            whole = self._apply_template([*turns, {"role": "assistant", "content": _HEAD}], asks=False)
+            whole = self._apply_template([*turns, {"role": "assistant", "content": _HEAD}], add_generation_prompt=False)
         except UsageError:
             return ""
         lead = whole[len(begun) :].partition(_HEAD)[0] if whole.startswith(begun) else ""
@@ -304,12 +304,18 @@ class Renderer:
         text = self._apply_template(self._protect(turns, word, found), self._protect(tools, word, found))
         return self._encode_protected(text, word, found)
 
-    def _apply_template(self, turns: Sequence[Turn], tools: Sequence[Any] = (), *, asks: bool = True) -> str:
-        """Return the text that the chat template renders. asks: the text ends where the model's answer begins."""
+    def _apply_template(
+        self, turns: Sequence[Turn], tools: Sequence[Any] = (), *, add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text that the chat template renders. By default the text ends where the model's answer begins."""
         more = {"tools": list(tools)} if tools else {}
         try:
             text = self._tokenizer.apply_chat_template(
-                list(turns), chat_template=self._template, tokenize=False, add_generation_prompt=asks, **more
+                list(turns),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **more,
             )
         except Exception as error:  # templates raise jinja2 errors of many kinds
             roles = [turn.get("role") for turn in turns]
@@ -386,17 +392,6 @@ class Renderer:
         original = self._tokenizer.get_added_vocab()
         added = self._plain_backend(_WORD).get_added_tokens_decoder()
         return {number: original[token.content] for number, token in added.items() if token.content in original}
-
-
-def is_markup(text: str) -> bool:
-    """Return True if an added token controls the model although it is not marked special, as `<tool_call>` does.
-
-    Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
-
-    >>> is_markup("<think>"), is_markup("    "), is_markup("é")
-    (True, False, False)
-    """
-    return len(text) > 1 and any(letter.isalnum() for letter in text)
 
 
 def _texts_in(value: Any) -> Iterator[str]:

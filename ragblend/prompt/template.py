@@ -115,3 +115,14 @@ def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
         else message
         for message in messages
     ]
+
+
+def is_markup(text: str) -> bool:
+    """Return True if an added token controls the model although it is not marked special, as `<tool_call>` does.
+
+    Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
+
+    >>> is_markup("<think>"), is_markup("    "), is_markup("é")
+    (True, False, False)
+    """
+    return len(text) > 1 and any(letter.isalnum() for letter in text)

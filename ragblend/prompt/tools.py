@@ -93,7 +93,7 @@ def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Se
 def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
     """Return the call format of a chat template; None if it does not support tools, or writes arguments not as JSON.
 
-    apply_template: a function of turns, tools and `asks`, which is False if no answer follows.
+    apply_template: a function of turns, tools and `add_generation_prompt`, which is False if no answer follows.
     """
     names, slots = ("ragblendone", "ragblendtwo"), ("RAGBLENDSLOT0END", "RAGBLENDSLOT1END")
     tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in names]
@@ -107,18 +107,22 @@ def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
         for number, name in enumerate(names)
     ]
 
-    def rendered(*turns: Mapping[str, Any], asks: bool = True) -> str:
-        return _ARGUMENTS.sub(r"RAGBLENDSLOT\1END", apply_template(turns, tools, asks=asks))
+    def rendered(*turns: Mapping[str, Any], add_generation_prompt: bool = True) -> str:
+        return _ARGUMENTS.sub(
+            r"RAGBLENDSLOT\1END", apply_template(turns, tools, add_generation_prompt=add_generation_prompt)
+        )
 
     def called(num_calls: int) -> str:
         answer = {"role": "assistant", "content": "", "tool_calls": calls[:num_calls]}
-        text = rendered(question, answer, asks=False)
+        text = rendered(question, answer, add_generation_prompt=False)
         return text.removeprefix(head).removesuffix(tail) if text.startswith(head) else ""
 
     result = {"role": "tool", "content": "RAGBLENDRESULT", "tool_call_id": calls[0]["id"], "name": names[0]}
     try:
         head = rendered(question)
-        tail = rendered(question, {"role": "assistant", "content": slots[0]}, asks=False).rpartition(slots[0])[2]
+        tail = rendered(question, {"role": "assistant", "content": slots[0]}, add_generation_prompt=False).rpartition(
+            slots[0]
+        )[2]
         one = called(1)
         answered = rendered(question, {"role": "assistant", "content": "", "tool_calls": calls[:1]}, result)
     except UsageError:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import cached_property
@@ -27,13 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.store.kv import DTYPES
-from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.tiered import TieredStore, disk_tier
+from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.admin import add_admin
-from ragblend.engine.vllm.api_keys import ForbiddenError
 from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of
 from ragblend.engine.vllm.base_engine import ServedModelInfo
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -41,7 +39,7 @@ from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.readiness import Readiness, add_readiness
 from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
-from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, RagblendError, UsageError
+from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
 from ragblend.prompt.render import Renderer
 
@@ -84,6 +82,8 @@ def install_routes(app: Any) -> Readiness:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
+    from ragblend.server.routes import responder
+
     chunks = ServedChunks(app.state.vllm_config)
 
     async def facts(request: Request) -> Response:
@@ -92,17 +92,7 @@ def install_routes(app: Any) -> Readiness:
         found = await run_in_threadpool(lambda: {**chunks.facts(), **chunks.answer_facts()})
         return JSONResponse({**found, **namespace})
 
-    async def respond(answer: Callable[[], dict[str, Any]], status: int = 200) -> Response:
-        try:
-            return JSONResponse(await run_in_threadpool(answer), status)
-        except (RagblendError, OSError) as error:
-            known = {ForbiddenError: 403, NotFoundError: 404, UsageError: 400, BackendUnreachableError: 503}
-            status = next((code for kind, code in known.items() if isinstance(error, kind)), 500)
-            if status == 500:
-                log.error("a request of the store failed: %s", error)
-            message = chunks.config.for_clients(error)
-            return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
-
+    respond = responder(chunks.config.for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
     add_admin(app, chunks.store, respond)
     try:
@@ -150,9 +140,8 @@ class _SharedStore(TieredStore):
     """A store whose other replicas are told what is deleted."""
 
     def delete(self, key: str) -> bool:
-        for remote in self.tiers:
-            if isinstance(remote, RemoteStore):
-                publish_tombstone(remote, keys=[key])
+        for remote in self.remote_tiers:
+            publish_tombstone(remote, keys=[key])
         return super().delete(key)
 
 
@@ -163,7 +152,7 @@ class ServedChunks:
         self.config = config = ConnectorConfig.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._model = vllm_config.model_config
         self.store = config.open_shared()
-        self._disk = disk_tier(self.store)
+        self._disk = self.store.disk_tier
         self._context = config.context
         self._fingerprint = model_fingerprint(self._model)
         self.store.set_expected_spec(self._fingerprint, model_shape(self._model))

@@ -1,8 +1,9 @@
 """The documents of a server: taken over HTTP, stored in the background, found again after a restart.
 
 Read `Documents._store` first. One thread, of one process among those that share the store's folder, chunks, embeds and
-prefills what is waiting, by `precompute_documents` as in any program, and rests while requests generate. Knows an
-engine for each namespace; knows no HTTP and no vLLM.
+prefills what is waiting, by `precompute_documents` as in any program, and rests while requests generate. Servers that
+share a catalogue divide the documents: each holds leases on those that it works on. Knows an engine for each namespace;
+knows no HTTP and no vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,20 @@ from typing import Any
 import numpy as np
 
 from ragblend.catalog.database import find_catalog
+from ragblend.catalog.leases import LEASE_S, Leases
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentName
-from ragblend.catalog.sent_documents import DocumentTable, SentDocument, StoredCounts, WaitingDocument
+from ragblend.catalog.sent_documents import (
+    DocumentTable,
+    SentDocument,
+    StoredCounts,
+    WaitingDocument,
+    document_name,
+)
+from ragblend.catalog.vectors import normalize_rows
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document, has_visible_text
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.vectors import normalize_rows
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
 from ragblend.ingestion.contexts import chunk_variants
@@ -44,6 +53,7 @@ MAX_REASONS = 1000  # documents whose failure one answer tells
 NO_ROOM = "the store does not hold all of its chunks: give it a larger budget, and send the document again"
 
 _BATCH, _BATCH_CHARS = 1000, 32 << 20  # documents whose chunks may be computed after each other from the beginning
+_SHARED_BATCH = 16  # the same where other servers take others at the same time
 _LOOK_S = 1.0  # between looks for documents that another process of this folder was sent
 _RETRY_S = 5.0
 _REMOVAL_WAIT_S = 60.0  # for a process that is storing: one chunk here, its batch elsewhere
@@ -54,6 +64,10 @@ _REST_S, _REST_SHARE = 1.0, 4.0
 
 class _InterruptedError(Exception):
     """Somebody removes documents; what is being stored is taken up again afterwards."""
+
+
+class _BusyError(BackendUnreachableError):
+    """Another process is storing or removing documents."""
 
 
 class Documents:
@@ -71,13 +85,16 @@ class Documents:
         *,
         catalog: str | None = None,
     ) -> None:
-        self._table = DocumentTable(find_catalog(root, catalog))
+        place = find_catalog(root, catalog)
+        self._table = DocumentTable(place)
+        self._leases = Leases(str(place)) if self._table.is_shared else None
+        self._held, self._renew_at_s = set[str](), 0.0
         self._lock_path = root / LOCK_FILE
         self._make_engine, self._describe = make_engine, describe
         self._engines: dict[str, Engine] = {}
         self._lock = threading.Lock()
         self._num_removing = 0
-        self._progress = (0, 0)
+        self._progress = ("", 0, 0)  # the namespace whose chunks are prefilled, and how many of how many are
         self._new_kv: Counter[str] = Counter()
         self._new_bytes: Counter[str] = Counter()
         self._wake, self._closed = threading.Event(), threading.Event()
@@ -116,15 +133,21 @@ class Documents:
                 if not ids:
                     return 0, 0
                 self._table.begin_removal(namespace, collection, ids)
-                num_removed = delete_precomputed(ids, self._engine(namespace), collection=collection)
-                return self._table.remove(namespace, collection, ids), num_removed
+                names = [document_name(namespace, collection, each) for each in ids]
+                with self._leased(names, _REMOVAL_WAIT_S) as leased:
+                    if len(leased) < len({*names}):
+                        raise _BusyError("another server is storing these documents; try again")
+                    num_removed = delete_precomputed(ids, self._engine(namespace), collection=collection)
+                    return self._table.remove(namespace, collection, ids), num_removed
         finally:
             with self._lock:
                 self._num_removing -= 1
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
         """Return how many documents of which collection are stored, pending and failed, and why."""
-        done, total = self._progress
+        storing, done, total = self._progress
+        if storing != namespace:  # of others nothing is told
+            done = total = 0
         return {
             "collections": self._table.summarize(namespace, collection, ingestion),
             "reasons": self._table.with_reason(namespace, collection, ingestion, MAX_REASONS),
@@ -163,14 +186,25 @@ class Documents:
             raise _InterruptedError
         try:
             with self._alone(0.0):
-                batch = self._table.waiting(_BATCH, _BATCH_CHARS)
-                for _, rows in groupby(batch, lambda row: row.body.get("embedder", "")):
-                    self._store([*rows])
-                return bool(batch)
-        except BackendUnreachableError:
+                if self._leases is None:
+                    batch = self._table.waiting(_BATCH, _BATCH_CHARS)
+                    self._store_by_embedder(batch)
+                    return bool(batch)
+                batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.others())
+                if not batch:
+                    return False
+                with self._leased([row.name for row in batch]) as leased:
+                    mine = self._table.still_waiting(row for row in batch if row.name in leased)
+                    self._store_by_embedder(mine)
+                return True
+        except _BusyError:
             return False
         finally:
-            self._progress = (0, 0)
+            self._progress = ("", 0, 0)
+
+    def _store_by_embedder(self, batch: Sequence[WaitingDocument]) -> None:
+        for _, rows in groupby(batch, lambda row: row.body.get("embedder", "")):
+            self._store([*rows])
 
     def _store(self, rows: Sequence[WaitingDocument]) -> None:
         """Chunk, embed, record and prefill documents of one collection, and note of each what became of it."""
@@ -184,14 +218,14 @@ class Documents:
             report = precompute_documents(
                 [chunk for chunks in chunks_of for chunk in chunks],
                 engine,
-                self._note_progress,
+                partial(self._note_progress, first.namespace),
                 ids=[row.id for row in owners],
                 versions=[row.version if row.body.get("adds") else "" for row in owners],
                 collection=first.collection,
                 prefill=self._prefill,
                 embedder=_SentVectors.of(rows),
             )
-        except (_InterruptedError, EngineClosedError):
+        except (_InterruptedError, EngineClosedError, BackendUnreachableError):  # they are still waiting
             raise
         except Exception as error:
             if len(rows) == 1:
@@ -213,15 +247,15 @@ class Documents:
             is_stored = has_all and row.id not in failed
             self._table.finish(row, StoredCounts(*counts), reason, is_stored=is_stored)
 
-    def _note_progress(self, stage: str, done: int, total: int | None) -> None:
-        self._progress = (done, total or 0)
+    def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
+        self._progress = (namespace, done, total or 0)
 
     def _prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
         """A `workers.Prefill`: one chunk after the other, with rests while requests generate."""
         is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()
-            nbytes = engine.precompute(chunk)
+            nbytes = self._prefill_once(chunk, engine)
             self._new_kv[chunk.source] += nbytes > 0
             self._new_bytes[chunk.source] += nbytes
             yield nbytes
@@ -233,6 +267,24 @@ class Documents:
                 if time.monotonic() > end_s or not is_generating():
                     break
                 time.sleep(0.02)
+                self._renew_leases()
+            self._renew_leases()
+
+    def _prefill_once(self, chunk: Chunk, engine: Engine) -> int:
+        """Prefill a chunk; where another server is prefilling it, wait for that one. Return the bytes stored."""
+        if self._leases is None:
+            return engine.precompute(chunk)
+        name = f"kv {engine.key(chunk)}"
+        while not self._leases.take([name]):
+            if self._num_removing or self._closed.is_set():
+                raise _InterruptedError
+            time.sleep(0.05)
+            self._renew_leases()
+        try:
+            return engine.precompute(chunk)
+        finally:
+            with suppress(BackendUnreachableError):
+                self._leases.release([name])
 
     # -- inside
 
@@ -241,6 +293,29 @@ class Documents:
             if namespace not in self._engines:
                 self._engines[namespace] = self._make_engine(namespace)
             return self._engines[namespace]
+
+    @contextmanager
+    def _leased(self, names: Sequence[str], timeout_s: float = 0.0) -> Iterator[set[str]]:
+        """Hold leases on documents, as many as other servers release within `timeout_s`; yield their names."""
+        if self._leases is None:
+            yield {*names}
+            return
+        end_s = time.monotonic() + timeout_s
+        while len(leased := self._leases.take(names)) < len({*names}) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        self._held, self._renew_at_s = leased, time.monotonic() + LEASE_S / 4
+        try:
+            yield leased
+        finally:
+            self._held = set()
+            with suppress(BackendUnreachableError):  # they end by themselves
+                self._leases.release(leased)
+
+    def _renew_leases(self) -> None:
+        if self._held and self._leases is not None and time.monotonic() > self._renew_at_s:
+            self._renew_at_s = time.monotonic() + LEASE_S / 4
+            if self._leases.take(self._held) < self._held:
+                raise _InterruptedError  # this process was halted for so long that another one has taken over
 
     @contextmanager
     def _alone(self, timeout_s: float) -> Iterator[None]:
@@ -253,7 +328,7 @@ class Documents:
                     break
                 except BlockingIOError:
                     if time.monotonic() >= end_s:
-                        raise BackendUnreachableError("documents are being stored; try again") from None
+                        raise _BusyError("documents are being stored; try again") from None
                 time.sleep(0.02)
             yield
 

@@ -61,10 +61,13 @@ class DocumentInput(_Strict):
         if (self.vectors is None) != (self.embedder is None):
             raise ValueError("`vectors` and `embedder` belong together")
         if self.vectors is not None and (self.chunks is None or len(self.vectors) != len(self.chunks)):
-            raise ValueError("give a vector for each of `chunks`")
+            raise ValueError("`vectors` must have one vector for each of `chunks`")
         if len({len(vector) for vector in self.vectors or ()}) > 1:
             raise ValueError("all `vectors` must have the same length")
-        json.dumps(self.metadata, allow_nan=False)  # what could not be given back: NaN, numbers of thousands of digits
+        try:
+            json.dumps(self.metadata, allow_nan=False)
+        except ValueError as error:
+            raise ValueError(f"`metadata` has what JSON cannot give back: {error}") from None
         return self
 
     def to_sent(self, collection: str) -> SentDocument:
@@ -137,7 +140,7 @@ class DocumentReason(BaseModel):
 class Summary(BaseModel):
     """Documents of a namespace, by collection. `reasons` has at most 1,000 entries.
 
-    `batch` has the number of chunks that the server prefills now, for all clients together, and the number done.
+    `batch` has the number of chunks of the namespace that the server prefills now, and the number done.
     """
 
     collections: dict[str, CollectionCounts]

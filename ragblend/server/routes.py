@@ -10,15 +10,18 @@ Each acts in the namespace of the API key; on a server without keys in `?namespa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from ragblend.engine.vllm.api_keys import DOCUMENTS_PATH, ForbiddenError
 from ragblend.engine.vllm.auth_gate import current_grant
 from ragblend.engine.vllm.params import check_namespace
+from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
 from ragblend.server.documents import Documents
 from ragblend.server.requests import (
     MAX_BODY_BYTES,
@@ -33,12 +36,30 @@ from ragblend.server.requests import (
     read_documents,
 )
 
-Respond = Callable[[Callable[[], dict[str, Any]], int], Awaitable[Response]]
-"""Runs a function in a thread; a response comes of what it returns, with this status, or of its error."""
+log = logging.getLogger(__name__)
+
+Respond = Callable[..., Awaitable[Response]]
+"""Runs a function in a thread; a response comes of what it returns, with a status (200), or of its error."""
+_STATUS = {ForbiddenError: 403, NotFoundError: 404, UsageError: 400, BackendUnreachableError: 503}
 
 
 class _BodyTooLargeError(Exception):
     """The body has more bytes than a request may have."""
+
+
+def responder(describe: Callable[[BaseException], str]) -> Respond:
+    """Return what answers requests; `describe` words an error for clients."""
+
+    async def respond(answer: Callable[[], dict[str, Any]], status: int = 200) -> Response:
+        try:
+            return JSONResponse(await run_in_threadpool(answer), status)
+        except (RagblendError, OSError) as error:
+            status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+            if status == 500:
+                log.error("a request of the store failed: %s", error)
+            return JSONResponse({"error": {"message": describe(error), "code": status}}, status)
+
+    return respond
 
 
 def documents_router(documents: Documents, respond: Respond) -> APIRouter:
@@ -66,11 +87,11 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
 
     async def summarize(collection: str | None = None, ingestion: str | None = None, namespace: str = "") -> Response:
         """How many documents are stored, pending and failed, and why; of one collection, or of one POST."""
-        return await respond(lambda: documents.summary(_namespace(namespace), collection, ingestion), 200)
+        return await respond(lambda: documents.summary(_namespace(namespace), collection, ingestion))
 
     async def get(document_id: str, collection: str = "default", namespace: str = "") -> Response:
         """One document."""
-        return await respond(lambda: documents.get(_namespace(namespace), collection, document_id), 200)
+        return await respond(lambda: documents.get(_namespace(namespace), collection, document_id))
 
     async def remove(request: Request, namespace: str = "") -> Response:
         """Remove documents, their texts, and the KV that no other document of the namespace needs."""

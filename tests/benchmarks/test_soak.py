@@ -15,12 +15,10 @@ from benchmarks.soak.ledger import Attempt, Ledger, Stored, judge, sums
 from benchmarks.soak.memory import Sample, growth
 from benchmarks.soak.work import Question, Reference, References, Text
 from ragblend.engine.report import BlendReport, ChunkReport
-from ragblend.engine.vllm.params import BlendParams
 from ragblend.prompt.types import Prompt
 
 TEXTS = (Text(0, (5, 6), ("acme", "globex")), Text(1, (7, 8), ("globex",)))
-PARAMS = BlendParams(spans=((1, 3), (3, 5)))
-QUESTION = Question(0, Prompt([], "?"), (1, 5, 6, 7, 8, 9), PARAMS, TEXTS)
+QUESTION = Question(0, Prompt([], "?"), (1, 5, 6, 7, 8, 9), TEXTS)
 FULL, BLENDED = tuple(range(10, 18)), tuple(range(20, 28))
 REFERENCES = References(
     {

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ragblend import open_index
 from ragblend.catalog.registry import ChunkRegistry, SimilarVariant, open_registry
 from ragblend.catalog.schema import DocumentName
-from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
@@ -130,20 +128,25 @@ def test_threads_share_a_registry(registry: ChunkRegistry) -> None:
 def test_damaged_file_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "r"
     path.write_bytes(b"not a database at all, but long enough to be read as one" * 20)
-    with pytest.raises(CorruptError, match=r"Mend it: ragblend verify --repair.*or delete it"):
+    with pytest.raises(CorruptError, match=r"Mend it: ragblend verify --repair.*or delete "):
         ChunkRegistry(path)
 
 
-def test_an_index_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    with open_index(tmp_path, HashingEmbedder(), create=True):
-        pass
+def test_another_database_is_refused(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as file:
+        file.execute("CREATE TABLE recipes (name TEXT)")
+        file.execute("PRAGMA user_version = 1")
     with pytest.raises(StoreMismatchError, match="choose another folder"):
-        ChunkRegistry(tmp_path / "chunks.sqlite")
+        ChunkRegistry(tmp_path / CATALOG_FILE)
 
 
 @pytest.mark.parametrize(
     "damage",
-    ["PRAGMA user_version = 2", "UPDATE sqlite_master SET name = 'teXts' WHERE name = 'texts'"],
+    [
+        "PRAGMA user_version = 3",
+        "PRAGMA user_version = 1",
+        "UPDATE sqlite_master SET name = 'teXts' WHERE name = 'texts'",
+    ],
 )
 def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebody_elses(
     damage: str, tmp_path: Path
@@ -236,7 +239,7 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(
         variants = [SimilarVariant("entry-b", SLATE, b"1234", True), SimilarVariant("entry-c", CHALK, b"5678")]
         assert [each for _, each in registry.variants_after(0, "words 1")] == (variants if version == 5 else [])
         assert registry.has_ids(BASALT, "t", "") == (version > 3)
-        assert registry.has_all_entries == (version == 5)
+        assert registry.has_all_entries(tmp_path) == (version == 5)
         assert registry.entries_of([(1, 2)], "tenant") == [["entry-b"] if version == 5 else []]
         assert registry.find_problems() == other.find_problems() == []
     assert [record.message for record in caplog.records if str(former) in record.message] == [
@@ -256,7 +259,7 @@ def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path:
         assert registry.documents_of(SLATE) == [DocumentName("index:1f")]
         registry.remove_damaged_rows()
         assert (list(registry.texts()), registry.find_problems()) == ([SLATE, CHALK], [])
-        assert not registry.has_all_entries, "the entries in the folder are read again"
+        assert not registry.has_all_entries(tmp_path), "the entries in the folder are read again"
 
 
 def test_a_registry_of_an_earlier_version_that_is_only_read_stays(
@@ -289,13 +292,13 @@ def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(r
 
 def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry: ChunkRegistry) -> None:
     registry.record_entry("alone", [(1, 2)], "")
-    registry.set_has_all_entries()
-    assert registry.has_all_entries
+    registry.set_has_all_entries(Path("store"))
+    assert registry.has_all_entries(Path("store"))
     with registry._write() as connection:
         connection.exec_driver_sql("UPDATE entry_chunks SET namespace = 'other' WHERE entry = 'alone'")
     assert registry.entries_of([(1, 2)], "other") == [[]], "a damaged record is no answer"
     registry.remove_damaged_rows()
-    assert not registry.has_all_entries
+    assert not registry.has_all_entries(Path("store"))
 
 
 def test_a_document_has_one_version(registry: ChunkRegistry) -> None:

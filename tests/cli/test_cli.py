@@ -21,11 +21,10 @@ from commands import INGEST, PLACE, CommandRunner, ingest_sample
 from langchain_core.documents import Document
 from servers import RedisServer, running_redis
 
-from ragblend import __version__, load_engine
+from ragblend import __version__, load_engine, open_index
 from ragblend.cli import app as cli
 from ragblend.cli.options import parse_workers
 from ragblend.cli.session import terminal_log
-from ragblend.corpus.checked_database import remove_database
 from ragblend.demo import WEIGHTS
 from ragblend.errors import UsageError
 from ragblend.precompute import precompute_documents
@@ -155,7 +154,7 @@ def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions,
     full = run.facts("ask", question, "--mode", "full", *common)
     assert code == 0
     assert found["report"]["shadow"]["answers_identical"] == (found["answer"] == full["answer"])
-    assert "full prefill ran beside 1 of 1 answers" in err
+    assert "full prefill also ran for 1 of 1 answers" in err
     assert run.facts("ask", question, *common)["report"]["shadow"] is None
     monkeypatch.setenv("RAGBLEND_SHADOW", "1.0")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(item["question"] for item in questions[:2]) + "\n\n"))
@@ -239,30 +238,40 @@ def test_verify_repairs_what_it_finds_damaged(run, home):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "is_dropped"),
     [
+        (("PRAGMA writable_schema = 1", "DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'"), True),
         (
-            "PRAGMA writable_schema = 1",
-            "DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'",
+            ("UPDATE stored_entries SET entry = '../' || entry WHERE entry = (SELECT min(entry) FROM stored_entries)",),
+            False,
         ),
-        ("UPDATE stored_entries SET entry = '../' || entry WHERE entry = (SELECT min(entry) FROM stored_entries)",),
     ],
     ids=["structure", "key"],
 )
-def test_verify_repairs_a_damaged_registry_and_every_text_is_there_again(run, home, damage):
+def test_verify_repairs_a_damaged_catalogue_and_every_text_is_there_again(run, home, damage, is_dropped):
     path = home / "s" / "catalog.sqlite"
 
     def rows():
         with closing(sqlite3.connect(path)) as file:
-            tables = ("texts", "document_texts", "stored_entries", "token_ids")
-            return [sorted(row[-2:] for row in file.execute(f"SELECT * FROM {table}")) for table in tables]
+            columns = (
+                "key, text FROM texts",
+                "key FROM document_texts",
+                "* FROM stored_entries",
+                "key, ids FROM token_ids",
+            )
+            return [sorted(file.execute(f"SELECT {each}")) for each in columns]
 
     whole = rows()
     with closing(sqlite3.connect(path, isolation_level=None)) as file:
         for statement in damage:
             file.execute(statement)
     assert list(run.facts("verify", *PLACE, code=4)["damaged_files"]) == ["catalog.sqlite"]
-    assert run("verify", "--repair", *PLACE)[0] == 0
+    code, _, err = run("verify", "--repair", *PLACE)
+    if is_dropped:
+        assert (code, "ingest the documents again" in err) == (3, True)
+        assert run.facts(*INGEST, *PLACE)["num_new_kv"] == 0
+    else:
+        assert code == 0
     assert run("verify", *PLACE)[0] == 0
     assert rows() == whole
 
@@ -493,7 +502,8 @@ def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
 
 def test_gc_of_orphans_lists_what_it_deletes(docs, run):
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
-    remove_database(docs.parent / "s")
+    with open_index(docs.parent / "s") as index:
+        index.clear()
     (docs / "a.md").unlink()
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     out = run("gc", "--orphans", "--dry-run", *PLACE)[1]

@@ -61,7 +61,7 @@ def test_without_a_model_nothing_is_ingested_and_the_error_names_one_for_a_trial
     code, out, err = run("ingest", "docs", "--store", "new")
     assert (code, out) == (2, "")
     assert "--model demo" in err
-    assert not Path("new", "chunks.sqlite").exists()
+    assert not Path("new", "catalog.sqlite").exists()
     monkeypatch.setenv("RAGBLEND_TRUST_REMOTE_CODE", "1")
     code, _, err = run("ask", "Who?")
     assert (code, "name it: --model" in err) == (2, True), err

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import typer
 import yaml
-from charts import CHART, DEPLOY, EVERYTHING, NAMESPACE, container, helm, rendered, the
+from charts import CHART, DEPLOY, EVERYTHING, NAMESPACE, RELEASE, container, helm, rendered, the
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
@@ -102,9 +102,16 @@ def test_ragblend_knows_every_variable_that_it_is_given(everything: list[dict[st
         assert {"RAGBLEND_STORE", "RAGBLEND_REMOTE", "RAGBLEND_DISK_GIB"} <= given
 
 
+def test_a_volume_of_several_nodes_needs_a_catalogue_in_a_database() -> None:
+    done = helm("template", RELEASE, CHART, "--set", "store.kind=shared")
+    assert done.returncode != 0
+    assert "store.kind=shared needs catalog.secret" in done.stderr
+    assert container(rendered("store.kind=shared", "catalog.secret.secretName=postgres"))
+
+
 def test_no_secret_is_in_a_release(everything: list[dict[str, Any]]) -> None:
     environment = {each["name"]: each for each in container(everything)["env"]}
-    for name in ("RAGBLEND_API_KEY", "RAGBLEND_REMOTE", KEY_VARIABLE, "HF_TOKEN"):
+    for name in ("RAGBLEND_API_KEY", "RAGBLEND_REMOTE", "RAGBLEND_CATALOG", KEY_VARIABLE, "HF_TOKEN"):
         assert environment[name]["valueFrom"]["secretKeyRef"]["name"]
     assert not [each for each in everything if each["kind"] == "Secret"]
 

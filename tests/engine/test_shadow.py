@@ -243,4 +243,4 @@ def test_counters_without_a_request_have_no_rates():
     counters = ShadowCounters(0.1)
     assert counters.first_token_agreement is counters.first_token_interval is counters.mean_first_token_kl is None
     assert counters.answer_agreement is counters.answer_interval is None
-    assert counters.summary() == "full prefill ran beside 0 of 0 answers"
+    assert counters.summary() == "full prefill also ran for 0 of 0 answers"

@@ -76,7 +76,7 @@ def says_so(done: Done, what: object) -> bool:
     assert "delete the files" not in said, (what, said)
     if done.code in (0, 4):  # `verify` finds what was damaged before, room or not
         return False
-    is_damaged_pin = "so what it keeps is not known" in said
+    is_damaged_pin = "so the entries that it pins are not known" in said
     assert done.code == 1 or is_damaged_pin, (what, done.code, said)
     assert HAS_NO_ROOM.search(said) or is_damaged_pin, (what, said)
     return not is_damaged_pin
@@ -107,7 +107,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Place
 
 def goes_on(commands: Commands, work: Path, argv: tuple[str, ...]) -> None:
     done = commands.run(*argv, cwd=work)
-    assert done.code in (0, 4) or "so what it keeps is not known" in done.err or "no document" in done.err, done
+    assert (
+        done.code in (0, 4) or "so the entries that it pins are not known" in done.err or "no document" in done.err
+    ), done
     succeeded(commands.run("verify", "--repair", *PLACE, cwd=work))
     succeeded(commands.run("verify", *PLACE, cwd=work))
 

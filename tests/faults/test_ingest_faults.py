@@ -14,7 +14,6 @@ from forked import Commands, Kill
 from places import small_disk, succeeded
 
 from ragblend import Prompt, load_engine
-from ragblend.corpus.checked_database import remove_database
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
@@ -42,8 +41,8 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
             num_kills += done.was_killed
             if not done.was_killed:  # start anew and kill earlier
                 succeeded(done)
-                remove_database(tmp_path / "kv")
-                remove_database(tmp_path / "kv")
+                with open_index(tmp_path / "kv") as index:
+                    index.clear()
     if (tmp_path / "kv").exists():
         assert [result for result in DiskStore(tmp_path / "kv").verify() if not result.ok] == []
     with load_engine("demo", tmp_path / "kv") as engine:

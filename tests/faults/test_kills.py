@@ -57,31 +57,23 @@ def state(work: Path) -> dict[str, Any]:
     files = [
         (str(path.relative_to(work)), hashlib.sha256(path.read_bytes()).hexdigest())
         for path in sorted(work.rglob("*"))
-        if path.is_file() and path.suffix not in (".sqlite", ".faiss") and path.name != "manifest.json"
+        if path.is_file() and path.suffix not in (".sqlite", ".faiss")
         if not path.name.endswith(("-wal", "-shm"))
     ]
-    index, registry = work / "kv" / "chunks.sqlite", work / "kv" / CATALOG_FILE
     vectors = faiss.read_index(str(work / "kv" / "vectors.faiss"))
     tables = {
-        "documents": (index, "SELECT source, file, content_hash, status FROM documents"),
-        "chunks": (index, "SELECT id, text, metadata, vector FROM chunks"),
-        "files": (index, "SELECT path, version, top FROM files"),
-        "leftovers": (index, "SELECT text, behind FROM leftovers"),
-        "doomed": (index, "SELECT key FROM doomed"),
-        "texts": (registry, "SELECT text FROM texts"),
-        "holders": (registry, "SELECT collection, id, key FROM document_texts"),
-        "stored": (registry, "SELECT entry FROM stored_entries"),
+        "documents": "SELECT source, file, content_hash, status FROM documents",
+        "chunks": "SELECT id, text, metadata, vector FROM chunks",
+        "files": "SELECT path, version, top FROM files",
+        "orphaned texts": "SELECT text FROM orphaned_texts",
+        "pending deletions": "SELECT key FROM pending_deletions",
+        "texts": "SELECT text FROM texts",
+        "owners": "SELECT collection, id, key FROM document_texts",
+        "stored": "SELECT entry FROM stored_entries",
     }
-    return {
-        "contents": files,
-        "vectors": sorted(faiss.vector_to_array(vectors.id_map).tolist()),
-        **{name: sorted(rows(*each)) for name, each in tables.items()},
-    }
-
-
-def rows(path: Path, query: str) -> list[Any]:
-    with closing(sqlite3.connect(path)) as connection:
-        return connection.execute(query).fetchall()
+    with closing(sqlite3.connect(work / "kv" / CATALOG_FILE)) as catalog:
+        rows = {name: sorted(catalog.execute(query).fetchall()) for name, query in tables.items()}
+    return {"contents": files, "vectors": sorted(faiss.vector_to_array(vectors.id_map).tolist()), **rows}
 
 
 def files_with(work: Path, *names: str, folders: tuple[str, ...] = ("kv",)) -> list[str]:

@@ -25,9 +25,9 @@ from commands import run_command
 from places import text_about
 
 from ragblend import Prompt, load_engine
+from ragblend.catalog.database import drop_catalog
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentName
-from ragblend.corpus.checked_database import remove_database
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.model import load_tokenizer
@@ -35,6 +35,7 @@ from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit,
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import machine_facts, write_profile
 from ragblend.errors import RagblendError
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import open_index
 from ragblend.ingestion.documents import pin_document
 from ragblend.operations.maintenance import repair_store, verify_store
@@ -49,16 +50,14 @@ NUM_MUTATIONS = 500 if FULL else 60  # in each part
 EVERY_COMMAND = 25  # mutations between those that the command repairs, with a separate engine
 KINDS = {
     "entry": "kv/kv/??/*.safetensors",
-    "registry": "kv/catalog.sqlite",
+    "catalogue": "kv/catalog.sqlite",
     "model note": "kv/models/*.json",
     "pin": "kv/pins/*.json",
     "calibration": "kv/calibrations/*.json",
     "machine": "kv/machines/*.json",
-    "database": "kv/chunks.sqlite",
     "vectors": "kv/vectors.faiss",
-    "manifest": "kv/manifest.json",
 }
-LOSABLE = {"model note", "pin", "profile", "machine"}
+LOSABLE = {"model note", "pin", "calibration", "machine"}
 """Files without which a store is another whole store: of a model not used yet, unpinned, not calibrated or measured."""
 DOCUMENTED = {0, 1, 3, 4}
 QUESTION = "What is the secret of amber room 1?"
@@ -137,7 +136,7 @@ def contents(work: Path) -> dict[str, Any]:
             "machines": {path.name: path.read_bytes() for path in work.glob(KINDS["machine"])},
             "documents": index.documents(),
             "files": index.files(),
-            "facts": replace(index.manifest, vectors_sha256="", generation=0),
+            "facts": replace(index.manifest, generation=0),
             "chunks": [(chunk, dict(chunk.metadata)) for chunk in sorted(index.chunks(), key=lambda each: each.id)],
             "vectors": vectors,
             "texts": sorted(registry.texts()),
@@ -243,24 +242,30 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
 
 
 def repair(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bool, counts: Counter[str]) -> None:
-    """Do what the message says: repair; if the database is lost, ingest again."""
+    """Do what the message says: repair; if the catalogue is lost, or rows of it, ingest again."""
     try:
+        report = verify_store(work / "kv")
+        is_row_lost = CATALOG_FILE in report.damaged_files
         if with_command:
             code = run_command("verify", "--repair", *place)
             counts["repaired by the command"] += code == 0
             if code == 0:
+                if is_row_lost:
+                    bring_in(work, engine)
                 return
-        report = verify_store(work / "kv")
+            report = verify_store(work / "kv")
         with closing(open_engine_index(work / "kv", engine, create=False)) as index:
             repair_store(report, engine, index)
         if any(place.startswith("models/") for place in report.damaged_files):
             load_engine("demo", work / "kv").close()
         if not report.unrepaired:
             counts["repaired"] += 1
+            if is_row_lost:
+                bring_in(work, engine)
             return
     except RagblendError as error:
         counts["fixes named"] += error.exit_code in DOCUMENTED
-    remove_database(work / "kv")
+    drop_catalog(work / "kv")
     bring_in(work, engine)
     run_command("verify", "--repair", *place)
     counts["repaired by ingesting again"] += 1

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from langchain_core.language_models import BaseChatModel, BaseLLM
 
-from ragblend.frameworks.model import ALSO_CALLED, CallOptions
+from ragblend.frameworks.call_options import ALSO_CALLED, CallOptions
 from ragblend.llm import BlendLLM, ChatBlend
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"

@@ -44,13 +44,13 @@ def test_a_chat_model_adds_at_most_thirty_fields() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"adapter": "a"}, r"^adapter is an engine option: engine_options=\{'adapter': \.\.\.\}"),
-        ({"remote": "redis://:hush@cache"}, r"^remote is an engine option: engine_options=\{'remote': \.\.\.\}"),
+        ({"adapter": "a"}, r"^adapter is an engine option; pass engine_options=\{'adapter': \.\.\.\}"),
+        ({"remote": "redis://:hush@cache"}, r"^remote is an engine option; pass engine_options=\{'remote': \.\.\.\}"),
         ({"vllm_options": {}}, "^vllm_options is an engine option"),
         ({"memory_gib": 2}, "^memory_gib is an engine option"),
-        ({"min_p": 0.1}, r"^min_p is an option of a call; for every call: call_options=\{'min_p': \.\.\.\}"),
+        ({"min_p": 0.1}, r"^min_p is an option of a call; for every call, pass call_options=\{'min_p': \.\.\.\}"),
         ({"call_options": {"min_q": 0.1}}, "^call_options has min_q; the nearest is 'min_p'; choose from "),
-        ({"call_options": {"temperature": 1}}, "^call_options has temperature.*All else is a field"),
+        ({"call_options": {"temperature": 1}}, "^call_options has temperature.*Pass others as fields"),
         ({"call_options": {"min_p": 2}}, r"^min_p is 2; choose 0 \(any\) to 1"),
         ({"call_options": 5}, "^call_options: Input should be a valid dictionary"),
         ({"api_key": 5}, "^api_key: Input should be"),

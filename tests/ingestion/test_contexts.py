@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ from commands import run_command
 from similar_texts import TEXTS, texts_behind
 
 from ragblend import Chunk, Prompt, load_engine
-from ragblend.corpus.checked_database import remove_database
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.metadata import CONTEXT_FILE
 from ragblend.engine.store.remote.tier import open_remote
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.index import open_index
@@ -53,7 +50,7 @@ def test_similar_variants_are_stored_once_remembered_and_used(docs, opened):
     assert (report.num_chunks, report.num_new_kv) == (4, 8)
     again = bring_in(docs, opened())
     assert (again.num_new_kv, again.num_known_kv) == (0, 8)
-    behind = texts_behind(engine, disk_tier(engine.store).header(engine.key(similar("fox"))))
+    behind = texts_behind(engine, engine.store.disk_tier.header(engine.key(similar("fox"))))
     assert behind == {"kern", "bell"}  # those with most words in common, and never itself
     prompt = Prompt([Chunk(TEXTS[name]) for name in ("fox", "kern", "moss")], "Who plays the flute?")
     report = opened().generate(prompt, max_tokens=1).report
@@ -89,7 +86,8 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
             assert precompute_index(engine, index).num_new_kv == 0, "it was told to keep them alone"
             assert precompute_index(engine, index, context="similar").num_new_kv == 4
         assert engine.store.read_context() == "similar"
-    remove_database(docs.parent / "kv")
+    with open_index(docs.parent / "kv") as index:
+        index.clear()
     engine = opened()
     assert (bring_in(docs, engine).num_new_kv, engine.store.read_context()) == (4, None)
 
@@ -119,7 +117,7 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
             assert (report.num_new_kv, report.num_removed_kv) == (num_new, num_removed)
             wanted = {engine.key(chunk) for chunk in chunk_variants(index.chunks(), policy)}
             assert set(engine.store.keys()) == wanted
-            pinned = disk_tier(engine.store).pins()[str(docs / "fox.txt")]
+            pinned = engine.store.disk_tier.pins()[str(docs / "fox.txt")]
             assert set(pinned) == {engine.key(chunk) for chunk in chunk_variants([Chunk(TEXTS["fox"])], policy)}
             assert (engine.context, engine.store.read_context()) == (policy, policy)
 
@@ -129,7 +127,7 @@ def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, op
     with opened(remote=url) as engine:
         bring_in(docs, engine, context="similar")
         engine.store.flush()
-        remote, disk = engine.store.tiers[-1], disk_tier(engine.store)
+        remote, disk = engine.store.tiers[-1], engine.store.disk_tier
         headers = {name: disk.header(engine.key(similar(name))) for name in TEXTS}
         behind = {name: texts_behind(engine, header) for name, header in headers.items()}
         lost = {name for name, others in behind.items() if "fox" in others}
@@ -286,21 +284,3 @@ def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, c
     assert not note.exists()
     assert run_command("precompute", "--context", "similar", *place) == 0
     assert DiskStore(tmp_path / "kv").read_context() == "similar"
-
-
-@pytest.mark.parametrize("left", ["neighbour", "fixed"])
-def test_a_context_that_left_is_as_if_the_store_remembered_none(left, docs, opened, tmp_path, caplog):
-    """The note is one that commit 19c4dfd wrote."""
-    (tmp_path / "kv").mkdir()
-    note = tmp_path / "kv" / CONTEXT_FILE
-    shutil.copy(GOLDEN / "left" / f"context-{left}.json", note)
-    with opened() as engine:
-        assert (engine.context, engine.store.read_context()) == ("none", None)
-        assert bring_in(docs, engine).num_new_kv == 4
-        assert DiskStore(tmp_path / "kv").read_context() is None
-        assert verify_store(tmp_path / "kv", tmp_path / "kv").damaged_files == {}
-        assert json.loads(note.read_text())["context"] == left  # nobody has said another
-        assert bring_in(docs, engine, context="similar").num_new_kv == 4
-    assert DiskStore(tmp_path / "kv").read_context() == "similar"
-    assert caplog.text.count(f"remembers the context {left!r}") == 1
-    assert "ragblend precompute --context none|similar" in caplog.text

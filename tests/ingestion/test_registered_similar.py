@@ -19,7 +19,6 @@ from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion import registered_similar
 from ragblend.ingestion.documents import delete_precomputed
@@ -49,7 +48,7 @@ def similar(text: str) -> Chunk:
 
 def seen_by(engine: TransformersEngine, text: str) -> set[str] | None:
     """Which of ALL the similar version of `text` was computed behind; None without one."""
-    header = disk_tier(engine.store).header(engine.key(similar(text)))
+    header = engine.store.disk_tier.header(engine.key(similar(text)))
     return None if header is None else texts_in(engine, header)
 
 
@@ -149,7 +148,7 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
     monkeypatch.setattr(engine, "precompute_all", None, raising=False)
     precompute_documents(ALL, engine, ids=ALL)
     assert first
-    for header in disk_tier(engine.store).headers():
+    for header in engine.store.disk_tier.headers():
         assert BELL not in texts_in(engine, header)
 
 
@@ -158,15 +157,15 @@ def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(
     engine, other = opened(), opened(system="Answer briefly.", namespace="")
     precompute_documents(ALL, other, ids=ALL)
     precompute_documents(ALL, engine, ids=ALL)
-    before = {header.key for header in disk_tier(engine.store).headers()}
+    before = {header.key for header in engine.store.disk_tier.headers()}
     with open_registry(engine.store) as registry, registry._write() as connection:
         connection.exec_driver_sql("DELETE FROM entry_chunks")  # as in a store of an earlier version
     assert delete_precomputed([BELL], engine) > 4
-    left = list(disk_tier(engine.store).headers())
+    left = list(engine.store.disk_tier.headers())
     assert not any(BELL in texts_in(engine, header) for header in left)
     assert not any(header.token_ids == engine.renderer.chunk_ids(BELL) for header in left)
     assert delete_precomputed([MOSS], engine) >= 2, "all entries are recorded now"
-    left = list(disk_tier(engine.store).headers())
+    left = list(engine.store.disk_tier.headers())
     assert 0 < len(left) < len(before)
     assert not any(MOSS in texts_in(engine, header) for header in left)
     with open_registry(engine.store) as registry:
@@ -180,7 +179,7 @@ def test_removing_one_chunk_reads_no_other_entry(opened, monkeypatch):
     monkeypatch.setattr(DiskStore, "headers", lambda store: pytest.fail("all entries were read"))
     assert delete_precomputed([BELL], engine) > 1
     monkeypatch.undo()
-    assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
+    assert not any(BELL in texts_in(engine, header) for header in engine.store.disk_tier.headers())
 
 
 def test_a_store_that_keeps_chunks_alone_from_now_on_drops_their_similar_variants(opened, tmp_path):
@@ -209,7 +208,7 @@ def test_an_engine_that_keeps_chunks_alone_forgets_what_another_computed_behind_
     precompute_documents(ALL, engine, ids=ALL)
     assert BELL in (seen_by(engine, FOX) or ())
     delete_precomputed([BELL], alone)
-    assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
+    assert not any(BELL in texts_in(engine, header) for header in engine.store.disk_tier.headers())
 
 
 def test_namespaces_in_one_store_never_see_each_other_chunks(opened):

@@ -21,7 +21,6 @@ from ragblend.corpus.embedders import HashingEmbedder, embedder_version
 from ragblend.corpus.readers.formats import READERS
 from ragblend.corpus.readers.types import ParsedRecord
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import (
     BackendUnreachableError,
     EmptyCorpusError,
@@ -80,7 +79,7 @@ class Corpus:
             assert set(registry.texts()) == texts
         keys = {self.engine.key(Chunk(text)) for text in texts}
         assert set(self.engine.store.keys()) == keys
-        assert self.index.orphaned_texts().last_id == 0
+        assert self.index.orphaned_texts().last_number == 0
         return texts
 
 
@@ -142,7 +141,7 @@ def test_a_file_that_is_gone_is_gone_from_everything(corpus, way):
     assert report.removed == [f"{corpus.docs}/a.txt"]
     assert (report.num_removed_kv, report.failures) == (1, [])
     assert corpus.texts() == {KERN}
-    assert disk_tier(corpus.engine.store).pins() == {}
+    assert corpus.engine.store.disk_tier.pins() == {}
 
 
 def test_the_last_file_that_goes_empties_the_index(corpus):
@@ -469,7 +468,7 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
         assert set(registry.texts()) == {text for _, text in corpus.index.texts()}
     known = corpus.engine.known_chunks
     assert [text in known for text in ("An orphan.", "Behind.", BELL)] == [False, False, True]
-    assert set(disk_tier(corpus.engine.store).pins()) == {f"{corpus.docs}/b.txt", "by hand"}
+    assert set(corpus.engine.store.disk_tier.pins()) == {f"{corpus.docs}/b.txt", "by hand"}
 
 
 def test_a_text_that_a_frameworks_document_has_stays_when_the_index_lets_it_go(corpus):

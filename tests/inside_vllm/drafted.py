@@ -40,7 +40,7 @@ def main(store: str, drafts: dict[str, Any]) -> dict[str, Any]:
     ]
     tail = tokenizer(f"<q> {QUESTION}<a>", add_special_tokens=False).input_ids
     options = {"speculative_config": drafts} if drafts else {}
-    with engine(MODEL, Path(store), skip_tokenizer_init=True, **options) as llm:
+    with engine(MODEL, Path(store), {"prefix_ids": prefix}, skip_tokenizer_init=True, **options) as llm:
         for chunk in chunks:
             ingest(llm, prefix, chunk)
         core, num_steps = llm.llm_engine.engine_core, 0
@@ -52,11 +52,8 @@ def main(store: str, drafts: dict[str, Any]) -> dict[str, Any]:
             return step()
 
         core.get_output = counting
-        ids, spans = list(prefix), []
-        for chunk in chunks:
-            spans.append([len(ids), len(ids) + len(chunk)])
-            ids += chunk
-        outputs = ask_all(llm, [([*ids, *tail], {"spans": spans, **way}) for way in WAYS], NUM_TOKENS, logprobs=None)
+        ids = [*prefix, *(token for chunk in chunks for token in chunk), *tail]
+        outputs = ask_all(llm, [(ids, way) for way in WAYS], NUM_TOKENS, logprobs=None)
     return {
         "answers": [tokens(each) for each in outputs],
         "reports": [report(each) for each in outputs],

@@ -44,9 +44,15 @@ def random_ids(count: int, seed: int) -> list[int]:
     return torch.randint(6, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+PREFIX = random_ids(5, 1)
+
+
 @contextmanager
 def engine(model: Path, store: Path | None, extra: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
-    """vLLM's `LLM` over a checkpoint, with the connector unless `store` is None. Everything is torn down afterwards."""
+    """vLLM's `LLM` over a checkpoint, with the connector unless `store` is None. Everything is torn down afterwards.
+
+    Chunks are stored behind PREFIX, and requests that name no mode are vLLM's, unless `extra` says otherwise.
+    """
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -56,7 +62,7 @@ def engine(model: Path, store: Path | None, extra: dict[str, Any] | None = None,
             kv_connector_module_path="ragblend.engine.vllm.connector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"store": str(store), **(extra or {})},
+            kv_connector_extra_config={"store": str(store), "mode": "prefix", "prefix_ids": PREFIX, **(extra or {})},
         )
     defaults = {
         "dtype": "float32",
@@ -126,8 +132,11 @@ def report(output: Any) -> dict[str, Any]:
 
 
 def ingest(llm: Any, prefix: list[int], chunk: list[int], namespace: str = "") -> dict[str, Any]:
-    """Have a chunk computed behind `prefix` and stored."""
+    """Have a chunk computed behind `prefix` and stored, and known, so that it is found in prompts."""
     params = {"mode": "ingest", "spans": [[len(prefix), len(prefix) + len(chunk)]], "namespace": namespace}
+    config = llm.llm_engine.vllm_config
+    store = config.kv_transfer_config.kv_connector_extra_config["store"]
+    make_known(Path(store), Path(config.model_config.model), [chunk], namespace)
     return report(ask(llm, [*prefix, *chunk, 7], params, max_tokens=1, logprobs=None))
 
 
@@ -175,9 +184,9 @@ def recorded_selections() -> Iterator[list[list[int]]]:
     selections: list[list[int]] = []
     note_fused = vllm_worker.record_fusion
 
-    def recording(report: Any, starts: Any, stored: Any, plan: Any, result: Any) -> None:
+    def recording(report: Any, starts: Any, stored: Any, plan: Any, result: Any, num_known: int) -> None:
         selections.append(result.recomputed.tolist())
-        note_fused(report, starts, stored, plan, result)
+        note_fused(report, starts, stored, plan, result, num_known)
 
     vllm_worker.record_fusion = recording
     try:

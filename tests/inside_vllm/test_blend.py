@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from continued import Continued
-from harness import ask, ask_all, engine, ingest, random_ids, recorded_selections, report, tokens
+from harness import PREFIX, ask, ask_all, engine, ingest, make_known, random_ids, recorded_selections, report, tokens
 from reference import Span
 
 from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
@@ -19,19 +19,18 @@ from ragblend.engine.vllm import layers as vllm_layers
 
 RATIOS = (0.0, 0.05, 0.15, 0.5)
 RULES = ("cacheblend", "cacheblend_k", "random", "auto", "ask")
-PREFIX, CHUNKS, QUESTION, STEPS = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4), 8
+CHUNKS, QUESTION, STEPS = [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4), 8
 MISSING, LABEL = random_ids(33, 5), random_ids(7, 6)
 TOLERANCE = 1e-3  # of log-probabilities, float32
 
 
 @dataclass
 class Prompt:
-    """Ids, where the chunks are, and the same for the reference."""
+    """Ids, the same for the reference, and where the last chunk ends."""
 
     ids: list[int]
-    spans: list[list[int]]
-    around: list[list[list[int]]]
     parts: list[Span]
+    question_start: int = 0
 
 
 def plain_prompt() -> Prompt:
@@ -64,31 +63,23 @@ class Part:
 
 
 def build(pieces: list[list[int] | Part]) -> Prompt:
-    prompt = Prompt([], [], [], [])
+    prompt = Prompt([], [])
     for piece in pieces:
         start = len(prompt.ids)
         if isinstance(piece, list):
             prompt.ids += piece
             prompt.parts.append(Span(piece, stored=False))
             continue
-        before, ids, after = cut(piece)
+        before, ids = piece.chunk[: piece.start], piece.chunk[piece.start : piece.end]
         prompt.ids += ids
-        prompt.spans.append([start, len(prompt.ids)])
-        prompt.around.append([before, after])
+        prompt.question_start = len(prompt.ids)
         exact = piece.stored and start == len(PREFIX) and not before
         prompt.parts.append(Span(ids, stored=piece.stored, exact=exact, behind=[*PREFIX, *before]))
     return prompt
 
 
-def cut(part: Part) -> tuple[list[int], list[int], list[int]]:
-    """The ids of its chunk before it, its own, and those after it."""
-    end = len(part.chunk) if part.end is None else part.end
-    return part.chunk[: part.start], part.chunk[part.start : end], part.chunk[end:]
-
-
-def blend_params(prompt: Prompt, ratio: float, rule: str = "cacheblend") -> dict[str, Any]:
-    asked = {"mode": "blend", "rule": rule, "ratio": ratio, "spans": prompt.spans}
-    return {**asked, "around": prompt.around, "num_prefix": len(PREFIX)}
+def blend_params(ratio: float, rule: str = "cacheblend") -> dict[str, Any]:
+    return {"mode": "blend", "rule": rule, "ratio": ratio}
 
 
 GLOBAL = {"gemma2": (1, 3, 5), "gemma3": (2, 5)}  # their other layers see 50 tokens and 52
@@ -128,6 +119,7 @@ def served(kind: str, family: str, store: Path, checkpoint: Callable[[str], Path
     with pytest.MonkeyPatch.context() as patch, engine_of(kind, checkpoint(family), store, patch) as llm:
         for chunk in CHUNKS:
             assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
+        make_known(store, checkpoint(family), [MISSING, MISSING[::-1]])
         yield family, llm
 
 
@@ -157,7 +149,7 @@ def assert_like_reference(
     output: Any, prompt: Prompt, reference: Continued, selected: list[int], ratio: float, rule: str, family: str
 ) -> None:
     """Same selection, same choice at every step, log-probabilities within TOLERANCE."""
-    expected = reference.blended(prompt.parts, ratio, rule, selected, prompt.spans[-1][1], GLOBAL.get(family, ()))
+    expected = reference.blended(prompt.parts, ratio, rule, selected, prompt.question_start, GLOBAL.get(family, ()))
     if rule != "random" and ratio > 0:
         assert selected == expected.selected
     answer, worst = tokens(output), 0.0
@@ -170,9 +162,9 @@ def assert_like_reference(
 
 def test_ratio_one_gives_vllms_own_tokens(served):
     _, llm = served
-    for prompt, num_stored in ((plain_prompt(), 3), (patchy_prompt(), 3), (labelled_prompt(), 4)):
+    for prompt, num_stored in ((plain_prompt(), 3), (patchy_prompt(), 3), (labelled_prompt(), 3)):
         plain = ask(llm, prompt.ids)
-        blended = ask(llm, prompt.ids, blend_params(prompt, 1.0))
+        blended = ask(llm, prompt.ids, blend_params(1.0))
         assert report(blended)["num_chunk_hits"] == num_stored
         assert tokens(blended) == tokens(plain)
         for mine, theirs in zip(blended.outputs[0].logprobs, plain.outputs[0].logprobs, strict=True):
@@ -184,7 +176,7 @@ def test_what_asks_first_gives_them_as_well_where_all_that_is_not_exact_is_recom
     """Nobody is left to be moved."""
     _, llm = served
     prompt = plain_prompt()
-    blended = ask(llm, prompt.ids, blend_params(prompt, 0.97, "ask"))
+    blended = ask(llm, prompt.ids, blend_params(0.97, "ask"))
     (exact, *others) = report(blended)["chunks"]
     assert exact["exact"]
     assert [each["num_recomputed_tokens"] for each in others] == [each["num_tokens"] for each in others]
@@ -203,12 +195,12 @@ def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(kind, serve
         asked.append((labelled, "cacheblend", 0.0))
     for prompt, rule, ratio in asked:
         with recorded_selections() as selections:
-            output = ask(llm, prompt.ids, blend_params(prompt, ratio, rule), STEPS)
-        stored = [part for part in prompt.parts if part.stored]
+            output = ask(llm, prompt.ids, blend_params(ratio, rule), STEPS)
+        stored = [(len(part.ids), part.exact) for part in prompt.parts if part.stored]
+        if prompt is labelled:
+            stored[1:3] = [(stored[1][0] + stored[2][0], False)]  # two parts of one chunk
         found = [chunk for chunk in report(output)["chunks"] if chunk["hit"]]
-        assert [(each["num_tokens"], each["exact"]) for each in found] == [
-            (len(each.ids), each.exact) for each in stored
-        ]
+        assert [(each["num_tokens"], each["exact"]) for each in found] == stored
         rule_run = report(output)["rule"]
         if rule != "auto":
             assert rule_run == rule
@@ -223,7 +215,7 @@ def test_scattered_rows_attend_together_where_that_reads_less(kind, served, rule
     _, llm = served
     prompt = patchy_prompt()
     with counted_together() as counts:
-        ask(llm, prompt.ids, blend_params(prompt, 0.15, rule), 1)
+        ask(llm, prompt.ids, blend_params(0.15, rule), 1)
     assert counts
     assert [count > 0 for count in counts].count(False) == (alone if "together" in kind else len(counts))
 
@@ -232,7 +224,7 @@ def test_stale_chunks_do_change_the_answer(served):
     """Without this, agreement would also hold for a model in which reuse costs nothing."""
     family, llm = served
     prompt = plain_prompt()
-    stale, full = ask(llm, prompt.ids, blend_params(prompt, 0.0)), ask(llm, prompt.ids)
+    stale, full = ask(llm, prompt.ids, blend_params(0.0)), ask(llm, prompt.ids)
     if family == "gemma2":  # with tied embeddings a tiny model says the same token over and over
         mine, theirs = (output.outputs[0].logprobs[0] for output in (stale, full))
         assert max(abs(mine[each].logprob - theirs[each].logprob) for each in mine.keys() & theirs.keys()) > 0.01
@@ -245,14 +237,14 @@ def test_a_batch_equals_its_requests_one_by_one(served):
     plain, patchy = plain_prompt(), patchy_prompt()
     # Those without parameters begin otherwise, so that no other is left to what they leave in vLLM's prefix cache.
     prompts = [
-        (plain.ids, blend_params(plain, 0.15)),
+        (plain.ids, blend_params(0.15)),
         (plain.ids[1:], None),
-        (patchy.ids, blend_params(patchy, 0.3, "cacheblend_k")),
-        (plain.ids, {"mode": "reuse", "spans": plain.spans}),
+        (patchy.ids, blend_params(0.3, "cacheblend_k")),
+        (plain.ids, {"mode": "reuse"}),
         (patchy.ids[1:], None),
-        (plain.ids, {"mode": "full", "spans": plain.spans}),
-        (plain.ids, blend_params(plain, 0.15, "ask")),  # each carries by what its own tokens tell
-        (patchy.ids, blend_params(patchy, 0.3, "ask")),
+        (plain.ids, {"mode": "full"}),
+        (plain.ids, blend_params(0.15, "ask")),  # each carries by what its own tokens tell
+        (patchy.ids, blend_params(0.3, "ask")),
     ]
     alone = [tokens(ask(llm, ids, params)) for ids, params in prompts]
     assert [tokens(output) for output in ask_all(llm, prompts)] == alone

@@ -15,6 +15,7 @@ from harness import (
     free_blocks,
     ingest,
     machine,
+    make_known,
     random_ids,
     recorded_selections,
     report,
@@ -31,28 +32,27 @@ from ragblend.engine.vllm.loading import MemoryTierDelta
 from ragblend.options import ModelOptions
 
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
-SPANS = [[5, 66], [66, 106], [106, 181]]
 
 
 def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
     """Ingest, then compare with vLLM's own prefill and with the independent CacheBlend."""
     for chunk in CHUNKS:
         assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
-    whole = ask(llm, IDS, {"mode": "blend", "ratio": 1.0, "spans": SPANS})
+    whole = ask(llm, IDS, {"mode": "blend", "ratio": 1.0})
     assert report(whole)["num_chunk_hits"] == 3
     assert tokens(whole) == tokens(ask(llm, IDS))
     parts = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS), Span(QUESTION)]
     reference = Continued(stock("llama"))
     cases = [(rule, ratio) for ratio in (0.0, 0.05, 0.15, 0.5) for rule in ("cacheblend", "cacheblend_k", "ask")]
-    params = [{"mode": "blend", "rule": rule, "ratio": ratio, "spans": SPANS} for rule, ratio in cases]
+    params = [{"mode": "blend", "rule": rule, "ratio": ratio} for rule, ratio in cases]
     # All at once, so that those with few tokens to recompute share passes.
     for (rule, ratio), output in zip(cases, ask_all(llm, [(IDS, each) for each in params]), strict=True):
         expected = reference.blended(parts, ratio, rule, [])
         assert report(output)["num_recomputed_tokens"] == len(expected.selected)
         assert_close(output, reference)
     labelled = labelled_prompt()
-    output = ask(llm, labelled.ids, blend_params(labelled, 0.15))
-    assert report(output)["num_chunk_hits"] == 4
+    output = ask(llm, labelled.ids, blend_params(0.15))
+    assert report(output)["num_chunk_hits"] == 3
     reference.blended(labelled.parts, 0.15, "cacheblend", [])
     assert_close(output, reference)
 
@@ -73,12 +73,12 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
     with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
         assert_exact(llm, stock)
         # The disk is so slow that nothing would be reused from there; the ranks, in other processes, tell of memory.
-        blended = report(ask(llm, IDS, {"mode": "blend", "spans": SPANS}))
+        blended = report(ask(llm, IDS, {"mode": "blend"}))
         assert (blended["num_chunk_hits"], blended["refused_reason"]) == (3, "")
         assert blended["recompute_ratio"] == DEFAULT_RATIO
         loading = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.loading
         loading.apply_delta(MemoryTierDelta(removed=tuple(DiskStore(tmp_path / "two").keys())))
-        refused = ask(llm, IDS, {"mode": "blend", "spans": SPANS})
+        refused = ask(llm, IDS, {"mode": "blend"})
         assert "full prefill of 190 tokens" in report(refused)["refused_reason"]
         assert tokens(refused) == tokens(ask(llm, IDS))
     with engine(checkpoint("llama"), tmp_path / "one", skip_tokenizer_init=True) as llm:
@@ -109,16 +109,16 @@ def test_a_long_question_in_chunks_of_a_prefill(
     ids = [*IDS[:-9], *unstored, *QUESTION]
     parts = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS)]
     parts += [Span(unstored), Span(QUESTION)]
-    spans = [*SPANS, [181, 471]]
     reference = Continued(stock("llama"))
     with engine(checkpoint("llama"), tmp_path, {"slice_tokens": 30}, skip_tokenizer_init=True, **options) as llm:
         assert_exact(llm, stock)
+        make_known(tmp_path, checkpoint("llama"), [unstored])
         free = free_blocks(llm)
         with recorded_selections() as selections:
-            output = ask(llm, ids, {"mode": "blend", "rule": "ask", "ratio": 0.15, "spans": spans})
+            output = ask(llm, ids, {"mode": "blend", "rule": "ask", "ratio": 0.15})
         assert selections == [reference.blended(parts, 0.15, "ask", [], 471).selected]
         assert_close(output, reference)
         # Asking costs more here than it brings, so the default falls back to the rule that needs no question.
-        assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans}))["rule"] == NO_PROBE_RULE
-        assert report(ask(llm, IDS, {"mode": "blend", "ratio": 0.15, "spans": SPANS}))["rule"] == DEFAULT_RULE
+        assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15}))["rule"] == NO_PROBE_RULE
+        assert report(ask(llm, IDS, {"mode": "blend", "ratio": 0.15}))["rule"] == DEFAULT_RULE
         assert free_blocks(llm) == free

@@ -230,7 +230,7 @@ def test_a_restart_reuses_again(replicas: tuple[Replica, Replica], clients: Call
 
 def test_after_an_update_answers_are_those_of_vllm_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     new, ids = other_weights(tmp_path / "new"), random_ids(60, 1)
-    prompt, spans = [*ids, *random_ids(6, 2)], [[4, 32], [32, 60]]
+    prompt = [*ids, *random_ids(6, 2)]
     update = {"kwargs": {"weights_path": str(new)}}
     with running_vllm(WEIGHTS, None) as llm:
         old = tokens(ask(llm, prompt))
@@ -238,10 +238,10 @@ def test_after_an_update_answers_are_those_of_vllm_alone(tmp_path: Path, caplog:
         llm.reset_prefix_cache()
         expected = tokens(ask(llm, prompt))
     assert expected != old
-    asked: list[dict[str, Any]] = [{"mode": mode, "ratio": 0.5, "spans": spans} for mode in ("blend", "blend", "full")]
-    asked += [{"mode": "reuse", "spans": spans}, {"mode": "ingest", "spans": [[4, 40]]}]
-    with running_vllm(WEIGHTS, tmp_path / "kv", {"slice_tokens": 4}) as llm:
-        for start, end in spans:
+    asked: list[dict[str, Any]] = [{"mode": mode, "ratio": 0.5} for mode in ("blend", "blend", "full")]
+    asked += [{"mode": "reuse"}, {"mode": "ingest", "spans": [[4, 40]]}]
+    with running_vllm(WEIGHTS, tmp_path / "kv", {"slice_tokens": 4, "prefix_ids": ids[:4]}) as llm:
+        for start, end in ((4, 32), (32, 60)):
             ingest(llm, ids[:4], ids[start:end])
         assert report(ask(llm, prompt, asked[0]))["num_chunk_hits"] == 2
         stored = set(DiskStore(tmp_path / "kv").keys())

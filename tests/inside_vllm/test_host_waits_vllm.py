@@ -30,7 +30,7 @@ def looks(
             ingest(llm, PREFIX, chunk)
         for rule in ("ask", "cacheblend", "random"):
             ask(llm, random_ids(9, 3), None, 1)
-            params = blend_params(prompt, 0.15, rule)
+            params = blend_params(0.15, rule)
             ask(llm, prompt.ids, params, 1)  # what is made once: the prefix' KV, a self-check
             with DeviceLooks() as seen:
                 assert report(ask(llm, prompt.ids, params, 1))["num_chunk_hits"] == 3

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ask, ask_all, engine, ingest, random_ids, report, tokens
+from harness import PREFIX, ask, ask_all, engine, ingest, random_ids, report, tokens
 
 pytestmark = pytest.mark.timeout(900)  # each rank imports vLLM anew
 
-PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
-IDS, SPANS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION], [[5, 66], [66, 106]]
+CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
+IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]
 PLAIN = random_ids(12, 9)
 READ_S = 0.1
 
 
 def params(rule: str, mode: str = "blend") -> dict[str, Any]:
-    return {"mode": mode, "rule": rule, "ratio": 0.3, "spans": SPANS}
+    return {"mode": mode, "rule": rule, "ratio": 0.3}
 
 
 @pytest.fixture(scope="module")

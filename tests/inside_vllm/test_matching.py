@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness import PREFIX, engine, ingest, make_known, random_ids, recorded_selections, report, tokens, watch_counts
 from harness import ask as ask_afresh
-from harness import engine, ingest, make_known, random_ids, recorded_selections, report, tokens, watch_counts
 
 from ragblend.prompt.render import Renderer
 
 ask = partial(ask_afresh, forgets=False)
-PREFIX, CHUNKS = random_ids(5, 1), [random_ids(n, n) for n in (90, 70, 110, 80)]
+CHUNKS = [random_ids(n, n) for n in (90, 70, 110, 80)]
 QUESTION, LABEL = random_ids(9, 4), random_ids(7, 6)
 BLOCK = 32
 
@@ -36,10 +36,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(checkpoint: Callable[[str], Path], store: Path) -> Iterator[Any]:
     """An engine whose store has the chunks."""
-    with engine(checkpoint("llama"), store, {"prefix_ids": PREFIX}) as made:
+    with engine(checkpoint("llama"), store, {"mode": "blend"}) as made:
         for chunk in CHUNKS:
             assert ingest(made, PREFIX, chunk)["refused_reason"] == ""
-        make_known(store, checkpoint("llama"), CHUNKS)
         yield made
 
 
@@ -57,21 +56,23 @@ def plain_request(ids: list[int]) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def test_a_request_without_parameters_equals_the_one_with_spans(llm):
+def test_a_request_without_parameters_equals_the_one_with_the_servers_own(llm):
     first, second, third, _ = CHUNKS
     ids = [*PREFIX, *first, *LABEL, *second[1:], *third[:60], *QUESTION]
-    start = len(PREFIX) + len(first)
-    spans = [[len(PREFIX), start], [start + 7, start + 76], [start + 76, start + 136]]
-    around = [[[], []], [second[:1], []], [[], third[60:]]]
     plain = ask(llm, ids)
     llm.reset_prefix_cache()
-    marked = ask(llm, ids, {"mode": "blend", "spans": spans, "around": around, "num_prefix": len(PREFIX)})
-    found, expected = report(plain), report(marked)
+    asked = ask(llm, ids, {"mode": "blend", "rule": "auto"})
+    found, expected = report(plain), report(asked)
     assert (found["mode"], found["num_chunk_hits"]) == ("blend", 3)
+    assert [(chunk["num_tokens"], chunk["exact"]) for chunk in found["chunks"]] == [
+        (90, True),
+        (69, False),
+        (60, False),
+    ]
     assert found["match_s"] > 0
     for name in ("rule", "recompute_ratio", "chunks", "num_reused_tokens", "num_recomputed_tokens"):
         assert found[name] == expected[name], name
-    assert tokens(plain) == tokens(marked)
+    assert tokens(plain) == tokens(asked)
 
 
 def test_ratio_one_is_full_prefill_also_after_cached_history(llm):
@@ -174,13 +175,12 @@ def test_what_has_no_stored_chunk_or_no_plain_ids_is_left_alone_and_counted(llm)
     assert len(counts.data["request_match_seconds"]) == 1
 
 
-def test_namespaces_match_and_share_nothing(llm, store, checkpoint):
+def test_namespaces_match_and_share_nothing(llm):
     """What another namespace has stored is neither found in a prompt nor in vLLM's prefix cache."""
     first, second, *_ = CHUNKS
     turn = [*PREFIX, *LABEL, *first, *second, *QUESTION]
     for name, chunk in (("a", first), ("a", second), ("b", second)):
         ingest(llm, PREFIX, chunk, name)
-        make_known(store, checkpoint("llama"), [chunk], name)
     for name, hits in (("a", 2), ("b", 1), ("c", 0)):
         told = report(ask(llm, turn, {"namespace": name}))
         assert (told["num_chunk_hits"], told["num_prefix_tokens"] > len([*PREFIX, *LABEL, *first])) == (hits, False)
@@ -198,7 +198,7 @@ def test_namespaces_match_and_share_nothing(llm, store, checkpoint):
         assert connector.request_finished(request, [])[1]["ragblend"]["num_chunks"] == 0
 
 
-def test_similar_variants_are_found_as_well(llm, store):
+def test_similar_variants_are_found_as_well(llm):
     first, second, *_ = CHUNKS
     ids = [*PREFIX, *LABEL, *second, *QUESTION]
     ends = [len(PREFIX), len(PREFIX) + len(first), len(PREFIX) + len(first) + len(second)]

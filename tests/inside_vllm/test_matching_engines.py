@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from harness import ask, ask_all, engine, free_blocks, ingest, make_known, random_ids, report, tokens
+from harness import PREFIX, ask, ask_all, engine, free_blocks, ingest, random_ids, report, tokens
 
-PREFIX, CHUNKS = random_ids(5, 1), [random_ids(n, n) for n in (90, 70, 110, 80)]
+CHUNKS = [random_ids(n, n) for n in (90, 70, 110, 80)]
 QUESTION, LABEL = random_ids(9, 4), random_ids(7, 6)
 
 
 def test_a_server_may_leave_requests_to_vllm_unless_they_ask(checkpoint, tmp_path):
     ids = [*PREFIX, *LABEL, *CHUNKS[0], *QUESTION]
-    with engine(checkpoint("llama"), tmp_path, {"mode": "prefix", "prefix_ids": PREFIX}) as llm:
+    with engine(checkpoint("llama"), tmp_path) as llm:
         ingest(llm, PREFIX, CHUNKS[0])
-        make_known(tmp_path, checkpoint("llama"), CHUNKS)
         assert ask(llm, ids).kv_transfer_params is None
         assert report(ask(llm, ids, {"ratio": 0.2}))["mode"] == "prefix"
         assert report(ask(llm, ids, {"mode": "blend"}))["num_chunk_hits"] == 1
-    with engine(
-        checkpoint("llama"), tmp_path, {"mode": "prefix", "prefix_ids": PREFIX}, skip_tokenizer_init=True
-    ) as llm:
+    with engine(checkpoint("llama"), tmp_path, skip_tokenizer_init=True) as llm:
         assert report(ask(llm, ids, {"mode": "blend"}))["num_chunk_hits"] == 1
 
 
 def test_conversations_over_little_memory_end_as_they_end_alone(checkpoint, tmp_path):
     """Preempted requests are matched and blended again, beside others of their conversation."""
     options = {"max_num_seqs": 8, "kv_cache_memory_bytes": 28 * 32 * 6 * 2 * 2 * 32 * 4, "max_model_len": 512}
-    with engine(checkpoint("llama"), tmp_path, {"prefix_ids": PREFIX}, **options) as llm:
+    with engine(checkpoint("llama"), tmp_path, {"mode": "blend"}, **options) as llm:
         for chunk in CHUNKS:
             ingest(llm, PREFIX, chunk)
-        make_known(tmp_path, checkpoint("llama"), CHUNKS)
         turns = [
             [*PREFIX, *CHUNKS[place % 4], *LABEL, *CHUNKS[place // 4], *random_ids(9, place)] for place in range(8)
         ]

@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from harness import ask, engine, ingest, random_ids, report, watch_counts
+from harness import PREFIX, ask, engine, ingest, make_known, random_ids, report, watch_counts
 
+from ragblend.engine.base import LEAST_QUOTE
 from ragblend.engine.vllm.metric_sources import LABEL
 from ragblend.engine.vllm.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED_COUNTERS, BlendPromMetrics, BlendStats
 
 pytestmark = pytest.mark.smoke
 
-PREFIX = random_ids(5, 1)
 CHUNKS = [random_ids(40, seed) for seed in (2, 3, 4)]
 UNSTORED = random_ids(30, 9)
 
@@ -29,7 +29,9 @@ UNSTORED = random_ids(30, 9)
 def llm(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    with engine(checkpoint("llama"), tmp_path_factory.mktemp("kv"), skip_tokenizer_init=True) as llm:
+    store = tmp_path_factory.mktemp("kv")
+    make_known(store, checkpoint("llama"), [UNSTORED])
+    with engine(checkpoint("llama"), store, skip_tokenizer_init=True) as llm:
         halves = (llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group())
         llm.taken = [watch_counts(half) for half in halves]
         for chunk in CHUNKS:
@@ -47,19 +49,15 @@ def counted(llm: Any) -> dict[str, Any]:
     return found.data
 
 
-def prompt(chunks: list[list[int]], tail: int = 6) -> tuple[list[int], list[list[int]]]:
-    ids, spans = list(PREFIX), []
-    for chunk in chunks:
-        spans.append([len(ids), len(ids) + len(chunk)])
-        ids += chunk
-    return ids + random_ids(tail, 50), spans
+def prompt(chunks: list[list[int]], tail: int = 6) -> list[int]:
+    return [*PREFIX, *(token for chunk in chunks for token in chunk), *random_ids(tail, 50)]
 
 
 @pytest.mark.parametrize("mode", ["full", "prefix"])
 def test_modes_that_look_for_nothing_miss_nothing(llm: Any, mode: str) -> None:
     counted(llm)
-    ids, spans = prompt([*CHUNKS, UNSTORED])
-    ask(llm, ids, {"mode": mode, "spans": spans})
+    ids = prompt([*CHUNKS, UNSTORED])
+    ask(llm, ids, {"mode": mode})
     found = counted(llm)
     assert (found["requests"], found.get("chunk_hits", 0), found.get("chunk_misses", 0)) == (1, 0, 0)
 
@@ -67,8 +65,8 @@ def test_modes_that_look_for_nothing_miss_nothing(llm: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["blend", "reuse"])
 def test_a_chunk_that_is_not_stored_is_one_miss(llm: Any, mode: str) -> None:
     counted(llm)
-    ids, spans = prompt([*CHUNKS[:2], UNSTORED, CHUNKS[2]])
-    told = report(ask(llm, ids, {"mode": mode, "spans": spans}))
+    ids = prompt([*CHUNKS[:2], UNSTORED, CHUNKS[2]])
+    told = report(ask(llm, ids, {"mode": mode}))
     found = counted(llm)
     assert (told["num_chunk_hits"], told["num_chunks"]) == (3, 4)
     assert (found["chunk_hits"], found["chunk_misses"]) == (3, 1)
@@ -79,9 +77,9 @@ def test_an_aborted_request_adds_no_miss_for_what_is_stored(llm: Any, monkeypatc
     # Both lookups end before their request does, on a machine under load as well.
     monkeypatch.setattr("ragblend.engine.vllm.scheduler.PATIENCE_S", 60.0)
     counted(llm)
-    ids, spans = prompt([*CHUNKS, UNSTORED])
+    ids = prompt([*CHUNKS, UNSTORED])
     for name, num_steps in (("900001", 0), ("900002", 1)):
-        give_up(llm, name, ids, {"mode": "blend", "spans": spans}, num_steps)
+        give_up(llm, name, ids, {"mode": "blend"}, num_steps)
     give_up(llm, "900003", [*PREFIX, *random_ids(46, 77)], {"mode": "ingest", "spans": [[5, 45]]}, 0)
     found = Counter({name: value for name, value in counted(llm).items() if name in COUNTERS})
     assert found["requests"] == 3
@@ -103,15 +101,17 @@ def give_up(llm: Any, name: str, ids: list[int], params: dict[str, Any], num_ste
 
 def test_a_stored_chunk_that_ends_the_prompt_is_no_miss(llm: Any) -> None:
     counted(llm)
-    ids, spans = prompt(CHUNKS[:2], tail=0)
-    ask(llm, ids, {"mode": "blend", "spans": spans})
+    long = random_ids(LEAST_QUOTE + 1, 8)  # a shorter one would be a quote in the question
+    ingest(llm, PREFIX, long)
+    counted(llm)
+    ask(llm, prompt([CHUNKS[0], long], tail=0), {"mode": "blend"})
     found = counted(llm)
-    assert (found["chunk_hits"], found.get("chunk_misses", 0)) == (1, 0)
+    assert (found["chunk_hits"], found.get("chunk_misses", 0)) == (2, 0)
 
 
 def test_every_chunk_is_told_what_was_recomputed_of_it(llm: Any) -> None:
-    ids, spans = prompt(CHUNKS)
-    told = report(ask(llm, ids, {"mode": "blend", "ratio": 0.5, "spans": spans}))
+    ids = prompt(CHUNKS)
+    told = report(ask(llm, ids, {"mode": "blend", "ratio": 0.5}))
     each = [chunk["num_recomputed_tokens"] for chunk in told["chunks"]]
     assert sum(each) == told["num_recomputed_tokens"] > 0
     assert each[0] == 0  # exact
@@ -120,9 +120,9 @@ def test_every_chunk_is_told_what_was_recomputed_of_it(llm: Any) -> None:
 
 def test_histograms_gauges_and_tiers_are_filled(llm: Any) -> None:
     counted(llm)
-    ids, spans = prompt(CHUNKS)
-    told = [report(ask(llm, ids, {"mode": mode, "spans": spans})) for mode in ("blend", "reuse")]
-    ask(llm, ids, {"mode": "prefix", "spans": spans})
+    ids = prompt(CHUNKS)
+    told = [report(ask(llm, ids, {"mode": mode})) for mode in ("blend", "reuse")]
+    ask(llm, ids, {"mode": "prefix"})
     found = counted(llm)
     for name in ("load", "fuse", "stall"):
         assert found[f"request_{name}_seconds"] == [each[f"{name}_s"] for each in told]

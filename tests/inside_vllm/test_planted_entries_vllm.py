@@ -12,20 +12,19 @@ from typing import Any
 
 import pytest
 from forgery import FORGERIES, PLANTS, Victim, remove
-from harness import ask, engine, ingest, random_ids, report, tokens
+from harness import PREFIX, ask, engine, ingest, random_ids, report, tokens
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.signing import KEY_VARIABLE, StoreKey
 
-PREFIX, CHUNKS = random_ids(5, 1), [random_ids(40, seed) for seed in (2, 3, 4)]
+CHUNKS = [random_ids(40, seed) for seed in (2, 3, 4)]
 LIE = random_ids(40, 9)
-SPANS = [[5 + 40 * place, 45 + 40 * place] for place in range(3)]
 PROMPT = [*PREFIX, *(each for chunk in CHUNKS for each in chunk), 7, 8, 9]
 ASKED: tuple[dict[str, Any], ...] = (
-    {"mode": "blend", "ratio": 0.15, "rule": "cacheblend_k", "spans": SPANS},
-    {"mode": "reuse", "spans": SPANS},
+    {"mode": "blend", "ratio": 0.15, "rule": "cacheblend_k"},
+    {"mode": "reuse"},
 )  # mode `prefix` reads vLLM's own prefix cache, never the store
 PASSPHRASE, FOREIGN = "correct horse battery staple", StoreKey.parse("another passphrase of some length")
 

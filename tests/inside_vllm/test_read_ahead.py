@@ -6,23 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import ask, connector_worker, engine, ingest, random_ids, report, tokens
+import pytest
+from harness import PREFIX, ask, connector_worker, engine, ingest, random_ids, report, tokens
 
-PREFIX, QUESTION = random_ids(5, 1), random_ids(6, 300)
+QUESTION = random_ids(6, 300)
 STORED = [random_ids(40, 100 + index) for index in range(2)]
 
 
 def blending() -> tuple[list[int], dict[str, Any]]:
-    first, second = len(PREFIX), len(PREFIX) + 40
-    spans = [[first, second], [second, second + 40]]
-    return [*PREFIX, *STORED[0], *STORED[1], *QUESTION], {"spans": spans, "rule": "cacheblend_k"}
+    return [*PREFIX, *STORED[0], *STORED[1], *QUESTION], {"mode": "blend", "rule": "cacheblend_k"}
 
 
 def test_chunks_of_a_request_that_waits_for_its_turn_are_read_meanwhile(
-    checkpoint: Callable[[str], Path], tmp_path: Path
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm import SamplingParams
 
+    monkeypatch.setattr("ragblend.engine.vllm.scheduler.PATIENCE_S", 60.0)  # its chunks are known before it waits
     with engine(checkpoint("llama"), tmp_path, max_num_seqs=1, skip_tokenizer_init=True) as llm:
         for chunk in STORED:
             ingest(llm, PREFIX, chunk)

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ask, ask_all, engine, free_blocks, ingest, random_ids, report, tokens, watch_counts
+from harness import (
+    PREFIX,
+    ask,
+    ask_all,
+    engine,
+    free_blocks,
+    ingest,
+    make_known,
+    random_ids,
+    report,
+    tokens,
+    watch_counts,
+)
 from servers import RedisServer, TcpProxy, running_redis
 
 from ragblend import Prompt, load_engine
@@ -17,7 +30,6 @@ from ragblend.engine.store.remote.tier import open_remote
 from ragblend.precompute import precompute_documents
 
 pytestmark = pytest.mark.timeout(600)
-PREFIX = random_ids(5, 1)
 CHUNKS = [random_ids(30 + 7 * index, 100 + index) for index in range(6)]
 QUESTION = random_ids(6, 300)
 
@@ -42,18 +54,34 @@ def first(redis_server: RedisServer, checkpoint: Callable[[str], Path], tmp_path
     return {"blended": blended, "plain": plain, "store": store}
 
 
+@contextmanager
+def replica(model: Path, store: Path, extra: dict[str, Any], **options: Any) -> Iterator[Any]:
+    """An engine that knows the chunks, as one whose catalogue is shared, and has none of their KV."""
+    make_known(store, model, CHUNKS)
+    with engine(model, store, extra, **options) as llm:
+        yield llm
+
+
 def requests() -> list[tuple[list[int], dict[str, Any]]]:
     """Twelve prompts over random chunks in random orders."""
     dice = random.Random(0)
     made = []
     for _ in range(12):
-        ids, spans = list(PREFIX), []
+        ids = list(PREFIX)
         for chunk in dice.sample(CHUNKS, dice.randint(1, 5)):
-            spans.append([len(ids), len(ids) + len(chunk)])
             ids += chunk
-        params = {"mode": "blend", "rule": "cacheblend_k", "ratio": dice.choice([0.1, 0.3]), "spans": spans}
+        params = {"mode": "blend", "rule": "cacheblend_k", "ratio": dice.choice([0.1, 0.3])}
         made.append((ids + QUESTION, params))
     return made
+
+
+def chunks_in(ids: list[int]) -> list[int]:
+    """The numbers of the chunks that a prompt has."""
+    return [
+        number
+        for number, chunk in enumerate(CHUNKS)
+        if any(ids[at : at + len(chunk)] == chunk for at in range(len(ids)))
+    ]
 
 
 def connector(llm: Any) -> Any:
@@ -72,14 +100,14 @@ def test_a_replica_with_an_empty_disk_answers_as_the_one_that_ingested(
     memory_gib: int, redis_server, first, checkpoint, tmp_path
 ):
     extra = {"remote": redis_server.url, "remote_timeout_s": 60, "memory_gib": memory_gib}
-    with engine(checkpoint("llama"), tmp_path, extra, max_num_seqs=4, skip_tokenizer_init=True) as llm:
+    with replica(checkpoint("llama"), tmp_path, extra, max_num_seqs=4, skip_tokenizer_init=True) as llm:
         free, counters = free_blocks(llm), watched_counters(llm)
         found = ask_all(llm, requests())  # together: they want the same chunks at the same time
         assert [tokens(output) for output in found] == first["blended"]
         assert all(report(output)["num_chunk_hits"] == report(output)["num_chunks"] for output in found)
         assert all(report(output)["stall_s"] > 0 for output in found)
         assert free_blocks(llm) == free
-        asked = {tuple(ids[start:end]) for ids, params in requests() for start, end in params["spans"]}
+        asked = {number for ids, _ in requests() for number in chunks_in(ids)}
         assert len(list(DiskStore(tmp_path).keys())) == len(asked)
         assert counters["remote_hits"] == len(asked)
         again = ask_all(llm, requests())
@@ -92,7 +120,7 @@ def test_while_the_remote_is_silent_other_requests_go_on(redis_server, first, ch
     proxy = TcpProxy(redis_server.port)
     proxy.mode = "hang"
     extra = {"remote": f"redis://127.0.0.1:{proxy.port}/0", "remote_timeout_s": 600}
-    with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
+    with replica(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
         core, free, counters = llm.llm_engine, free_blocks(llm), watched_counters(llm)
         waiting, plain = requests()[0], requests()[1][0]
         add(core, "waiting", *waiting)
@@ -114,7 +142,7 @@ def test_a_slow_remote_is_given_up_at_its_time_limit(redis_server, first, checkp
     proxy = TcpProxy(redis_server.port)
     proxy.mode = "hang"
     extra = {"remote": f"redis://127.0.0.1:{proxy.port}/0", "remote_timeout_s": 0.2}
-    with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
+    with replica(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
         for index, request in enumerate(requests()[:6]):
             output = ask(llm, *request)
             assert tokens(output) == first["plain"][index]
@@ -130,12 +158,12 @@ def test_a_remote_that_lies_is_not_believed(redis_server, first, checkpoint, tmp
     for key, other in zip(data, [*list(data)[1:], next(iter(data))], strict=True):
         remote.values.put(key, data[other])  # each under another's name
     extra = {"remote": remote.values.url, "remote_timeout_s": 60}
-    with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
+    with replica(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
         counters = watched_counters(llm)
         output = ask(llm, *requests()[0])
         assert tokens(output) == first["plain"][0]
         assert report(output)["num_chunk_hits"] == 0
-        assert counters["damaged_entries"] == len(requests()[0][1]["spans"])
+        assert counters["damaged_entries"] == len(chunks_in(requests()[0][0]))
         assert list(DiskStore(tmp_path).keys()) == []
 
 
@@ -149,7 +177,7 @@ def test_redis_killed_and_started_again_while_serving(first, checkpoint, tmp_pat
             remote.put(local.get(key))
         assert remote.flush(60)
         extra = {"remote": server.url, "remote_timeout_s": 60, "memory_gib": 0}
-        with engine(checkpoint("llama"), tmp_path / "kv", extra, skip_tokenizer_init=True) as llm:
+        with replica(checkpoint("llama"), tmp_path / "kv", extra, skip_tokenizer_init=True) as llm:
             several, one = requests()[0], single(CHUNKS[0])
             one_plain = tokens(ask(llm, one[0]))
             assert tokens(ask(llm, *several)) == first["blended"][0]
@@ -172,7 +200,7 @@ def test_redis_killed_and_started_again_while_serving(first, checkpoint, tmp_pat
 
 def single(chunk: list[int]) -> tuple[list[int], dict[str, Any]]:
     ids = [*PREFIX, *chunk, *QUESTION]
-    return ids, {"mode": "reuse", "spans": [[len(PREFIX), len(PREFIX) + len(chunk)]]}
+    return ids, {"mode": "reuse"}
 
 
 def wait_for_keys(server: RedisServer) -> list[str]:
@@ -244,10 +272,10 @@ def test_with_a_key_vllm_uses_only_what_it_signed(redis_server, first, checkpoin
     for key in unsigned.keys():  # noqa: SIM118
         place.values.put(key, unsigned.values.get(key))
     extra = {"remote": url, "remote_timeout_s": 60}
-    with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
+    with replica(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
         counters, (request, *_) = watched_counters(llm), requests()
         assert report(ask(llm, *request))["num_chunk_hits"] == 0
-        assert counters["damaged_entries"] == len(request[1]["spans"])
+        assert counters["damaged_entries"] == len(chunks_in(request[0]))
         assert list(DiskStore(tmp_path, store_key=None).keys()) == [], "nothing was moved up"
         for chunk in CHUNKS:
             ingest(llm, PREFIX, chunk)

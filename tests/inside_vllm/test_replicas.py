@@ -90,7 +90,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     home = tmp_path_factory.mktemp("compose")
     cache = RedisServer(home)
     ports = {name: free_port() for name in (*REPLICAS, "balancer")}
-    plan = yaml.safe_load(interpolated(FILE.read_text(), {"MODEL": "demo", "RAGBLEND_API_KEY": KEY}))
+    plan = yaml.safe_load(
+        interpolated(FILE.read_text(), {"MODEL": "demo", "RAGBLEND_API_KEY": KEY, "POSTGRES_PASSWORD": "p"})
+    )
     services = plan["services"]
     with ExitStack() as stack:
         stack.callback(cache.kill)
@@ -112,6 +114,7 @@ def start_replica(service: Mapping[str, Any], port: int, cache: RedisServer, hom
     command = [*ENTRYPOINT, *service["command"], *ON_CPU]
     command[command.index("--host") + 1], command[command.index("--port") + 1] = "127.0.0.1", str(port)
     own = {name: str(value) for name, value in service["environment"].items()}
+    assert own.pop("RAGBLEND_CATALOG") == "postgresql://ragblend:p@catalog/ragblend"  # no PostgreSQL here
     own["RAGBLEND_REMOTE"] = replaced(own["RAGBLEND_REMOTE"], "cache:6379", f"127.0.0.1:{cache.port}")
     assert own["RAGBLEND_STORE"] in service["volumes"]
     own["RAGBLEND_STORE"] = str(home / "kv")

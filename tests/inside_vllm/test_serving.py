@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from harness import (
+    PREFIX,
     ask,
     ask_all,
     connector_worker,
     engine,
     free_blocks,
     ingest,
+    make_known,
     random_ids,
     recorded_selections,
     report,
@@ -26,18 +28,12 @@ from harness import (
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.paged import PagedKV
 
-PREFIX = random_ids(5, 1)
 STORED = [random_ids(30 + 7 * index, 100 + index) for index in range(6)]
 UNSTORED = [random_ids(40, 200 + index) for index in range(2)]
 
 
-def prompt_of(chunks: list[list[int]], question: int) -> tuple[list[int], list[list[int]]]:
-    """Ids and spans."""
-    ids, spans = list(PREFIX), []
-    for chunk in chunks:
-        spans.append([len(ids), len(ids) + len(chunk)])
-        ids += chunk
-    return ids + random_ids(6, 300 + question), spans
+def prompt_of(chunks: list[list[int]], question: int) -> list[int]:
+    return [*PREFIX, *(token for chunk in chunks for token in chunk), *random_ids(6, 300 + question)]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +43,7 @@ def store(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     with engine(checkpoint("llama"), path, skip_tokenizer_init=True) as llm:
         for chunk in STORED:
             ingest(llm, PREFIX, chunk)
+        make_known(path, checkpoint("llama"), UNSTORED)
         assert len(list(DiskStore(path).keys())) == 6
     return path
 
@@ -57,12 +54,11 @@ def random_requests(count: int, seed: int) -> list[tuple[list[int], dict[str, An
     requests = []
     for index in range(count):
         chunks = dice.sample(STORED + UNSTORED, dice.randint(1, 5))
-        ids, spans = prompt_of(chunks, dice.randrange(4))
+        ids = prompt_of(chunks, dice.randrange(4))
         params = {
             "mode": dice.choice(["blend", "blend", "blend", "reuse"]),
             "rule": dice.choice(["auto", "ask", "cacheblend_k", "cacheblend", "random"]),
             "ratio": dice.choice([0.05, 0.15, 0.5]),
-            "spans": spans,
         }
         requests.append((ids, None if index % 3 == 0 else params))
     return requests
@@ -156,14 +152,14 @@ def entries(store: Path) -> list[Path]:
 
 def test_a_plain_request_is_never_changed_by_a_blended_one(serving):
     llm, _ = serving
-    ids, spans = prompt_of(STORED[:4], 0)
-    params = {"mode": "reuse", "spans": spans}
+    ids = prompt_of(STORED[:4], 0)
+    params = {"mode": "reuse"}
     blended = ask(llm, ids, params)
     plain = ask(llm, ids, forgets=False)
     assert plain.num_cached_tokens == 0
     assert tokens(plain) != tokens(blended)
-    assert tokens(ask(llm, ids, {"mode": "full", "spans": spans}, forgets=False)) == tokens(plain)
-    prefix = ask(llm, ids, {"mode": "prefix", "spans": spans}, forgets=False)
+    assert tokens(ask(llm, ids, {"mode": "full"}, forgets=False)) == tokens(plain)
+    prefix = ask(llm, ids, {"mode": "prefix"}, forgets=False)
     assert tokens(prefix) == tokens(plain)
     assert prefix.num_cached_tokens >= 128  # vLLM's own exact cache still works
     assert tokens(ask(llm, ids, params)) == tokens(blended)
@@ -171,7 +167,7 @@ def test_a_plain_request_is_never_changed_by_a_blended_one(serving):
 
 def test_a_damaged_file_is_a_miss(serving):
     llm, store = serving
-    ids, spans = prompt_of(STORED[:4], 0)
+    ids = prompt_of(STORED[:4], 0)
     key = {
         header.key
         for header in (DiskStore(store).header(path.stem) for path in entries(store))
@@ -181,19 +177,19 @@ def test_a_damaged_file_is_a_miss(serving):
     data = bytearray(path.read_bytes())
     data[-5] ^= 1  # in the last layer: noticed in the middle of a fuse
     path.write_bytes(data)
-    damaged = ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans})
+    damaged = ask(llm, ids, {"mode": "blend", "ratio": 0.15})
     assert report(damaged)["num_damaged_entries"] == 1
     assert [chunk["prefix_match"] for chunk in report(damaged)["chunks"]] == ["exact", None, "exact", "exact"]
-    again = ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans})
+    again = ask(llm, ids, {"mode": "blend", "ratio": 0.15})
     assert tokens(again) == tokens(damaged)
     assert report(again)["num_damaged_entries"] == 0  # set aside: a plain miss by now
-    assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0, "spans": spans})) == tokens(ask(llm, ids))
+    assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0})) == tokens(ask(llm, ids))
 
 
 def test_a_damaged_file_starts_only_its_own_requests_again(serving):
     llm, store = serving
     prompts = [prompt_of(chunks, 1) for chunks in (STORED[:3], STORED[3:], STORED[1:4])]
-    asked = [(ids, {"mode": "blend", "ratio": 0.1, "spans": spans}) for ids, spans in prompts]
+    asked = [(ids, {"mode": "blend", "ratio": 0.1}) for ids in prompts]
     untouched = tokens(ask(llm, *asked[1]))
     for path in entries(store):
         header = DiskStore(store).header(path.stem)
@@ -214,15 +210,15 @@ def test_a_foreign_file_under_the_right_name_is_a_miss(serving):
     llm, store = serving
     first, second = entries(store)[:2]
     shutil.copy(first, second)
-    ids, spans = prompt_of(STORED, 0)
-    assert report(ask(llm, ids, {"mode": "reuse", "spans": spans}))["num_chunk_hits"] == 5
-    assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0, "spans": spans})) == tokens(ask(llm, ids))
+    ids = prompt_of(STORED, 0)
+    assert report(ask(llm, ids, {"mode": "reuse"}))["num_chunk_hits"] == 5
+    assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0})) == tokens(ask(llm, ids))
 
 
 @pytest.mark.parametrize("how", ["removed", "unreadable"])
 def test_the_store_pulled_away_while_serving(how, serving):
     llm, store = serving
-    ids, spans = prompt_of(STORED[:4], 0)
+    ids = prompt_of(STORED[:4], 0)
     plain, free = tokens(ask(llm, ids)), free_blocks(llm)
     worker = connector_worker()
     run_slice, pulled = worker.run_slice, []
@@ -235,7 +231,7 @@ def test_the_store_pulled_away_while_serving(how, serving):
         return run_slice(*told)
 
     worker.run_slice = pulling
-    output = ask(llm, ids, {"mode": "reuse", "spans": spans})
+    output = ask(llm, ids, {"mode": "reuse"})
     assert pulled
     assert tokens(output) == plain
     assert report(output)["num_chunk_hits"] == 0
@@ -243,7 +239,8 @@ def test_the_store_pulled_away_while_serving(how, serving):
     others = random_requests(8, 4)
     found = [tokens(answer) for answer in ask_all(llm, others, 6, None)]
     assert found == [tokens(ask(llm, other, None, 6, None)) for other, _ in others]  # full computes, all of them
-    lost = ingest(llm, PREFIX, random_ids(20, 77))
+    ingested = {"mode": "ingest", "spans": [[len(PREFIX), len(PREFIX) + 20]]}
+    lost = report(ask(llm, [*PREFIX, *random_ids(20, 77), 7], ingested, max_tokens=1))
     assert (how == "removed") == (lost["refused_reason"] == "")  # a directory is made again, a file stays
     assert how == "removed" or "not stored" in lost["refused_reason"]
     assert free_blocks(llm) == free
@@ -251,11 +248,11 @@ def test_the_store_pulled_away_while_serving(how, serving):
 
 def test_a_failing_blend_is_computed_by_vllm(serving):
     llm, _ = serving
-    ids, spans = prompt_of(STORED[:4], 0)
+    ids = prompt_of(STORED[:4], 0)
     plain, free = tokens(ask(llm, ids)), free_blocks(llm)
     worker = connector_worker()
     worker._lookup = lambda *args: 1 / 0
-    output = ask(llm, ids, {"mode": "reuse", "spans": spans})
+    output = ask(llm, ids, {"mode": "reuse"})
     assert tokens(output) == plain
     assert "ZeroDivisionError" in report(output)["refused_reason"]
     assert free_blocks(llm) == free
@@ -264,10 +261,10 @@ def test_a_failing_blend_is_computed_by_vllm(serving):
 def test_a_pass_that_fails_is_computed_by_vllm_for_all_who_shared_it(serving):
     llm, _ = serving
     prompts = [prompt_of(STORED[:4], question) for question in range(3)]
-    plain, free = [tokens(ask(llm, ids)) for ids, _ in prompts], free_blocks(llm)
+    plain, free = [tokens(ask(llm, ids)) for ids in prompts], free_blocks(llm)
     layers = connector_worker().layers
     layers.run_together = lambda runs: [layers.run_layer(*run) for run in runs] if len(runs) == 1 else 1 / 0
-    asked = [(ids, {"mode": "blend", "ratio": 0.1, "spans": spans}) for ids, spans in prompts]
+    asked = [(ids, {"mode": "blend", "ratio": 0.1}) for ids in prompts]
     outputs = ask_all(llm, asked)
     # One whose KV came late, as on a busy machine, has a pass of its own, which does not fail.
     failed = [place for place, output in enumerate(outputs) if report(output)["refused_reason"]]
@@ -282,21 +279,22 @@ def test_a_pass_that_fails_is_computed_by_vllm_for_all_who_shared_it(serving):
 
 def test_malformed_parameters_are_answered_by_ordinary_prefill(serving):
     llm, _ = serving
-    ids, _ = prompt_of(STORED[:3], 0)
+    ids = prompt_of(STORED[:3], 0)
     plain = tokens(ask(llm, ids))
     malformed: list[Any] = [
         7,
         {"mode": "guess"},
-        {"mode": "blend", "spans": [[3, 900]]},
-        {"mode": "blend", "spans": [[8, 4]]},
-        {"mode": "blend", "spans": "all"},
-        {"mode": "blend", "spans": [[1, 4], [3, 9]]},
-        {"mode": "blend", "rule": "magic", "spans": [[1, 4]]},
-        {"mode": "blend", "ratio": 2, "spans": [[1, 4]]},
-        {"mode": "blend", "version": 9, "spans": [[1, 4]]},
-        {"mode": "blend", "keys": ["a"], "spans": [[1, 4]]},
-        {"mode": "blend", "around": [[[-1], []]], "spans": [[1, 4]]},
+        {"mode": "blend", "spans": [[1, 4]]},
+        {"mode": "blend", "rule": "magic"},
+        {"mode": "blend", "ratio": 2},
+        {"mode": "blend", "version": 9},
+        {"mode": "blend", "keys": ["a"]},
+        {"mode": "ingest"},
         {"mode": "ingest", "spans": []},
+        {"mode": "ingest", "spans": "all"},
+        {"mode": "ingest", "spans": [[3, 900]]},
+        {"mode": "ingest", "spans": [[8, 4]]},
+        {"mode": "ingest", "context": "similar", "spans": [[1, 4], [3, 9]]},
     ]
     for params in malformed:
         output = ask(llm, ids, params)
@@ -321,8 +319,8 @@ def test_aborted_requests_leak_no_block(store, checkpoint):
             core.abort_request([f"{steps}-{index}" for index in range(6)])
             while core.has_unfinished_requests():
                 core.step()
-        ids, spans = prompt_of(STORED[:4], 0)
-        assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0, "spans": spans})) == tokens(ask(llm, ids))
+        ids = prompt_of(STORED[:4], 0)
+        assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0})) == tokens(ask(llm, ids))
         assert free_blocks(llm) == free
         assert not connector_worker()._jobs
         assert any(scratch)
@@ -345,6 +343,6 @@ def test_a_blend_is_cut_into_slices(store, checkpoint):
             return finished
 
         worker.run_slice = counting
-        ids, spans = prompt_of(STORED, 0)
-        ask(llm, ids, {"mode": "blend", "ratio": 0.5, "spans": spans})
+        ids = prompt_of(STORED, 0)
+        ask(llm, ids, {"mode": "blend", "ratio": 0.5})
         assert sum(left) >= 3  # steps after which the blend was not done yet

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ask, connector_worker, engine, ingest, random_ids, tokens
+from harness import PREFIX, ask, connector_worker, engine, ingest, random_ids, tokens
 from harness import report as report_of
 from slow_reads import SlowEntry, emptied
 
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
 
-PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
+CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]
-SPANS = [[5, 66], [66, 106]]
 NUM_LAYERS, LONG_S = 6, 30.0
 PLAIN = random_ids(12, 9)
 
@@ -102,7 +101,7 @@ def llm(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
 
 
 def params(rule: str, mode: str = "blend") -> dict[str, Any]:
-    return {"mode": mode, "rule": rule, "ratio": 0.3, "spans": SPANS}
+    return {"mode": mode, "rule": rule, "ratio": 0.3}
 
 
 def add(llm: Any, name: str, ids: list[int], wanted: dict[str, Any] | None, max_tokens: int) -> None:
@@ -171,7 +170,7 @@ def test_a_request_that_ends_while_it_is_looked_up_holds_nobody_up(llm, monkeypa
 
 def test_a_stream_goes_on_while_an_ingestion_beside_it_reads_what_stands_before(llm, monkeypatch):
     ids = [*IDS[:106], *random_ids(20, 77)]
-    wanted = {"mode": "ingest", "context": "similar", "spans": [*SPANS, [106, 126]]}
+    wanted = {"mode": "ingest", "context": "similar", "spans": [[5, 66], [66, 106], [106, 126]]}
     with slow_disk(monkeypatch) as slow:
         answer = stream_beside(llm, [*ids, 7], wanted, "ingest", slow)
     assert slow.num_reads >= NUM_LAYERS * len(CHUNKS)
@@ -223,7 +222,7 @@ def test_what_a_request_held_is_free_when_it_ends_and_not_at_the_next_garbage_co
         slow.free()
         gc.disable()
         try:
-            ask(llm, IDS, {"mode": mode, "spans": SPANS})
+            ask(llm, IDS, {"mode": mode})
             left = [type(each).__name__ for each in gc.get_objects() if isinstance(each, PagedKV | PagedSource)]
         finally:
             gc.enable()

@@ -15,8 +15,13 @@ from openai import OpenAI
 from served import served_demo
 
 from ragblend import Prompt, load_engine
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.transformers.model import load_tokenizer
+from ragblend.engine.vllm.params import salted_namespace
 from ragblend.errors import RagblendError
+from ragblend.files.store_folder import CATALOG_FILE
+from ragblend.prompt.render import Renderer
 
 A, B = "George Keller lives in Kinport. Julia Bishop works for Synon.", "Ben Howard lives in Easton."
 QUESTION = "Where does George Keller live?"
@@ -197,9 +202,14 @@ def test_a_cache_salt_is_part_of_the_namespace(served: Served) -> None:
     body = {"model": "demo", "prompt": [1, *ids, 7], "max_tokens": 1, "temperature": 0}
 
     def ask(mode: str, **more: Any) -> dict[str, Any]:
-        params = {"kv_transfer_params": {"ragblend": {"mode": mode, "spans": [[1, 41]]}}}
+        spans = {"spans": [[1, 41]]} if mode == "ingest" else {}
+        params = {"kv_transfer_params": {"ragblend": {"mode": mode, **spans}}}
         return dict(served.ask(ACME, "/v1/completions", {**body, **params, **more}).json()["kv_transfer_params"])
 
+    with ChunkRegistry(served.home / "kv" / CATALOG_FILE) as registry:
+        fingerprint = Renderer(load_tokenizer("demo")[0]).fingerprint
+        for salt in (None, "other", "s3cret"):
+            registry.add_ids([("text", ids)], fingerprint, salted_namespace("acme", salt))
     ask("ingest", cache_salt="s3cret")
     found = [ask("blend", **salt)["ragblend"]["num_chunk_hits"] for salt in ({}, {"cache_salt": "other"})]
     assert found == [0, 0]

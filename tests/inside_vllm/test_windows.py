@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SIZES, ask, engine, ingest, random_ids, report, tokens
+from harness import PREFIX, SIZES, ask, engine, ingest, random_ids, report, tokens
 from tiny_models import make_model
 from transformers import MistralConfig, MistralForCausalLM
 from vllm import EngineArgs
@@ -19,7 +19,7 @@ from ragblend.engine.transformers.checkpoints import model_fingerprint
 from ragblend.engine.vllm.connector import BlendConnector
 from ragblend.errors import UnsupportedModelError
 
-PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
+CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
 WINDOW = 256
 
 
@@ -51,14 +51,13 @@ def test_vllm_turns_its_hybrid_cache_manager_off_for_the_connector(checkpoint):
 
 def test_a_model_that_is_all_windows_is_served_up_to_one_and_shares_its_store(mistral, tmp_path):
     ids = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]
-    spans = [[5, 66], [66, 106]]
     with engine(mistral, tmp_path / "kv", disable_sliding_window=True, max_model_len=WINDOW) as llm:
         for chunk in CHUNKS:
             assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
         full = tokens(ask(llm, ids))
-        blended = ask(llm, ids, {"mode": "blend", "rule": "cacheblend", "ratio": 1.0, "spans": spans})
+        blended = ask(llm, ids, {"mode": "blend", "rule": "cacheblend", "ratio": 1.0})
         assert report(blended)["num_chunk_hits"] == 2
         assert tokens(blended) == full
-        assert tokens(ask(llm, ids, {"mode": "reuse", "spans": spans})) != full
+        assert tokens(ask(llm, ids, {"mode": "reuse"})) != full
     models = {header.fingerprint for header in DiskStore(tmp_path / "kv").headers()}
     assert models == {model_fingerprint(mistral, "float32")}

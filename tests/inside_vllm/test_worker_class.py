@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ask, engine, ingest, random_ids, report, tokens
+from harness import PREFIX, ask, engine, ingest, random_ids, report, tokens
 
 from ragblend.engine.vllm import plugin as vllm_plugin
 from ragblend.engine.vllm.connector import BlendConnector
 
-PREFIX, CHUNK, QUESTION = random_ids(5, 1), random_ids(40, 2), random_ids(6, 3)
-IDS, SPANS = [*PREFIX, *CHUNK, *CHUNK, *QUESTION], [[5, 45], [45, 85]]
+CHUNK, QUESTION = random_ids(40, 2), random_ids(6, 3)
+IDS = [*PREFIX, *CHUNK, *CHUNK, *QUESTION]
 
 # Worker processes that start afresh: the others have imported the connector, and with it the plugin, in time.
 WITHOUT_PLUGINS = {"VLLM_PLUGINS": "", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -28,7 +28,7 @@ sys.path[:0] = {path!r}
 from harness import ask, engine, ingest, report, tokens
 with engine(Path({model!r}), Path({store!r}), skip_tokenizer_init=True, **{options!r}) as llm:
     ingest(llm, {prefix!r}, {chunk!r})
-    blended = ask(llm, {ids!r}, {{"mode": "blend", "ratio": 1.0, "spans": {spans!r}}})
+    blended = ask(llm, {ids!r}, {{"mode": "blend", "ratio": 1.0}})
     print("hits", report(blended)["num_chunk_hits"], tokens(blended) == tokens(ask(llm, {ids!r})))
 """
 
@@ -38,7 +38,7 @@ def run_without_plugins(model: Path, store: Path, **options: Any) -> subprocess.
     path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     options["distributed_executor_backend"] = "mp"
     facts = {"path": path, "model": str(model), "store": str(store), "options": options}
-    script = SCRIPT.format(**facts, prefix=PREFIX, chunk=CHUNK, ids=IDS, spans=SPANS)
+    script = SCRIPT.format(**facts, prefix=PREFIX, chunk=CHUNK, ids=IDS)
     return subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, **WITHOUT_PLUGINS}, capture_output=True, text=True
     )
@@ -67,6 +67,6 @@ def test_a_model_that_vllm_hands_over_is_taken(
     with engine(checkpoint("llama"), tmp_path, skip_tokenizer_init=True) as llm:
         assert vllm_plugin.loaded_model() is None
         ingest(llm, PREFIX, CHUNK)
-        blended = ask(llm, IDS, {"mode": "blend", "ratio": 1.0, "spans": SPANS})
+        blended = ask(llm, IDS, {"mode": "blend", "ratio": 1.0})
         assert report(blended)["num_chunk_hits"] == 2
         assert tokens(blended) == tokens(ask(llm, IDS))

@@ -324,12 +324,12 @@ def test_an_agent_answers_in_the_form_it_was_made_for(chat: ChatBlend, strategy:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ({"tools": [], "tool_choice": "any"}, "tool_choice is 'any', and the call has no tools"),
+        ({"tools": [], "tool_choice": "any"}, "tool_choice is 'any', but the call has no tools"),
         ({"tool_choice": "sing"}, "tool_choice is 'sing'; choose auto, any, required, none or one of fill, ring"),
         ({"structured_outputs": {"regex": "a"}}, "the call has tools and regex"),
         ({"response_format": {"type": "xml"}}, "response_format is .*'xml'"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}}, "leave one of them out"),
-        ({"functions": [{"name": "x"}]}, "describe them as tools"),
+        ({"functions": [{"name": "x"}]}, "pass tools instead"),
     ],
 )
 def test_unsupported_requests_are_refused_with_the_reason(chat: ChatBlend, call: dict[str, Any], said: str) -> None:

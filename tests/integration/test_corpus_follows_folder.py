@@ -18,7 +18,6 @@ import torch
 from ragblend import Prompt, load_engine
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
@@ -181,7 +180,7 @@ def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
         "hashes": {source: hashed for found in index.documents().values() for source, hashed in found.items()},
         "precomputed": sorted(index.sources("precomputed")),
         "files": {path: note.version for path, note in index.files().items()},
-        "leftovers": index.orphaned_texts().last_id,
+        "leftovers": index.orphaned_texts().last_number,
         "texts": texts,
         "keys": sorted(engine.store.keys()),
         "nbytes": {entry.key: entry.nbytes for entry in DiskStore(place / "kv").entries()},
@@ -215,7 +214,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         monkeypatch.chdir(tmp_path)
         ingest("docs", engine, index, **OPTIONS)
         followed = state(tmp_path, engine, index)
-        pins = disk_tier(engine.store).pins()
+        pins = engine.store.disk_tier.pins()
         assert pins.keys() <= followed["chunks"].keys()
         for source, keys in pins.items():
             assert set(keys) == {engine.key(chunk) for chunk in chunk_variants(followed["chunks"][source], "none")}

@@ -65,7 +65,7 @@ def test_the_llamaindex_program_answers_from_what_it_stored(
 
 
 @EACH_MODEL
-def test_the_commands_ingest_a_folder_answer_and_chat(
+def test_the_commands_ingest_a_folder_answer_chat_and_remove(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "docs").mkdir()
@@ -80,5 +80,5 @@ def test_the_commands_ingest_a_folder_answer_and_chat(
         ended = CliRunner().invoke(app, arguments, input="Who signed the lease?\n" if arguments[0] == "chat" else None)
         assert ended.exit_code == 0, ended.output
         outputs[arguments[0]] = ended.output
-    assert list(outputs) == ["ingest", "ask", "chat"]
+    assert list(outputs) == ["ingest", "ask", "chat", "remove"]
     assert "lease.md" in outputs["ask"], "--show-sources"

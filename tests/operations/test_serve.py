@@ -17,7 +17,7 @@ from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem
 from ragblend.engine.vllm.lookup import ChunkLookup
-from ragblend.errors import NotFoundError, RagblendError, UsageError
+from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
 from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command, serve
 
 
@@ -180,15 +180,18 @@ def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None
 def test_tiers_reach_the_connector_and_a_remotes_password_reaches_no_command_line(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    url = "redis://:pass-word@cache:6379/0"
-    made = launch(store=str(tmp_path), disk_gib=3.0, kv_dtype="int8", remote=url)
+    url, catalog = "redis://:pass-word@cache:6379/0", "postgresql://me:pass-word@db/kv"
+    made = launch(store=str(tmp_path), disk_gib=3.0, kv_dtype="int8", remote=url, catalog=catalog)
     config = extra(made.command)
     assert (config["disk_gib"], config["kv_dtype"]) == (3.0, "int8")
     assert "pass-word" not in " ".join(made.command)
     assert "pass-word" not in made.display_command()
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
-    assert ConnectorConfig.read(config).remote == url  # as vLLM's processes read it
+    read = ConnectorConfig.read(config)  # as vLLM's processes read it
+    assert (read.remote, read.catalog) == (url, catalog)
+    error = BackendUnreachableError("the catalogue postgresql://***@db/kv does not answer")
+    assert read.for_clients(error) == "the catalogue CATALOG does not answer"
     without = launch(store=str(tmp_path))
     assert ConnectorConfig.read(extra(without.command)).remote is None
 

@@ -210,7 +210,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "place",
-    ["i/chunks.sqlite", "i/manifest.json", "i/vectors.faiss", "s/catalog.sqlite", "s/texts.sqlite", "ragblend.toml",
+    ["i/catalog.sqlite", "i/vectors.faiss", "s/catalog.sqlite", "s/texts.sqlite", "ragblend.toml",
      "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
 )  # fmt: skip
 def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_named_and_no_command_hangs(
@@ -240,7 +240,7 @@ def test_an_embedders_folder_runs_no_code(tmp_path: Path) -> None:
     modules = [{"idx": 0, "name": "0", "path": "", "type": "evil.Module"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(UsageError, match="code"):
+    with pytest.raises(UsageError, match="names custom code"):
         SentenceTransformerEmbedder(tmp_path).embed(["x"])
 
 

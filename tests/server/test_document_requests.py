@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from hostile_bodies import DELETED, JSON, LINES, POSTED
+from hostile_bodies import DELETED, GENERATED, JSON, LINES, POSTED
 
 from ragblend.errors import UsageError
 from ragblend.server.requests import read_deletion, read_documents
@@ -22,6 +24,15 @@ def test_hostile_removals_are_refused_with_a_short_reason(name: str) -> None:
     with pytest.raises(UsageError) as refused:
         read_deletion(DELETED[name])
     assert 10 < len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_reasons_name_the_field_or_the_place(name: str) -> None:
+    sent = GENERATED[name]
+    with pytest.raises(UsageError) as refused:
+        read_deletion(sent.body) if sent.method == "DELETE" else read_documents(sent.body, sent.content_type, None)
+    assert re.search(rf"\b{re.escape(sent.named)}\b", str(refused.value))
+    assert len(str(refused.value)) < 1000
 
 
 def test_reasons_say_where() -> None:

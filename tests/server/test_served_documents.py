@@ -208,6 +208,16 @@ def test_two_namespaces_have_their_own(tmp_path: Path, context: str) -> None:
         assert not any(server.engine("acme").is_stored(Chunk(A, context=each)) for each in ("none", "similar"))
 
 
+def test_progress_is_told_to_the_own_namespace_alone(server: Server) -> None:
+    server.send({"id": "a", "chunks": [f"{number}. {A}" for number in range(40)]}, namespace="acme")
+    seen: dict[str, int] = {"acme": 0, "globex": 0, "": 0}
+    while server.counts(namespace="acme")["num_waiting"]:
+        for namespace in seen:
+            batch = server.documents.summary(namespace, None, None)["batch"]
+            seen[namespace] = max(seen[namespace], *batch.values())
+    assert seen == {"acme": 40, "globex": 0, "": 0}
+
+
 def test_a_document_that_fails_says_why_and_stops_no_other(server: Server) -> None:
     ingestion = server.send(
         {"id": "long", "chunks": [A, "word " * 5000]}, {"id": "blank", "text": " \n"}, {"id": "b", "chunks": [B]}

@@ -31,9 +31,11 @@ OTHERS = {
     "is_cuda_alike",  # vLLM's
 }
 UNFINISHED = (
-    "ragblend/catalog/", "ragblend/corpus/", "ragblend/engine/", "ragblend/files/store_folder.py",
-    "ragblend/frameworks/model.py", "ragblend/index.py", "ragblend/ingestion/", "ragblend/llm.py",
-    "ragblend/options.py", "ragblend/precompute.py", "ragblend/prompt/", "ragblend/server/",
+    "ragblend/catalog/", 
+    "ragblend/engine/vllm/",
+    "ragblend/files/store_folder.py", "ragblend/index.py", "ragblend/ingestion/contexts.py",
+    "ragblend/ingestion/deletion.py", "ragblend/ingestion/ray_workers.py", "ragblend/ingestion/registered_similar.py",
+    "ragblend/server/",
     "tests/corpus/test_folder_scan.py", "tests/test_index.py", "tests/test_precompute.py",
     "tests/tools/test_identifiers.py",  # it lists the words
 )  # fmt: skip
@@ -56,6 +58,7 @@ SENTENCES = (
 )
 ALLOWED = {
     ("ragblend/cli/app.py", "remedy"),  # a key of a JSON object
+    ("ragblend/corpus/embedders.py", "whom"),  # a stop word of the embedder
     ("notebooks/src/07_your_own_pdf.py", "whatever"),  # in the sample document
     ("notebooks/src/07_your_own_pdf.py", "Whoever"),
     ("tests/operations/test_signing.py", "remedy"),  # a key of a JSON object

@@ -1,4 +1,4 @@
-"""Reads a file in a child process first, so that a crash, an endless loop or a memory bomb ends only the child.
+"""Reading of a file in a child process first, so that a crash, an endless loop or a memory bomb ends only the child.
 
 C, C++ and Rust libraries parse PDF, HTML, Parquet and spreadsheets. `check_reading` runs this module with `python -m`;
 it imports the readers and no model code.

@@ -32,7 +32,7 @@ class RecordText(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence about the values that were left out, if there are any."""
+        """Return a sentence about the omitted values, or () if all values are there."""
         return ("lists of numbers and base64 strings are left out",) if self.is_cut else ()
 
 

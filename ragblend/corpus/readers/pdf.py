@@ -121,8 +121,8 @@ def _name_pages(pages: Sequence[int]) -> str:
 def _clean_title(title: str) -> str:
     """Return a document's title; "" for a title that a program generated.
 
-    >>> _clean_title("Microsoft Word - lease.doc"), _clean_title("Untitled-1"), _clean_title("Lease of the house")
-    ('', '', 'Lease of the house')
+    >>> _clean_title("Microsoft Word - lease.doc"), _clean_title("Untitled-1"), _clean_title("Lease of the garden")
+    ('', '', 'Lease of the garden')
     """
     words = _PROGRAM.sub("", one_line(_clean(title)))[:_MAX_TITLE].strip()
     return "" if _NO_TITLE.fullmatch(words) else words

@@ -33,7 +33,7 @@ from ragblend.errors import UnreadableDocumentError
 # Fallback repeats Choice for older programs. rt is the reading above East Asian characters.
 _LEFT_OUT = frozenset({"del", "moveFrom", "Fallback", "rt", "pPr", "rPr", "tblPr", "trPr", "tcPr", "sdtPr", "sectPr"})
 _CHARACTERS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
-_FIRST_SURROGATE = 0xD800  # a symbol's code from here on is of a picture font (0xF000)
+_FIRST_SURROGATE = 0xD800  # codes from this one upwards are symbols of a picture font (0xF000)
 
 
 def read_docx(data: bytes) -> ParsedRecords:

@@ -31,7 +31,7 @@ def read_xml(data: bytes) -> ParsedRecords:
 
 
 def strip_markup(markup: str) -> str:
-    """Return the text of `markup`: block elements on lines of their own, elements inside of a sentence within it.
+    """Return the text of `markup`: block elements on separate lines, elements inside of a sentence within it.
 
     >>> strip_markup("<a><b>one <i>two</i> three</b><b>four &amp; &x;</b></a>")
     'one two three\\nfour & &x;'

@@ -41,7 +41,7 @@ def on_host(rows: Tensor) -> tuple[int, ...]:
 
 
 class AttentionParams(NamedTuple):
-    """Attention parameters of a layer besides the scale: sliding window, soft cap and sinks (Gemma 2, gpt-oss)."""
+    """Attention parameters of a layer other than the scale: sliding window, soft cap and sinks (Gemma 2, gpt-oss)."""
 
     window: int | None = None  # a token attends to this number of tokens, itself included; None: to all before it
     softcap: float | None = None  # a score s counts as softcap * tanh(s / softcap)

@@ -109,7 +109,7 @@ def attention_shares(plan: FusePlan, fused: FuseResult) -> AttentionShares | Non
 
 
 def first_token_kl(full: Tensor, other: Tensor) -> float:
-    """KL(full || other) in nats between two next-token distributions, from logits [vocabulary]; never below 0.
+    """Return KL(full || other) in nats of two next-token distributions, from logits [vocabulary]; never below 0.
 
     >>> halves, quarters = Tensor([0.5, 0.5]).log(), Tensor([0.25, 0.75]).log()
     >>> round(first_token_kl(halves, quarters), 4), first_token_kl(halves, halves)

@@ -220,12 +220,12 @@ class LayerLoader:
 
     @property
     def load_s(self) -> float:
-        """Seconds spent reading (or computing layer 0) and placing, whether or not they overlapped with fusing."""
+        """Return the seconds of reading (or computing layer 0) and placing, also those that overlapped with fusing."""
         return sum(event.end_s - event.start_s for event in self.events) + self._read_through_s
 
     @property
     def read_s(self) -> list[float]:
-        """Seconds spent reading stored KV, one number per placement. They are part of `load_s`."""
+        """Return the seconds of reading stored KV, one number per placement. They are part of `load_s`."""
         return [seconds for group in self._groups for seconds in group.read_s]
 
     def __enter__(self) -> LayerLoader:

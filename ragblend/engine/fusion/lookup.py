@@ -25,9 +25,7 @@ from ragblend.options import ContextPolicy
 
 
 class IngestionContext(NamedTuple):
-    """Chunks, besides the prefix, after which a variant is prefilled: the token ids of each, with those of the chunk
-    delimiter.
-    """
+    """Chunks after which a variant is prefilled, in addition to the prefix: the token ids of each and its delimiter."""
 
     policy: ContextPolicy = "none"
     parts: tuple[tuple[int, ...], ...] = ()

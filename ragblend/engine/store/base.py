@@ -7,13 +7,19 @@ Implementations of ByteStore: `remote.redis_values`, `remote.object_values`.
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec
 from ragblend.options import ContextPolicy, KvDtype
+
+if TYPE_CHECKING:
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.store.memory import MemoryStore
+    from ragblend.engine.store.remote.tier import RemoteStore
 
 
 @dataclass(slots=True)
@@ -42,8 +48,8 @@ class KVStore(ABC):
     """Chunk KV by key: one tier, or several tiers as one store. Safe to share between threads; a DiskStore also between
     processes.
 
-    A tier implements the abstract methods. The other methods have defaults for a tier on this machine that never
-    evicts, stores no metadata and has written an entry when `put` returns.
+    A tier implements the abstract methods and calls `super().__init__()`. The other methods have defaults for a tier on
+    this machine that never evicts, stores no metadata and has written an entry when `put` returns.
     """
 
     is_remote = False
@@ -54,6 +60,10 @@ class KVStore(ABC):
     """The URL of the catalogue of what is stored; None: it is in the store's folder, unless settings name another."""
     kv_dtype: KvDtype = "auto"
     """How `put` stores KV: "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`)."""
+
+    def __init__(self) -> None:
+        self._counters = StoreCounters()
+        self._counters_lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -66,14 +76,30 @@ class KVStore(ABC):
         return (self,)
 
     @property
-    def remote_tiers(self) -> tuple[KVStore, ...]:
-        """The tiers on other machines."""
-        return tuple(tier for tier in self.tiers if tier.is_remote)
+    def memory_tier(self) -> MemoryStore | None:
+        """The tier in memory; None if there is none."""
+        return None
 
     @property
-    @abstractmethod
+    def disk_tier(self) -> DiskStore | None:
+        """The tier on disk, which stores pins and other metadata; None if there is none."""
+        return None
+
+    @property
+    def remote_tiers(self) -> tuple[RemoteStore, ...]:
+        """The tiers on other machines."""
+        return ()
+
+    @property
     def counters(self) -> StoreCounters:
         """Hits, misses, writes, damage, evictions and failures since the store was opened."""
+        return self._counters
+
+    def _count(self, **steps: int) -> None:
+        """Add to the counters of these names."""
+        with self._counters_lock:
+            for name, step in steps.items():
+                setattr(self._counters, name, getattr(self._counters, name) + step)
 
     # -- reading
 
@@ -133,6 +159,14 @@ class KVStore(ABC):
     @abstractmethod
     def delete(self, key: str) -> bool:
         """Delete an entry; return True if there was one."""
+
+    def delete_local(self, key: str) -> bool:
+        """Delete an entry from the tiers of this machine; return True if any had it."""
+        return False if self.is_remote else self.delete(key)
+
+    def replace(self, kv: ChunkKV) -> None:
+        """Put an entry with the same KV in another stored dtype. Raises what `put` and `delete` raise."""
+        self.put(kv)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction until `unpin`. Replaces an earlier pin of the document."""

@@ -239,8 +239,8 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: ReadRequirem
     """Parse and validate the header `raw` of a file of `file_nbytes` bytes that should hold the entry `key`.
 
     Every field is checked: against `key`, which is computed from model, prefix, tokens, namespace and context; against
-    the model's spec if it is known; and the sum of all layers against the file's size. Nothing of the announced size is
-    allocated before that. Raises UnreadableError.
+    the model's spec if it is known; and the sum of all layers against the file's size. No announced size is allocated
+    before these checks. Raises UnreadableError.
     """
     if raw[8 : _DIGITS.start] != _OPENING:
         raise UnreadableError("not written by ragblend")
@@ -366,7 +366,7 @@ class SharedFile:
 
     @property
     def nbytes(self) -> int:
-        """The file's size in bytes. Raises UnreadableError for a file that is mostly a hole."""
+        """The file's size in bytes. Raises UnreadableError for a sparse file."""
         try:
             return dense_size(self.fd)
         except OSError as error:
@@ -476,7 +476,7 @@ class DiskKV:
         return sum(span.nbytes for span in self._entry.spans)
 
     def layer(self, index: int) -> LayerKV:
-        """Keys and values of one layer, [H, T, D] each, on the CPU; see `stored_layer`."""
+        """Return keys and values of one layer, [H, T, D] each, on the CPU; see `stored_layer`."""
         return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:

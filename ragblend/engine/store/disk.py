@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ragblend.engine.store.base import KVStore, StoreCounters, VerifyResult
+from ragblend.engine.store.base import KVStore, VerifyResult
 from ragblend.engine.store.chunk_file import (
     DiskKV,
     MismatchError,
@@ -110,6 +109,7 @@ class DiskStore(StoreMetadata, KVStore):
     ) -> None:
         if isinstance(capacity_bytes, int) and capacity_bytes < 0:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
+        super().__init__()
         named = user_path(root, "store")
         self.root = open_folder(named)
         self.capacity_bytes = capacity_bytes
@@ -118,9 +118,7 @@ class DiskStore(StoreMetadata, KVStore):
         self._demands = ReadRequirements(self.store_key)
         self.on_put: Callable[[KVHeader], object] | None = None  # called before an entry is written
         self._has_warned = False  # about an unsigned entry
-        self._counters = StoreCounters()
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
-        self._lock = threading.Lock()
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {named}; fill one with: ragblend ingest DOCS --store {named}")
         self._directory = Directory(self.root, fsync=fsync)
@@ -133,12 +131,12 @@ class DiskStore(StoreMetadata, KVStore):
         )
 
     @property
-    def counters(self) -> StoreCounters:
-        """Hits, misses, puts, damage and evictions of this process since the store was opened."""
-        return self._counters
+    def disk_tier(self) -> DiskStore:
+        """This tier."""
+        return self
 
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
-        """From now on, entries of that model have this shape, or are damaged."""
+        """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
         self._demands.specs[fingerprint] = shape
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
@@ -151,8 +149,8 @@ class DiskStore(StoreMetadata, KVStore):
         try:
             file = SharedFile(self._path(key))
             kv = DiskKV(key, path, file, self._quarantine, self._demands)
-            if token_ids is not None and kv.header.token_ids != tuple(token_ids):
-                raise MismatchError(f"its {kv.header.num_tokens} token ids differ from the {len(token_ids)} asked for")
+            if not kv.header.has_ids(token_ids):
+                raise MismatchError(f"its {kv.header.num_tokens} token ids differ from those asked for")
         except FileNotFoundError:
             pass
         except (OSError, UsageError) as error:
@@ -207,7 +205,7 @@ class DiskStore(StoreMetadata, KVStore):
         return None if kv is None else kv.header
 
     def headers(self) -> Iterator[KVHeader]:
-        """Verified headers of entries, read one by one as they are asked for; in no order, keys being hashes."""
+        """Yield the verified header of each entry, in no order. A header is read when it is yielded."""
         for folder in self.kv_dir.glob("??"):
             for path in folder.glob(f"[!.]*{ENTRY_SUFFIX}"):
                 if (header := self.header(path.stem)) is not None:
@@ -318,7 +316,7 @@ class DiskStore(StoreMetadata, KVStore):
 
     @property
     def has_evicted(self) -> bool:
-        """Whether an entry ever had to leave for a budget, so that one that is gone need not be lost."""
+        """True if a budget ever evicted an entry, so that a missing entry need not be lost."""
         return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_damaged(self, key: str) -> None:
@@ -329,7 +327,7 @@ class DiskStore(StoreMetadata, KVStore):
             self.delete(key)
 
     def clean(self) -> int:
-        """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
+        """Delete temporary files of dead processes, or older than an hour; return their number."""
         return self._directory.remove_stale_files() + self._entries.remove_stale_files()
 
     def gc(
@@ -405,7 +403,7 @@ class DiskStore(StoreMetadata, KVStore):
         return self.kv_dir / checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
 
     def _files(self, suffix: str) -> Iterator[Path]:
-        """Files of that suffix whose name is a key in the right directory, in order of their keys."""
+        """Yield the files of a suffix whose name is a key in the right directory, in order of their keys."""
         for path in sorted(self.kv_dir.glob(f"??/[!.]*{suffix}")):
             if NAME.fullmatch(path.stem) and path.stem[:2] == path.parent.name:
                 yield path
@@ -452,11 +450,6 @@ class DiskStore(StoreMetadata, KVStore):
         is_first, self._has_warned = not self._has_warned, True
         log.log(
             logging.WARNING if is_first else logging.INFO,
-            "stored KV %s is not used: %s, %s. Who wrote it? If you trust all that this store holds: ragblend sign "
-            "--store %s; else ragblend verify --repair", key, reason, outcome, self.root,
+            "stored KV %s is not used: %s, %s. If you trust every entry of this store, sign them: ragblend sign "
+            "--store %s; else prefill them again: ragblend verify --repair", key, reason, outcome, self.root,
         )  # fmt: skip
-
-    def _count(self, **steps: int) -> None:
-        with self._lock:
-            for name, step in steps.items():
-                setattr(self._counters, name, getattr(self._counters, name) + step)

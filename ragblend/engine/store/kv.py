@@ -65,6 +65,10 @@ class KVHeader:
         """T."""
         return len(self.token_ids)
 
+    def has_ids(self, token_ids: Sequence[int] | None) -> bool:
+        """Return True if the chunk's token ids are `token_ids`. None matches any chunk."""
+        return token_ids is None or self.token_ids == tuple(token_ids)
+
     @property
     def context_ids(self) -> list[tuple[int, ...]]:
         """The ids of the similar chunks, in order, each with the separator that follows it."""

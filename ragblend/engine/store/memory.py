@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.store.base import KVStore, StoreCounters
+from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, StoredLayer, load_into_memory
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
@@ -43,36 +43,35 @@ class MemoryStore(KVStore):
             raise UsageError(
                 f"capacity_bytes is {capacity_bytes}; choose 0 (hold nothing) or more, such as 8 * 1024**3"
             )
+        super().__init__()
         self.capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._entries: OrderedDict[str, _MemoryEntry] = OrderedDict()  # least recently used first
         self._pins: dict[str, frozenset[str]] = {}  # by document
-        self._counters = StoreCounters()
         self._lock = threading.Lock()
 
     @property
-    def counters(self) -> StoreCounters:
-        """Hits, misses, puts, damage and evictions since the store was created."""
-        return self._counters
+    def memory_tier(self) -> MemoryStore:
+        """This tier."""
+        return self
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
         """Return the entry, which becomes the most recently used; None for a miss. Its tensors are read-only."""
         with self._lock:
             held = self._entries.get(key)
             if held is None:
-                self._counters.num_misses += 1
+                self._count(num_misses=1)
                 return None
-            if token_ids is not None and held.kv.header.token_ids != tuple(token_ids):
+            if not held.kv.header.has_ids(token_ids):
                 problem = "its token ids differ from those asked for"
             elif write_counters(held.kv.layers) != held.versions:
                 problem = "a caller wrote into its tensors, which are read-only; it is dropped"
                 self._drop(key)
             else:
                 self._entries.move_to_end(key)
-                self._counters.num_hits += 1
+                self._count(num_hits=1)
                 return held.kv
-            self._counters.num_misses += 1
-            self._counters.num_damaged += 1
+            self._count(num_misses=1, num_damaged=1)
         log.warning("KV %s in memory is not used: %s", key, problem)
         return None
 
@@ -94,7 +93,7 @@ class MemoryStore(KVStore):
             self._make_room(held)
             self._entries[held.header.key] = _MemoryEntry(held, write_counters(held.layers))
             self._used_bytes += held.nbytes
-            self._counters.num_puts += 1
+            self._count(num_puts=1)
             assert self._used_bytes <= self.capacity_bytes
 
     def fits(self, kv: ChunkKV) -> bool:
@@ -159,7 +158,7 @@ class MemoryStore(KVStore):
             )
         for key in leaving:
             self._drop(key)
-            self._counters.num_evicted += 1
+        self._count(num_evicted=len(leaving))
 
     def _drop(self, key: str) -> bool:
         held = self._entries.pop(key, None)
@@ -168,7 +167,7 @@ class MemoryStore(KVStore):
 
 
 def _own(layer: StoredLayer) -> StoredLayer:
-    """Return the layer in CPU memory of its own: a slice would keep the whole tensor alive from which it was cut."""
+    """Return the layer in CPU memory that it does not share: a slice would keep the whole tensor in memory."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in layer}
     if sum(storages.values()) == layer.nbytes and not any(map(_needs_copy, layer)):
         return layer

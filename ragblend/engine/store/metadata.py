@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -38,13 +37,12 @@ MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machin
 PREFIXES_DIR = "prefixes"
 CONTEXT_FILE = "context.json"
 DEFAULTS_FILE = "store.json"
-CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # policies of earlier versions, which their stores still name
 METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 """Folders whose JSON files are signed if the store has a key. Pins are not signed: they only affect eviction."""
 
 
 class StoreDefaults(NamedTuple):
-    """What the latest ingestion into a store named, and nobody has to name again. "" and None: nothing is known."""
+    """Model and system text of the latest ingestion: the defaults of later commands. "" and None: not known."""
 
     model: str = ""
     system: str | None = None
@@ -86,8 +84,8 @@ class StoreMetadata:
         ]
         if damaged:
             raise CorruptError(
-                f"{damaged[0]}, so what it keeps is not known, and nothing is evicted. Mend it: ragblend verify "
-                f"--repair --store {self.root}"
+                f"{damaged[0]}, so the entries that it pins are not known, and nothing is evicted. Repair it: "
+                f"ragblend verify --repair --store {self.root}"
             )
         return frozenset(str(key) for note in notes for key in note["keys"])
 
@@ -127,7 +125,7 @@ class StoreMetadata:
         try:
             ids = decode_signed_json(read_file(path), _note_kind(path))["token_ids"]
             if prefix_name(ids) != name:
-                raise ValueError("its ids are others than those which it is named after")
+                raise ValueError("its ids do not match its name")
         except FileNotFoundError as error:
             raise NotFoundError(f"the store lacks {path}, the token ids of the system text; {fix}") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -158,21 +156,20 @@ class StoreMetadata:
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
 
     def read_context(self) -> ContextPolicy | None:
-        """Return the policy that `put_context` stored; None for none or for a removed policy. Raises CorruptError."""
+        """Return the policy that `put_context` stored; None if there is none. Raises CorruptError."""
         path = self.root / CONTEXT_FILE
         try:
-            policy = _policy_in(path)
+            policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")
+            if not CONTEXT.accepts(policy):
+                raise ValueError(f"its context is {policy!r}")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise CorruptError(
-                f"{path} is damaged ({error}), so what its chunks were computed behind is not known. Say it again: "
-                f"ragblend precompute --context none|similar --store {self.root}; or drop the file and "
-                f"go on without: ragblend verify --repair --store {self.root}"
+                f"{path} is damaged ({error}), so the ingestion context of the store's chunks is not known. Set it: "
+                f"ragblend precompute --context none|similar --store {self.root}; or delete the file: "
+                f"ragblend verify --repair --store {self.root}"
             ) from error
-        if policy in CONTEXTS_THAT_LEFT:
-            _warn_of_removed_context(self.root, policy)
-            return None
         return cast(ContextPolicy, policy)
 
     def verify_metadata(
@@ -194,16 +191,11 @@ class StoreMetadata:
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
                     complain("", path, UsageError(problem))
-        try:
-            _policy_in(self.root / CONTEXT_FILE)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            found.append(VerifyResult(CONTEXT_FILE, False, str(error)))
-        try:
-            self.read_defaults()
-        except CorruptError as error:
-            found.append(VerifyResult(DEFAULTS_FILE, False, str(error.__cause__)))
+        for name, read in ((CONTEXT_FILE, self.read_context), (DEFAULTS_FILE, self.read_defaults)):
+            try:
+                read()
+            except CorruptError as error:
+                found.append(VerifyResult(name, False, str(error.__cause__)))
         yield from found
 
     def delete_metadata(self, place: str) -> None:
@@ -265,30 +257,10 @@ def prefix_name(token_ids: Sequence[int]) -> str:
 
 
 def _note_kind(path: Path) -> str:
-    """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
+    """Return the kind under which a file is signed. Facts about a model do not name it, so the kind does."""
     if path.name in (CONTEXT_FILE, DEFAULTS_FILE):
         return path.name
     return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
-
-
-def _policy_in(path: Path) -> str:
-    """Return the context policy in a file, removed policies included. Raises FileNotFoundError, OSError, and ValueError
-    for any other content."""
-    policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")
-    if not CONTEXT.accepts(policy) and policy not in CONTEXTS_THAT_LEFT:
-        raise ValueError(f"its context is {policy!r}")
-    return str(policy)
-
-
-@cache
-def _warn_of_removed_context(root: Path, policy: str) -> None:
-    """Warn once per store and process, because every request reads the file."""
-    log.warning(
-        "the store %s remembers the context %r, which ragblend no longer has: it is ignored, and entries stored in it "
-        "are not used. Store the chunks again: ragblend precompute --context none|similar --store %s; entries that are "
-        "not used leave when room is needed, or with the folder",
-        root, policy, root,
-    )  # fmt: skip
 
 
 def _place(path: Path) -> str:

@@ -1,8 +1,8 @@
 """KV in eight bits: int8 or fp8 codes times a scale, per channel for keys before RoPE, per token for values.
 
 Before RoPE some channels of the keys are large in every token, so one scale per channel fits each; values have no such
-channels (KIVI, Liu et al. 2024). The first tokens of a text receive much attention whatever they are, with keys and
-values unlike the others' (StreamingLLM, Xiao et al. 2024). They are stored as computed, and do not affect the scales.
+channels (KIVI, Liu et al. 2024). The first tokens of any text receive much attention, with keys and values unlike the
+others' (StreamingLLM, Xiao et al. 2024). They are stored as computed, and do not affect the scales.
 
 Works on tensors [H, T, D]. Does not depend on chunks, files or models.
 """
@@ -48,7 +48,7 @@ def quantize(keys: Tensor, values: Tensor, kv_dtype: str) -> QuantizedLayer | No
     """Return codes and scales of pre-RoPE `keys` and `values` [H, T, D]; None if they cannot be stored in eight bits.
 
     A dequantized int8 element differs by at most half its scale, an fp8 element by at most 1/16 of itself or 1/1024 of
-    its scale, whichever is more; rounding to the tensor's dtype comes on top. The scale is the largest magnitude over
+    its scale, the larger of both; rounding to the tensor's dtype comes on top. The scale is the largest magnitude over
     the channel (K) or token (V), divided by 127 or 448. None is returned for T <= NUM_FIRST, infinities or NaNs.
     """
     if keys.shape[1] <= NUM_FIRST:

@@ -164,8 +164,8 @@ def write_key(path: Path) -> StoreKey:
             os.fsync(stream.fileno())
     except FileExistsError:
         raise UsageError(
-            f"there is a file at {path} already. What was signed with it would be worth nothing; "
-            "to change keys: move it away, make a new one, and sign the store again (ragblend sign)"
+            f"there is a file at {path} already. A new key would make its signatures invalid; "
+            "to change keys: move the file away, make a new one, and sign the store again (ragblend sign)"
         ) from None
     except OSError as error:
         raise UsageError(f"the store key cannot be written to {path}: {error.strerror or error}") from error

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from itertools import chain
 from time import monotonic
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from ragblend.engine.store.base import KVStore, StoreCounters
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.finite import kv_is_finite
 from ragblend.engine.store.kv import (
     ChunkKV,
@@ -33,6 +33,10 @@ from ragblend.engine.store.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
 from ragblend.options import ContextPolicy, KvDtype, TierOptions
+
+if TYPE_CHECKING:
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.store.remote.tier import RemoteStore
 
 __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
 
@@ -57,16 +61,17 @@ class TieredStore(KVStore):
     def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto", catalog: str | None = None) -> None:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
+        super().__init__()
         self._tiers = tiers
-        self._remote_tiers = tuple(tier for tier in tiers if tier.is_remote)  # cached, because every request reads it
+        self._remote_tiers = tuple(chain.from_iterable(tier.remote_tiers for tier in tiers))  # every request reads it
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self.catalog = catalog or next((tier.catalog for tier in tiers if tier.catalog is not None), None)
-        self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
+        self._num_deletes = 0
         # Queues of promotions into tiers other than memory, by position.
         self._promotions = {
             position: WriteQueue(tier.put, PROMOTION_BYTES, f"ragblend-promote-{position}")
             for position, tier in enumerate(tiers[:-1])
-            if not isinstance(tier, MemoryStore)
+            if tier.memory_tier is None
         }
         for position, tier in enumerate(tiers):
             tier.set_read_back_tiers(tiers[:position])
@@ -81,7 +86,17 @@ class TieredStore(KVStore):
         return self._tiers
 
     @property
-    def remote_tiers(self) -> tuple[KVStore, ...]:
+    def memory_tier(self) -> MemoryStore | None:
+        """The tier in memory; None if there is none."""
+        return next((found for tier in self._tiers if (found := tier.memory_tier) is not None), None)
+
+    @property
+    def disk_tier(self) -> DiskStore | None:
+        """The tier on disk, which stores pins and other metadata; None if there is none."""
+        return next((found for tier in self._tiers if (found := tier.disk_tier) is not None), None)
+
+    @property
+    def remote_tiers(self) -> tuple[RemoteStore, ...]:
         """The tiers on other machines."""
         return self._remote_tiers
 
@@ -90,7 +105,7 @@ class TieredStore(KVStore):
         """A snapshot: one hit or miss per `get`, one put per `put`; the other counts are sums over the tiers."""
         tiers = [tier.counters for tier in self._tiers]
         sums = {each.name: sum(getattr(counters, each.name) for counters in tiers) for each in fields(StoreCounters)}
-        sums |= {"num_hits": self._num_hits, "num_misses": self._num_misses, "num_puts": self._num_puts}
+        sums |= {name: getattr(self._counters, name) for name in ("num_hits", "num_misses", "num_puts")}
         sums["num_dropped"] += sum(queue.num_dropped for queue in self._promotions.values())
         return StoreCounters(**sums)
 
@@ -108,14 +123,12 @@ class TieredStore(KVStore):
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
         """Return the entry for a request that `fetched` its keys (`fetch_many`). Does not contact other machines."""
         kv = fetched.get(key)
-        if kv is None or (token_ids is not None and kv.header.token_ids != tuple(token_ids)):
+        if kv is None or not kv.header.has_ids(token_ids):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])
         return self._counted(kv)
 
     def _counted(self, kv: ChunkKV | None) -> ChunkKV | None:
-        with self._lock:
-            self._num_hits += kv is not None
-            self._num_misses += kv is None
+        self._count(num_hits=kv is not None, num_misses=kv is None)
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
@@ -187,18 +200,12 @@ class TieredStore(KVStore):
     def _shared(self, key: str, token_ids: Sequence[int] | None) -> _PromotingKV | None:
         """Return the entry that another reader is reading now; None if there is none."""
         shared = self._being_read.get(key)
-        if (
-            shared is None
-            or not shared.is_good
-            or (token_ids is not None and shared.header.token_ids != tuple(token_ids))
-        ):
-            return None
-        return shared
+        return shared if shared is not None and shared.is_good and shared.header.has_ids(token_ids) else None
 
     def _pending_write(self, position: int, key: str, token_ids: Sequence[int] | None) -> MemoryKV | None:
         """Return the entry that is queued for the tier at `position`; None if there is none."""
         kv = self._promotions[position].peek(key)
-        return kv if kv is None or token_ids is None or kv.header.token_ids == tuple(token_ids) else None
+        return kv if kv is not None and kv.header.has_ids(token_ids) else None
 
     def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
         """Return the entry for the caller, who promotes it to the faster tiers by reading it to the end."""
@@ -230,7 +237,8 @@ class TieredStore(KVStore):
     def put(self, kv: ChunkKV) -> None:
         """Write to every tier, in the store's dtype. A memory tier that cannot hold the entry is skipped.
 
-        A remote tier writes in the background. Raises the first tier's error after all tiers were tried. KV with
+        A remote tier writes in the background. Raises the first tier's error after all tiers were tried, and
+        BackendUnreachableError before, with no tier written, where the catalogue's server does not answer. KV with
         infinity or NaN is not stored, with a warning, because no reader would accept it.
         """
         held = convert_kv_dtype(load_into_memory(kv), self.kv_dtype)
@@ -241,18 +249,19 @@ class TieredStore(KVStore):
             )  # fmt: skip
             return
         failure: RagblendError | None = None
-        for tier in self._tiers:
+        for tier in sorted(self._tiers, key=lambda tier: not isinstance(tier, DiskStore)):
             if not tier.fits(held):
                 continue
             try:
                 tier.put(held)
             except RagblendError as error:
-                if not (isinstance(tier, MemoryStore) and len(self._tiers) > 1):
+                if tier.disk_tier is not None and isinstance(error, BackendUnreachableError):
+                    raise  # the catalogue does not answer: a removal would not find an entry that it has no record of
+                if tier.memory_tier is None or len(self._tiers) == 1:
                     failure = failure or error
         if failure is not None:
             raise failure
-        with self._lock:
-            self._num_puts += 1
+        self._count(num_puts=1)
 
     def replace(self, kv: ChunkKV) -> None:
         """Put an entry with the same KV in another stored dtype. The remote entry is deleted first, or it would be
@@ -368,11 +377,6 @@ class TieredStore(KVStore):
             left_s = None if until_s is None else max(0.0, until_s - monotonic())
             done = getattr(part, action)(left_s) and done
         return done
-
-
-def disk_tier(store: KVStore) -> DiskStore | None:
-    """Return the local disk tier of `store`, which holds pins and other metadata; None if there is none."""
-    return next((tier for tier in store.tiers if isinstance(tier, DiskStore)), None)
 
 
 class _PromotingKV(KVView):

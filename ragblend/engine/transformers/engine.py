@@ -41,7 +41,6 @@ from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
 from ragblend.engine.store.quantize import stored_bytes_per_token
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised
@@ -75,7 +74,7 @@ class TransformersEngine(BlendingEngine):
         **options: Any,
     ) -> None:
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
-        disk = disk_tier(store)
+        disk = store.disk_tier
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
         self.stop_ids = renderer.stop_ids() | generation_stop_ids(layers.model)

@@ -92,7 +92,7 @@ class RuleFit:
     def agreement_at(self, ratio: float) -> float:
         """Return the agreement to expect at `ratio`, interpolated linearly between measured ratios.
 
-        It never falls with the ratio: each point counts as the least of its own and all larger ratios' agreement.
+        It never falls with the ratio: each point counts as the least agreement of its ratio and all larger ratios.
         """
         shares = [point.agreement for point in self.curve]
         return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)

@@ -18,8 +18,7 @@ from contextlib import closing
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
-from ragblend.engine.store.disk import DiskStore, StoreEntry
-from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.disk import StoreEntry
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.vllm.params import belongs_to
@@ -56,15 +55,16 @@ def usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     for entry in _entries(store):
         counts[entry.header.namespace] += 1
         sizes[entry.header.namespace] += entry.nbytes
-    statuses = [tier.status()._asdict() for tier in _remotes(store)]
+    disk = store.disk_tier
+    statuses = [tier.status()._asdict() for tier in store.remote_tiers]
     for status in statuses:
         del status["url"]  # where the store is, is not told
     return {
         "num_chunks": counts.total(),
         "nbytes": sizes.total(),
-        "budget_bytes": next((disk.limit_bytes() for disk in _disks(store)), None),
+        "budget_bytes": None if disk is None else disk.limit_bytes(),
         "namespaces": {name: {"num_chunks": counts[name], "nbytes": sizes[name]} for name in sorted(counts)},
-        "pins": {document: len(keys) for disk in _disks(store) for document, keys in disk.pins().items()},
+        "pins": {} if disk is None else {document: len(keys) for document, keys in disk.pins().items()},
         "remote": statuses[0] if statuses else None,
     }
 
@@ -96,14 +96,14 @@ def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     """Forget all of a namespace, with a cache salt or without. What only the remote tier has is fetched, since its name
     does not tell whose it is."""
     namespace = _text(fields, "namespace")
-    for remote in _remotes(store):
+    for remote in store.remote_tiers:
         publish_tombstone(remote, namespace=namespace)
     local_keys = [entry.key for entry in _entries(store) if belongs_to(entry.header.namespace, namespace)]
     num_removed, num_unread = sum(map(store.delete, local_keys)), 0
     with closing(open_registry(store)) as registry:
         registry.remove_entries(local_keys)
     held = {entry.key for entry in _entries(store)}
-    for remote in _remotes(store):
+    for remote in store.remote_tiers:
         listed = list(remote.keys())
         for key in listed:
             if key not in held:
@@ -131,14 +131,6 @@ def _text(fields: dict[str, Any], name: str) -> str:
     return value
 
 
-def _remotes(store: TieredStore) -> list[RemoteStore]:
-    return [tier for tier in store.tiers if isinstance(tier, RemoteStore)]
-
-
-def _disks(store: TieredStore) -> list[DiskStore]:
-    return [tier for tier in store.tiers if isinstance(tier, DiskStore)]
-
-
 def _entries(store: TieredStore) -> Iterator[StoreEntry]:
-    for disk in _disks(store):
-        yield from disk.entries()
+    if store.disk_tier is not None:
+        yield from store.disk_tier.entries()

@@ -1,9 +1,9 @@
 """Code of both engines beside vLLM's own: a prompt to token ids and parameters, tokens back to text and a report.
 
 `VllmEngineBase` is the Engine without a connection to vLLM; `engine` (in this process) and `front_end` (a server's
-ingestion) add that. Text is tokenized and detokenized here, never by vLLM.
+ingestion) add that. Text is tokenized and detokenized here, never by vLLM; the connector finds the chunks in the ids.
 
-Depends on matched prompts, reports and the connector's parameters, not on HTTP or vLLM.
+Depends on prompts, reports and the connector's parameters, not on HTTP or vLLM.
 """
 
 from __future__ import annotations
@@ -13,50 +13,39 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Unpack
 
 from ragblend.engine.base import LocalEngine
 from ragblend.engine.decoding import StopScanner, TextStream
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
-from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.report import (
-    BlendReport,
-    FinishReason,
-    Generation,
-    Mode,
-    RatioChoice,
-    chunk_reports,
-    join_runs,
-)
+from ragblend.engine.report import BlendReport, FinishReason, Generation
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
-from ragblend.errors import EngineClosedError, RagblendError, UsageError
+from ragblend.engine.vllm.params import BlendParams
+from ragblend.engine.vllm.streams import AnswerStream, checked_options
+from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions
-from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, Part, Prompt
 
 log = logging.getLogger(__name__)
 
-# What of a report is known on this side of vLLM only.
-_OWN = {"match_s", "ttft_s", "decode_s", "prompt_tokens", "completion_tokens", "num_chunks", "shadow", "chunks"}
 INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
 
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
-    """One prompt with the connector's parameters and the generation options."""
+    """Token ids with the connector's parameters and the generation options.
 
-    prompt: MatchedPrompt
+    `prompt` is what the ids were rendered from, in `render_s` seconds; None for an ingestion.
+    """
+
+    token_ids: Sequence[int]
     params: BlendParams
     options: GenerationOptions  # how long it may be, and how it is chosen and ended
-
-    @property
-    def kv_transfer_params(self) -> dict[str, Any]:
-        """The request's parameters for the connector, as a JSON object."""
-        return {PARAMS_KEY: self.params.as_dict()}
+    prompt: Prompt | None = None
+    render_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -81,55 +70,35 @@ class ServedModelInfo:
     num_layers: int = 0  # 0 where a server does not tell
 
 
-class VllmStream:
-    """An answer in progress. Iterating yields text; `result` is complete when the iteration ends.
+class VllmStream(AnswerStream):
+    """An answer in progress, over vLLM's own output.
 
     When the engine is closed, the answer ends at the next token with its text so far, finish reason "cancelled" and no
     error.
     """
 
     def __init__(self, engine: VllmEngineBase, request: VllmRequest) -> None:
-        self._engine = engine
-        self._request = request
-        self._start_s = perf_counter()
-        self._pieces = self._run()
-        params = request.params
-        report = BlendReport(params.reported_mode, params.rule, _number(params.ratio))
-        report.prompt_tokens, report.match_s = request.prompt.num_tokens, request.prompt.match_s
-        report.chunks = chunk_reports(request.prompt)
-        report.num_chunks = len(report.chunks)
-        self.result = Generation("", [], "cancelled", report)
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Stop generating. The result keeps the text so far."""
-        self._pieces.close()
+        self._engine, self._request = engine, request
+        super().__init__(request.options)
 
     def _run(self) -> Generator[str]:
-        request, result, report = self._request, self.result, self.result.report
-        text, scanner = TextStream(self._engine.renderer), StopScanner(request.options.stops)
-        finished, reported = None, False
-        start_s = perf_counter()
-        if self._engine.closed:
+        engine, request, result = self._engine, self._request, self.result
+        text, scanner = TextStream(engine.renderer), StopScanner(request.options.stops)
+        received: BlendReport | None = None
+        finished, num_cached, ttft_s, first_s = None, 0, 0.0, perf_counter()
+        if engine.closed:
             return
         try:
-            with closing(self._engine.deltas(request)) as received:
-                for delta in self._until_closed(received):
-                    if delta.token_ids and not result.token_ids and not report.ttft_s:
-                        report.ttft_s = perf_counter() - self._start_s + report.match_s
-                        start_s = perf_counter()
+            with closing(engine.deltas(request)) as deltas:
+                for delta in self._until_closed(deltas):
+                    if delta.token_ids and not ttft_s:
+                        first_s = perf_counter()
+                        ttft_s = first_s - self._start_s + request.render_s
                     if delta.report is not None:
-                        _merge_connector_report(report, delta.report, request.prompt)
-                        _fill_cached(report, request, delta.num_cached_tokens)
-                        reported = True
+                        received, num_cached = delta.report, delta.num_cached_tokens
                     shown = ""
                     for token in delta.token_ids:
-                        if scanner.stopped or token in self._engine.facts.stop_ids:
+                        if scanner.stopped or token in engine.facts.stop_ids:
                             break  # vLLM sends the end token, too, and stops there by itself
                         result.token_ids.append(token)
                         shown += scanner.push(text.push(token))
@@ -144,15 +113,14 @@ class VllmStream:
                 result.text += rest
                 yield rest
             result.finish_reason = _finish_reason("stop" if scanner.stopped else finished)
-            if reported and request.params.mode in ("blend", "reuse") and not report.refused_reason:
-                hits = [chunk.hit for chunk in report.chunks]
-                self._engine.notices.record_lookup(request.prompt.num_tokens, hits, request.prompt.prefix_ids)
         finally:
-            report.decode_s = perf_counter() - start_s
-            report.completion_tokens = len(result.token_ids)
-            if reported:  # else nothing tells a miss from a vLLM that does not blend
-                self._engine.backfill_missed(request, report)
-                self._engine.consider_shadow(request, result)
+            self._set_report(received, len(request.token_ids), ttft_s, first_s)
+            if received is not None:  # else nothing tells a miss from a vLLM that does not blend
+                received.match_s += request.render_s
+                if received.mode == "prefix" and not received.chunks:  # the connector has looked for nothing
+                    received.num_prefix_tokens = received.num_reused_tokens = num_cached
+                    received.charged_budget = received.charged_budget_32 = 1 - num_cached / len(request.token_ids)
+                engine.on_answer(request, result)
 
     def _until_closed(self, deltas: Iterator[OutputDelta]) -> Iterator[OutputDelta]:
         """Yield `deltas` until the engine is closed."""
@@ -217,11 +185,10 @@ class VllmEngineBase(LocalEngine):
         key = self.key_of(token_ids, behind)
         if not token_ids or self.store.contains(key):
             return 0
-        prompt = self._ingestion(token_ids, behind)
-        self._check_length(prompt.num_tokens + 1, "chunk")
-        params = BlendParams("ingest", spans=_spans(prompt.runs), namespace=self.namespace, context=behind.policy)
+        request = self._ingestion(token_ids, behind)
+        self._check_length(len(request.token_ids) + 1, "chunk")
         report = None
-        with closing(self.deltas(VllmRequest(prompt, params, GenerationOptions(max_tokens=1)))) as deltas:
+        with closing(self.deltas(request)) as deltas:
             for delta in deltas:
                 report = delta.report or report
         if report is not None and report.refused_reason:
@@ -234,19 +201,20 @@ class VllmEngineBase(LocalEngine):
             )
         return len(token_ids) * self.bytes_per_token
 
-    def _ingestion(self, token_ids: tuple[int, ...], behind: IngestionContext) -> MatchedPrompt:
-        """Return the prompt that computes a variant: the chunks of the ingestion context and the chunk itself are its
-        runs.
+    def _ingestion(self, token_ids: tuple[int, ...], behind: IngestionContext) -> VllmRequest:
+        """Return the request that computes a variant: behind the prefix, the chunks of the ingestion context and the
+        chunk itself.
         """
         behind.validate()
         num_joint = len(self.renderer.separator_ids)
-        ids, runs = [*self.default_prefix_ids], list[ChunkRun]()
-        for part in (*behind.parts, token_ids):
-            chunk_ids = part[: len(part) - num_joint] if len(runs) < len(behind.parts) else part
-            runs.append(ChunkRun(chunk_ids, 0, len(ids), len(ids) + len(chunk_ids)))
+        ids, spans = [*self.default_prefix_ids], list[tuple[int, int]]()
+        for part in behind.parts:
+            spans.append((len(ids), len(ids) + len(part) - num_joint))
             ids += part
+        spans.append((len(ids), len(ids) + len(token_ids)))
+        params = BlendParams("ingest", namespace=self.namespace, spans=tuple(spans), context=behind.policy)
         # One token more, because vLLM samples from the last one; which, does not matter.
-        return MatchedPrompt([*ids, token_ids[-1]], tuple(runs), self.default_prefix_ids)
+        return VllmRequest([*ids, *token_ids, token_ids[-1]], params, GenerationOptions(max_tokens=1))
 
     # -- answering
 
@@ -265,91 +233,46 @@ class VllmEngineBase(LocalEngine):
         return VllmStream(self, self.request(prompt, **options))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmRequest:
-        """Return a checked request: the matched prompt with its parameters. `options` are GenerationOptions.
+        """Return a checked request: the prompt's token ids with its parameters. `options` are GenerationOptions.
 
         The connector resolves a `recompute_ratio` of None or "auto", because it has access to the store. Raises
         PromptTooLongError beyond the model's context length, UsageError for invalid values.
         """
-        generation_options = GenerationOptions(**options)
-        if generation_options.logprobs:
-            raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
-        find_rule(generation_options.rule)
-        self._check_prompt(prompt, generation_options.stops)
-        matched = self.match(prompt)
-        self._check_length(matched.num_tokens + 1, "prompt")
-        return VllmRequest(
-            matched,
-            blend_params(
-                matched,
-                generation_options.mode,
-                generation_options.rule,
-                generation_options.recompute_ratio,
-                self.namespace,
-                generation_options.seed or 0,
-            ),
-            replace(
-                generation_options,
-                max_tokens=min(generation_options.max_tokens, self.context_length - matched.num_tokens),
-            ),
-        )
+        checked = checked_options(options)
+        self._check_prompt(prompt, checked.stops)
+        self.check_process()
+        start_s = perf_counter()
+        token_ids = self.renderer.render(prompt)
+        render_s = perf_counter() - start_s
+        self._check_length(len(token_ids) + 1, "prompt")
+        max_tokens = min(checked.max_tokens, self.context_length - len(token_ids))
+        params = BlendParams.of(checked, self.namespace)
+        return VllmRequest(token_ids, params, replace(checked, max_tokens=max_tokens), prompt, render_s)
 
-    def backfill_missed(self, request: VllmRequest, report: BlendReport) -> None:
-        """Store the chunks that `report` names as misses, in the background, unless `on_miss` is "inline"."""
-        if request.params.mode not in ("blend", "reuse"):
+    def on_answer(self, request: VllmRequest, answer: Generation) -> None:
+        """Do what follows an answer of a vLLM that blends: warnings, missed chunks, a shadow comparison."""
+        report = answer.report
+        if request.prompt is None or request.params.mode not in ("blend", "reuse"):
             return
-        prompt = request.prompt
-        chunks = zip(prompt.chunks, report.chunks, strict=True)
-        self.backfill(prompt.runs[parts[0]] for parts, chunk in chunks if not chunk.hit)
-
-    def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
-        """Submit a shadow comparison of a greedy and complete `answer` to `request`, if it is sampled."""
-        params = request.params
-        if (
-            params.mode in ("blend", "reuse")
-            and not request.options.temperature
-            and answer.finish_reason != "cancelled"
-        ):
-            full = replace(request, params=replace(params, mode="full"))
+        if not report.refused_reason and answer.finish_reason != "cancelled":
+            prefix_ids = self._own_prefix(request.token_ids, request.prompt)
+            hits = [chunk.hit for chunk in report.chunks] or [False] * len(request.prompt.chunks)
+            self.notices.record_lookup(report.prompt_tokens, hits, prefix_ids)
+        if report.num_chunk_hits < max(report.num_chunks, len(request.prompt.chunks)):
+            self._backfill_missed(request.prompt)
+        if not request.options.temperature and answer.finish_reason != "cancelled":
+            full = replace(request, params=replace(request.params, mode="full"))
             self._shadow.submit_repeat(lambda: VllmStream(self, full), answer)
 
-
-def blend_params(
-    prompt: MatchedPrompt, mode: Mode, rule: str, ratio: RatioChoice, namespace: str, seed: int = 0
-) -> BlendParams:
-    """Return the connector's parameters for `prompt`."""
-    return BlendParams(mode, rule, ratio, (), namespace, seed, (), len(prompt.prefix_ids)).with_runs(prompt.runs)
-
-
-def _spans(runs: Sequence[ChunkRun]) -> tuple[tuple[int, int], ...]:
-    return tuple((run.start, run.end) for run in runs)
-
-
-def _number(ratio: RatioChoice) -> float:
-    """Return the ratio; 0 if the connector resolves it."""
-    return 0.0 if ratio is None or isinstance(ratio, str) else ratio
+    def _backfill_missed(self, prompt: Prompt) -> None:
+        """Store the chunks of a prompt that are not stored, in the background, unless `on_miss` is "inline"."""
+        if self._backfill is None or self.closed:
+            return
+        try:
+            self.backfill(run for run in self.match(prompt).runs if not self.has_kv(run.chunk_ids))
+        except RagblendError as error:  # the answer is out already
+            log.warning("missed chunks are not stored: %s", error)
 
 
 def _finish_reason(reason: str | None) -> FinishReason:
     return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
-
-
-def _fill_cached(report: BlendReport, request: VllmRequest, num_cached_tokens: int) -> None:
-    """Add the tokens of vLLM's own prefix cache to the report; the connector does not count them."""
-    if report.mode != "prefix" or not num_cached_tokens:
-        return
-    report.num_prefix_tokens = report.num_reused_tokens = num_cached_tokens
-    total = sum(run.num_tokens for run in request.prompt.runs)
-    if total:
-        cached = sum(max(0, min(end, num_cached_tokens) - start) for start, end in request.params.spans)
-        report.charged_budget = report.charged_budget_32 = 1 - cached / total
-
-
-def _merge_connector_report(report: BlendReport, connector_report: BlendReport, prompt: MatchedPrompt) -> None:
-    """Copy the connector's report into `report`, except for fields that only the client knows (sources, times)."""
-    for name in {each.name for each in fields(BlendReport)} - _OWN:
-        setattr(report, name, getattr(connector_report, name))
-    if len(connector_report.chunks) == len(prompt.runs):
-        report.chunks = connector_report.chunks
-        join_runs(report, prompt)
-    if connector_report.failed:
-        log.warning("the prompt was prefilled in full: %s", connector_report.refused_reason)

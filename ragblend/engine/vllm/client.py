@@ -27,10 +27,10 @@ from weakref import WeakSet
 import httpx
 
 from ragblend.engine.base import EngineBase
-from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.vllm.params import PARAMS_KEY, report_from, sampling, vllm_structure
+from ragblend.engine.vllm.params import BlendParams, report_from, sampling, vllm_structure
+from ragblend.engine.vllm.streams import AnswerStream, checked_options
 from ragblend.errors import (
     BackendUnreachableError,
     EngineClosedError,
@@ -291,29 +291,15 @@ class ServerStore(MemoryStore):
     is_remote = True
 
 
-class ServedStream:
-    """An answer in progress. Iterating yields text; `result` is complete when the iteration ends.
+class ServedStream(AnswerStream):
+    """An answer in progress, over server-sent events.
 
     When the engine is closed, the answer ends at once with its text so far, finish reason "cancelled" and no error.
     """
 
     def __init__(self, engine: VllmClient, prompt: Prompt, options: GenerationOptions) -> None:
         self._engine, self._prompt, self._options = engine, prompt, options
-        self._start_s = perf_counter()
-        ratio = options.recompute_ratio
-        report = BlendReport(options.mode, options.rule, ratio if isinstance(ratio, int | float) else 0.0)
-        self.result = Generation("", [], "cancelled", report)
-        self._pieces = self._run()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Stop generating: the connection is closed, and the server aborts. The result keeps the text so far."""
-        self._pieces.close()
+        super().__init__(options)
 
     def _run(self) -> Generator[str]:
         engine, result = self._engine, self.result
@@ -352,13 +338,9 @@ class ServedStream:
                             result.text += piece
                             yield piece
         finally:
-            if report is not None:
-                result.report = report
-            elif not engine.blends:
+            if not engine.blends:
                 result.report = BlendReport("full", "none", 1.0)
-            found = result.report
-            found.prompt_tokens, found.completion_tokens = num_prompt, len(result.token_ids)
-            found.ttft_s, found.decode_s = ttft_s, perf_counter() - first_s
+            self._set_report(report, num_prompt, ttft_s, first_s)
             if report is not None and result.finish_reason != "cancelled":
                 engine.on_answer(self._prompt, self._options, result)
 
@@ -435,10 +417,7 @@ class VllmClient(EngineBase):
         Options are checked before the request is sent, the prompt's length by the server. Closing the stream early
         aborts the request.
         """
-        checked = GenerationOptions(**options)
-        if checked.logprobs:
-            raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
-        find_rule(checked.rule)
+        checked = checked_options(options)
         self._check_prompt(prompt, checked.stops)
         return ServedStream(self, prompt, checked)
 
@@ -469,9 +448,7 @@ class VllmClient(EngineBase):
         if options.structured_outputs is not None:
             body["structured_outputs"] = vllm_structure(options.structured_outputs)
         if self.blends:
-            params = {"mode": options.mode, "rule": options.rule, "ratio": options.recompute_ratio}
-            params |= {"namespace": self.namespace, "seed": options.seed or 0}
-            body["kv_transfer_params"] = {PARAMS_KEY: params}
+            body["kv_transfer_params"] = BlendParams.of(options, self.namespace).as_dict()
         return body
 
     def on_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:

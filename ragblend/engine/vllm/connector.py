@@ -22,7 +22,6 @@ import torch
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import StoreCounters
-from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
@@ -241,9 +240,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _drop_memory(self) -> None:
         assert self._store is not None
-        for tier in self._store.tiers:
-            if isinstance(tier, MemoryStore):
-                tier.clear()
+        if (memory := self._store.memory_tier) is not None:
+            memory.clear()
 
     def _apply_tombstones(self, tombstones: AppliedTombstones) -> None:
         """Let go of what this disk has forgotten. What was told while this process wrote goes from the remote tier
@@ -252,12 +250,9 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._store is not None
         assert self._through is not None
         keys = {*tombstones.keys}
-        for tier in self._store.tiers:
-            if isinstance(tier, MemoryStore):
-                owned = [
-                    h.key for h in tier.headers() if any(belongs_to(h.namespace, n) for n in tombstones.namespaces)
-                ]
-                keys.update(owned)
+        if (memory := self._store.memory_tier) is not None:
+            headers = memory.headers()
+            keys.update(h.key for h in headers if any(belongs_to(h.namespace, n) for n in tombstones.namespaces))
         for key in keys:
             self._store.delete_local(key)
         fresh = tombstones.recent_keys if self._remote is not None else ()

@@ -198,7 +198,7 @@ def sampling_params(request: VllmRequest, stop_ids: list[int]) -> Any:
         structured_outputs=StructuredOutputsParams(**vllm_structure(held)) if held is not None else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"kv_transfer_params": request.kv_transfer_params},
+        extra_args={"kv_transfer_params": request.params.as_dict()},
     )
 
 
@@ -289,7 +289,7 @@ class _EngineLoop:
         """Hand a request to vLLM; its tokens, or why vLLM refuses it, go to `answers`."""
         try:
             params = sampling_params(request, stop_ids)
-            self._engine.add_request(request_id, {"prompt_token_ids": request.prompt.token_ids}, params)
+            self._engine.add_request(request_id, {"prompt_token_ids": request.token_ids}, params)
         except Exception as error:
             answers.put(RagblendError(f"vLLM refuses the request: {error}"))
             return

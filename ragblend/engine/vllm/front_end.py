@@ -74,7 +74,7 @@ class FrontEndEngine(VllmEngineBase):
         # What a server with API keys lets to its engine: a request with a grant of the namespace.
         current_auth.set(AuthContext(Grant(self.namespace, frozenset({"ingest"}))))
         outputs: AsyncIterator[Any] = self._client.generate(
-            {"prompt_token_ids": request.prompt.token_ids},
+            {"prompt_token_ids": request.token_ids},
             sampling_params(request, []),
             f"ragblend-{uuid4().hex}",
             priority=self._priority,

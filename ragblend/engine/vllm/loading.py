@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile, ReuseDecision, decide_reuse
 from ragblend.engine.tuning.machine import serving_facts
@@ -32,7 +31,7 @@ class MemoryTierTracker:
     """What of `store` is in memory, as seen by the worker that owns it."""
 
     def __init__(self, store: TieredStore) -> None:
-        self._memory = next((tier for tier in store.tiers if isinstance(tier, MemoryStore)), None)
+        self._memory = store.memory_tier
         self._reported: frozenset[str] = frozenset()
         self._seen = (0, 0)
 

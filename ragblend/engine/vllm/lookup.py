@@ -18,7 +18,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.matching import PromptMatcher
-from ragblend.engine.vllm.params import MAX_SPANS, BlendParams
+from ragblend.engine.vllm.params import MAX_RUNS, BlendParams
 from ragblend.engine.vllm.worker import StoredSpan
 from ragblend.errors import RagblendError
 from ragblend.options import ContextPolicy
@@ -31,24 +31,22 @@ NUM_LOOKUPS = 4  # requests that are looked up at the same time
 
 
 class LookupResult(NamedTuple):
-    """Stored chunks of a prompt, and keys that only the remote tier may have.
+    """Runs of chunks in a prompt, those of them that are stored, and keys that only the remote tier may have.
 
-    `params` are the request's, with the spans of the `runs` that were matched in its ids; `match_s`: seconds of
-    matching, or None.
+    `match_s`: seconds of finding the runs, where they were not known.
     """
 
-    params: BlendParams
+    runs: tuple[ChunkRun, ...]
     stored: tuple[StoredSpan, ...] = ()
     missing: tuple[str, ...] = ()
-    runs: tuple[ChunkRun, ...] = ()
-    match_s: float | None = None
+    match_s: float = 0.0
 
 
 class ChunkLookup:
     """Looks chunks up in `disk`, in the ingestion contexts of the store's policy and of `config`.
 
-    `fingerprint` is that of the model, whose `num_layers` determine the default policy. `matcher` finds chunks in
-    prompts that name none; without it, those prompts have no chunks. `close` ends the threads.
+    `fingerprint` is that of the model, whose `num_layers` determine the default policy. `matcher` finds the chunks of
+    prompts; without it, they have none. `close` ends the threads.
     """
 
     def __init__(
@@ -69,13 +67,20 @@ class ChunkLookup:
         if matcher is not None:
             self._pool.submit(matcher.find_runs, (), config.namespace)  # the first request finds the index built
 
-    def start(self, ids: Sequence[int], params: BlendParams, *, asks_remote: bool) -> Future[LookupResult]:
+    def start(
+        self,
+        ids: Sequence[int],
+        params: BlendParams,
+        runs: tuple[ChunkRun, ...] | None = None,
+        *,
+        asks_remote: bool,
+    ) -> Future[LookupResult]:
         """Start the lookup of the prompt `ids`, and return the future of its result.
 
-        asks_remote: if the remote tier may have better entries than this machine, the result has only their keys,
-        `missing`.
+        runs: those that an earlier lookup found. asks_remote: if the remote tier may have better entries than this
+        machine, the result has only their keys, `missing`.
         """
-        return self._pool.submit(self._find, ids, params, asks_remote)
+        return self._pool.submit(self._find, ids, params, runs, asks_remote)
 
     def close(self) -> None:
         """Cancel the lookups that have not begun, and close the matcher."""
@@ -93,46 +98,46 @@ class ChunkLookup:
             log.warning("%s", error)
         return self._remembered or self._default
 
-    def _find(self, ids: Sequence[int], params: BlendParams, asks_remote: bool) -> LookupResult:
+    def _find(
+        self, ids: Sequence[int], params: BlendParams, runs: tuple[ChunkRun, ...] | None, asks_remote: bool
+    ) -> LookupResult:
         if params.mode == "ingest":  # what is not here is computed, not asked for
             self._persist_policy(params.context)
-            return LookupResult(params, self._find_for_ingestion(ids, params))
-        match_s, runs = None, tuple[ChunkRun, ...]()
-        if not params.spans:
-            start_s = perf_counter()
+            runs = tuple(ChunkRun(tuple(ids[start:end]), 0, start, end) for start, end in params.spans)
+            return LookupResult(runs, self._find_for_ingestion(ids, runs, params))
+        start_s = perf_counter()
+        if runs is None:
             runs = self._match(ids, params.namespace)
-            params, match_s = params.with_runs(runs), perf_counter() - start_s
-        candidates = list(self._candidates(ids, params))
+        match_s = perf_counter() - start_s
+        candidates = list(self._candidates(ids, runs, params.namespace))
         missing = self._missing(candidates) if asks_remote else ()
-        stored = () if missing else tuple(self._find_stored(ids, params, candidates))
-        return LookupResult(params, stored, missing, runs, match_s)
+        stored = () if missing else tuple(self._find_stored(candidates))
+        return LookupResult(runs, stored, missing, match_s)
 
     def _match(self, ids: Sequence[int], namespace: str) -> tuple[ChunkRun, ...]:
         if self._matcher is None:
             return ()
         try:
-            return tuple(self._matcher.find_runs(ids, namespace)[:MAX_SPANS])
+            return tuple(self._matcher.find_runs(ids, namespace)[:MAX_RUNS])
         except RagblendError as error:
             log.warning("no chunks are looked for in a prompt: %s", error)
             return ()
 
     def _candidates(
-        self, ids: Sequence[int], params: BlendParams
-    ) -> Iterator[tuple[int, int, list[tuple[str, LookupContext]]]]:
-        """Yield the start and end of each chunk, and the keys that it may be stored under, the best one first."""
-        if not params.spans:
+        self, ids: Sequence[int], runs: Sequence[ChunkRun], namespace: str
+    ) -> Iterator[tuple[ChunkRun, list[tuple[str, LookupContext]]]]:
+        """Yield each run with the keys that its chunk may be stored under, the best one first."""
+        if not runs:
             return
-        prefixes, policy = (params.prefix_ids(ids), self.prefix_ids), self.context()
-        for place, (start, end) in enumerate(params.spans):
-            is_beginning = params.chunk_start(place) == 0
-            found = lookup_contexts(ids, start, prefixes, policy, is_beginning=is_beginning)
-            keys = [self._key(ids, place, params, each.token_ids, each.name) for each in found]
-            yield start, end, list(zip(keys, found, strict=True))
+        prefixes, policy = (tuple(ids[: runs[0].start]), self.prefix_ids), self.context()
+        for run in runs:
+            found = lookup_contexts(ids, run.start, prefixes, policy, is_beginning=run.chunk_start == 0)
+            yield run, [(self._key(run, namespace, each.token_ids, each.name), each) for each in found]
 
-    def _missing(self, candidates: Sequence[tuple[int, int, list[tuple[str, LookupContext]]]]) -> tuple[str, ...]:
+    def _missing(self, candidates: Sequence[tuple[ChunkRun, list[tuple[str, LookupContext]]]]) -> tuple[str, ...]:
         """Return the keys that are better than the best one on this machine."""
         missing: dict[str, None] = {}
-        for _, _, keys in candidates:
+        for _, keys in candidates:
             for key, _ in keys:
                 if self._disk.contains(key):
                     break
@@ -140,35 +145,33 @@ class ChunkLookup:
         return tuple(missing)
 
     def _find_stored(
-        self,
-        ids: Sequence[int],
-        params: BlendParams,
-        candidates: Sequence[tuple[int, int, list[tuple[str, LookupContext]]]],
+        self, candidates: Sequence[tuple[ChunkRun, list[tuple[str, LookupContext]]]]
     ) -> Iterator[StoredSpan]:
         """Yield the stored chunks of the prompt, each from its best stored context."""
-        for place, (start, end, keys) in enumerate(candidates):
-            chunk_ids, chunk_start = params.chunk_ids(ids, place), params.chunk_start(place)
+        for run, keys in candidates:
             for key, context in keys:
                 kv = self._disk.peek(key)
-                if kv is not None and kv.header.token_ids == chunk_ids:
+                if kv is not None and kv.header.token_ids == run.chunk_ids:
                     facts = (context.match, context.exact, context.policy, kv.nbytes)
-                    yield StoredSpan(start, end, key, *facts, chunk_ids, chunk_start)
+                    yield StoredSpan(run.start, run.end, key, *facts, run.chunk_ids, run.chunk_start)
                     break
 
-    def _find_for_ingestion(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
+    def _find_for_ingestion(
+        self, ids: Sequence[int], runs: Sequence[ChunkRun], params: BlendParams
+    ) -> tuple[StoredSpan, ...]:
         """Return the stored entries for an ingestion: the chunk's own, else those of the chunks in its ingestion
         context.
         """
-        *behind, own = params.spans
-        prefix_ids = tuple(ids[: params.spans[0][0]])
-        own_key = self._key(ids, len(behind), params, prefix_ids, KEY_CONTEXTS[params.context])
+        *behind, own = runs
+        prefix_ids = tuple(ids[: runs[0].start])
+        own_key = self._key(own, params.namespace, prefix_ids, KEY_CONTEXTS[params.context])
         if self._disk.contains(own_key):
-            chunk_ids = tuple(ids[slice(*own)])
-            return (StoredSpan(*own, own_key, "exact", not behind, policy=params.context, chunk_ids=chunk_ids),)
-        keys = [(span, self._key(ids, place, params, prefix_ids)) for place, span in enumerate(behind)]
+            span = StoredSpan(own.start, own.end, own_key, "exact", not behind, params.context)
+            return (span._replace(chunk_ids=own.chunk_ids),)
+        keys = [(run, self._key(run, params.namespace, prefix_ids)) for run in behind]
         return tuple(
-            StoredSpan(*span, key, "exact", exact=span[0] == len(prefix_ids), chunk_ids=tuple(ids[slice(*span)]))
-            for span, key in keys
+            StoredSpan(run.start, run.end, key, "exact", run.start == len(prefix_ids), chunk_ids=run.chunk_ids)
+            for run, key in keys
             if self._disk.contains(key)
         )
 
@@ -182,12 +185,5 @@ class ChunkLookup:
         except RagblendError as error:
             log.warning("%s", error)
 
-    def _key(
-        self,
-        ids: Sequence[int],
-        place: int,
-        params: BlendParams,
-        prefix_ids: Sequence[int],
-        name: str = "",
-    ) -> str:
-        return chunk_key(self._fingerprint, prefix_ids, params.chunk_ids(ids, place), params.namespace, name)
+    def _key(self, run: ChunkRun, namespace: str, prefix_ids: Sequence[int], name: str = "") -> str:
+        return chunk_key(self._fingerprint, prefix_ids, run.chunk_ids, namespace, name)

@@ -13,9 +13,8 @@ from dataclasses import replace
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore, StoreCounters
-from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.metadata import MODELS_DIR
-from ragblend.engine.store.tiered import TieredStore, disk_tier
+from ragblend.engine.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class TierMetrics:
 
     def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:
         self._tiers: dict[str, KVStore] = {
-            "memory" if isinstance(tier, MemoryStore) else "disk": tier for tier in store.tiers
+            "disk" if tier.memory_tier is None else "memory": tier for tier in store.tiers
         }
         self._shows_bytes = shows_bytes
         self._seen = {name: StoreCounters() for name in self._tiers}
@@ -89,7 +88,7 @@ class TierMetrics:
         self._reported_nbytes: dict[str, int] = {}
         self._listing: threading.Thread | None = None
         self._due_s = 0.0
-        self._disk = disk_tier(store) if shows_bytes else None
+        self._disk = store.disk_tier if shows_bytes else None
         self._had_notes = False
         self._is_missing: bool | None = None  # not looked for yet
         self._reported_missing: bool | None = None
@@ -120,7 +119,7 @@ class TierMetrics:
 
     def _update_sizes(self) -> None:
         for name, tier in self._tiers.items():
-            if isinstance(tier, MemoryStore):
+            if tier.memory_tier is not None:
                 self._nbytes[name] = tier.nbytes()
             elif time.monotonic() >= self._due_s and (self._listing is None or not self._listing.is_alive()):
                 self._listing = threading.Thread(target=self._list, args=(name, tier), daemon=True)

@@ -43,7 +43,7 @@ LABELLED_COUNTERS = {
 }
 HISTOGRAMS = {
     "request_ttft_seconds": _Labelled("mode", "Arrival until the first token, of ragblend's requests"),
-    "request_match_seconds": _Labelled("", "Finding stored chunks in a prompt's ids, per request without spans"),
+    "request_match_seconds": _Labelled("", "Finding stored chunks in the ids of a prompt, per request"),
     "request_load_seconds": _Labelled("", "Reading and placing stored KV, per request"),
     "request_fuse_seconds": _Labelled("", "Recomputing, per request"),
     "request_stall_seconds": _Labelled("", "Waiting for stored KV that was not there in time, per request"),

@@ -2,24 +2,19 @@
 
 Shared by the connector and by every client of a vLLM server, so it imports neither vLLM nor torch.
 
-    request   {"version": 2, "mode": "blend", "rule": "auto", "ratio": 0.15, "spans": [[4, 516], [520, 990]],
-               "around": [[[], []], [[791], [13]]], "num_prefix": 4, "namespace": "", "seed": 0}
+    request   {"version": 2, "mode": "blend", "rule": "auto", "ratio": 0.15, "namespace": "", "seed": 0}
     response  {"version": 2, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
 
-A request without `spans` has chunks looked for in its token ids, and so has one that says nothing to ragblend; a server
-may be started with another mode for those that name none.
-
-`spans` are the chunks' places in the prompt's token ids, ascending; the ids behind the last are the question. Where a
-span is a part of its chunk, `around` has the ids of the chunk before and after that part. Keys are never sent: the
-connector computes them from the ids. `num_prefix`: tokens at the front that chunks may be stored after; null is those
-before the first span. All fields have defaults.
+The connector finds the chunks in the request's token ids, also in those of a request that says nothing to ragblend; a
+server may be started with another mode for those that name none. All fields have defaults.
 
 - "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed. "auto" is
   what was calibrated in the server's store; null is what the server was started with, else the same.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": nothing but vLLM's own prefix cache.
-- "ingest": one span, with at least one id after it (any: vLLM must have a token to sample from). The span is computed
-  behind the ids before it, and stored. Ask for one token and ignore it. `context` is the ingestion context that it is
-  a version of; with "similar", the spans of the chunks that it is computed behind come first.
+- "ingest": `spans` has the place [start, end) in the token ids of the chunk to store, with at least one id after it
+  (any: vLLM must have a token to sample from). The chunk is computed behind the ids before it, and stored. Ask for one
+  token and ignore it. `context` is the ingestion context that it is a version of; with "similar", the spans of the
+  chunks that it is computed behind come first. Keys are never sent: the connector computes them from the ids.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -35,15 +30,14 @@ from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError, check_unicode
 from ragblend.option_fields import check_options, copy_option
 from ragblend.options import CONTEXT, MODES, ContextPolicy, GenerationOptions, Mode, RatioChoice
-from ragblend.prompt.match import ChunkRun
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
 TENANT_KEY = "ragblend_tenant"
 """Beside it, from a server's front end to its engine: the namespace that the request's API key is bound to."""
 PARAMS_VERSION = 2
-MAX_SPANS = 1024
-"""Chunks of one request. Each is looked up while vLLM schedules, and all other requests wait for that."""
+MAX_RUNS = 1024
+"""Runs of chunks of one request. Each is looked up while vLLM schedules, and all other requests wait for that."""
 MAX_NAMESPACE = 256  # letters
 _SALTED = "#salt:"
 
@@ -58,11 +52,9 @@ class BlendParams:
     mode: VllmMode = "blend"
     rule: str = "auto"
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # None: the server's
-    spans: tuple[tuple[int, int], ...] = ()  # token positions [start, end) of the chunks
     namespace: str = ""
     seed: int = 0  # of the rule "random"
-    around: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # see above; (): every span is a whole chunk
-    num_prefix: int | None = None
+    spans: tuple[tuple[int, int], ...] = ()  # of "ingest": token positions [start, end) of the chunks
     context: ContextPolicy = "none"  # of the version that is ingested
     version: int = PARAMS_VERSION
 
@@ -74,75 +66,49 @@ class BlendParams:
         if not isinstance(self.rule, str) or not isinstance(self.namespace, str):
             raise UsageError(f"rule {self.rule!r} and namespace {self.namespace!r} must be text")
         check_options(self)
-        if len(self.spans) > MAX_SPANS:
-            raise UsageError(f"{len(self.spans)} spans are given; a request may have {MAX_SPANS}")
         if not _is_int(self.seed):
             raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
+        CONTEXT.validate("context", self.context)
         for span in self.spans:
             if len(span) != 2 or not all(map(_is_int, span)) or not 0 <= span[0] < span[1]:
                 raise UsageError(f"span {span!r} is not [start, end) with 0 <= start < end")
         for (_, end), (start, _) in pairwise(self.spans):
             if start < end:
                 raise UsageError(f"a span starts at {start}, before the one in front of it ends at {end}")
-        if self.around and len(self.around) != len(self.spans):
-            raise UsageError(f"around has {len(self.around)} entries for {len(self.spans)} spans; send one each")
-        for sides in self.around:
-            if len(sides) != 2 or not all(map(_are_token_ids, sides)):
-                raise UsageError(f"around has {_short(sides)}; send [ids before the span, ids after it] for each")
-        if self.num_prefix is not None and (not _is_int(self.num_prefix) or self.num_prefix < 0):
-            raise UsageError(f"num_prefix is {self.num_prefix!r}; it must be a number of tokens")
-        CONTEXT.validate("context", self.context)
+        if self.mode != "ingest" and self.spans:
+            raise UsageError(f"mode {self.mode!r} takes no spans: chunks are found in the token ids; leave spans out")
         is_behind = self.mode == "ingest" and self.context == "similar"
         if self.mode == "ingest" and (len(self.spans) < 2 if is_behind else len(self.spans) != 1):
             takes = "the spans of the chunks to be behind, then one" if is_behind else "exactly one span"
             raise UsageError(f"mode 'ingest' takes {takes}, {len(self.spans)} given")
-        if self.mode == "ingest" and self.around:
-            raise UsageError("mode 'ingest' takes whole chunks; leave out around")
 
     def check_length(self, num_tokens: int) -> None:
         """Raise UsageError where the spans do not fit a prompt of `num_tokens`."""
-        if self.spans and self.spans[-1][1] > num_tokens:
-            raise UsageError(f"the last span ends at {self.spans[-1][1]}, the prompt has {num_tokens} tokens")
-        if self.mode == "ingest" and self.spans[-1][1] == num_tokens:
-            raise UsageError("mode 'ingest' needs at least one token after the span; append any")
+        if self.spans and self.spans[-1][1] >= num_tokens:
+            raise UsageError(
+                f"the last span ends at {self.spans[-1][1]}, the prompt has {num_tokens} tokens; mode 'ingest' needs "
+                "at least one token after the span: append any"
+            )
+
+    @classmethod
+    def of(cls, options: GenerationOptions, namespace: str) -> BlendParams:
+        """Return the parameters of a request that is to be answered."""
+        return cls(options.mode, options.rule, options.recompute_ratio, namespace, options.seed or 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """The value of `kv_transfer_params["ragblend"]`, plain JSON values."""
-        around = [[list(side) for side in sides] for sides in self.around]
-        return {**asdict(self), "spans": [list(span) for span in self.spans], "around": around}
+        """Return the request's `kv_transfer_params`, plain JSON values."""
+        return {PARAMS_KEY: {**asdict(self), "spans": [list(span) for span in self.spans]}}
 
     @property
     def reported_mode(self) -> Mode:
         """The mode that reports name: what is ingested is prefilled in full."""
         return "full" if self.mode == "ingest" else self.mode
 
-    def chunk_ids(self, token_ids: Sequence[int], place: int) -> tuple[int, ...]:
-        """Return the ids of the whole chunk that span number `place` of a prompt is in."""
-        before, after = self.around[place] if self.around else ((), ())
-        return (*before, *token_ids[slice(*self.spans[place])], *after)
-
-    def chunk_start(self, place: int) -> int:
-        """Return the place of a span's first token in its chunk."""
-        return len(self.around[place][0]) if self.around else 0
-
-    def with_runs(self, runs: Sequence[ChunkRun]) -> BlendParams:
-        """Return the same wishes for a prompt in which these runs of chunks were found."""
-        around = [(run.chunk_ids[: run.chunk_start], run.chunk_ids[run.chunk_start + run.num_tokens :]) for run in runs]
-        return replace(
-            self,
-            spans=tuple((run.start, run.end) for run in runs),
-            around=tuple(around) if any(before or after for before, after in around) else (),
-        )
-
-    def prefix_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids at the front of a prompt that chunks may be stored after."""
-        return tuple(token_ids[: self.spans[0][0] if self.num_prefix is None else self.num_prefix])
-
 
 def parse_params(raw: object) -> BlendParams:
     """The parameters in `kv_transfer_params["ragblend"]`. Raises UsageError, and nothing else, whatever `raw` is.
 
-    >>> parse_params({"mode": "reuse", "spans": [[1, 4]]}).spans
+    >>> parse_params({"mode": "ingest", "spans": [[1, 4]]}).spans
     ((1, 4),)
     """
     if not isinstance(raw, Mapping):
@@ -150,20 +116,14 @@ def parse_params(raw: object) -> BlendParams:
     unknown = sorted(str(name) for name in raw if name not in {field.name for field in fields(BlendParams)})
     if unknown:
         raise UsageError(f"unknown ragblend parameters: {', '.join(unknown)}")
-    values = dict(raw)
-    if isinstance(values.get("namespace"), str):
-        check_namespace(values["namespace"])
-    for name, what in (("spans", "[start, end) pairs of token positions"), ("around", "pairs of lists of token ids")):
-        pairs = values.get(name, ())
-        if not _is_list(pairs) or not all(map(_is_list, pairs)):
-            raise UsageError(f"{name} is {_short(pairs)}; send a list of {what}")
-        if len(pairs) > MAX_SPANS:
-            raise UsageError(f"{name} has {len(pairs)} entries; a request may have {MAX_SPANS}")
-        values[name] = tuple(tuple(pair) for pair in pairs)
-    if not all(_is_list(side) for sides in values["around"] for side in sides):
-        raise UsageError(f"around is {_short(values['around'])}; send a list of pairs of lists of token ids")
-    values["around"] = tuple(tuple(tuple(side) for side in sides) for sides in values["around"])
-    return BlendParams(**values)
+    if isinstance(raw.get("namespace"), str):
+        check_namespace(raw["namespace"])
+    spans = raw.get("spans", ())
+    if not _is_list(spans) or not all(map(_is_list, spans)):
+        raise UsageError(f"spans is {_short(spans)}; send a list of [start, end) pairs of token positions")
+    if len(spans) > MAX_RUNS:
+        raise UsageError(f"{len(spans)} spans are given; a request may have {MAX_RUNS}")
+    return BlendParams(**{**raw, "spans": tuple(map(tuple, spans))})
 
 
 def check_namespace(namespace: str) -> None:
@@ -257,10 +217,6 @@ def _short(value: object) -> str:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _are_token_ids(value: object) -> bool:
-    return _is_list(value) and all(_is_int(token) and 0 <= token < 1 << 32 for token in value)  # type: ignore[attr-defined]
 
 
 def _is_int(value: object) -> bool:

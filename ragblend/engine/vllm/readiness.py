@@ -42,8 +42,8 @@ class Readiness:
         self.is_stopping = False
         self._num_under_way = 0
         self._client = engine_client
-        self._disk = _CachedProbe(lambda: _disk_state([tier for tier in tiers if isinstance(tier, DiskStore)]))
-        remote = [tier for tier in tiers if isinstance(tier, RemoteStore)]
+        self._disk = _CachedProbe(lambda: _disk_state([disk for tier in tiers if (disk := tier.disk_tier) is not None]))
+        remote = [remote for tier in tiers for remote in tier.remote_tiers]
         self._remote = _CachedProbe(lambda: _remote_state(remote)) if remote else None
         shutdown = engine_client.shutdown
 

@@ -19,7 +19,6 @@ from typing import Any
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport, join_runs
 from ragblend.engine.store.kv import KVSpec
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
@@ -50,6 +49,13 @@ from ragblend.prompt.token_index import MIN_RUN
 log = logging.getLogger(__name__)
 
 WEIGHTS_UPDATED = "the model's weights were updated; KV is neither stored nor reused until vLLM is started again"
+UNFIT = {
+    "embeddings": "the prompt consists of embeddings; ragblend needs token ids",
+    "multimodal": "the prompt has images or other media, which are no token ids; ragblend leaves it to vLLM",
+    "lora": "the request names an adapter, whose KV is not what is stored; ragblend leaves it to vLLM",
+    "prompt_logprobs": "the request wants every prompt token computed (prompt logprobs), so nothing is reused",
+}
+"""Why no stored KV can be used for a request, by the reason that `left_requests` counts."""
 
 
 @dataclass(slots=True)
@@ -69,7 +75,7 @@ class _RequestState:
     is_ours: bool = True  # it has parameters, or chunks were found in it
     is_salted: bool = False  # its blocks in vLLM's prefix cache are found by nobody, or by its own conversation
     num_resident: int = 0  # tokens at the front that were in those blocks
-    runs: tuple[ChunkRun, ...] = ()  # of chunks, where they were looked for in its ids; its spans are theirs
+    runs: tuple[ChunkRun, ...] | None = None  # of chunks in its ids; None until they were looked for
     num_missing: int = 0  # chunks that were looked for and not found
     is_filled: bool = False  # the workers have told what became of it
     request: Any = None  # vLLM's, until its first token is there
@@ -86,7 +92,7 @@ class BlendScheduler:
         # What the remote tier has sent is there a second time, so nothing here waits for the disk.
         local = config.open_local(fsync=False)
         self.tiers = TierMetrics(local, shows_bytes=False)
-        disk = disk_tier(local)
+        disk = local.disk_tier
         assert disk is not None
         self.disk = disk
         self.remote = config.open_remote()
@@ -138,7 +144,7 @@ class BlendScheduler:
             tokenizer, _ = load_tokenizer(place, served_options(model, place))
             return PromptMatcher(self.disk, Renderer(tokenizer))
         except (RagblendError, OSError, ValueError) as error:
-            log.warning("chunks are reused for requests with spans alone: %s", error)
+            log.warning("no chunks are found in prompts: %s", error)
             return None
 
     def on_new_request(self, request: Any) -> None:
@@ -201,45 +207,32 @@ class BlendScheduler:
         """Why no chunks are looked for in a request without parameters; "" where they are."""
         if self.config.mode not in ("blend", "reuse"):
             return "mode"
-        if not self._reuses:
-            return "weights_updated"
-        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-            return "embeddings"
-        if getattr(request, "mm_features", None):
-            return "multimodal"
-        if getattr(request, "lora_request", None) is not None:
-            return "lora"
-        if request.skip_reading_prefix_cache:
-            return "prompt_logprobs"
-        return ""
+        return "weights_updated" if not self._reuses else _unfit(request)
 
     def _count_left(self, reason: str) -> None:
         self.counting.add(**{f"left_requests{LABEL}{reason}": 1})
 
     def _make_state(self, request: Any, params: BlendParams) -> _RequestState:
-        if request.prompt_token_ids is None:
-            raise UsageError("the prompt consists of embeddings; ragblend needs token ids")
-        params.check_length(len(request.prompt_token_ids))
         state = _RequestState(params, BlendReport(params.reported_mode))
         state.is_ours = PARAMS_KEY in (request.kv_transfer_params or {})
-        if params.spans or params.mode in ("full", "prefix"):
-            self._settle_rule(request, state)
         if params.mode in ("full", "prefix"):
+            self._settle_rule(request, state)
             return state
-        if request.skip_reading_prefix_cache:
-            raise UsageError("the request wants every prompt token computed (prompt logprobs), so nothing is reused")
+        find_rule(params.rule)
+        if reason := _unfit(request):
+            raise UsageError(UNFIT[reason])
+        params.check_length(len(request.prompt_token_ids))
         if not self._reuses:
             state.report = _as_prefill(state.report, WEIGHTS_UPDATED)
         return state
 
-    def _settle_rule(self, request: Any, state: _RequestState, is_matched: bool = False) -> None:
+    def _settle_rule(self, request: Any, state: _RequestState) -> None:
         """Settle rule and ratio, and begin the report, once the request's chunks are known."""
-        ids, params = request.prompt_token_ids, state.params
+        ids, params, runs = request.prompt_token_ids, state.params, state.runs or ()
         rule = self.config.rule if params.rule == "auto" else params.rule
         ratio = self.config.ratio if params.ratio is None else params.ratio
-        prefix_ids = params.prefix_ids(ids) if params.spans else ()
-        default = tuple(self._lookup.prefix_ids)
-        if is_matched and params.num_prefix is None and tuple(ids[: len(default)]) == default:
+        prefix_ids, default = tuple(ids[: runs[0].start]) if runs else (), tuple(self._lookup.prefix_ids)
+        if prefix_ids[: len(default)] == default:
             prefix_ids = default  # what stands before the first chunk is a label as well, or a turn
         choice = self._calibrations.resolve_request_tuning(prefix_ids, rule, ratio)
         state.params = params = replace(params, rule=rule, ratio=choice.ratio)
@@ -248,15 +241,16 @@ class BlendScheduler:
         report = BlendReport(params.reported_mode, choice.rule if blends else "none", used)
         if choice.fit is not None and params.mode in ("blend", "reuse"):
             report.predicted_agreement = choice.fit.agreement_at(used)
-        report.num_chunks = len(params.spans)
-        report.chunks = [ChunkReport("", end - start, hit=False) for start, end in params.spans]
-        if params.spans:
+        report.num_chunks = len(runs)
+        report.chunks = [ChunkReport("", run.num_tokens, hit=False) for run in runs]
+        if runs or params.mode == "full":
             report.charged_budget = report.charged_budget_32 = 1.0
         state.report, state.choice = report, choice
         state.adapts_ratio = blends and choice.is_auto_ratio and self.loading.machine is not None
 
     def _start_lookup(self, request: Any, state: _RequestState, *, asks_remote: bool) -> None:
-        state.pending_lookup = self._lookup.start(request.prompt_token_ids, state.params, asks_remote=asks_remote)
+        ids, params = request.prompt_token_ids, state.params
+        state.pending_lookup = self._lookup.start(ids, params, state.runs, asks_remote=asks_remote)
 
     def _is_plan_ready(self, request: Any, state: _RequestState) -> bool:
         """Whether it is known what is to be done. Goes on with what has become known since the last call."""
@@ -272,48 +266,45 @@ class BlendScheduler:
                 state.is_new = False
                 return False
             state.pending_lookup = None
-            if result.match_s is not None:
-                self._take_match(request, state, result)
+            if state.runs is None:
+                self._take_runs(request, state, result)
             if result.missing and self._fetch is not None:
                 state.pending_fetch = self._fetch.start(result.missing)
                 return False
-            if state.params.spans:
-                self._plan_fill(request, state, result.stored)
+            if state.runs:
+                self._plan_fill(request, state, state.runs, result.stored)
         return True
 
-    def _take_match(self, request: Any, state: _RequestState, result: LookupResult) -> None:
+    def _take_runs(self, request: Any, state: _RequestState, result: LookupResult) -> None:
         """Go on with the chunks that were found in a request; without any it is vLLM's, as it came."""
-        assert result.match_s is not None
-        self.counting.observe("request_match_seconds", result.match_s)
-        state.params, state.runs = result.params, result.runs
-        if not result.runs:
-            self._count_left("no_chunks")
-            if not state.is_ours:
-                del self.requests[request.request_id]
-                return
-        elif not state.is_ours:
-            state.is_ours = True
-            self.counting.add(requests=1)
-        self._settle_rule(request, state, is_matched=True)
+        state.runs = result.runs
+        if state.params.mode != "ingest":
+            self.counting.observe("request_match_seconds", result.match_s)
+            if not result.runs:
+                self._count_left("no_chunks")
+                if not state.is_ours:
+                    del self.requests[request.request_id]
+                    return
+            elif not state.is_ours:
+                state.is_ours = True
+                self.counting.add(requests=1)
+        self._settle_rule(request, state)
         state.report.match_s = result.match_s
 
-    def _plan_fill(self, request: Any, state: _RequestState, stored: tuple[StoredSpan, ...]) -> None:
+    def _plan_fill(
+        self, request: Any, state: _RequestState, runs: Sequence[ChunkRun], stored: tuple[StoredSpan, ...]
+    ) -> None:
         """Decide up to where the request's context will be filled."""
-        ids, spans = request.prompt_token_ids, state.params.spans
         state.stored = stored
         if state.params.mode == "ingest":
-            state.end = spans[-1][1]
-        else:
-            state.num_missing = len(spans) - len(state.stored)
-            if state.stored and state.stored[-1].end == len(ids):
-                # vLLM must have a token to sample from: what ends the prompt is computed.
-                state.stored = state.stored[:-1]
-            state.end = state.stored[-1].end if state.stored else 0
-        if state.stored and state.params.mode != "ingest":
-            self._read_ahead.on_request_queued(request.request_id, state.stored)
-        if state.params.mode == "ingest":
+            state.end = runs[-1].end
             _hide_from_prefix_cache(request, state)
-        elif state.end and not state.adapts_ratio:  # otherwise it may become an ordinary prefill
+            return
+        state.num_missing = len(runs) - len(stored)
+        state.end = stored[-1].end if stored else 0
+        if stored:
+            self._read_ahead.on_request_queued(request.request_id, stored)
+        if state.end and not state.adapts_ratio:  # otherwise it may become an ordinary prefill
             self._share_conversation(request, state)
 
     def _share_conversation(self, request: Any, state: _RequestState) -> None:
@@ -346,15 +337,15 @@ class BlendScheduler:
         report = state.report
         if not state.is_salted:
             report = replace(report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None)
-        is_exact = report.mode == "prefix" or report.recompute_ratio >= 1
+        is_exact, runs = report.mode == "prefix" or report.recompute_ratio >= 1, state.runs or ()
         report.chunks = [
-            replace(chunk, hit=True, prefix_match="exact", exact=is_exact) if start < num_cached else chunk
-            for chunk, (start, _) in zip(report.chunks, state.params.spans, strict=True)
+            replace(chunk, hit=True, prefix_match="exact", exact=is_exact) if run.start < num_cached else chunk
+            for chunk, run in zip(report.chunks, runs, strict=True)
         ]
         report.num_prefix_tokens = report.num_reused_tokens = num_cached
         report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
         total = sum(chunk.num_tokens for chunk in report.chunks)
-        cached = sum(max(0, min(end, num_cached) - start) for start, end in state.params.spans)
+        cached = sum(max(0, min(run.end, num_cached) - run.start) for run in runs)
         report.charged_budget = report.charged_budget_32 = 1 - cached / total
         state.report, state.end, state.stored, state.num_missing = report, 0, (), 0
         self.counting.add(reused_tokens=num_cached)
@@ -363,9 +354,10 @@ class BlendScheduler:
     def _adapt_ratio(self, request: Any, state: _RequestState) -> None:
         """Settle the ratio by what loading costs, or leave the request to vLLM, where full prefill is faster."""
         assert state.choice is not None
-        ids, num_prefix = request.prompt_token_ids, state.params.spans[0][0]
+        assert state.runs
+        num_tokens, num_prefix = len(request.prompt_token_ids), state.runs[0].start
         asks_first = find_rule(state.choice.rule).probes_before_selection
-        decision = self.loading.decide(state.choice.ratio, len(ids), num_prefix, state.stored, asks_first)
+        decision = self.loading.decide(state.choice.ratio, num_tokens, num_prefix, state.stored, asks_first)
         state.adapts_ratio = False
         if decision.fallback_reason:
             state.report = _as_prefill(state.report, decision.fallback_reason)
@@ -418,6 +410,7 @@ class BlendScheduler:
                 state.params,
                 state.report.recompute_ratio,
                 tuple(request.prompt_token_ids),
+                tuple((run.start, run.end) for run in state.runs or ()),
                 state.end,
                 _behind(state.stored, state.num_resident),
                 tuple(block_ids),
@@ -522,6 +515,17 @@ class BlendScheduler:
                 self.disk.put_model(self.fingerprint, {"model": name, **shape.as_facts()})
             except RagblendError as error:  # a read-only store still serves
                 log.warning("%s", error)
+
+
+def _unfit(request: Any) -> str:
+    """Return the reason in UNFIT why no stored KV can be used for a request; "" where it can."""
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "embeddings"
+    if getattr(request, "mm_features", None):
+        return "multimodal"
+    if getattr(request, "lora_request", None) is not None:
+        return "lora"
+    return "prompt_logprobs" if request.skip_reading_prefix_cache else ""
 
 
 def _as_prefill(report: BlendReport, reason: str) -> BlendReport:

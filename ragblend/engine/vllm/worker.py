@@ -73,12 +73,13 @@ class StoredSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlendJob:
-    """One request's work: fill positions [0, end) of its blocks; for "ingest", store the span as well."""
+    """One request's work: fill positions [0, end) of its blocks; for "ingest", store the last of `spans` as well."""
 
     request_id: str
     params: BlendParams
     ratio: float
     token_ids: tuple[int, ...]  # the whole prompt
+    spans: tuple[tuple[int, int], ...]  # token positions [start, end) of its runs of chunks
     end: int  # of the context; the tokens from here on are vLLM's to compute
     stored: tuple[StoredSpan, ...]
     block_ids: tuple[int, ...]
@@ -89,14 +90,14 @@ class BlendJob:
     @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Ids before the first chunk."""
-        return self.token_ids[: self.params.spans[0][0]]
+        return self.token_ids[: self.spans[0][0]]
 
     @property
     def num_rows(self) -> int:
         """Tokens that will run through most of the layers, about."""
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
-        return self.end - max(self.num_resident, self.params.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)
+        return self.end - max(self.num_resident, self.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)
 
 
 class JobResult(NamedTuple):
@@ -289,8 +290,11 @@ class BlendWorker:
     def _blend(self, job: BlendJob) -> Steps[_JobOutput]:
         """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
         reuse = job.params.mode != "blend"
+        own = (job.params.namespace, job.prefix_ids)
+        was_known = own in self._prefixes
         prefix = () if job.num_resident else (yield from self._prefix(job))
         num_resident = job.num_resident or sum(placement.end for placement in prefix)
+        num_known = 0 if own in self._prefixes and not was_known and not job.num_resident else num_resident
         damaged: set[str] = set()
         while True:
             plan = self._fuse_plan(job, self._lookup(job, damaged), num_resident)
@@ -314,12 +318,12 @@ class BlendWorker:
             self.timelines.append(source.timeline(ends_s))
         report = BlendReport(job.params.reported_mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
         report.load_s, report.stall_s, report.num_damaged_entries = source.load_s, source.stall_s, len(damaged)
-        report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.params.spans]
+        report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.spans]
         stored = {span.start: span for span in job.stored}
         by_start = {each.start: (each, stored[each.start]) for each in plan.placements}
-        starts = [start for start, _ in job.params.spans]
+        starts = [start for start, _ in job.spans]
         used = {start: by_start[first] for start in starts if (first := max(start, job.num_resident)) in by_start}
-        record_fusion(report, starts, used, plan, result)
+        record_fusion(report, starts, used, plan, result, num_known)
         for start, chunk in zip(starts, report.chunks, strict=True):
             if start < job.num_resident:  # blended for an earlier turn
                 chunk.exact = job.ratio >= 1
@@ -327,7 +331,7 @@ class BlendWorker:
 
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
         """Compute the last span behind the ids before it, as ingestion everywhere does, and have it stored."""
-        layers, spans = self.layers, job.params.spans
+        layers, spans = self.layers, job.spans
         start, end = spans[-1]
         prefix = yield from self._prefix(job)
         if len(spans) > 1:
@@ -346,7 +350,7 @@ class BlendWorker:
 
     def _place_context(self, job: BlendJob, prefix: tuple[Placement, ...]) -> Steps[PagedKV]:
         """The blocks up to the last span: chunks that are stored are placed as they are, what is not is computed."""
-        ids, start = torch.tensor(job.token_ids, dtype=torch.int64, device=self.layers.device), job.params.spans[-1][0]
+        ids, start = torch.tensor(job.token_ids, dtype=torch.int64, device=self.layers.device), job.spans[-1][0]
         damaged: set[str] = set()
         while True:
             placed, num_resident = self._lookup(job, damaged), sum(placement.end for placement in prefix)
@@ -394,7 +398,7 @@ class BlendWorker:
                 fitted=job.fitted,
                 global_layers=layers.global_layers,
             )
-        question_start = params.spans[-1][1]
+        question_start = job.spans[-1][1]
         return FusePlan(
             torch.tensor(job.token_ids, dtype=torch.int64, device=layers.device),
             placements,

@@ -7,6 +7,7 @@ vLLM's own prefill, without and with its prefix cache. Read `open_vllm` and `war
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card, package_version
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
-from ragblend.lab.bench.common.workloads import save_checkpoint, synthetic_renderer
+from ragblend.lab.bench.common.workloads import save_checkpoint, synthetic_tokenizer
 from ragblend.options import ModelOptions
+from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Prompt
 
 if TYPE_CHECKING:
@@ -63,10 +65,15 @@ def open_vllm(
             checkpoint = find_checkpoint(model, ModelOptions(dtype=config.dtype))
             vocab_size = int(AutoConfig.from_pretrained(checkpoint.path).get_text_config().vocab_size)
         place = store or Path(directory) / "kv"
-        renderer = synthetic_renderer(vocab_size)
+        words = Path(directory) / "words"  # from here the connector, too, has the tokenizer
+        tokenizer = synthetic_tokenizer(vocab_size)
+        tokenizer.save_pretrained(words)
+        shutil.copy(checkpoint.path / "config.json", words)
+        renderer = Renderer(tokenizer)
         transfer = transfer_config(place, {"memory_gib": memory_gib, "remote": None}, model=str(checkpoint.path))
         transfer["kv_connector_extra_config"]["prefix_ids"] = list(renderer.prefix_ids())
-        options = {"max_model_len": min(prompt_tokens + _SLACK_TOKENS, checkpoint.context_length)}
+        options: dict[str, Any] = {"tokenizer": str(words)}
+        options["max_model_len"] = min(prompt_tokens + _SLACK_TOKENS, checkpoint.context_length)
         if not is_cuda() and not set(_MEMORY_OPTIONS) & set(config.vllm_options):
             rows = num_prompts * (prompt_tokens + _SLACK_TOKENS + _BLOCK_TOKENS)
             options["kv_cache_memory_bytes"] = rows * checkpoint.bytes_per_token

@@ -23,9 +23,8 @@ from ragblend.engine.vllm.api_keys import ForbiddenError, Grant, bind_namespace,
 from ragblend.engine.vllm.auth_gate import AuthGate
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import (
-    MAX_SPANS,
+    MAX_RUNS,
     TENANT_KEY,
-    BlendParams,
     belongs_to,
     cache_salt_of,
     parse_params,
@@ -201,13 +200,12 @@ def test_a_salt_makes_a_namespace_of_its_own_and_is_not_shown() -> None:
             parse_params({"namespace": namespace})
 
 
-def test_a_request_has_a_limit_of_chunks() -> None:
-    spans = [[2 * index, 2 * index + 1] for index in range(MAX_SPANS + 1)]
-    assert len(parse_params({"spans": spans[:-1]}).spans) == MAX_SPANS
-    with pytest.raises(UsageError, match=str(MAX_SPANS)):
-        parse_params({"spans": spans})
-    with pytest.raises(UsageError, match=str(MAX_SPANS)):
-        BlendParams(spans=tuple(map(tuple, spans)))  # type: ignore[arg-type]
+def test_an_ingestion_has_a_limit_of_chunks() -> None:
+    behind = {"mode": "ingest", "context": "similar"}
+    spans = [[2 * index, 2 * index + 1] for index in range(MAX_RUNS + 1)]
+    assert len(parse_params({**behind, "spans": spans[:-1]}).spans) == MAX_RUNS
+    with pytest.raises(UsageError, match=str(MAX_RUNS)):
+        parse_params({**behind, "spans": spans})
     with pytest.raises(UsageError) as error:
         parse_params({"spans": ["x" * 100_000]})
     assert len(str(error.value)) < 500

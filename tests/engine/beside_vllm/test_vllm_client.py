@@ -42,7 +42,7 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.frameworks.conversation import ChatSession
-from ragblend.frameworks.model import ChunkNotReusedError
+from ragblend.frameworks.strict import ChunkNotReusedError
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.llm import ChatBlend
 from ragblend.operations.doctor import run_vllm_diagnostics
@@ -482,7 +482,7 @@ def test_a_model_the_server_does_not_run_is_refused(url: str) -> None:
 
 
 def test_a_store_object_cannot_be_sent(url: str) -> None:
-    with pytest.raises(UsageError, match="leave it out"):
+    with pytest.raises(UsageError, match="leave `store` out"):
         load_engine("demo", object(), backend=url)  # type: ignore[call-overload]
 
 

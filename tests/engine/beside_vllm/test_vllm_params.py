@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.vllm.params import (
-    MAX_SPANS,
+    MAX_RUNS,
     PARAMS_KEY,
     BlendParams,
     parse_params,
@@ -29,21 +29,12 @@ anything = st.recursive(
 
 
 def test_parameters_survive_json():
-    around = (((), (5, 1 << 31)), ((7,), ()))
-    params = BlendParams("reuse", "random", 0.2, ((3, 9), (9, 20)), "team", 4, around, 3)
-    assert parse_params(json.loads(json.dumps(params.as_dict()))) == params
+    asked = BlendParams("reuse", "random", 0.2, "team", 4)
+    behind = BlendParams("ingest", spans=((3, 9), (9, 20)), context="similar")
+    for params in (asked, behind):
+        assert parse_params(json.loads(json.dumps(params.as_dict()))[PARAMS_KEY]) == params
     assert parse_params({}) == BlendParams()
     assert parse_params({"ratio": "auto"}).ratio == "auto"
-
-
-def test_what_stands_around_a_span_makes_its_chunk_whole():
-    params = BlendParams(spans=((2, 5), (6, 8)), around=(((8, 9), (4,)), ((), ())), num_prefix=1)
-    prompt = range(10, 20)
-    assert [params.chunk_ids(prompt, place) for place in (0, 1)] == [(8, 9, 12, 13, 14, 4), (16, 17)]
-    assert [params.chunk_start(place) for place in (0, 1)] == [2, 0]
-    assert params.prefix_ids(prompt) == (10,)
-    whole = replace(params, around=(), num_prefix=None)
-    assert (whole.chunk_ids(prompt, 0), whole.chunk_start(0), whole.prefix_ids(prompt)) == ((12, 13, 14), 0, (10, 11))
 
 
 def test_a_report_survives_json_and_newer_fields():
@@ -65,9 +56,9 @@ def test_a_report_survives_json_and_newer_fields():
 
 @given(raw=anything)
 def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
-    single = [{name: raw} for name in ("spans", "mode", "ratio", "num_prefix")]
-    around = [{"around": sent, "spans": [[0, 5]]} for sent in (raw, [raw], [[raw, []]], [[[], [raw]]])]
-    for sent in (raw, *single, *around, {"rule": raw, "spans": [[0, raw]]}):
+    single = [{name: raw} for name in ("spans", "mode", "ratio", "rule", "namespace", "seed", "context", "version")]
+    spans = [{"mode": "ingest", "spans": sent} for sent in (raw, [raw], [[0, raw]], [[0, 5], raw])]
+    for sent in (raw, *single, *spans, {"rule": raw, "spans": [[0, raw]]}):
         try:
             parse_params(sent).check_length(10)
         except UsageError:
@@ -82,23 +73,15 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
         ({"ratio": 1.5}, "1.5"),
         ({"ratio": True}, "True"),
         ({"ratio": "all"}, "'all'"),
-        ({"spans": [[4, 4]]}, r"\(4, 4\)"),
-        ({"spans": [[0, 5], [4, 9]]}, "starts at 4"),
+        ({"spans": [[0, 5]]}, "leave spans out"),
+        ({"mode": "ingest", "spans": [[4, 4]]}, r"\(4, 4\)"),
+        ({"mode": "ingest", "spans": [[0, 5], [4, 9]]}, "starts at 4"),
+        ({"mode": "ingest", "spans": [[0, 5, 9]]}, r"\(0, 5, 9\)"),
+        ({"mode": "ingest", "spans": [[0, True]]}, "True"),
+        ({"mode": "ingest", "spans": {"0": 5}}, "send a list"),
+        ({"mode": "ingest", "spans": [[0, 5]] * (MAX_RUNS + 1)}, f"{MAX_RUNS + 1} spans"),
         ({"mode": "ingest"}, "exactly one span"),
-        ({"mode": "ingest", "spans": [[1, 5]], "around": [[[], [7]]]}, "leave out around"),
-        ({"spans": [[0, 5], [5, 9]], "around": [[[1], []]]}, "1 entries for 2 spans"),
-        ({"around": [[[1], []]]}, "1 entries for 0 spans"),
-        ({"spans": [[0, 5]], "around": [[[1], [], []]]}, r"\(\(1,\), \(\), \(\)\)"),
-        ({"spans": [[0, 5]], "around": [[[-1], []]]}, r"\(\(-1,\), \(\)\)"),
-        ({"spans": [[0, 5]], "around": [[[], [1 << 32]]]}, str(1 << 32)),
-        ({"spans": [[0, 5]], "around": [[[], [True]]]}, "True"),
-        ({"spans": [[0, 5]], "around": [[[], [2.5]]]}, "2.5"),
-        ({"spans": [[0, 5]], "around": [[[], "ids"]]}, "ids"),
-        ({"spans": [[0, 5]], "around": [[3, 4]]}, r"\(3, 4\)"),
-        ({"spans": [[0, 5]], "around": {"0": [[1], []]}}, "pairs of lists"),
-        ({"around": [[[], []]] * (MAX_SPANS + 1)}, f"{MAX_SPANS + 1} entries"),
-        ({"num_prefix": -1}, "num_prefix is -1"),
-        ({"num_prefix": 1.0}, "num_prefix is 1.0"),
+        ({"around": [[[1], []]]}, "unknown ragblend parameters: around"),
         ({"key": "abc"}, "key"),
     ],
 )
@@ -109,6 +92,6 @@ def test_an_error_names_what_is_wrong(raw, named):
 
 def test_spans_must_fit_the_prompt():
     with pytest.raises(UsageError, match="ends at 12"):
-        BlendParams(spans=((2, 12),)).check_length(11)
+        BlendParams("ingest", spans=((2, 12),)).check_length(11)
     with pytest.raises(UsageError, match="after the span"):
         BlendParams("ingest", spans=((2, 12),)).check_length(12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,27 +10,46 @@ from typing import Any
 import pytest
 from tier_support import make_kv
 
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.transformers.checkpoints import AS_IT_IS
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.scheduler import BlendScheduler
+from ragblend.files.store_folder import CATALOG_FILE
+from ragblend.prompt.render import Renderer
 
-CHUNKS = [make_kv(seed, namespace="acme") for seed in range(2)]  # of 4 tokens each, behind a prefix of one
+CHUNKS = [make_kv(seed, tokens=80, namespace="acme") for seed in (0, 20)]  # behind a prefix of one token
 PROMPT = [1, *CHUNKS[0].header.token_ids, *CHUNKS[1].header.token_ids]
 
 
-def num_matched_tokens(monkeypatch: pytest.MonkeyPatch, store: Path, prompt: list[int], namespace: str) -> int:
-    """Of `prompt`, whose chunks are stored in `store` in the namespace "acme"."""
+@pytest.fixture(scope="module")
+def tokenizer(make_tokenizer: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's tokenizer on disk."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    return path
+
+
+def num_matched_tokens(
+    monkeypatch: pytest.MonkeyPatch, store: Path, tokenizer: Path, prompt: list[int], namespace: str
+) -> int:
+    """Of `prompt`, whose chunks are stored in `store` in the namespace "acme", and known there and in "known"."""
     disk = DiskStore(store, fsync=False)
+    fingerprint = Renderer(load_tokenizer(str(tokenizer))[0]).fingerprint
     for kv in CHUNKS:
         disk.put(kv)
+        with ChunkRegistry(store / CATALOG_FILE) as registry:
+            for each in ("acme", "known"):
+                registry.add_ids([(f"text {kv.header.key}", kv.header.token_ids)], fingerprint, each)
     module = "ragblend.engine.vllm.scheduler"
     monkeypatch.setattr(f"{module}.model_fingerprint", lambda model: "model")
     monkeypatch.setattr(f"{module}.model_shape", lambda model: KVSpec.from_kv_shapes("float32", [(2, 4, 4)] * 2))
     monkeypatch.setattr(f"{module}.machine_facts_of", lambda config: {})
     monkeypatch.setattr(f"{module}.served_options", lambda model, place: AS_IT_IS)
-    params: dict[str, Any] = {"spans": [[1, 5], [5, 9]], "namespace": namespace, "ratio": 0.5}
+    params: dict[str, Any] = {"namespace": namespace, "ratio": 0.5}
     request = SimpleNamespace(
         request_id="1",
         prompt_token_ids=prompt,
@@ -41,7 +61,7 @@ def num_matched_tokens(monkeypatch: pytest.MonkeyPatch, store: Path, prompt: lis
         num_preemptions=0,
     )
     config = ConnectorConfig(store=str(store), context="none")
-    model = SimpleNamespace(model=str(store / "no model"), tokenizer=None)
+    model = SimpleNamespace(model=str(store / "no model"), tokenizer=str(tokenizer))
     scheduler = BlendScheduler(SimpleNamespace(model_config=model, cache_config=SimpleNamespace(block_size=4)), config)
     try:
         scheduler.on_new_request(request)
@@ -52,15 +72,25 @@ def num_matched_tokens(monkeypatch: pytest.MonkeyPatch, store: Path, prompt: lis
         scheduler.close()
 
 
-@pytest.mark.parametrize(("namespace", "expected"), [("acme", 9), ("", 0), ("other", 0)])
+@pytest.mark.parametrize(("namespace", "expected"), [("acme", 161), ("known", 0), ("", 0), ("other", 0)])
 def test_only_chunks_of_the_requests_namespace_are_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, namespace: str, expected: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Path, namespace: str, expected: int
 ) -> None:
-    assert num_matched_tokens(monkeypatch, tmp_path, [*PROMPT, 2], namespace) == expected
+    asked, peek = set(), DiskStore.peek
+
+    def recording(disk: DiskStore, key: str) -> Any:
+        asked.add(key)
+        return peek(disk, key)
+
+    monkeypatch.setattr(DiskStore, "peek", recording)
+    assert num_matched_tokens(monkeypatch, tmp_path, tokenizer, [*PROMPT, 2], namespace) == expected
+    # What others have stored is not even asked for, so that it cannot be told by the time that takes.
+    assert asked.isdisjoint(kv.header.key for kv in CHUNKS) == (namespace != "acme")
+    assert bool(asked) == (namespace in ("acme", "known"))
 
 
-def test_of_a_prompt_that_ends_with_a_chunk_that_chunk_is_computed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_of_a_prompt_that_ends_with_a_chunk_the_last_token_is_computed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Path
 ) -> None:
     """vLLM samples the first token from the computed end of the prompt."""
-    assert num_matched_tokens(monkeypatch, tmp_path, PROMPT, "acme") == 5
+    assert num_matched_tokens(monkeypatch, tmp_path, tokenizer, PROMPT, "acme") == 160

@@ -23,7 +23,6 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.eviction import DiskEvictor, auto_limit
 from ragblend.engine.store.kv import MemoryKV
 from ragblend.engine.store.open import open_store
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import StoreFullError
 
 
@@ -356,16 +355,16 @@ def test_two_stores_on_one_disk_leave_each_other_room(small: Path) -> None:
 
 def test_a_number_wins_and_zero_is_no_limit(small: Path) -> None:
     chosen = open_store(small / "kv", memory_gib=0, disk_gib=1 / 1024, fsync=False)
-    disk = disk_tier(chosen)
+    disk = chosen.disk_tier
     assert disk is not None
     put_until(disk, lambda: disk.counters.num_evicted > 0)
     assert disk.limit_bytes() == MIB >= disk.nbytes()
-    unlimited = disk_tier(open_store(small / "kv", memory_gib=0, disk_gib=0, fsync=False))
+    unlimited = open_store(small / "kv", memory_gib=0, disk_gib=0, fsync=False).disk_tier
     assert unlimited is not None
     with pytest.raises(StoreFullError, match="no space is left"):
         put_until(unlimited, lambda: False, 1000)
     assert (unlimited.limit_bytes(), unlimited.counters.num_evicted) == (None, 0)
-    default = disk_tier(open_store(small / "kv"))
+    default = open_store(small / "kv").disk_tier
     assert default is not None
     assert default.capacity_bytes == "auto"
 

@@ -389,6 +389,26 @@ def test_an_entry_deleted_while_the_remote_sends_it_does_not_come_back(
     assert not tiers.store.contains(kv.header.key)
 
 
+def test_an_entry_that_the_catalogue_cannot_record_is_in_no_tier(tmp_path: Path) -> None:
+    """A removal looks for entries in the catalogue: it would not find this one."""
+    values, disk = DictValues(), DiskStore(tmp_path, fsync=False)
+    store = TieredStore(MemoryStore(1 << 20), disk, RemoteStore(values))
+
+    def unreachable(header: KVHeader) -> None:
+        raise BackendUnreachableError("the catalogue does not answer")
+
+    kv = make_kv()
+    disk.on_put = unreachable
+    with pytest.raises(BackendUnreachableError, match="the catalogue does not answer"):
+        store.put(kv)
+    assert store.flush(5)
+    assert [list(tier.keys()) for tier in store.tiers] == [[], [], []]
+    disk.on_put = None
+    store.put(kv)
+    assert store.flush(5)
+    assert [list(tier.keys()) for tier in store.tiers] == [[kv.header.key]] * 3
+
+
 def test_put_writes_through_and_a_second_machine_finds_it(tiers: Tiers, tmp_path: Path) -> None:
     kvs = [make_kv(seed) for seed in range(5)]
     for kv in kvs:

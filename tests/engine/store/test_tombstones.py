@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import RedisServer, TcpProxy
+from servers import RedisServer, TcpProxy, wait_until
 from tier_support import DictValues, make_kv
 
 from ragblend.engine.store import tombstones
@@ -202,7 +202,7 @@ def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, m
         proxy.close()  # what hung breaks off
         again = TombstoneWatcher(disk, teller, belongs_to)
         again.start()
-        assert not disk.contains(*keys_of(0))
+        wait_until(lambda: not disk.contains(*keys_of(0)), 60, "the deletion is applied")
         again.stop()
     finally:
         hears.stop()

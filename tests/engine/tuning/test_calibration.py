@@ -18,7 +18,6 @@ from ragblend.engine.fusion.rules import DEFAULT_RATIO, NO_PROBE_RULE, RULES
 from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.signed_json import encode_signed_json
-from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import (
     CALIBRATIONS_DIR,
@@ -134,7 +133,7 @@ def test_a_file_under_another_models_name_is_not_used(tmp_path: Path, caplog: py
     renamed = saved.with_name(replace(CALIBRATION, fingerprint="beef").filename)
     saved.rename(renamed)
     assert load_calibration(tmp_path, "beef", (1, 2, 3)) is None
-    assert "something else" in caplog.text
+    assert "another model" in caplog.text
 
 
 @pytest.mark.parametrize(("number", "error"), [(28, StoreFullError), (30, StoreNotWritableError)])
@@ -281,7 +280,7 @@ def engine(tiny_engine: Callable[..., TransformersEngine], tmp_path: Path) -> Tr
 def calibrated(engine: TransformersEngine, *fits: RuleFit) -> None:
     prefix_ids = engine.match(PROMPT).prefix_ids
     save(
-        disk_tier(engine.store).root,  # type: ignore[union-attr]
+        engine.store.disk_tier.root,  # type: ignore[union-attr]
         replace(CALIBRATION, fingerprint=engine.fingerprint, prefix_ids=prefix_ids, fits=fits),
     )
 

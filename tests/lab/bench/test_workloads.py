@@ -19,8 +19,9 @@ from ragblend.lab.bench.common.workloads import (
     make_prompts,
     model_config,
     random_model,
-    synthetic_renderer,
+    synthetic_tokenizer,
 )
+from ragblend.prompt.render import Renderer
 
 TINY = SHAPES["tiny"]
 
@@ -79,7 +80,7 @@ def test_random_model_is_built_in_its_dtype() -> None:
 
 def test_prompts_have_the_same_chunks_in_other_orders_and_their_own_questions() -> None:
     work = make_prompts(5, 7, 3, num_prompts=4, vocab_size=100)
-    renderer = synthetic_renderer(100)
+    renderer = Renderer(synthetic_tokenizer(100))
     prefix = renderer.prefix_ids()
     assert len(prefix) == PREFIX_TOKENS
     rendered = [renderer.render(prompt) for prompt in work.prompts]

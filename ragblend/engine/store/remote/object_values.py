@@ -67,7 +67,7 @@ class ObjectValues:
             )
         try:
             self._reader, self._writer = (_open(url, seconds) for seconds in (timeout_s, WRITE_TIMEOUT_S))
-        except Exception as error:  # of whichever client the scheme names
+        except Exception as error:  # each client has its own exceptions
             raise UsageError(
                 f"{self.url} cannot be opened ({_reason(error)}); write redis://HOST:6379/0, s3://BUCKET/PREFIX, "
                 "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"

@@ -99,12 +99,12 @@ class RemoteStore(KVStore):
         breaker: CircuitBreaker | None = None,
         store_key: KeyChoice = "auto",
     ) -> None:
+        super().__init__()
         self.values = values
         self.store_key = resolve_key(store_key)
         self._demands = ReadRequirements(self.store_key)
         self.breaker = breaker or CircuitBreaker()
         self.timeout_s = timeout_s
-        self._counters = StoreCounters()
         self._flights: dict[str, _InFlightFetch] = {}
         self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification and must be rewritten
         self._lock = threading.Lock()
@@ -112,6 +112,11 @@ class RemoteStore(KVStore):
         self._has_warned = False  # about the current outage
         fix = f"; what is on disk goes there with: ragblend push --remote {values.url}"
         self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._backoff_s, fix)
+
+    @property
+    def remote_tiers(self) -> tuple[RemoteStore]:
+        """This tier."""
+        return (self,)
 
     @property
     def url(self) -> str:
@@ -137,7 +142,7 @@ class RemoteStore(KVStore):
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
         """Return the entry if it was `fetched`."""
         kv = fetched.get(key)
-        if kv is not None and token_ids is not None and kv.header.token_ids != tuple(token_ids):
+        if kv is not None and not kv.header.has_ids(token_ids):
             log.warning("KV %s from %s is not used: its token ids differ from those asked for", key, self.values.url)
             self._count(num_damaged=1, num_misses=1, num_hits=-1)
             return None
@@ -283,17 +288,7 @@ class RemoteStore(KVStore):
 
     def contains(self, key: str) -> bool:
         """Return True if the entry is stored or queued; False for a damaged one and without an answer."""
-        if self._queue.peek(key) is not None:
-            return True
-        if key in self._bad or not self._is_open_for_asking():
-            return False
-        try:
-            found = self.values.contains(key)
-        except RagblendError as error:
-            self._record_failure(str(error))
-            return False
-        self.breaker.record_success()
-        return found
+        return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
         """Return `contains` for each key, in batches. Keys not queried by `until_s`, or after a failure, are False.
@@ -454,11 +449,6 @@ class RemoteStore(KVStore):
             self._bad[key] = None
             if len(self._bad) > _MAX_BAD:
                 self._bad.popitem(last=False)
-
-    def _count(self, **steps: int) -> None:
-        with self._lock:
-            for name, step in steps.items():
-                setattr(self._counters, name, getattr(self._counters, name) + step)
 
 
 def open_remote(

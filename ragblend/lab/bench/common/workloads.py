@@ -110,11 +110,12 @@ def number_tokenizer(vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
-def synthetic_renderer(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Renderer:
-    """Return a Renderer for prompts of numbers that all start with the same `prefix_tokens` tokens."""
+def synthetic_tokenizer(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Any:
+    """Return a tokenizer of numbers, with a chat template whose prompts all start with the same `prefix_tokens`."""
     prefix = " ".join(str(index % vocab_size) for index in range(1, prefix_tokens + 1))
-    template = f"{prefix} {{% for message in messages %}}{{{{ message.content }}}} {{% endfor %}}"
-    return Renderer(number_tokenizer(vocab_size), template)
+    tokenizer = number_tokenizer(vocab_size)
+    tokenizer.chat_template = f"{prefix} {{% for message in messages %}}{{{{ message.content }}}} {{% endfor %}}"
+    return tokenizer
 
 
 def save_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
@@ -180,7 +181,7 @@ def engine_for(
 def make_engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEngine:
     """Return an engine over a transformers model, for prompts of `make_prompts`. `mark` is the model's fingerprint."""
     layers = TransformersLayers(model)
-    renderer = synthetic_renderer(layers.config.vocab_size)
+    renderer = Renderer(synthetic_tokenizer(layers.config.vocab_size))
     # "inline", so that no background work disturbs the timing.
     return TransformersEngine(layers, renderer, store, name=name, fingerprint=mark, on_miss="inline")
 

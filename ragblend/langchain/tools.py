@@ -1,4 +1,4 @@
-"""LangChain's part of tools and schemas: the runnables of `ChatBlend.bind_tools` and `with_structured_output`.
+"""Tools and schemas in LangChain: the runnables of `ChatBlend.bind_tools` and `with_structured_output`.
 
 Depends on langchain-core and `frameworks.tools`, not on engines.
 """
@@ -62,10 +62,10 @@ def bind_structured_output(
     if method not in METHODS:
         raise UsageError(f"method is {method!r}; choose one of {', '.join(METHODS)}")
     if schema is None and method != "json_mode":
-        raise UsageError(f"schema is None; give one, or method='json_mode' instead of {method!r} for any JSON object")
+        raise UsageError(f"schema is None; pass one, or method='json_mode' instead of {method!r} for any JSON object")
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
-    said = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
-    shown: dict[str, Any] = {} if schema is None else {"ls_structured_output_format": said}
+    traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+    shown: dict[str, Any] = {} if schema is None else {"ls_structured_output_format": traced}
     parser: BaseOutputParser[Any] | Runnable[Any, Any]
     if method == "function_calling":
         tool = convert_to_openai_tool(_with_title(schema), strict=strict)
@@ -94,7 +94,7 @@ def bind_structured_output(
 
 
 def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
-    """Return the JSON schema of a Pydantic class, a TypedDict or a function; a schema that is a dict, as it is."""
+    """Return the JSON schema of a Pydantic class, a TypedDict or a function; a dict unchanged."""
     if isinstance(schema, type) and issubclass(schema, BaseModel) and not strict:
         return schema.model_json_schema()  # with its $defs: a schema may refer to itself
     if isinstance(schema, Mapping) and not {"function", "name"} & set(schema) and not strict:
@@ -103,7 +103,7 @@ def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
 
 
 def _with_title(schema: Any) -> Any:
-    """Return a JSON schema with the title that LangChain requires; other schemas as they are."""
+    """Return a JSON schema with the title that LangChain requires; other schemas unchanged."""
     if isinstance(schema, Mapping) and not {"function", "title", "name"} & set(schema):
         return {"title": "answer", **schema}
     return schema
@@ -124,21 +124,21 @@ class _PydanticAnswer(PydanticOutputParser[Any]):
 
 
 def _is_complete(result: Sequence[Generation]) -> bool:
-    """True for JSON, False for a call. Raises OutputParserException for an answer that was cut."""
+    """Return True for JSON, False for a call. Raises OutputParserException for an answer that was cut."""
     text, answer = result[0].text, result[0]
     if not text and isinstance(answer, ChatGeneration) and getattr(answer.message, "tool_calls", None):
         return False
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
-        said = f"the answer is no JSON ({error}); raise max_tokens if it was cut, and leave out stop strings"
-        raise OutputParserException(said, llm_output=text) from error
+        message = f"the answer is no JSON ({error}); raise max_tokens if it was cut, and leave out stop strings"
+        raise OutputParserException(message, llm_output=text) from error
     return True
 
 
 def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
     """Return an AIMessage's content and calls from an answer with calls in `form`; a cut call is invalid."""
-    said, found = read_answer(text, form)
+    content, found = read_answer(text, form)
     calls: list[ToolCall] = []
     invalid: list[InvalidToolCall] = []
     for id, name, arguments in found:
@@ -147,11 +147,11 @@ def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             why = f"the arguments are no JSON ({error}); raise max_tokens if the answer was cut"
             invalid.append(InvalidToolCall(name=name, args=arguments, id=id, error=why, type="invalid_tool_call"))
-    return {"content": said, "tool_calls": calls, "invalid_tool_calls": invalid}
+    return {"content": content, "tool_calls": calls, "invalid_tool_calls": invalid}
 
 
 def tool_chunks(reader: CallReader, pieces: Iterator[str]) -> Iterator[AIMessageChunk]:
-    """An answer's pieces as chunks of text and of calls."""
+    """Yield the chunks of text and of calls in an answer's `pieces`."""
     for piece in pieces:
         for found in reader.push(piece):
             if isinstance(found, str):

@@ -42,7 +42,7 @@ _Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dic
 
 @dataclass(frozen=True, slots=True)
 class LongDocumentChain:
-    """The arguments of `create_long_document_chain`; `chat` is a ChatBlend, bound or not."""
+    """Chain of `create_long_document_chain`, whose arguments are its fields. `chat` is a ChatBlend, bound or not."""
 
     chat: Runnable[Any, Any]
     combine: str
@@ -150,14 +150,14 @@ class LongDocumentChain:
         document = given.get("document") if is_named else given
         if not isinstance(question, str) or not question.strip():
             raise UsageError(
-                'the chain needs a question: invoke it with {"input": question, "document": document}, or make it with '
-                "an instruction"
+                'the chain needs a question: invoke it with {"input": question, "document": document}, or create it '
+                "with an instruction"
             )
         documents = list(document) if isinstance(document, list | tuple) else [document]
         wrong = next((each for each in documents if not isinstance(each, str | Document)), None)
         if wrong is not None or document is None:
             kind = type(wrong).__name__
-            raise UsageError(f'"document" is a {kind}; give a text, a LangChain Document or a list of either')
+            raise UsageError(f'"document" is a {kind}; pass a text, a LangChain Document or a list of either')
         return question, [
             (each, "") if isinstance(each, str) else (each.page_content, str(each.metadata.get("source") or ""))
             for each in documents
@@ -218,7 +218,7 @@ class LongDocumentChain:
 
     @property
     def _lenient_chat(self) -> Runnable[Any, Any]:
-        """The model for prompts without chunks, which a strict model would reject."""
+        """Return the model for prompts without chunks, which a strict model would reject."""
         return self.chat.bind(strict=False)
 
     @property
@@ -230,7 +230,7 @@ class LongDocumentChain:
 
     @property
     def _bound(self) -> dict[str, Any]:
-        """The arguments that are bound to every call."""
+        """Return the arguments that are bound to every call."""
         found: dict[str, Any] = {}
         model: Any = self.chat
         while isinstance(model, RunnableBindingBase):
@@ -266,12 +266,12 @@ def _confidence(message: AIMessage) -> float:
 
 
 class _StreamedResult:
-    """The result of the chain as a stream: windows, last answer, and the sums over all prompts."""
+    """Stream of the chain's result: windows, last answer, and the sums over all prompts."""
 
     def __init__(self) -> None:
         self._reports: list[dict[str, Any]] = []
         self._tokens: dict[str, int] = {}
-        self._is_known = False  # the last answer is one of a window's
+        self._is_known = False  # True if the last answer is that of a window, whose report is counted already
 
     def push(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if "windows" in chunk:
@@ -322,7 +322,7 @@ class DocumentWindow:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Sources of its first and last chunk, and the characters where it starts and ends in them."""
+        """Return the sources of its first and last chunk, and the characters where it starts and ends in them."""
         first, last = self.chunks[0], self.chunks[-1]
         return {"source": first.source, "start": first.start, "last_source": last.source, "end": last.end}
 
@@ -349,9 +349,9 @@ def windows_of(
             f"context; choose 1 to {budget}, or lower max_tokens"
         )
     overlap = int(size * _OVERLAP) if overlap_tokens is None else overlap_tokens
-    joint = len(engine.renderer.separator_ids)
+    num_separator = len(engine.renderer.separator_ids)
     largest = min(CHUNK_TOKENS, size // _CHUNKS_PER_WINDOW) if chunk_tokens is None else chunk_tokens
-    if not 0 <= overlap < size or not 0 < largest + joint <= size - overlap:
+    if not 0 <= overlap < size or not 0 < largest + num_separator <= size - overlap:
         raise UsageError(
             f"windows of {size} tokens cannot overlap by {overlap} with chunks of {largest}; choose overlap_tokens and "
             "chunk_tokens that together are smaller than a window"
@@ -359,8 +359,8 @@ def windows_of(
     count = engine.renderer.count_tokens
     chunks = [chunk for text, source in texts for chunk in split(SourceDocument(text, source), count, largest)]
     if not chunks:
-        raise UsageError("the document is empty; give one with text")
-    spans = spans_of([count(chunk.text) + joint for chunk in chunks], size, overlap)
+        raise UsageError("the document is empty; pass one with text")
+    spans = spans_of([count(chunk.text) + num_separator for chunk in chunks], size, overlap)
     return [DocumentWindow(tuple(chunks[start:end])) for start, end in spans]
 
 

@@ -1,38 +1,51 @@
-"""Unit vectors in a flat FAISS index, in memory: every search compares all of them."""
+"""Unit vectors in a flat FAISS index, in memory: every search compares all of them.
+
+They are derived from the catalogue. A file of them ends with what they are of: the index, its generation, and a digest.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from typing import Any
 
 import faiss
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragblend.corpus.database import ChunkDatabase
+from ragblend.catalog.documents import IndexedDocuments
 from ragblend.corpus.embedders import FloatArray
 from ragblend.errors import UsageError
 
-_ROWS_PER_PAGE = 4096  # vectors that are read from the database at a time
+_ROWS_PER_PAGE = 4096  # vectors that are read from the catalogue at a time
+_TRAILER = struct.Struct("<16sq32s")  # the index's id, the generation, and the SHA-256 of all before it
 
 
 class FaissVectors:
-    """Unit vectors [dim] by row id, derived from a database, as of its `generation`: what is missing or stale is made
-    again by `sync`."""
+    """Unit vectors [dim] by row id, derived from the catalogue, as of its `generation`: what is missing or stale is
+    made again by `sync`."""
 
     def __init__(self, dim: int, generation: int = -1) -> None:
         self.generation = generation  # -1: before the first change
         self.faiss: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
 
     @staticmethod
-    def from_bytes(data: bytes, generation: int) -> FaissVectors:
-        """What `to_bytes` wrote. FAISS's parser is not made for hostile bytes: compare their checksum before."""
-        found = FaissVectors(1, generation)
-        found.faiss = faiss.deserialize_index(np.frombuffer(data, np.uint8))
+    def from_bytes(data: bytes, index_id: bytes, dim: int) -> FaissVectors:
+        """Return what `to_bytes` wrote for an index. Raises ValueError, which says why, for other bytes."""
+        end = max(0, len(data) - _TRAILER.size)
+        if len(data) < _TRAILER.size or data[-32:] != hashlib.sha256(data[:-32]).digest():
+            raise ValueError("does not match its checksum")  # FAISS's parser is not made for hostile bytes
+        made_for, generation, _ = _TRAILER.unpack(data[end:])
+        found = FaissVectors(dim, generation)
+        found.faiss = faiss.deserialize_index(np.frombuffer(data[:end], np.uint8))
+        if (made_for, found.dim) != (index_id, dim):
+            raise ValueError("belongs to another index")
         return found
 
-    def to_bytes(self) -> bytes:
-        """All of it, for a file."""
-        return bytes(faiss.serialize_index(self.faiss).tobytes())
+    def to_bytes(self, index_id: bytes) -> bytes:
+        """All of it, for a file. `index_id`: 16 bytes."""
+        data = bytes(faiss.serialize_index(self.faiss).tobytes()) + _TRAILER.pack(index_id, self.generation, b"")[:-32]
+        return data + hashlib.sha256(data).digest()
 
     @property
     def dim(self) -> int:
@@ -42,7 +55,7 @@ class FaissVectors:
     def __len__(self) -> int:
         return int(self.faiss.ntotal)
 
-    def sync(self, catalogue: ChunkDatabase) -> None:
+    def sync(self, catalogue: IndexedDocuments) -> None:
         """Come to hold the vectors of the catalogue and no others, those written since anew."""
         changed, held = catalogue.ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
         stale, missing = np.isin(held, changed), changed

@@ -1,0 +1,453 @@
+"""The documents of an index in the catalogue: their chunks with vectors, the files they came from, what they left.
+
+A document is added, replaced or removed in one transaction, so a reader never sees half of one. What it no longer has
+is recorded in the same transaction, for whoever deletes KV and registered texts: a killed process forgets none of it.
+Knows rows; knows nothing of search, embedders or KV.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, insert, select, update
+
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import (
+    CHUNKS,
+    DOCUMENTS,
+    FILES,
+    INDEX_FACTS,
+    INDEX_TABLES,
+    ORPHANED_TEXTS,
+    PENDING_DELETIONS,
+    batches,
+    checked_columns,
+    existing,
+    is_among,
+    is_intact,
+    text_key,
+    with_checksum,
+)
+from ragblend.errors import NotFoundError
+from ragblend.prompt.types import Chunk
+
+
+class IngestedFile(NamedTuple):
+    """A file whose documents are here. `version`: of its bytes and of how they were read and cut; "" is not known.
+
+    `top`: what an ingestion was told that brought it in, the file itself or a folder.
+    """
+
+    path: str
+    version: str
+    top: str
+
+
+class OrphanedTexts(NamedTuple):
+    """What documents had before and the index has nowhere now: nobody needs its KV, or its place in the registry."""
+
+    texts: tuple[str, ...]
+    sources: tuple[str, ...]  # documents that are gone whole
+    source_of: dict[str, str]  # of a text, the first document that had it
+    last_number: int  # of the rows that `schedule_deletions` removes; 0 for none
+
+
+class PendingDeletion(NamedTuple):
+    """An entry to be deleted, because no document has its text any more, or one that it was computed after.
+
+    It holds no text, so it may wait for a remote tier that does not answer now.
+    """
+
+    key: str
+    place: str  # where it is deleted: "" in the store of this machine, else the remote tier's URL
+    source: str  # the document that had it
+    text_key: bytes
+
+
+_CHUNK_ID = re.compile("[0-9a-f]{16}")
+_CHUNK_ROWS = select(*checked_columns(CHUNKS), DOCUMENTS.c.source).join(
+    DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document
+)
+_OF_SOURCE = _CHUNK_ROWS.where(DOCUMENTS.c.source == bindparam("source")).order_by(CHUNKS.c.ordinal)
+_WITH_IDS = _CHUNK_ROWS.where(is_among(CHUNKS.c.id))
+_AROUND = _CHUNK_ROWS.where(
+    CHUNKS.c.document == bindparam("document"), CHUNKS.c.ordinal.between(bindparam("first"), bindparam("last"))
+).order_by(CHUNKS.c.ordinal)
+_IDS_SINCE = (
+    select(CHUNKS.c.id)
+    .where(CHUNKS.c.generation > bindparam("generation"))
+    .order_by(CHUNKS.c.document, CHUNKS.c.ordinal)
+)
+_A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_among(CHUNKS.c.text_key)).group_by(CHUNKS.c.text_key)
+_KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_among(CHUNKS.c.text_key)).distinct()
+_KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_among(DOCUMENTS.c.source))
+_HAS_TEXT = select(CHUNKS.c.id).where(CHUNKS.c.text_key == bindparam("text_key")).limit(1)
+_OF_ENTRY = [PENDING_DELETIONS.c[name] == bindparam(f"b_{name}") for name in ("key", "place")]
+_DELETE_EMPTY_FILE = delete(FILES).where(
+    FILES.c.path == bindparam("b_path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
+)
+
+
+class IndexedDocuments:
+    """The documents of an index in the catalogue of `registry`: a transaction spans both.
+
+    Each method is a transaction, or a part of the one that is open. Raises the errors of `Catalog`.
+    """
+
+    def __init__(self, registry: ChunkRegistry) -> None:
+        self.registry = registry
+        self._rows, self._write = registry._rows, registry._write
+
+    def close(self) -> None:
+        """Close the catalogue, saving nothing."""
+        self.registry.close()
+
+    def read_transaction(self) -> AbstractContextManager[Connection]:
+        """One state of the catalogue for several reads; others may write meanwhile."""
+        return self.registry._transaction("DEFERRED")
+
+    def write_transaction(self) -> AbstractContextManager[Connection]:
+        """Several changes at once, or none. Nobody else adds or removes documents meanwhile, from any process."""
+        return self._write()
+
+    # --- what made the index ---
+
+    def create(self, facts: Mapping[str, object]) -> None:
+        """Record what makes the index; an existing one stays as it is."""
+        with self._write():
+            if not self.exists():
+                self._put_fact("facts", _facts_as_text(facts))
+                self._put_fact("generation", "0")
+
+    def exists(self) -> bool:
+        """Whether the catalogue has an index. Raises CorruptError where it has lost what made one."""
+        query = select(func.count()).select_from(INDEX_FACTS)
+        if not self._rows(query)[0][0] and self.num_documents:
+            raise self.registry.damage_error("it has documents and has lost what made the index")
+        return bool(self._rows(query)[0][0])
+
+    def read_metadata(self) -> dict[str, str]:
+        """What the creator recorded."""
+        facts: dict[str, str] = json.loads(self._fact("facts"))
+        return facts
+
+    def generation(self) -> int:
+        """How many times documents changed."""
+        return int(self._fact("generation"))
+
+    def write_metadata(self, **changes: object) -> None:
+        """Record other facts than the creator did."""
+        with self._write():
+            self._put_fact("facts", _facts_as_text(self.read_metadata() | changes))
+
+    # --- reading ---
+
+    @property
+    def num_documents(self) -> int:
+        """Documents stored, those without a chunk included."""
+        return int(self._rows(select(func.count()).select_from(DOCUMENTS))[0][0])
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks stored."""
+        return int(self._rows(select(func.count()).select_from(CHUNKS))[0][0])
+
+    def sources(self, status: str | None = None) -> list[str]:
+        """Sources of all documents, first added first; with `status`, of those that have it."""
+        return [row.source for row in self._select_checked(DOCUMENTS) if status in (None, row.status)]
+
+    def documents(self) -> dict[str, dict[str, str]]:
+        """Content hashes by source, by file, first added first; of those that came in without a file under ""."""
+        found: dict[str, dict[str, str]] = {}
+        for row in self._select_checked(DOCUMENTS):
+            found.setdefault(row.file, {})[row.source] = row.content_hash
+        return found
+
+    def files(self) -> dict[str, IngestedFile]:
+        """What is noted of the files that documents came from, by path."""
+        return {row.path: IngestedFile._make(row[:3]) for row in self._select_checked(FILES)}
+
+    def chunks(self, source: str | None = None) -> Iterator[Chunk]:
+        """All chunks, or those of one document, in reading order. Each document is whole, as of its turn."""
+        for name in self.sources() if source is None else [source]:
+            yield from (as_chunk(row) for row in self._intact_rows(_OF_SOURCE, source=name))
+
+    def get(self, ids: Iterable[str]) -> dict[str, Chunk]:
+        """The chunks with these ids, in that order; ids that are not here are left out."""
+        wanted = [chunk_id for chunk_id in dict.fromkeys(ids) if _CHUNK_ID.fullmatch(chunk_id)]
+        found = {row.id: as_chunk(row) for row in self._rows_with_ids([_row_id(chunk_id) for chunk_id in wanted])}
+        return {chunk_id: found[_row_id(chunk_id)] for chunk_id in wanted if _row_id(chunk_id) in found}
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """(chunk id, text) of every chunk."""
+        return ((chunk.id, chunk.text) for chunk in self.chunks())
+
+    def texts_since(self, generation: int) -> list[str]:
+        """The texts of chunks that were added after the index had that generation."""
+        with self.read_transaction():
+            return [row.text for row in self.rows(self.ids(newer_than=generation).tolist())]
+
+    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
+        """The vectors, as stored, of those `texts` that some chunk has, by `text_key` of the stripped text."""
+        found = {}
+        with self.read_transaction() as connection:
+            for some in batches(dict.fromkeys(text_key(text.strip()) for text in texts)):
+                # One will do, of as many as a line that every document has; damaged, the text is embedded again.
+                ids = connection.execute(_A_CHUNK_OF_EACH, {"values": some}).scalars().all()
+                for row in self._rows(_WITH_IDS, values=ids):
+                    if _is_intact_chunk(row):
+                        found[row.text_key] = row.vector
+        return found
+
+    def ids(self, newer_than: int = -1) -> NDArray[np.int64]:
+        """[n] row ids, in document order, of chunks written after generation `newer_than`."""
+        return np.array([row.id for row in self._rows(_IDS_SINCE, generation=newer_than)], np.int64)
+
+    def rows(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
+        """The rows with these ids, in no order. Raises CorruptError when one is not here."""
+        found = self._rows_with_ids(ids)
+        if len(found) < len(ids):
+            raise self.registry.damage_error("it lists chunks that it does not hold")
+        return found
+
+    def rows_around(self, row: Row[Any], distance: int) -> Sequence[Row[Any]]:
+        """The row with up to `distance` rows before and after it in its document."""
+        span = {"first": row.ordinal - distance, "last": row.ordinal + distance}
+        return self._intact_rows(_AROUND, document=row.document, **span)
+
+    def remove_damaged_rows(self) -> None:
+        """Delete the rows whose checksum does not match. Where one was a chunk's, a document's or a file's, the next
+        ingestion reads all files again and adds what is missing; where one told what made the index, that goes whole.
+        """
+        damaged = self.registry._damaged_rows()
+        if damaged["facts of the index"]:
+            self.clear()
+        elif damaged["documents"] or damaged["chunks"] or damaged["files"]:
+            with self._write() as connection:
+                for (number,) in damaged["documents"]:
+                    self._delete_document(connection, number)
+                for table, column in ((DOCUMENTS, "content_hash"), (FILES, "version")):
+                    rows = connection.execute(select(table)).all()
+                    intact = [row for row in rows if is_intact([row._mapping[c.name] for c in checked_columns(table)])]
+                    _update(connection, table, intact, **{column: ""})
+                self._advance()
+        self.registry.remove_damaged_rows()
+
+    # --- what is left to delete elsewhere ---
+
+    def orphaned_texts(self) -> OrphanedTexts:
+        """What documents had that are gone or changed, and nothing here has now. `delete_orphaned_kv` deletes it."""
+        with self.read_transaction() as connection:
+            rows = self._select_checked(ORPHANED_TEXTS)
+            source_of = {row.text: row.source for row in reversed(rows)}
+            key_of = {text: text_key(text.strip()) for text in source_of}
+            kept = existing(connection, _KNOWN_KEYS, set(key_of.values()))
+            sources = dict.fromkeys(row.source for row in rows)
+            there = existing(connection, _KNOWN_SOURCES, sources)
+            return OrphanedTexts(
+                tuple(text for text, key in key_of.items() if key not in kept),
+                tuple(source for source in sources if source not in there),
+                source_of,
+                max((row.number for row in rows), default=0),
+            )
+
+    def schedule_deletions(self, entries: Iterable[PendingDeletion], orphaned: OrphanedTexts) -> None:
+        """Record the entries to be deleted, in place of `orphaned_texts`: from then on nothing here has the texts."""
+        with self._write() as connection:
+            last_of = {(entry.key, entry.place): entry for entry in entries}
+            self.clear_deletions(last_of.values())
+            _insert(connection, PENDING_DELETIONS, (entry._asdict() for entry in last_of.values()))
+            connection.execute(delete(ORPHANED_TEXTS).where(ORPHANED_TEXTS.c.number <= orphaned.last_number))
+
+    def pending_deletions(self) -> list[PendingDeletion]:
+        """The entries that `schedule_deletions` recorded and `clear_deletions` has not removed, in that order."""
+        return [PendingDeletion._make(row[:4]) for row in self._select_checked(PENDING_DELETIONS)]
+
+    def is_deletion_pending(self, entry: PendingDeletion) -> bool:
+        """Whether an entry is still recorded, and no chunk has its text again."""
+        with self.read_transaction():
+            rows = self._rows(
+                select(*checked_columns(PENDING_DELETIONS)).where(*_OF_ENTRY), b_key=entry.key, b_place=entry.place
+            )
+            return any(tuple(row[:4]) == entry for row in rows) and not self._rows(_HAS_TEXT, text_key=entry.text_key)
+
+    def clear_deletions(self, entries: Iterable[PendingDeletion]) -> None:
+        """Remove the records of entries that are deleted, or needed again."""
+        if rows := [{"b_key": entry.key, "b_place": entry.place} for entry in entries]:
+            with self._write() as connection:
+                connection.execute(delete(PENDING_DELETIONS).where(*_OF_ENTRY), rows)
+
+    # --- writing ---
+
+    def _replace(
+        self, source: str, content_hash: str, items: Mapping[str, tuple[Chunk, NDArray[np.float32]]], file: str = ""
+    ) -> None:
+        """Store a document whole, in place of its older version. items: chunk id -> (chunk, vector [dim])."""
+        with self._write() as connection:
+            generation = self._advance()
+            old = self._rows(_OF_SOURCE, source=source)  # unchecked: replacing a damaged document repairs it
+            number = connection.execute(select(DOCUMENTS.c.number).where(DOCUMENTS.c.source == source)).scalar()
+            if number is None:
+                number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
+            self._delete_document(connection, number)
+            document = {"number": number, "source": source, "file": file, "content_hash": content_hash}
+            _insert(connection, DOCUMENTS, [{**document, "status": "indexed"}])
+            _insert(
+                connection,
+                CHUNKS,
+                (_chunk_values(*item, number, place, generation) for place, item in enumerate(items.values())),
+            )
+            kept = {chunk.text for chunk, _ in items.values()}
+            self._record_orphans(connection, source, (row.text for row in old if row.text not in kept))
+
+    def remove_document(self, source: str) -> int:
+        """Forget a document. How many chunks it had. Raises NotFoundError when it is not here."""
+        with self._write() as connection:
+            old = self._rows(_OF_SOURCE, source=source)
+            found = connection.execute(
+                select(DOCUMENTS.c.number, DOCUMENTS.c.file).where(DOCUMENTS.c.source == source)
+            ).first()
+            if found is None:
+                raise self._not_found(source)
+            self._advance()
+            self._delete_document(connection, found.number)
+            notes = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
+            self.record_files(IngestedFile(note.path, "", note.top) for note in notes)  # it has more to give
+            self._record_orphans(connection, source, (row.text for row in old))
+        return len(old)
+
+    def set_status(self, sources: Iterable[str], status: str) -> None:
+        """Note how far documents have come, such as "precomputed". Raises NotFoundError, and then nothing is noted."""
+        wanted = set(sources)
+        with self._write() as connection:
+            rows = [row for row in self._select_checked(DOCUMENTS) if row.source in wanted]
+            for source in wanted.difference(row.source for row in rows):
+                raise self._not_found(source)
+            _update(connection, DOCUMENTS, rows, status=status)
+
+    def record_files(self, notes: Iterable[IngestedFile]) -> None:
+        """Note what was read of files, each in place of its older note; one that holds no document is not kept."""
+        if given := {note.path: note._asdict() for note in notes}:
+            with self._write() as connection:
+                paths = [{"b_path": path} for path in given]
+                connection.execute(delete(FILES).where(FILES.c.path == bindparam("b_path")), paths)
+                _insert(connection, FILES, given.values())
+                connection.execute(_DELETE_EMPTY_FILE, paths)
+
+    def clear(self) -> None:
+        """Remove the index: all its documents, and what made it. Stored KV and registered texts stay."""
+        with self._write() as connection:
+            for table in INDEX_TABLES:
+                connection.execute(delete(table))
+
+    # --- inside ---
+
+    def _select_checked(self, table: Table) -> Sequence[Row[Any]]:
+        """The rows of a table: `checked_columns`, and its key. Raises CorruptError when one is not what was written."""
+        checked, key = checked_columns(table), list(table.primary_key.columns)
+        others = [column for column in key if column.name not in table.info["checked"]]
+        rows = self._rows(select(*checked, *others).order_by(*key))
+        if not all(is_intact(row[: len(checked)]) for row in rows):
+            raise self.registry.damage_error(f"a row of {table.name} is not what was written")
+        return rows
+
+    def _fact(self, name: str) -> str:
+        rows = self._rows(select(*checked_columns(INDEX_FACTS)).where(INDEX_FACTS.c.name == bindparam("b")), b=name)
+        value = next((str(row.value) for row in rows if is_intact(row)), "")
+        if not value or (name == "generation" and not value.isdecimal()):
+            raise self.registry.damage_error(f"the index's {name} are not what was written")
+        return value
+
+    def _put_fact(self, name: str, value: str) -> None:
+        with self._write() as connection:
+            connection.execute(delete(INDEX_FACTS).where(INDEX_FACTS.c.name == name))
+            _insert(connection, INDEX_FACTS, [{"name": name, "value": value}])
+
+    def _advance(self) -> int:
+        generation = self.generation() + 1
+        self._put_fact("generation", str(generation))
+        return generation
+
+    def _not_found(self, source: str) -> NotFoundError:
+        return NotFoundError(f"no document {source!r} in {self.registry.name}; see ragblend stats")
+
+    @staticmethod
+    def _delete_document(connection: Connection, number: int) -> None:
+        connection.execute(delete(DOCUMENTS).where(DOCUMENTS.c.number == number))
+        connection.execute(delete(CHUNKS).where(CHUNKS.c.document == number))
+
+    @staticmethod
+    def _record_orphans(connection: Connection, source: str, texts: Iterable[str]) -> None:
+        # Numbers that never come again: whoever has read some removes these, and none that came since.
+        _insert(connection, ORPHANED_TEXTS, ({"source": source, "text": text} for text in dict.fromkeys(texts)))
+
+    def _rows_with_ids(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
+        return [row for some in batches(ids) for row in self._intact_rows(_WITH_IDS, values=some)]
+
+    def _intact_rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
+        rows = self._rows(query, **values)
+        damaged = next((row for row in rows if not _is_intact_chunk(row)), None)
+        if damaged is not None:
+            what = f"chunk {damaged.id + 2**63:016x} of {damaged.source} is not what was written"
+            raise self.registry.damage_error(what)
+        return rows
+
+
+def _row_id(chunk_id: str) -> int:
+    """Return the id of a chunk's row: in 64 signed bits as databases and FAISS have ids, in the same order."""
+    return int(chunk_id, 16) - 2**63
+
+
+def as_chunk(row: Row[Any]) -> Chunk:
+    """Return the chunk of a row of `_CHUNK_ROWS`."""
+    return Chunk(row.text, row.source, row.start, row.end, json.loads(row.metadata))
+
+
+def _is_intact_chunk(row: Row[Any]) -> bool:
+    """Return True if this is what was written, and the chunk's document is named as it was."""
+    return is_intact(row[:-1]) and _row_id(Chunk(row.text, row.source, row.start).id) == row.id
+
+
+def _chunk_values(
+    chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
+) -> dict[str, object]:
+    return {
+        "id": _row_id(chunk.id),
+        "document": document,
+        "ordinal": ordinal,
+        "start": chunk.start,
+        "end": chunk.end,
+        "text": chunk.text,
+        "metadata": json.dumps(dict(chunk.metadata), default=str),
+        "vector": vector.astype("<f4").tobytes(),
+        "generation": generation,
+        "text_key": text_key(chunk.text.strip()),
+    }
+
+
+def _facts_as_text(facts: Mapping[str, object]) -> str:
+    return json.dumps({key: str(value) for key, value in facts.items()})
+
+
+def _insert(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> None:
+    """Insert rows with their checksums."""
+    if listed := [with_checksum(table, **row) for row in rows]:
+        connection.execute(insert(table), listed)
+
+
+def _update(connection: Connection, table: Table, rows: Iterable[Row[Any]], **changes: object) -> None:
+    """Change columns of rows, and their checksums."""
+    key = next(iter(table.primary_key.columns))
+    changed = [with_checksum(table, **{**row._mapping, **changes}) for row in rows]
+    if changed:
+        names = [*changes, "checksum"]
+        statement = update(table).where(key == bindparam("b_key")).values({n: bindparam(f"b_{n}") for n in names})
+        connection.execute(
+            statement, [{"b_key": row[key.name], **{f"b_{n}": row[n] for n in names}} for row in changed]
+        )

@@ -1,0 +1,48 @@
+"""Which documents the servers of a fleet are working on, so that each is stored by one of them.
+
+A lease ends when it is not renewed: what a killed server was working on, another one takes over. By PostgreSQL's clock.
+Knows names; works on nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from uuid import uuid4
+
+from sqlalchemy import text
+
+from ragblend.catalog.database import Catalog
+
+LEASE_S = 60.0
+_TAKE = text(
+    "INSERT INTO leases (name, owner, expires_at) "
+    "SELECT name, :owner, now() + make_interval(secs => :lease_s) FROM unnest(CAST(:names AS text[])) AS name "
+    "ON CONFLICT (name) DO UPDATE SET owner = excluded.owner, expires_at = excluded.expires_at "
+    "WHERE leases.expires_at < now() OR leases.owner = excluded.owner RETURNING name"
+)
+_RELEASE = text("DELETE FROM leases WHERE owner = :owner AND name = ANY(CAST(:names AS text[]))")
+_OTHERS = text("SELECT name FROM leases WHERE owner <> :owner AND expires_at >= now()")
+
+
+class Leases(Catalog):
+    """Leases in a shared catalogue, of one owner: this object. Safe between threads, processes and machines."""
+
+    def __init__(self, place: str) -> None:
+        self._owner = uuid4().hex
+        super().__init__(place)
+
+    def take(self, names: Collection[str]) -> set[str]:
+        """Take or renew leases for `LEASE_S` seconds, by one statement. Return those that no other owner has."""
+        values = {"owner": self._owner, "lease_s": LEASE_S, "names": sorted({*names})}
+        with self._locked() as connection:
+            return {str(name) for name in connection.execute(_TAKE, values).scalars()}
+
+    def release(self, names: Collection[str]) -> None:
+        """Let others have what this owner holds."""
+        with self._locked() as connection:
+            connection.execute(_RELEASE, {"owner": self._owner, "names": sorted({*names})})
+
+    def others(self) -> set[str]:
+        """Return what other owners hold."""
+        with self._locked() as connection:
+            return {str(name) for name in connection.execute(_OTHERS, {"owner": self._owner}).scalars()}

@@ -1,0 +1,59 @@
+"""What streams and options of the engines over vLLM have in common, in this process or over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from time import perf_counter
+
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.report import BlendReport, Generation
+from ragblend.errors import UsageError
+from ragblend.options import GenerationKeywords, GenerationOptions
+
+log = logging.getLogger(__name__)
+
+
+def checked_options(options: GenerationKeywords) -> GenerationOptions:
+    """Return the options of an answer. Raises UsageError for invalid values and for what vLLM cannot do."""
+    checked = GenerationOptions(**options)
+    if checked.logprobs:
+        raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
+    find_rule(checked.rule)
+    return checked
+
+
+class AnswerStream(ABC):
+    """An answer in progress. Iterating yields text; `result` is complete when the iteration ends."""
+
+    def __init__(self, options: GenerationOptions) -> None:
+        self._start_s = perf_counter()
+        ratio = options.recompute_ratio
+        report = BlendReport(options.mode, options.rule, ratio if isinstance(ratio, int | float) else 0.0)
+        self.result = Generation("", [], "cancelled", report)
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop generating, here and in vLLM. The result keeps the text so far."""
+        self._pieces.close()
+
+    @abstractmethod
+    def _run(self) -> Generator[str]:
+        """Send the request, and yield the text of the answer."""
+
+    def _set_report(self, received: BlendReport | None, num_prompt: int, ttft_s: float, first_s: float) -> None:
+        """Complete the connector's report, if one was received. `first_s`: the time of the first token."""
+        if received is not None:
+            self.result.report = received
+        report = self.result.report
+        report.prompt_tokens, report.completion_tokens = num_prompt, len(self.result.token_ids)
+        report.ttft_s, report.decode_s = ttft_s, perf_counter() - first_s
+        if report.failed:
+            log.warning("the prompt was prefilled in full: %s", report.refused_reason)

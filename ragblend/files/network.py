@@ -1,0 +1,47 @@
+"""Which file systems are on other machines: there SQLite's locks and shared memory do not hold.
+
+Works on the text of /proc/self/mountinfo; elsewhere than on Linux nothing is known.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+_NETWORK_TYPES = re.compile(
+    r"nfs\d?|cifs|smb\w*|afs|ncpfs|ceph|lustre|gpfs|beegfs\w*|glusterfs|orangefs|pvfs2|gfs2|ocfs2|"
+    r"fuse\.(ceph\w*|glusterfs|sshfs|s3fs|goofys|gcsfuse|blobfuse2?|juicefs|rclone|moosefs|mfs|curlftpfs|davfs2?|smbnetfs)|"
+    r"davfs2?"
+)
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+def network_file_system(path: Path, mountinfo: str) -> str:
+    """Return the type of the network file system that an absolute path is on; "" for any other.
+
+    mountinfo: the text of /proc/self/mountinfo. Of several mounts at one place the last one counts.
+
+    >>> lines = "22 1 8:1 / / rw - ext4 /dev/a rw\\n30 22 0:44 / /home rw shared:1 - nfs4 host:/home rw"
+    >>> network_file_system(Path("/home/a"), lines), network_file_system(Path("/homes"), lines)
+    ('nfs4', '')
+    """
+    depth, found = -1, ""
+    for line in mountinfo.splitlines():
+        mount, separator, source = line.partition(" - ")
+        fields = mount.split(" ")
+        if not separator or len(fields) < 5:
+            continue
+        place = Path(_ESCAPE.sub(lambda code: chr(int(code[1], 8)), fields[4]))
+        if path.is_relative_to(place) and len(place.parts) >= depth:
+            depth, found = len(place.parts), source.split(" ")[0]
+    return found if _NETWORK_TYPES.fullmatch(found) else ""
+
+
+@lru_cache(64)
+def find_network_file_system(folder: Path) -> str:
+    """Return the type of the network file system that an existing folder is on; "" for any other, or if unknown."""
+    try:
+        return network_file_system(folder.resolve(), Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape"))
+    except OSError:
+        return ""

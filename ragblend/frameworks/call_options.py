@@ -1,0 +1,81 @@
+"""Options of one call to a framework's model, and the names that other libraries have for them.
+
+Depends on option values, not on models, engines or frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ragblend.errors import UsageError
+from ragblend.option_fields import Validator, int_between, known_names_only, nearest, option
+from ragblend.options import MODEL_NAMES, SECONDS, TOOLS, TRUE_OR_FALSE, GenerationOptions, LoadOptions
+
+MAX_ANSWERS = 128
+"""Most answers to one prompt, as with OpenAI."""
+TOOL_CHOICE = Validator(
+    lambda value: isinstance(value, str | bool | Mapping), "auto, any, required, none or the name of a tool"
+)
+RESPONSE_FORMAT = Validator(lambda value: isinstance(value, Mapping), "a dictionary such as {'type': 'json_object'}")
+
+ALSO_CALLED = {
+    "model_name": "model",
+    "base_url": "backend",
+    "torch_dtype": "dtype",
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+}
+"""Field names of other libraries, each with the field's name here. They are accepted in calls, too."""
+ENGINE_OPTIONS = {*MODEL_NAMES, *(each.name for each in fields(LoadOptions))} - {
+    *("dtype", "device", "system", "namespace", "timeout", "max_retries", "api_key")
+}
+"""Arguments of `load_engine` that are no fields and are passed in `engine_options`."""
+
+
+@known_names_only
+@dataclass(frozen=True, slots=True)
+class CallOptions(GenerationOptions):
+    """Options of one call. The model's fields and its `call_options` are the defaults."""
+
+    timeout: float | None = option(None, "Longest time for a whole answer, in seconds.", SECONDS)
+    strict: bool = option(False, "Raise an error if a chunk is not reused.", TRUE_OR_FALSE)
+    tools: Sequence[Mapping[str, Any]] = option((), "Tools in OpenAI's form.", TOOLS)
+    tool_choice: Any = option(None, "auto, required, none or the name of a tool.", TOOL_CHOICE)
+    parallel_tool_calls: bool | None = option(None, "Allow several calls in one answer.", TRUE_OR_FALSE)
+    response_format: Any = option(None, "Form of the answer, in OpenAI's form.", RESPONSE_FORMAT)
+    n: int | None = option(None, "Number of answers to one prompt.", int_between(1, MAX_ANSWERS))
+
+
+OPTION_NAMES = tuple(option.name for option in fields(CallOptions))
+PER_CALL_OPTIONS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "response_format"})  # no defaults
+# Arguments that frameworks add to the user's own; engines do not use them.
+IGNORED_OPTIONS = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
+LEGACY_TOOL_OPTIONS = ("functions", "function_call")  # OpenAI's earlier names of tools
+
+
+def own_names(given: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return `given` with the names in ALSO_CALLED replaced by those here, or only by those in `names`.
+
+    Raises UsageError for a field with two names and two values.
+    """
+    found = dict(given)
+    for other, own in ALSO_CALLED.items():
+        if other not in given or (names is not None and own not in names):
+            continue
+        value = found.pop(other)
+        if value is not None and found.get(own) not in (None, value):
+            raise UsageError(f"{own} is {found[own]!r}, but {other} is {value!r}; remove one of them")
+        if value is not None:
+            found[own] = value
+    return found
+
+
+def reject_unknown(field: str, options: Mapping[str, Any] | None, known: Collection[str]) -> None:
+    """Raise UsageError for names in the field `options` that are not `known`."""
+    unknown = sorted(set(options or ()).difference(known))
+    if unknown:
+        choices = ", ".join(sorted(known))
+        near = nearest(unknown[0], known)
+        raise UsageError(f"{field} has {', '.join(unknown)}{near}; choose from {choices}. Pass others as fields")

@@ -1,0 +1,77 @@
+"""LangChain documents of a vector store: their ids, metadata filters, and documents of chunks.
+
+Depends on langchain-core and chunks, not on stores.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from langchain_core.documents import Document
+
+from ragblend.errors import UsageError
+from ragblend.prompt.types import Chunk
+
+Filter = Mapping[str, Any] | Callable[[Document], bool]
+"""Chooses documents: metadata that they must have, or a function that returns True for those to keep."""
+
+SOURCE_PREFIX = "langchain/"  # source, in the index, of a document that was added through LangChain; its id follows
+
+
+def make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | None) -> list[Document]:
+    """Return the documents of `add_texts`. Raises UsageError for another number of metadatas than texts."""
+    if isinstance(texts, str):
+        raise UsageError("texts is one string; pass a list of texts: add_texts([text])")
+    texts = list(texts)
+    if metadatas and len(metadatas) != len(texts):
+        raise UsageError(f"metadatas has {len(metadatas)} items for {len(texts)} texts; pass one for each text")
+    pairs = zip(texts, metadatas or [{}] * len(texts), strict=True)
+    return [Document(text, metadata=metadata or {}) for text, metadata in pairs]
+
+
+def resolve_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -> list[str]:
+    """Return the id of each document, "" for none: those of `ids`, without `ids` the documents' own.
+
+    Raises UsageError for another number of ids than documents.
+    """
+    names = as_ids(ids or [document.id for document in documents])
+    if len(names) != len(documents):
+        raise UsageError(
+            f"ids has {len(names)} items for {len(documents)} documents; pass one for each document, None for a new id"
+        )
+    return names
+
+
+def as_ids(ids: Sequence[Any]) -> list[str]:
+    """Return ids as strings: integers as their digits, None as "". Raises UsageError for one string and other types."""
+    if isinstance(ids, str):
+        raise UsageError(f"ids is one string, {ids!r}; pass a list of ids: [{ids!r}]")
+    other = next((name for name in ids if not isinstance(name, str | int | uuid.UUID | None)), None)
+    if other is not None:
+        raise UsageError(f"an id is {other!r}, a {type(other).__name__}; choose a string or an integer")
+    return ["" if name is None else str(name) for name in ids]
+
+
+def make_predicate(filter: Filter | None) -> Callable[[Chunk], bool] | None:
+    """Return `filter` as `is_allowed` of `ChunkIndex.search`. Raises UsageError for one of another type."""
+    if filter is None:
+        return None
+    if isinstance(filter, Mapping):
+        wanted = json.loads(json.dumps(dict(filter), default=str))  # metadata are stored in this form
+        return lambda chunk: wanted.items() <= as_document(chunk).metadata.items()
+    if not callable(filter):
+        raise UsageError(
+            f"filter is {filter!r}; pass a dictionary of metadata, {{'source': 'a.txt'}}, or a function of a Document"
+        )
+    return lambda chunk: bool(filter(as_document(chunk)))
+
+
+def as_document(chunk: Chunk) -> Document:
+    """Return a chunk of an index as a LangChain document."""
+    if chunk.source.startswith(SOURCE_PREFIX):
+        return Document(chunk.text, id=chunk.source.removeprefix(SOURCE_PREFIX), metadata=dict(chunk.metadata))
+    place = {"source": chunk.source, "start": chunk.start, "end": chunk.end}
+    return Document(chunk.text, id=chunk.id, metadata={**place, **chunk.metadata})

@@ -1,0 +1,156 @@
+"""The folder of an earlier version, whose index had a database of its own, is read into the catalogue once."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragblend.catalog import former
+from ragblend.catalog.documents import IngestedFile, PendingDeletion
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import DocumentName, text_key
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.errors import CorruptError, StoreMismatchError
+from ragblend.files.sqlite import row_checksum
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, FORMER_MANIFEST, VECTORS_FILE
+from ragblend.index import ChunkIndex, open_index
+
+HERE = Path(__file__).parent
+DUMPS = {FORMER_INDEX_FILE: "former_index.sql", CATALOG_FILE: "former_catalog.sql"}
+"""What `chunks.sqlite` and `catalog.sqlite` had, as the last version with an index of its own wrote them."""
+OWNER = DocumentName("index:1efb8f56cf484f9e95d941d216b3d3d6")
+DARK, ROCK, GREY, SPLITS = "Basalt is dark.", "Basalt is a rock.", "Slate is grey.", "Slate splits."
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    found = tmp_path / "store"
+    found.mkdir()
+    for name, dump in DUMPS.items():
+        with closing(sqlite3.connect(found / name, isolation_level=None)) as file:
+            file.executescript((HERE / dump).read_text())
+    for name in (VECTORS_FILE, FORMER_MANIFEST):
+        (found / name).write_bytes(b"of the former index")
+    return found
+
+
+def change(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.create_function("row_checksum", -1, row_checksum, deterministic=True)
+        file.execute(statement)
+
+
+def assert_whole(index: ChunkIndex) -> None:
+    assert index.documents() == {"/d/a.md": {"/d/a.md": "1"}, "/d/b.md": {"/d/b.md": "3"}, "": {"langchain/7": "h"}}
+    assert index.files() == {f"/d/{name}.md": IngestedFile(f"/d/{name}.md", f"v{name}", "/d") for name in "ab"}
+    assert index.sources("precomputed") == ["/d/a.md"]
+    assert [chunk.text for chunk in index.chunks()] == [DARK, ROCK, GREY, DARK]
+    assert dict(next(index.chunks()).metadata) == {"title": "/d/"}
+    assert (index.manifest.chunk_size, index.manifest.generation, index.registry_name) == (64, 5, OWNER.collection)
+    left = index.orphaned_texts()
+    assert (left.texts, left.sources, left.source_of) == ((SPLITS,), (), {SPLITS: "/d/b.md"})
+    pending = PendingDeletion("entry-x", "redis://far", "/d/b.md", text_key(b"Chalk is soft.".decode()))
+    assert index.pending_deletions() == [pending]
+    assert [hit.chunk.text for hit in index.search(ROCK, 1)] == [ROCK]
+    np.testing.assert_array_equal(index.embed([DARK]), HashingEmbedder(8).embed([DARK]))
+    assert index.registry.texts_of(OWNER) == {DARK, ROCK, GREY, SPLITS}
+    assert index.registry.texts_of(DocumentName("langchain", "9")) == {"Of a framework."}
+    assert index.registry.stored() == {"entry-a": "model"}
+    assert index.find_problems() == []
+
+
+def test_the_index_is_read_in_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with open_index(folder, HashingEmbedder(8)) as index:
+            assert_whole(index)
+    assert [record.message for record in caplog.records] == [
+        f"{folder / FORMER_INDEX_FILE} was written by an earlier version: its 3 documents are in the catalogue now"
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == [CATALOG_FILE, VECTORS_FILE]
+
+
+def test_the_registry_of_the_folder_reads_it_in_too(folder: Path) -> None:
+    with ChunkRegistry(folder / CATALOG_FILE) as registry:
+        assert registry.texts_of(OWNER) == {DARK, ROCK, GREY, SPLITS}
+    with open_index(folder, HashingEmbedder(8)) as index:
+        assert_whole(index)
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_a_reading_that_is_cut_short_anywhere_is_finished_by_the_next(
+    folder: Path, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[str] = []
+
+    def killed(path: Path) -> None:
+        if len(removed) == cut:
+            raise KeyboardInterrupt
+        removed.append(path.name)
+        path.unlink(missing_ok=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(former, "remove_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            open_index(folder, HashingEmbedder(8))
+    with sqlite3.connect(folder / CATALOG_FILE) as file:  # another process, which had it open, changes it meanwhile
+        assert file.execute("SELECT count(*) FROM chunks").fetchone() == (4,)
+        file.execute("DELETE FROM pending_deletions")
+    file.close()
+    with open_index(folder, HashingEmbedder(8)) as index:
+        assert index.pending_deletions() == []
+        assert [chunk.text for chunk in index.chunks()] == [DARK, ROCK, GREY, DARK]
+    assert not (folder / FORMER_INDEX_FILE).exists()
+
+
+def test_damaged_rows_are_found_in_the_catalogue(folder: Path) -> None:
+    for statement in (
+        "UPDATE chunks SET text = 'Basalt is light.' WHERE ordinal = 1",
+        "UPDATE documents SET content_hash = '9' WHERE id = 3",
+        "UPDATE leftovers SET text = 'Another.'",
+    ):
+        change(folder / FORMER_INDEX_FILE, statement)
+    with ChunkRegistry(folder / CATALOG_FILE) as registry:
+        assert [problem.partition(": ")[2] for problem in registry.find_problems()] == [
+            "1 documents are not what was written",
+            "1 chunks are not what was written",
+        ]
+    with pytest.raises(CorruptError, match="not what was written"):
+        open_index(folder, HashingEmbedder(8))
+
+
+def test_a_former_index_of_another_version_is_refused_and_a_damaged_one_is_said(folder: Path) -> None:
+    change(folder / FORMER_INDEX_FILE, "PRAGMA user_version = 2")
+    with pytest.raises(StoreMismatchError, match="index schema 2, this ragblend reads 3"):
+        open_index(folder, HashingEmbedder(8))
+    (folder / FORMER_INDEX_FILE).write_bytes(b"not a database at all" * 100)
+    with pytest.raises(CorruptError, match=r"chunks\.sqlite is damaged .* ingest the documents again"):
+        open_index(folder, HashingEmbedder(8))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_is_only_read_is_searched_and_stays(folder: Path) -> None:
+    read_in_a_folder_that_stays(folder)
+
+
+def test_a_folder_that_says_it_is_only_read_is_searched_and_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    read_in_a_folder_that_stays(folder)
+
+
+def read_in_a_folder_that_stays(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != VECTORS_FILE}
+    folder.chmod(0o500)
+    try:
+        index = open_index(folder, HashingEmbedder(8))
+        assert_whole(index)
+        index.close()
+    finally:
+        folder.chmod(0o700)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != VECTORS_FILE} == before

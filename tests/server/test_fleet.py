@@ -1,0 +1,201 @@
+"""Servers with stores of their own, one catalogue in PostgreSQL and one remote tier: what one stores, all find."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from postgres import PostgresServer, fresh_schema, start_postgres
+from servers import wait_until
+from test_served_documents import A, B, C, Server
+
+from ragblend import load_engine
+from ragblend.catalog import leases
+from ragblend.catalog.leases import Leases
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.engine.store.disk import DiskStore
+from ragblend.errors import BackendUnreachableError
+from ragblend.server.documents import Documents
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with start_postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def catalog(postgres: PostgresServer) -> Iterator[str]:
+    with fresh_schema(postgres.url) as url:
+        yield url
+
+
+class Replica(Server):
+    """A server with a folder of its own."""
+
+    def __init__(self, folder: Path, name: str, catalog: str, context: str = "none") -> None:
+        super().__init__(folder / name, context)
+        tiers = {"remote": f"file://{folder}/remote", "catalog": catalog}
+
+        def make_engine(namespace: str) -> Any:
+            engine = load_engine("demo", self.root, namespace=namespace, context=context, on_miss="inline", **tiers)
+            self.engines[namespace] = engine
+            return engine
+
+        self.documents = Documents(self.root, make_engine, catalog=catalog)
+
+    def matched(self, *texts: str) -> list[bool]:
+        """Whether each is matched in prompts; one that a prompt names is found in the replica's own store as well."""
+        return [text in self.engine().known_chunks for text in texts]
+
+
+@contextmanager
+def running(folder: Path, catalog: str, *names: str, context: str = "none") -> Iterator[list[Replica]]:
+    replicas = [Replica(folder, name, catalog, context) for name in names]
+    for each in replicas:
+        each.documents.start()
+    try:
+        yield replicas
+    finally:
+        for each in replicas:
+            each.documents.close()
+            for engine in each.engines.values():
+                engine.close()
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> float:
+    """After how many seconds it holds; fails where that is later."""
+    start_s = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start_s < seconds
+        time.sleep(0.02)
+    return time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("context", ["none", "similar"])
+def test_what_one_stores_another_matches_and_what_another_removes_is_gone(
+    tmp_path: Path, catalog: str, context: str
+) -> None:
+    with running(tmp_path, catalog, "one", "other", context=context) as (one, other):
+        assert other.hits(A) == 0  # its index is built
+        one.wait(one.send({"id": "a", "chunks": [A, B]}, {"id": "c", "chunks": [C]}))
+        for engine in one.engines.values():
+            engine.store.flush()
+        found_s = within(2.0, lambda: [other.hits(text) for text in (A, B, C)] == [1, 1, 1])
+        assert other.documents.get("", "kb", "a")["status"] == "stored"
+        assert other.documents.remove("", "kb", ["a"])[0] == 1
+        gone_s = within(2.0, lambda: one.matched(A, B, C) == [False, False, True])
+        assert other.matched(A, B, C) == [False, False, True]
+        assert list(ChunkRegistry(catalog).texts()) == [C]
+        print(f"found after {found_s:.2f} s, gone after {gone_s:.2f} s")
+
+
+def test_servers_divide_the_documents_and_store_each_once(tmp_path: Path, catalog: str) -> None:
+    with running(tmp_path, catalog, "one", "other") as replicas:
+        sent = [{"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(80)]
+        ingestion = replicas[0].send(*sent)
+        counts = replicas[1].wait(ingestion)
+        assert (counts["num_stored"], counts["num_new_kv"]) == (80, 80)
+        stored = [len(list(DiskStore(each.root).keys())) for each in replicas]
+        assert min(stored) >= 16
+        print(f"stored by each: {stored}")
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
+from test_fleet import A, Replica, leases
+replica = Replica(Path({folder!r}), "killed", {catalog!r}, "similar")
+replica.documents.start()
+replica.send(*({{"id": str(n), "chunks": [f"{{n}}. {{A}}", f"{{n}} and so on. {{A}}"]}} for n in range(30)))
+print("sent", flush=True)
+import time; time.sleep(600)
+"""
+
+
+def test_the_documents_of_a_killed_server_are_stored_by_another(
+    tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", KILLED.format(tests=tests, folder=str(tmp_path), catalog=catalog)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"sent\n"
+        wait_until(lambda: len(list(DiskStore(tmp_path / "killed").keys())) >= 5, 60, "some are stored")
+        process.kill()
+    held = Leases(catalog).others()
+    assert any(name.startswith("[") for name in held)
+    with running(tmp_path, catalog, "other", context="similar") as (other,):
+        time.sleep(3)
+        assert {*Leases(catalog).others()} >= held, "what the killed one holds is left alone until it expires"
+        with Leases(catalog)._locked() as connection:  # a minute later
+            connection.exec_driver_sql("UPDATE leases SET expires_at = now() - interval '1 s' WHERE name LIKE '[%%' OR "
+                "name LIKE 'kv %%'")  # fmt: skip
+        wait_until(lambda: not other.counts()["num_waiting"], 60, "all are stored")
+        assert (other.counts()["num_stored"], other.counts()["num_failed"]) == (30, 0)
+        assert all(other.engine().is_stored(f"{n} and so on. {A}") for n in range(30))
+        assert other.documents.remove("", "kb", None)[0] == 30
+        assert list(ChunkRegistry(catalog).texts()) == []
+
+
+def test_leases_are_one_owner_s_until_they_expire(catalog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Leases(catalog), Leases(catalog)
+    assert one.take(["a", "b"]) == {"a", "b"}
+    assert other.take(["b", "c"]) == {"c"}
+    assert (one.others(), other.others()) == ({"c"}, {"a", "b"})
+    assert one.take(["a", "c"]) == {"a"}
+    other.release(["a", "b", "c"])
+    assert one.take(["c"]) == {"c"}
+    one.release(["b"])
+    assert other.take(["b"]) == {"b"}
+    monkeypatch.setattr(leases, "LEASE_S", 0.05)
+    assert one.take(["a"]) == {"a"}
+    time.sleep(0.1)
+    assert "a" not in other.others()
+    assert other.take(["a"]) == {"a"}
+    before = ChunkRegistry(catalog).version()
+    one.take(["d"])
+    one.release(["d"])
+    assert ChunkRegistry(catalog).version()[0] == before[0], "no prompt looks again because of a lease"
+
+
+def test_a_removal_waits_for_the_server_that_is_storing(
+    tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragblend.server.documents._REMOVAL_WAIT_S", 0.3)
+    with running(tmp_path, catalog, "one") as (one,):
+        one.wait(one.send({"id": "a", "chunks": [A]}))
+        busy = Leases(catalog)
+        assert busy.take(['["", "kb", "a"]']) == {'["", "kb", "a"]'}
+        with pytest.raises(BackendUnreachableError, match="another server is storing these documents; try again"):
+            one.documents.remove("", "kb", ["a"])
+        busy.release(['["", "kb", "a"]'])
+        assert one.documents.remove("", "kb", ["a"])[0] == 1
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+def test_documents_survive_restarts_of_postgresql(tmp_path: Path, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.3)
+    monkeypatch.setattr("ragblend.catalog.known_chunks._OUTAGE_PAUSE_S", 0.2)
+    with start_postgres() as server, running(tmp_path, server.url, "one", "other") as (one, other):
+        one.engine(), other.engine()  # loaded before the first outage
+        one.send(*({"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(60)))
+        for _ in range(3):
+            time.sleep(0.5)
+            server.stop(kind)
+            assert one.hits(B) == 0  # answered, with full prefill
+            server.start()
+        wait_until(lambda: not other.counts()["num_waiting"], 60, "all are stored")
+        counts = other.counts()
+        assert (counts["num_stored"], counts["num_failed"]) == (60, 0)
+        held = {*DiskStore(one.root).keys(), *DiskStore(other.root).keys()}
+        assert held == {one.engine().key(f"{number}. {A}") for number in range(60)}
+        wait_until(lambda: one.hits(f"7. {A}") == 1, 10, "it is matched again")
