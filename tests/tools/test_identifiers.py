@@ -31,7 +31,8 @@ OTHERS = {
     "is_cuda_alike",  # vLLM's
 }
 UNFINISHED = (
-    "ragblend/catalog/", "ragblend/engine/vllm/",
+    "ragblend/catalog/",
+    "ragblend/engine/vllm/",
     "ragblend/files/store_folder.py", "ragblend/index.py", "ragblend/ingestion/contexts.py",
     "ragblend/ingestion/deletion.py", "ragblend/ingestion/ray_workers.py", "ragblend/ingestion/registered_similar.py",
     "ragblend/server/",
