@@ -256,8 +256,10 @@ def test_damage_met_while_rewriting_is_prefilled(chunks, tmp_path, monkeypatch):
     assert_same_files(tmp_path / "kv", tmp_path / "reference")
 
 
-def test_a_store_without_a_dtype_of_its_own_is_not_rewritten(chunks):
-    with load_engine("demo", MemoryStore(1 << 20)) as engine, pytest.raises(UsageError, match="server's machine"):
+def test_the_store_of_another_process_is_not_rewritten(chunks):
+    store = MemoryStore(1 << 20)
+    store.is_remote = True  # as the store of a server's client
+    with load_engine("demo", store) as engine, pytest.raises(UsageError, match="server's machine"):
         precompute_chunks(chunks, engine, rewrite=True)
 
 
