@@ -184,7 +184,7 @@ def test_several_answers_to_one_prompt_are_those_of_their_seeds(engine: Transfor
         (later,) = asyncio.run(llm.agenerate_prompt([prompt], n=4, seed=7)).generations
         assert [each.text for each in found] == [each.text for each in later] == expected
         assert max(sizes) == 4
-        with pytest.raises(UsageError, match="n is 3; a stream has one answer"):
+        with pytest.raises(UsageError, match="n is 3, but a stream has one answer"):
             next(iter(llm.stream(QUESTIONS[0], n=3)))
         with pytest.raises(UsageError, match="n is 0; choose a whole number, 1 to 128"):
             llm.invoke(QUESTIONS[0], n=0)
