@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from sqlalchemy import Row
 
-from ragblend.catalog.documents import IndexedDocuments, as_chunk
+from ragblend.catalog.documents import IndexedDocuments
+from ragblend.catalog.index_rows import as_chunk
 from ragblend.catalog.registry import ChunkRegistry, catalog_of, open_registry
 from ragblend.catalog.schema import text_key
 from ragblend.catalog.sqlite import explain_reingestion

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragblend.catalog.documents import IndexedDocuments, IngestedFile
+from ragblend.catalog.documents import IndexedDocuments
+from ragblend.catalog.index_rows import IngestedFile
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.corpus import embedders
 from ragblend.corpus.embedders import (

@@ -11,12 +11,21 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, insert, select, update
 
+from ragblend.catalog.index_rows import (
+    IngestedFile,
+    OrphanedTexts,
+    PendingDeletion,
+    as_chunk,
+    chunk_values,
+    is_intact_chunk,
+    row_id,
+)
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import (
     CHUNKS,
@@ -36,39 +45,6 @@ from ragblend.catalog.schema import (
 )
 from ragblend.errors import NotFoundError
 from ragblend.prompt.types import Chunk
-
-
-class IngestedFile(NamedTuple):
-    """A file whose documents are here. `version`: of its bytes and of how they were read and cut; "" is not known.
-
-    `top`: what an ingestion was told that brought it in, the file itself or a folder.
-    """
-
-    path: str
-    version: str
-    top: str
-
-
-class OrphanedTexts(NamedTuple):
-    """What documents had before and the index has nowhere now: nobody needs its KV, or its place in the registry."""
-
-    texts: tuple[str, ...]
-    sources: tuple[str, ...]  # documents that are gone whole
-    source_of: dict[str, str]  # of a text, the first document that had it
-    last_number: int  # of the rows that `schedule_deletions` removes; 0 for none
-
-
-class PendingDeletion(NamedTuple):
-    """An entry to be deleted, because no document has its text any more, or one that it was computed after.
-
-    It holds no text, so it may wait for a remote tier that does not answer now.
-    """
-
-    key: str
-    place: str  # where it is deleted: "" in the store of this machine, else the remote tier's URL
-    source: str  # the document that had it
-    text_key: bytes
-
 
 _CHUNK_ID = re.compile("[0-9a-f]{16}")
 _CHUNK_ROWS = select(*checked_columns(CHUNKS), DOCUMENTS.c.source).join(
@@ -181,8 +157,8 @@ class IndexedDocuments:
     def get(self, ids: Iterable[str]) -> dict[str, Chunk]:
         """The chunks with these ids, in that order; ids that are not here are left out."""
         wanted = [chunk_id for chunk_id in dict.fromkeys(ids) if _CHUNK_ID.fullmatch(chunk_id)]
-        found = {row.id: as_chunk(row) for row in self._rows_with_ids([_row_id(chunk_id) for chunk_id in wanted])}
-        return {chunk_id: found[_row_id(chunk_id)] for chunk_id in wanted if _row_id(chunk_id) in found}
+        found = {row.id: as_chunk(row) for row in self._rows_with_ids([row_id(chunk_id) for chunk_id in wanted])}
+        return {chunk_id: found[row_id(chunk_id)] for chunk_id in wanted if row_id(chunk_id) in found}
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """(chunk id, text) of every chunk."""
@@ -201,7 +177,7 @@ class IndexedDocuments:
                 # One will do, of as many as a line that every document has; damaged, the text is embedded again.
                 ids = connection.execute(_A_CHUNK_OF_EACH, {"values": some}).scalars().all()
                 for row in self._rows(_WITH_IDS, values=ids):
-                    if _is_intact_chunk(row):
+                    if is_intact_chunk(row):
                         found[row.text_key] = row.vector
         return found
 
@@ -301,7 +277,7 @@ class IndexedDocuments:
             _insert(
                 connection,
                 CHUNKS,
-                (_chunk_values(*item, number, place, generation) for place, item in enumerate(items.values())),
+                (chunk_values(*item, number, place, generation) for place, item in enumerate(items.values())),
             )
             kept = {chunk.text for chunk, _ in items.values()}
             self._record_orphans(connection, source, (row.text for row in old if row.text not in kept))
@@ -392,43 +368,11 @@ class IndexedDocuments:
 
     def _intact_rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
         rows = self._rows(query, **values)
-        damaged = next((row for row in rows if not _is_intact_chunk(row)), None)
+        damaged = next((row for row in rows if not is_intact_chunk(row)), None)
         if damaged is not None:
             what = f"chunk {damaged.id + 2**63:016x} of {damaged.source} is not what was written"
             raise self.registry.damage_error(what)
         return rows
-
-
-def _row_id(chunk_id: str) -> int:
-    """Return the id of a chunk's row: in 64 signed bits as databases and FAISS have ids, in the same order."""
-    return int(chunk_id, 16) - 2**63
-
-
-def as_chunk(row: Row[Any]) -> Chunk:
-    """Return the chunk of a row of `_CHUNK_ROWS`."""
-    return Chunk(row.text, row.source, row.start, row.end, json.loads(row.metadata))
-
-
-def _is_intact_chunk(row: Row[Any]) -> bool:
-    """Return True if this is what was written, and the chunk's document is named as it was."""
-    return is_intact(row[:-1]) and _row_id(Chunk(row.text, row.source, row.start).id) == row.id
-
-
-def _chunk_values(
-    chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
-) -> dict[str, object]:
-    return {
-        "id": _row_id(chunk.id),
-        "document": document,
-        "ordinal": ordinal,
-        "start": chunk.start,
-        "end": chunk.end,
-        "text": chunk.text,
-        "metadata": json.dumps(dict(chunk.metadata), default=str),
-        "vector": vector.astype("<f4").tobytes(),
-        "generation": generation,
-        "text_key": text_key(chunk.text.strip()),
-    }
 
 
 def _facts_as_text(facts: Mapping[str, object]) -> str:

@@ -83,6 +83,7 @@ _DOCUMENT_WITH_IDS = (
 )
 _IDS_OF_TEXTS = _checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
 _DELETE_IDS = delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "key"), *_OWNED_IDS)
+_OWNERS_OF_IDS = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "key")).order_by(TOKEN_IDS.c.tokenizer, TOKEN_IDS.c.namespace)
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
 _REMOVALS = "removals"
 _NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
@@ -367,6 +368,11 @@ class ChunkRegistry(Catalog):
         """Return True if an intact row has the token ids of this text."""
         key = text_key(_normalize(text))
         return any(map(is_intact, self._rows(_IDS_OF_TEXT, b_key=key, tokenizer=tokenizer, namespace=namespace)))
+
+    def owners_of_ids(self, text: str) -> list[tuple[str, str]]:
+        """Return each tokenizer and namespace for which an intact row has the token ids of this text."""
+        rows = self._rows(_OWNERS_OF_IDS, b_key=text_key(_normalize(text)))
+        return [(row.tokenizer, row.namespace) for row in rows if is_intact(row)]
 
     # --- the stored entries ---
 

@@ -154,5 +154,6 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
                 sources = find_documents(document, opened, include_unfinished=True)
                 num_chunks, num_kv = remove_documents(sources, engine, opened)
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
-    text = f"{document}: {count_of(sources, 'document')}, {num_chunks} chunks and {num_kv} KV caches removed"
+    text = f"{document}: {count_of(len(sources), 'document')}, {count_of(num_chunks, 'chunk')} and "
+    text += f"{count_of(num_kv, 'KV cache')} removed"
     print_result(facts, text, json_)

@@ -36,7 +36,10 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "chat": ("chat --model Qwen/Qwen3-8B",),
         "search": ('search "Who signed the lease?" -k 10',),
-        "explain": ('explain "Who signed the lease?" --model Qwen/Qwen3-8B --html explain.html',),
+        "explain": (
+            'explain "Who signed the lease?" --model Qwen/Qwen3-8B --html explain.html',
+            "explain --prompt request.json   # why it reuses nothing",
+        ),
         "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
     },
     "Store": {

@@ -115,18 +115,19 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     shown = functools.partial(join_names, most=most, flag="ragblend --verbose")
     skipped = [f"{display_source(path)} {with_flags(reason.partition(';')[0])}" for path, reason in report.skipped]
     lines = [
-        f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
-        f"{report.num_tokens} tokens",
+        f"{count_of(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
+        f"{count_of(report.num_chunks, 'chunk')}, {count_of(report.num_tokens, 'token')}",
         *([f"gone: {shown(map(display_source, report.removed))}"] if report.removed else []),
         *(
-            [f"{report.num_removed_kv} KV caches of changed or removed documents removed"]
+            [f"{count_of(report.num_removed_kv, 'KV cache')} of changed or removed documents removed"]
             if report.num_removed_kv
             else []
         ),
-        f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored"
+        f"{count_of(report.num_new_kv, 'chunk')} prefilled in {report.prefill_s:.1f} s, "
+        f"{report.num_known_kv} already stored"
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
-        *([f"{len(report.skipped)} files are not documents: {shown(skipped)}"] if skipped else []),
+        *([f"{count_of(len(skipped), 'file')} skipped: {shown(skipped)}"] if skipped else []),
         *([f"left out by .gitignore: {shown(map(display_source, report.ignored))}"] if report.ignored else []),
         *(f"failed: {display_source(failure.path)}: {with_flags(failure.reason)}" for failure in report.failures),
     ]
@@ -188,7 +189,8 @@ def remote_line(facts: dict[str, Any]) -> str:
     if not facts["reachable"]:
         return f"remote {facts['url']}: not reachable; answers do not use it"
     held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
-    text = f"remote {facts['url']}: KV of {facts['num_stored_chunks']} chunks, {held}; answers in {ping_ms:.1f} ms"
+    text = f"remote {facts['url']}: KV of {count_of(facts['num_stored_chunks'], 'chunk')}, {held}; "
+    text += f"answers in {ping_ms:.1f} ms"
     lacks = f"\n  it lacks {facts['num_missing']} of the local chunks; send them: ragblend push --remote {facts['url']}"
     return text + (lacks if facts["num_missing"] else "")
 
@@ -216,13 +218,13 @@ def join_names(names: Iterable[str], most: int | None = NUM_NAMED, flag: str = "
     return f"{', '.join(every[:most])} and {len(every) - most} more ({flag} lists all)"
 
 
-def count_of(items: Sequence[Any], what: str) -> str:
-    """Return the number of items with their name.
+def count_of(number: int, what: str) -> str:
+    """Return a number of things with their name.
 
-    >>> count_of(["a"], "document"), count_of([], "document")
+    >>> count_of(1, "document"), count_of(0, "document")
     ('1 document', '0 documents')
     """
-    return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 class _RateColumn(ProgressColumn):

@@ -29,7 +29,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
         report = push_store(settings.store, tier, progress, kv_dir=settings.kv_dir)
     tier.close()
     text = (
-        f"{report.num_sent} chunks sent, {report.num_known} were there, {report.num_damaged} damaged here, "
+        f"{count_of(report.num_sent, 'chunk')} sent, {report.num_known} were there, {report.num_damaged} damaged here, "
         f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
         + (f"\n{report.problem}" if report.problem else "")
     )
@@ -48,7 +48,8 @@ def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fals
         pinned = [pin_document(source, engine, opened) for source in sources]
     num_chunks, num_stored = (sum(counts) for counts in zip(*pinned, strict=True))
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_stored": num_stored}
-    text = f"{document}: {count_of(sources, 'document')}, {num_chunks} chunks pinned, KV of {num_stored} stored"
+    text = f"{document}: {count_of(len(sources), 'document')}, {count_of(num_chunks, 'chunk')} pinned, "
+    text += f"KV of {num_stored} stored"
     print_result(facts, text, json_)
 
 
@@ -62,7 +63,11 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
     sources = match_sources(document, [(source, source_path(source)) for source in disk.pins()])
     for source in sources:
         disk.unpin(source)
-    text = f"{document}: {count_of(sources, 'document')} no longer pinned" if sources else f"{document} was not pinned"
+    text = (
+        f"{document}: {count_of(len(sources), 'document')} no longer pinned"
+        if sources
+        else f"{document} was not pinned"
+    )
     print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
 
 
@@ -117,15 +122,15 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     lines = [f"store {settings.store}:"]
     if manifest is not None:
         lines[0] += (
-            f" {len(sources)} documents, {num_chunks} chunks of at most {manifest.chunker} of {manifest.tokenizer}, "
-            f"embedded by {manifest.embedder}"
+            f" {count_of(len(sources), 'document')}, {count_of(num_chunks, 'chunk')} of at most {manifest.chunker} of "
+            f"{manifest.tokenizer}, embedded by {manifest.embedder}"
         )
     lines += [
-        f"collection {name}: {counts['num_documents']} documents, {counts['num_chunks']} chunks"
+        f"collection {name}: {count_of(counts['num_documents'], 'document')}, {count_of(counts['num_chunks'], 'chunk')}"
         for name, counts in collections.items()
     ]
     lines += [
-        f"KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        f"KV of {count_of(len(entries), 'chunk')}, {count_of(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
         limit_line(limit, settings.disk_gib),
         *([f"context: {facts['context']}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
@@ -218,5 +223,5 @@ def gc(
     text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
     if orphans:
         gone = "would go" if dry_run else "gone"
-        text += f"; {count_of(result.texts, 'registered text')} and {count_of(result.pins, 'pin')} {gone}"
+        text += f"; {count_of(len(result.texts), 'registered text')} and {count_of(len(result.pins), 'pin')} {gone}"
     print_result({**result._asdict(), "dry_run": dry_run}, text, json_)

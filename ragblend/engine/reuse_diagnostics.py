@@ -27,7 +27,7 @@ OTHER_PREFIX = "the store holds KV after other prefixes, none after this one ({s
 NO_MATCH = (
     f"{NUM_PROMPTS_BEFORE_WARNING} prompts contained no stored chunk: the documents were not ingested, or with another "
     "tokenizer or namespace, or the application rewrites their text. Ingest them: {ingest}; or compare a prompt with "
-    "the store: ragblend explain"
+    "the store: ragblend explain --prompt FILE --store DIR"
 )
 
 

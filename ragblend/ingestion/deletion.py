@@ -12,7 +12,7 @@ from contextlib import closing
 from itertools import chain
 from typing import Any, TypeVar
 
-from ragblend.catalog.documents import OrphanedTexts, PendingDeletion
+from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentName, text_key
 from ragblend.engine.api import Engine

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from ragblend.catalog.documents import IngestedFile
+from ragblend.catalog.index_rows import IngestedFile
 from ragblend.corpus.citations import locate
 from ragblend.corpus.documents import Document, FileContents
 from ragblend.corpus.embedders import FloatArray

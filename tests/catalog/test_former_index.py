@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ragblend.catalog import former
-from ragblend.catalog.documents import IngestedFile, PendingDeletion
+from ragblend.catalog.index_rows import IngestedFile, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName, text_key
 from ragblend.corpus.embedders import HashingEmbedder

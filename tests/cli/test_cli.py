@@ -433,7 +433,7 @@ def docs(run, tmp_path, monkeypatch) -> Path:
 def test_a_folder_ingested_again_from_elsewhere_is_followed_and_deletions_are_listed(docs, run, monkeypatch):
     place = ["--store", str(docs.parent / "s")]
     code, out, _ = run("ingest", ".", "--model", "demo", "--embedder", "hashing", *place)
-    assert (code, "1 files are not documents: docs/logo.png is a picture" in out) == (0, True)
+    assert (code, "1 file skipped: docs/logo.png is a picture" in out) == (0, True)
     (docs / "a.md").unlink()
     (docs / "r.jsonl").write_text('"Bob Fox lives in Norburg."\n')
     monkeypatch.chdir(docs / "sub")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,62 @@ def test_engines_that_keep_their_kv_are_rejected_with_the_setting_to_change(run,
     code, _, err = run("explain", QUESTION, *PLACE)
     assert code == 2
     assert "RAGBLEND_BACKEND=transformers" in err
+
+
+@pytest.fixture
+def source(run: CommandRunner) -> dict[str, str]:
+    """A stored chunk: its text and the document that it is of."""
+    found: dict[str, str] = run.facts("search", QUESTION, "-k", "1", *PLACE)["sources"][0]
+    return found
+
+
+def explain_prompt(run: CommandRunner, folder: Path, content: object) -> str:
+    """The lines that `explain --prompt` prints for a file of this content."""
+    file = folder / "prompt"
+    file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    code, out, err = run("explain", "--prompt", str(file), "--max-tokens", "2", *PLACE)
+    assert code == 0, err
+    return out
+
+
+def test_a_request_body_is_rendered_and_matched_like_a_request(run, source, tmp_path):
+    content = [{"type": "text", "text": source["text"]}, {"type": "text", "text": f"\n\n{QUESTION}"}]
+    out = explain_prompt(run, tmp_path, {"model": "any", "messages": [{"role": "user", "content": content}]})
+    assert "1/1 chunks from the store" in out
+    assert "not reused" not in out
+    assert "no stored text" not in out
+
+
+def test_a_rewritten_chunk_is_named_with_its_document_and_the_difference(run, source, tmp_path):
+    out = explain_prompt(run, tmp_path, [{"role": "user", "content": f"{source['text'].upper()}\n\n{QUESTION}"}])
+    assert "0/0 chunks from the store" in out
+    assert f"not reused: {source['source']}, 100% of whose words are in the prompt\n  differs in letter case: " in out
+
+
+def test_a_chunk_of_another_namespace_is_named_with_both_namespaces(run, source, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGBLEND_NAMESPACE", "acme")
+    out = explain_prompt(run, tmp_path, f"{source['text']}\n\n{QUESTION}")
+    assert f"not reused: {source['source']}, 100%" in out
+    assert "the same text, stored for namespace '', not 'acme'" in out
+
+
+def test_a_prompt_from_stdin_without_a_stored_text_says_so(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is the capital of Norway?")))
+    code, out, _ = run("explain", "--prompt", "-", "--max-tokens", "2", *PLACE)
+    assert code == 0
+    assert out.endswith("\nno stored text is in this prompt\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either a QUESTION or --prompt FILE"),
+        ((QUESTION, "--prompt", "-"), "give either a QUESTION or --prompt FILE"),
+        (("--prompt", "other.json"), "JSON without messages"),
+    ],
+)
+def test_neither_and_both_and_another_json_are_usage_errors(run, home, arguments, message):
+    (home / "other.json").write_text('{"question": "Who?"}')
+    code, _, err = run("explain", *arguments, *PLACE)
+    assert code == 2
+    assert message in err

@@ -205,7 +205,7 @@ def test_files_that_are_left_out_are_named(capsys, monkeypatch, verbose):
     skipped = [ReadFailure(f"/docs/{name}", "is a named pipe, not a file; remove it") for name in "abcdef"]
     printing.print_ingest(IngestReport(skipped=skipped), Settings(), False)
     printing.print_ingest(IngestReport(skipped=skipped[:4]), Settings(), False)
-    six, four = (line for line in capsys.readouterr().out.splitlines() if "not documents" in line)
+    six, four = (line for line in capsys.readouterr().out.splitlines() if "files skipped" in line)
     assert ("/docs/f is a named pipe" in six) is verbose
     assert ("and 3 more (ragblend --verbose lists all)" in six) is not verbose
     assert "/docs/d is a named pipe, not a file" in four

@@ -94,6 +94,7 @@ def test_prompts_of_which_nothing_is_stored_are_reported_once_after_three(tiny_e
         ask(engine)
         assert len(said()) == (number >= 2)
     assert said()[0].startswith("nothing was reused: 3 prompts contained no stored chunk")
+    assert said()[0].endswith("; or compare a prompt with the store: ragblend explain --prompt FILE --store DIR")
 
 
 def test_a_remote_tier_that_does_not_answer_is_the_only_warning(tiny_engine: Make, said: Any) -> None:

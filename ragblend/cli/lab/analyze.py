@@ -117,8 +117,8 @@ def lines_of(found: Mapping[str, Any]) -> list[str]:
     estimated = found["tokens_are_estimated"]
     by = "estimated from the characters; --model counts them" if estimated else f"by {found['tokens_by']}"
     lines = [
-        f"{found['num_requests']} requests of {count_of(found['traces'], 'file')}, {found['num_tokens']} prompt tokens "
-        f"({by})",
+        f"{count_of(found['num_requests'], 'request')} of {count_of(len(found['traces']), 'file')}, "
+        f"{found['num_tokens']} prompt tokens ({by})",
     ]
     if found["num_skipped"]:
         lines.append(f"{found['num_skipped']} lines have no request: {join_names(found['skipped'])}")

@@ -1,19 +1,29 @@
-"""`ragblend explain`: compare one prompt's tokens. Parse the options, retrieve, compare, print."""
+"""`ragblend explain`: compare one prompt's tokens. Parse the options, retrieve or read the prompt, compare, print."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import print_json, print_line, print_notice, source_facts, waiting_lines
-from ragblend.cli.session import open_engine, open_searched_index, retrieve
+from ragblend.cli.session import open_engine, open_searched_index, open_settings_index, retrieve
 from ragblend.config import Settings
-from ragblend.errors import UsageError
+from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.output import check_output
 from ragblend.redaction import redact
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ragblend.engine.transformers.engine import TransformersEngine
+    from ragblend.index import SearchHit
+    from ragblend.lab.prompt_file import UnmatchedText
+    from ragblend.prompt.types import Prompt
 
 
 @with_settings(
@@ -22,7 +32,16 @@ from ragblend.redaction import redact
 )
 def explain(
     settings: Settings,
-    question: Annotated[str, typer.Argument(help="Question to answer from the ingested documents.")],
+    question: Annotated[str | None, typer.Argument(help="Question to answer from the ingested documents.")] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt",
+            metavar="FILE",
+            help="A prompt as an application sent it, instead of QUESTION: JSON messages, an OpenAI request body or "
+            "text; - for stdin. Shows why stored texts in it are not reused.",
+        ),
+    ] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page, one FILE.html.")] = None,
     png: Annotated[str | None, typer.Option("--png", metavar="FILE", help="Write a picture, FILE.png.")] = None,
     json_: JsonOption = False,
@@ -35,30 +54,58 @@ def explain(
         raise UsageError(
             f"explain compares KV, which {redact(settings.backend)} does not expose; set RAGBLEND_BACKEND=transformers"
         )
+    if (question is None) == (prompt is None):
+        raise UsageError("give either a QUESTION or --prompt FILE, the prompt that an application sent")
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.explain import explain as explain_prompt
     from ragblend.lab.explain_page import plot_explanation, summary_lines, write_html
     from ragblend.lab.plots import check_plot
-    from ragblend.prompt.types import Prompt
+    from ragblend.lab.prompt_file import read_prompt
 
     page, picture = check_output(html, "--html") if html is not None else None, check_plot(png, "--png")
-    with (
-        waiting_lines("comparing"),
-        open_engine(settings) as engine,
-        open_searched_index(settings, engine) as opened,
-    ):
+    sent = read_prompt(prompt) if prompt is not None else None
+    with waiting_lines("comparing"), open_engine(settings) as engine:
         assert isinstance(engine, TransformersEngine)
-        hits = retrieve(opened, question, settings)
-        prompt = Prompt([hit.chunk for hit in hits], question, settings.system)
-        explanation = explain_prompt(engine, prompt, **replace(settings, mode="blend", temperature=0.0).generation)
+        unmatched = _unmatched_texts(engine, sent, settings) if sent is not None else []
+        asked, hits = (sent, []) if sent is not None else _retrieved_prompt(engine, question or "", settings)
+        explanation = explain_prompt(engine, asked, **replace(settings, mode="blend", temperature=0.0).generation)
     for path, write in ((page, write_html), (picture, plot_explanation)):
         if path is not None:
             write(explanation, path)
             print_notice(f"{path} written")
     if json_:
-        print_json({**explanation.as_dict(), "question": question, "sources": [source_facts(hit) for hit in hits]})
+        facts = {**explanation.as_dict(), "sources": [source_facts(hit) for hit in hits]}
+        facts["question"] = explanation.question if question is None else question
+        print_json({**facts, "unmatched_texts": [each._asdict() for each in unmatched]})
         return
     for line in summary_lines(explanation):
         print_line(line)
+    if sent is not None and not explanation.report.num_chunks and not unmatched:
+        print_line("\nno stored text is in this prompt")
+    for each in unmatched:
+        name = each.document or repr(shorten(each.text, 40, placeholder="..."))
+        print_line(f"\nnot reused: {name}, {each.share:.0%} of whose words are in the prompt\n  {each.reason}")
     if html is None and png is None:
         print_notice("see every token: add --html explain.html or --png explain.png")
+
+
+def _retrieved_prompt(
+    engine: TransformersEngine, question: str, settings: Settings
+) -> tuple[Prompt, Sequence[SearchHit]]:
+    """Return the prompt of a question and the chunks that the index retrieves for it."""
+    from ragblend.prompt.types import Prompt
+
+    with open_searched_index(settings, engine) as opened:
+        hits = retrieve(opened, question, settings)
+    return Prompt([hit.chunk for hit in hits], question, settings.system), hits
+
+
+def _unmatched_texts(engine: TransformersEngine, prompt: Prompt, settings: Settings) -> list[UnmatchedText]:
+    """Return the stored texts that are in the prompt in another form, with the names of their documents."""
+    from ragblend.lab.prompt_file import find_unmatched_texts
+
+    found = find_unmatched_texts(engine, prompt)
+    with suppress(NotFoundError), open_settings_index(settings, engine) as index:
+        source_of = {chunk.text.strip(): chunk.source for chunk in index.chunks()} if found else {}
+        found = [each._replace(document=each.document or source_of.get(each.text, "")) for each in found]
+    return found

@@ -249,7 +249,7 @@ class TieredStore(KVStore):
             )  # fmt: skip
             return
         failure: RagblendError | None = None
-        for tier in sorted(self._tiers, key=lambda tier: not isinstance(tier, DiskStore)):
+        for tier in sorted(self._tiers, key=lambda tier: tier.disk_tier is None):
             if not tier.fits(held):
                 continue
             try:

@@ -278,8 +278,8 @@ class CalibrationCache:
         if choice.fit is None and ratio == "auto" and not self._warned:
             self._warned = True
             log.warning(
-                "recompute_ratio 'auto' is %g, because rule %r has no calibration with this model and prefix in %s. "
-                "Calibrate: ragblend calibrate --store DIR --model MODEL",
+                "recompute_ratio 'auto' is the default, %g: rule %r has no calibration for this model and prefix in "
+                "%s. To make one: ragblend calibrate --store DIR --model MODEL",
                 choice.ratio,
                 rule,
                 self._root or "a store in memory",

@@ -13,7 +13,7 @@ import gc
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,6 +126,7 @@ def run_quality(
     dtype = dtype_name(find_dtype(config.dtype))
     with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
+        config = replace(config, contexts=config.contexts or (base.default_context,))
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
         cases = load_cases(config)
         near = SimilarPassages(cases, base, embedder, config) if "similar" in config.contexts else None

@@ -29,13 +29,13 @@ DENIED = b"<?xml version='1.0'?>\n<Error><Code>InvalidAccessKeyId</Code><Message
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
-    """moto behind a proxy, with the bucket `tests`."""
+    """moto behind a proxy, with the bucket `objects`, because moto servers of one process share their objects."""
     import boto3
 
     with running_s3() as port:
         proxy = TcpProxy(port)
         point_s3_at(proxy.port, monkeypatch)
-        boto3.client("s3").create_bucket(Bucket="tests")
+        boto3.client("s3").create_bucket(Bucket="objects")
         yield proxy
         proxy.close()
 
@@ -58,7 +58,7 @@ def test_every_read_ends_at_its_time_limit_however_the_bytes_come(
 ) -> None:
     """8 calls against a silent server and one that sends a byte every 20 ms."""
     monkeypatch.setattr("ragblend.engine.store.remote.object_values.WRITE_TIMEOUT_S", 0.5)
-    values = open_remote("s3://tests/kv", timeout_s=0.5).values
+    values = open_remote("s3://objects/kv", timeout_s=0.5).values
     values.put("a" * 32, bytes(10_000))
     s3.mode = mode
     for name, call in CALLS.items():
@@ -78,7 +78,7 @@ def test_rejected_credentials_are_named_by_the_servers_words_and_the_secret_is_n
     point_s3_at(server.port, monkeypatch)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    store = open_remote("s3://tests/kv", timeout_s=5.0)
+    store = open_remote("s3://objects/kv", timeout_s=5.0)
     for name in ("get", "list_metadata", "get_metadata", "ping"):
         with pytest.raises(BackendUnreachableError, match="InvalidAccessKeyId: No such key") as caught:
             CALLS[name](store.values)
@@ -120,9 +120,9 @@ def test_requests_are_signed_with_the_profile_that_the_user_chose(
     for name in ("default", "work"):
         with (tmp_path / ".aws" / "credentials").open("a") as file:
             file.write(f"[{name}]\naws_access_key_id = AKID{name}\naws_secret_access_key = {SECRET}\n")
-    assert open_remote("s3://tests/kv").values.get("a" * 32) is None
+    assert open_remote("s3://objects/kv").values.get("a" * 32) is None
     monkeypatch.setenv("AWS_PROFILE", "work")
-    assert open_remote("s3://tests/kv").values.get("a" * 32) is None
+    assert open_remote("s3://objects/kv").values.get("a" * 32) is None
     assert ["AKIDdefault/" in signatures[0], "AKIDwork/" in signatures[1]] == [True, True]
     server.shutdown()
 
@@ -136,9 +136,9 @@ def test_google_and_azure_are_opened_by_what_s3_brings(url: str, monkeypatch: py
 def test_an_object_is_written_by_one_request_so_a_killed_writer_leaves_no_parts(s3: TcpProxy) -> None:
     import boto3
 
-    values = open_remote("s3://tests/kv", timeout_s=60).values
+    values = open_remote("s3://objects/kv", timeout_s=60).values
     values.put("a" * 32, bytes(20 << 20))
-    (found,) = boto3.client("s3").list_objects_v2(Bucket="tests")["Contents"]
+    (found,) = boto3.client("s3").list_objects_v2(Bucket="objects")["Contents"]
     assert (found["Key"], found["Size"]) == (f"kv/aa/{'a' * 32}.safetensors", 20 << 20)
     assert "-" not in found["ETag"], "it was uploaded in parts"
 
@@ -173,7 +173,7 @@ def test_a_writer_killed_in_the_middle_of_a_put_leaves_a_whole_object_and_nothin
 
 
 def test_a_forked_process_is_told_so_instead_of_hanging(s3: TcpProxy) -> None:
-    store = open_remote("s3://tests/kv", timeout_s=5.0)
+    store = open_remote("s3://objects/kv", timeout_s=5.0)
     store.values.ping()
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
@@ -183,7 +183,7 @@ def test_a_forked_process_is_told_so_instead_of_hanging(s3: TcpProxy) -> None:
         except BackendUnreachableError as error:
             sender.send(str(error))
 
-    for opened in (lambda: store.values, lambda: open_remote("s3://tests/kv").values):
+    for opened in (lambda: store.values, lambda: open_remote("s3://objects/kv").values):
         child = multiprocessing.get_context("fork").Process(target=partial(ask, opened))
         child.start()
         assert receiver.poll(30), "it hangs"

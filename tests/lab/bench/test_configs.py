@@ -33,7 +33,7 @@ REFUSED: dict[type, list[dict[str, Any]]] = {
     QualityConfig: [
         *({"part": "best"}, {"ratios": (2.0,)}, {"rules": ("best",)}, {"rules": ()}, {"modes": ()}, {"dtype": "int3"}),
         *({"num_questions": 0}, {"num_chunks": 0}, {"chunk_tokens": 0}),
-        *({"contexts": ("both",)}, {"contexts": ()}),
+        {"contexts": ("both",)},
     ],
     ThroughputConfig: [
         *(*UNKNOWN, *OUTSIDE, *NO_MODE, BESIDE_A_SHAPE, {"num_requests": 0}, {"pool": 3}),

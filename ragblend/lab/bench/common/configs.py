@@ -300,8 +300,8 @@ class QualityConfig(BenchConfig):
     )
     contexts: Annotated[
         tuple[ContextPolicy, ...],
-        Option("--contexts", help="Context policies of stored chunks, comma-separated: none, similar."),
-    ] = ("none",)
+        Option("--contexts", help="Context policies of stored chunks: none, similar. Default: that of a new store."),
+    ] = ()
     embedder: Annotated[
         str | None, Option("--embedder", help="Embedder for retrieval: minilm, hashing, a Hugging Face id or a path.")
     ] = None
@@ -312,8 +312,6 @@ class QualityConfig(BenchConfig):
         """Raise UsageError for an unknown part or context policy, and for a ratio outside 0 to 1."""
         from ragblend.engine.fusion.rules import validate_ratio
 
-        if not self.contexts:
-            raise UsageError("no context given; choose from none, similar")
         for context in self.contexts:
             CONTEXT.validate("context", context)
         if self.part not in PARTS:

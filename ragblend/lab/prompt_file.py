@@ -1,0 +1,116 @@
+"""A prompt that an application sent: read from a file, and compared with the stored texts that it does not reuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+from ragblend.catalog.registry import ChunkRegistry, read_registry
+from ragblend.catalog.schema import DocumentName
+from ragblend.engine.base import LEAST_QUOTE, LocalEngine
+from ragblend.errors import UsageError
+from ragblend.files.places import user_path
+from ragblend.files.reading import read_text
+from ragblend.frameworks.content import text_and_chunks
+from ragblend.lab.near_texts import NearText, find_near_texts
+from ragblend.prompt.token_index import EDGE, WINDOW
+from ragblend.prompt.types import Message, Prompt, ToolCall
+
+STDIN = "-"
+_EXPECTED = 'give messages, such as [{"role": "user", "content": "..."}], an OpenAI request body, or plain text'
+
+
+def read_prompt(path: str) -> Prompt:
+    """Return the prompt in a file, or on standard input for "-": JSON messages, an OpenAI body, or one user's text.
+
+    Raises UsageError for JSON of another form, NotFoundError for a missing file.
+    """
+    if path == STDIN:
+        text = sys.stdin.buffer.read().decode("utf-8-sig", errors="replace")
+    else:
+        text = read_text(user_path(path, "--prompt"), "the prompt", _EXPECTED)
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        body = None  # text, which may begin like JSON
+    if not isinstance(body, list | dict):
+        return Prompt(question=text)
+    try:
+        return _from_json(body)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"the prompt in {path} is JSON without messages ({error!r}); {_EXPECTED}") from error
+
+
+def _from_json(body: Any) -> Prompt:
+    if isinstance(body, Mapping) and isinstance(body.get("prompt"), str):
+        return Prompt.from_text(body["prompt"])
+    messages, tools = (body["messages"], body.get("tools") or ()) if isinstance(body, Mapping) else (body, ())
+    turns, chunks = [], []
+    for message in messages:
+        text, named = text_and_chunks(message.get("content") or "")
+        calls = tuple(
+            ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id", ""))
+            for call in message.get("tool_calls") or ()
+        )
+        role = "system" if message["role"] == "developer" else message["role"]
+        turns.append(Message(role, text, calls, message.get("tool_call_id") or "", message.get("name") or ""))
+        chunks += named
+    return Prompt.from_messages(turns, tools, chunks)
+
+
+class UnmatchedText(NamedTuple):
+    """A stored text of which the prompt contains a `share` of the words, and the reason why it is not reused whole."""
+
+    document: str  # "" for an index's text and for one without a document
+    text: str
+    share: float
+    reason: str
+
+
+def find_unmatched_texts(engine: LocalEngine, prompt: Prompt) -> list[UnmatchedText]:
+    """Return the stored texts that the prompt contains, in whole or for the most part, and does not reuse whole.
+
+    Reads every text of the store. Texts of other namespaces and tokenizers are included.
+    """
+    num_matched: Counter[tuple[int, ...]] = Counter()
+    for run in engine.match(prompt).runs:
+        num_matched[run.chunk_ids] += run.num_tokens
+
+    def is_matched(text: str) -> bool:
+        ids = engine.renderer.chunk_ids(text)
+        return num_matched[ids] > max(0, len(ids) - EDGE - 1)
+
+    with closing(read_registry(engine.store)) as registry:
+        near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
+        return [
+            UnmatchedText(
+                _name_of(registry.documents_of(each.text)), each.text, each.share, _reason(each, engine, registry)
+            )
+            for each in near
+        ]
+
+
+def _name_of(documents: Sequence[DocumentName]) -> str:
+    return next((f"{each.collection}/{each.id}".lstrip("/") for each in documents if each.id), "")
+
+
+def _reason(near: NearText, engine: LocalEngine, registry: ChunkRegistry) -> str:
+    tokenizer = engine.renderer.fingerprint
+    owners = registry.owners_of_ids(near.text)
+    namespaces = [namespace for owner, namespace in owners if owner == tokenizer]
+    if engine.namespace in namespaces:
+        same = (
+            f"the same text; chunks of fewer than {WINDOW} tokens are not found, nor at the end of the last message "
+            f"chunks of fewer than {LEAST_QUOTE}"
+        )
+        return near.difference or same
+    where = "stored for no model yet: ragblend precompute"
+    if namespaces:
+        where = f"stored for namespace {', '.join(map(repr, namespaces))}, not {engine.namespace!r}"
+    elif owners:
+        where = "stored for another tokenizer"
+    return f"{where}; {near.difference}" if near.difference else f"the same text, {where}"

@@ -1,0 +1,86 @@
+"""Prompts as applications send them: the forms that are read, and why stored texts in them are not reused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_prompts import CHUNKS
+
+from ragblend.catalog.registry import open_registry
+from ragblend.catalog.schema import DocumentName
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.errors import NotFoundError, UsageError
+from ragblend.lab.prompt_file import find_unmatched_texts, read_prompt
+from ragblend.prompt.types import Chunk, Message, Prompt, ToolCall
+
+USER = {"role": "user", "content": "Who signed?"}
+CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": "lease"}'}}
+TOOL = {"type": "function", "function": {"name": "search", "description": "", "parameters": {}}}
+TEXT = CHUNKS[0].text
+
+
+@pytest.mark.parametrize(
+    ("written", "prompt"),
+    [
+        ("Who signed?", Prompt(question="Who signed?")),
+        ("[1] Who signed?", Prompt(question="[1] Who signed?")),
+        ([USER], Prompt(question="Who signed?")),
+        ({"model": "any", "messages": [{"role": "developer", "content": "Be brief."}, USER]},
+         Prompt(question="Who signed?", system="Be brief.")),
+        ([{"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "signed?"}]}],
+         Prompt(question="Who signed?")),
+        ({"model": "any", "prompt": "It was signed by"}, Prompt.from_text("It was signed by")),
+        ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                       {"role": "tool", "tool_call_id": "1", "content": "Ida"}], "tools": [TOOL]},
+         Prompt.from_messages([("user", "Who signed?"),
+                               Message("assistant", "", (ToolCall("search", '{"q": "lease"}', "1"),)),
+                               Message("tool", "Ida", call_id="1")], [TOOL])),
+    ],
+    ids=["text", "text like JSON", "messages", "system", "parts", "completion", "tools"],
+)  # fmt: skip
+def test_every_form_is_the_prompt_that_the_engine_is_given(tmp_path: Path, written: Any, prompt: Prompt) -> None:
+    file = tmp_path / "prompt.json"
+    file.write_text(written if isinstance(written, str) else json.dumps(written))
+    assert read_prompt(str(file)) == prompt
+
+
+@pytest.mark.parametrize("written", [{"question": "Who?"}, [1, 2], [{"role": "user", "parts": 3}, {}], {"messages": 3}])
+def test_other_json_is_refused(tmp_path: Path, written: Any) -> None:
+    file = tmp_path / "prompt.json"
+    file.write_text(json.dumps(written))
+    with pytest.raises(UsageError, match=r"JSON without messages.*give messages"):
+        read_prompt(str(file))
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(NotFoundError, match=r"nowhere\.json does not exist"):
+        read_prompt("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("stored_for", "sent", "reason"),
+    [
+        (None, f"{TEXT}\n\nwhat is that?", "the same text, stored for no model yet: ragblend precompute"),
+        (("another", ""), f"{TEXT}\n\nwhat is that?", "the same text, stored for another tokenizer"),
+        (("own", "acme"), f"{TEXT}\n\nwhat is that?", "the same text, stored for namespace 'acme', not ''"),
+        (("own", "acme"), f"{TEXT.upper()}\n\nwhat?", "stored for namespace 'acme', not ''; differs in letter case: "),
+        (("own", ""), TEXT, "the same text; chunks of fewer than 8 tokens are not found"),
+        (("own", ""), f"{TEXT}\n\nwhat is that?", None),
+    ],
+)
+def test_the_reason_is_the_cause(
+    tiny_engine: Callable[..., TransformersEngine], stored_for: tuple[str, str] | None, sent: str, reason: str | None
+) -> None:
+    engine = tiny_engine()
+    registry = open_registry(engine.store)
+    registry.add([TEXT], DocumentName("contracts", "lease"))
+    if stored_for is not None:
+        tokenizer = engine.renderer.fingerprint if stored_for[0] == "own" else stored_for[0]
+        registry.add_ids([(TEXT, engine.renderer.chunk_ids(Chunk(TEXT).text))], tokenizer, stored_for[1])
+    found = find_unmatched_texts(engine, Prompt(question=sent))
+    assert [each.document for each in found] == ([] if reason is None else ["contracts/lease"])
+    assert all(each.reason.startswith(reason or "") and each.share == 1.0 for each in found)
