@@ -159,7 +159,7 @@ def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions,
     monkeypatch.setenv("RAGBLEND_SHADOW", "1.0")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(item["question"] for item in questions[:2]) + "\n\n"))
     code, _, err = run("chat", *common)
-    assert (code, "beside 2 of 2 answers: first token the same in" in err.splitlines()[-1]) == (0, True)
+    assert (code, "also ran for 2 of 2 answers: first token the same in" in err.splitlines()[-1]) == (0, True)
 
 
 def test_precompute_fills_the_store_for_another_dtype(run, monkeypatch):

@@ -151,8 +151,8 @@ PICTURE = {"url": "http://localhost/x.png"}
 @pytest.mark.parametrize(
     ("block", "kind", "instead"),
     [
-        ({"type": "image_url", "image_url": PICTURE}, "image_url", "describe it"),
-        ({"type": "image", **PICTURE}, "image", "describe it"),
+        ({"type": "image_url", "image_url": PICTURE}, "image_url", "send a description"),
+        ({"type": "image", **PICTURE}, "image", "send a description"),
         ({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}, "audio", "transcript"),
         ({"type": "video", **PICTURE}, "video", "description"),
         ({"type": "file", **PICTURE}, "file", "its text"),
@@ -170,11 +170,11 @@ def test_langchain_content_that_is_no_text_is_an_error_with_a_replacement(
 @pytest.mark.parametrize(
     ("block", "instead"),
     [
-        (ImageBlock(**PICTURE), "describe it"),
+        (ImageBlock(**PICTURE), "send a description"),
         (AudioBlock(**PICTURE), "transcript"),
         (VideoBlock(**PICTURE), "description"),
         (DocumentBlock(**PICTURE), "its text"),
-        (CitableBlock(title="a", source="a", content=[ImageBlock(**PICTURE)]), "describe it"),
+        (CitableBlock(title="a", source="a", content=[ImageBlock(**PICTURE)]), "send a description"),
     ],
 )
 def test_llamaindex_content_that_is_no_text_is_an_error_with_a_replacement(
