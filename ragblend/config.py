@@ -111,7 +111,7 @@ class Settings(TierOptions):
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
     system: str | None = option(None, "System text before all chunks. Default: the store's.")
-    namespace: str = option("", "Tenant whose KV is used; no tenant reads another's.")
+    namespace: str = option("", "Tenant whose KV is used; no tenant reads another's. Give each a store.")
     trust_remote_code: bool = copy_option(ModelOptions, "trust_remote_code")
     shadow: float = option(
         0.0,

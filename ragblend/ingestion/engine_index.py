@@ -25,8 +25,8 @@ def open_engine_index(
 ) -> ChunkIndex:
     """Return the index at `path`, created for `engine`'s tokenizer if there is none, unless `create` is False.
 
-    `embedder` and `chunk_size` are for a new index. Raises StoreMismatchError for another embedder than the index's, or
-    if its chunks were cut by another tokenizer.
+    `embedder` and `chunk_size` are for a new index. Raises StoreMismatchError for another embedder than the index's, if
+    its chunks were cut by another tokenizer, or if its documents were ingested for another namespace.
     """
     index = open_index(
         path,
@@ -44,6 +44,13 @@ def open_engine_index(
             f"tokenizer differs. Use `model={made_for.tokenizer!r}`, or ingest again: ragblend ingest DOCS --store "
             f"NEW_PATH --model {engine.name}"
         )
+    namespace = index.read_metadata().get("namespace", engine.namespace)
+    if namespace != engine.namespace and index.num_documents:
+        index.close()
+        raise StoreMismatchError(
+            f"the documents of {path} were ingested for namespace {namespace!r}, but the namespace is "
+            f"{engine.namespace!r}. Set RAGBLEND_NAMESPACE={namespace!r}, or give each namespace a `store`"
+        )
     return index
 
 
@@ -52,6 +59,8 @@ def resolve_chunker(
 ) -> ChunkerConfig:
     """Return the configuration by which documents are cut, and store it in the index. Notify of a change."""
     made = index.manifest
+    if not made.num_documents:
+        index.write_metadata(namespace=engine.namespace)
     size = validate_chunk_size(engine, chunk_size or made.chunk_size or DEFAULT_CHUNK_TOKENS)
     name = get_splitter_version(splitter) if splitter is not None else ""
     if (size, name) != (made.chunk_size, made.splitter):

@@ -514,6 +514,19 @@ def test_gc_of_orphans_lists_what_it_deletes(docs, run):
     assert facts["texts"] == ["Alice Kern works for Nexon."]
 
 
+def test_the_documents_of_a_store_belong_to_one_namespace(docs, run, monkeypatch):
+    run("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--namespace", "acme", *PLACE)
+    for arguments in (("ingest", "docs", "--namespace", "globex"), ("remove", "docs"), ("ask", "Who?")):
+        code, _, err = run(*arguments, *PLACE)
+        assert code != 0
+        assert "ingested for namespace 'acme', but the namespace is" in err
+        assert "RAGBLEND_NAMESPACE='acme'" in err
+    monkeypatch.setenv("RAGBLEND_NAMESPACE", "acme")
+    assert run.facts("stats", *PLACE)["num_stored_chunks"] > 0
+    assert run("remove", "docs", *PLACE)[0] == 0
+    assert run.facts("stats", *PLACE)["num_stored_chunks"] == 0
+
+
 def test_another_chunk_size_is_reported(docs, run):
     run("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--chunk-size", "64", *PLACE)
     code, _, err = run("ingest", "docs", *PLACE)

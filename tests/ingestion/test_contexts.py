@@ -171,8 +171,9 @@ def test_a_namespace_is_not_computed_behind_another_ones_chunks(docs, opened, tm
         for name in names:
             (docs / f"{name}.txt").rename(folder / f"{name}.txt")
     options = {"chunk_size": 32, "embedder": "hashing", "context": "similar"}
-    for folder, namespace in ((theirs, "them"), (ours, "us")):  # one index, two tenants
-        ingest(folder, opened(namespace=namespace), tmp_path / "kv", **options)
+    with open_engine_index(tmp_path / "kv", opened(namespace="them"), "hashing") as index:  # one index, two tenants
+        for folder, namespace in ((theirs, "them"), (ours, "us")):
+            ingest(folder, opened(namespace=namespace), index, **options)
     engine = opened(namespace="us")
     behind = [
         texts_behind(engine, header) for header in DiskStore(tmp_path / "kv").headers() if header.namespace == "us"
