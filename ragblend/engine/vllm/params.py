@@ -159,9 +159,16 @@ def cache_salt_of(namespace: str) -> str:
     return f"ragblend-{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"
 
 
+_OF_THE_CLIENT = frozenset({"ttft_s", "decode_s", "prompt_tokens", "completion_tokens"})
+
+
 def report_to_json(report: BlendReport) -> dict[str, Any]:
-    """The value of `kv_transfer_params["ragblend"]` in a response, plain JSON values."""
-    return {"version": PARAMS_VERSION, **report.as_dict()}
+    """Return the value of `kv_transfer_params["ragblend"]` in a response: plain JSON values.
+
+    What the connector does not measure is left out: OpenAI's `usage` has the token counts, and the client the times.
+    """
+    facts = {name: value for name, value in report.as_dict().items() if name not in _OF_THE_CLIENT}
+    return {"version": PARAMS_VERSION, **facts}
 
 
 def report_from(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | None:
