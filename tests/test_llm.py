@@ -36,10 +36,12 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableLambda
 
 from ragblend import Chunk, Prompt
+from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.engines import share_engine
 from ragblend.frameworks.strict import ChunkNotReusedError
@@ -755,3 +757,41 @@ def test_import_without_the_framework_names_the_extra(framework: str, module: st
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert f"pip install 'ragblend[{extra}]'" in shown
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_a_calibrated_ratio_is_named_auto(
+    kind: type[ChatBlend | BlendLLM],
+    tiny_engine: Callable[..., TransformersEngine],
+    chat_renderer: Renderer,
+    tmp_path: Path,
+) -> None:
+    engine = tiny_engine(store=DiskStore(tmp_path, fsync=False), renderer=chat_renderer)
+    precompute_documents([A, B], engine)
+    llm: Any = kind(engine=engine, max_tokens=1, recompute_ratio="auto")
+
+    def report(**call: Any) -> dict[str, Any]:
+        (made,), *_ = llm.generate_prompt([ChatPromptValue(messages=[HumanMessage(CONTEXT)])], **call).generations
+        facts = made.message.response_metadata if kind is ChatBlend else made.generation_info
+        return dict(facts["ragblend"])
+
+    assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (DEFAULT_RATIO, None)
+    prefix_ids = engine.match(Prompt(question=CONTEXT)).prefix_ids
+    points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
+    fit = RuleFit("cacheblend", 1, 0.4, True, points)
+    facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, 0.9, 60, "k 2")
+    save_calibration(DiskStore(tmp_path, fsync=False), Calibration(*facts, (fit,)))
+    assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (0.4, 0.9)
+    assert report(recompute_ratio=0.2)["recompute_ratio"] == 0.2
+    with pytest.raises(UsageError, match="'auto'"):
+        report(recompute_ratio="most")
+
+
+def test_the_answer_cache_saves_the_second_call() -> None:
+    for kind in (ChatBlend, BlendLLM):
+        llm, engine = scripted(kind, permits=99, cache=InMemoryCache())
+        first, second = llm.invoke("Q"), llm.invoke("Q")
+        assert getattr(first, "content", first) == getattr(second, "content", second)
+        assert len(engine.prompts) == 1
+        kind(engine=engine, cache=llm.cache, recompute_ratio=0.5).invoke("Q")
+        assert len(engine.prompts) == 2
