@@ -24,7 +24,7 @@ from ragblend.catalog.schema import (
     CHECKED_TABLES,
     ENTRY_CHUNKS,
     TEXTS,
-    checked_columns,
+    checksummed_columns,
     is_intact,
     text_key,
 )
@@ -94,8 +94,9 @@ class Catalog:
                 self._connection = None
 
     def version(self) -> tuple[int, int]:
-        """Return a value that changes with every change that another process or object makes, and with each of this
-        one's to token ids."""
+        """Return a value that changes with every change by another process or object, and when this object changes
+        token ids.
+        """
         with self._locked() as connection:
             return self._dialect.version(connection), self._num_changes
 
@@ -201,7 +202,7 @@ class Catalog:
                     found["texts"].append((number,))
             for what, table in CHECKED_TABLES.items():
                 identity = list(table.primary_key.columns)
-                query = select(*identity, *checked_columns(table))
+                query = select(*identity, *checksummed_columns(table))
                 rows = connection.execute(query, execution_options=_STREAMED)
                 found[what] = [tuple(row[: len(identity)]) for row in rows if not is_intact(row[len(identity) :])]
         return found

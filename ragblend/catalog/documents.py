@@ -36,7 +36,7 @@ from ragblend.catalog.schema import (
     ORPHANED_TEXTS,
     PENDING_DELETIONS,
     batches,
-    checked_columns,
+    checksummed_columns,
     existing,
     is_among,
     is_intact,
@@ -47,7 +47,7 @@ from ragblend.errors import NotFoundError
 from ragblend.prompt.types import Chunk
 
 _CHUNK_ID = re.compile("[0-9a-f]{16}")
-_CHUNK_ROWS = select(*checked_columns(CHUNKS), DOCUMENTS.c.source).join(
+_CHUNK_ROWS = select(*checksummed_columns(CHUNKS), DOCUMENTS.c.source).join(
     DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document
 )
 _OF_SOURCE = _CHUNK_ROWS.where(DOCUMENTS.c.source == bindparam("source")).order_by(CHUNKS.c.ordinal)
@@ -210,7 +210,9 @@ class IndexedDocuments:
                     self._delete_document(connection, number)
                 for table, column in ((DOCUMENTS, "content_hash"), (FILES, "version")):
                     rows = connection.execute(select(table)).all()
-                    intact = [row for row in rows if is_intact([row._mapping[c.name] for c in checked_columns(table)])]
+                    intact = [
+                        row for row in rows if is_intact([row._mapping[c.name] for c in checksummed_columns(table)])
+                    ]
                     _update(connection, table, intact, **{column: ""})
                 self._advance()
         self.registry.remove_damaged_rows()
@@ -249,7 +251,7 @@ class IndexedDocuments:
         """Whether an entry is still recorded, and no chunk has its text again."""
         with self.read_transaction():
             rows = self._rows(
-                select(*checked_columns(PENDING_DELETIONS)).where(*_OF_ENTRY), b_key=entry.key, b_place=entry.place
+                select(*checksummed_columns(PENDING_DELETIONS)).where(*_OF_ENTRY), b_key=entry.key, b_place=entry.place
             )
             return any(tuple(row[:4]) == entry for row in rows) and not self._rows(_HAS_TEXT, text_key=entry.text_key)
 
@@ -325,8 +327,10 @@ class IndexedDocuments:
     # --- inside ---
 
     def _select_checked(self, table: Table) -> Sequence[Row[Any]]:
-        """The rows of a table: `checked_columns`, and its key. Raises CorruptError when one is not what was written."""
-        checked, key = checked_columns(table), list(table.primary_key.columns)
+        """The rows of a table: `checksummed_columns`, and its key. Raises CorruptError when one is not what was
+        written.
+        """
+        checked, key = checksummed_columns(table), list(table.primary_key.columns)
         others = [column for column in key if column.name not in table.info["checked"]]
         rows = self._rows(select(*checked, *others).order_by(*key))
         if not all(is_intact(row[: len(checked)]) for row in rows):
@@ -334,7 +338,7 @@ class IndexedDocuments:
         return rows
 
     def _fact(self, name: str) -> str:
-        rows = self._rows(select(*checked_columns(INDEX_FACTS)).where(INDEX_FACTS.c.name == bindparam("b")), b=name)
+        rows = self._rows(select(*checksummed_columns(INDEX_FACTS)).where(INDEX_FACTS.c.name == bindparam("b")), b=name)
         value = next((str(row.value) for row in rows if is_intact(row)), "")
         if not value or (name == "generation" and not value.isdecimal()):
             raise self.registry.damage_error(f"the index's {name} are not what was written")

@@ -37,7 +37,7 @@ from ragblend.catalog.schema import (
     VERSIONS,
     DocumentName,
     batches,
-    checked_columns,
+    checksummed_columns,
     existing,
     is_among,
     is_intact,
@@ -64,12 +64,12 @@ def _of(table: Table, *names: str) -> list[Any]:
 
 def _checked(table: Table, *where: Any) -> Select[Any]:
     """Return a query for the checked columns of rows; see `is_intact`."""
-    return select(*checked_columns(table)).where(*where)
+    return select(*checksummed_columns(table)).where(*where)
 
 
 _OWNED_IDS = (TOKEN_IDS.c.tokenizer == bindparam("tokenizer"), TOKEN_IDS.c.namespace == bindparam("namespace"))
 _IDS_AFTER = (
-    select(TOKEN_IDS.c.number, *checked_columns(TOKEN_IDS))
+    select(TOKEN_IDS.c.number, *checksummed_columns(TOKEN_IDS))
     .where(TOKEN_IDS.c.number > bindparam("number"), *_OWNED_IDS)
     .order_by(TOKEN_IDS.c.number)
 )
@@ -111,7 +111,7 @@ _OWNERS_OF = select(*_OWNER_COLUMNS).where(*_of(DOCUMENT_TEXTS, "key")).order_by
 _VERSION = _checked(VERSIONS, *_of(VERSIONS, *DocumentName._fields))
 _CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(*_of(ENTRY_CHUNKS, "entry"))
 _ENTRIES_OF = _checked(ENTRY_CHUNKS, *_of(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(ENTRY_CHUNKS.c.entry)
-_VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checked_columns(VARIANTS))
+_VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checksummed_columns(VARIANTS))
 _VARIANTS = (
     select(*_VARIANT_COLUMNS)
     .join(TEXTS, TEXTS.c.key == VARIANTS.c.key)
@@ -172,9 +172,9 @@ class ChunkRegistry(Catalog):
         query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
         return {DocumentName(*row[:-1]): row[-1] for row in self._rows(query)}
 
-    def count_collections(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of documents and chunks by collection, of all but indexes: what documents have that came
-        with an id, or the texts that came without one. The collection of a namespace has that in parentheses.
+    def count_by_collection(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of documents and chunks by collection, without indexes. Texts that were added without an
+        id are counted as such. A collection in a namespace has the namespace in parentheses after its name.
         """
         counts: dict[str, dict[str, int]] = {}
         for document, num_chunks in self.documents().items():
@@ -405,7 +405,7 @@ class ChunkRegistry(Catalog):
     # --- which chunks an entry holds or was computed after ---
 
     def record_entry(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Record that the entry of this key holds, or was computed after, the chunks of these token ids."""
+        """Record that the KV entry of this key holds the chunks of these token ids, or was computed after them."""
         self._record_entry(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
     def _record_entry(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
@@ -545,8 +545,8 @@ def catalog_of(store: Any) -> str | Path | None:
 
 
 def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new_model: bool) -> None:
-    """Record a model in a catalogue that several stores have; what a store in a folder holds, its folder says. See
-    `ChunkRegistry.add_model`.
+    """Record a model in a catalogue that several stores share. The models of a store in a folder are recorded in that
+    folder. See `ChunkRegistry.add_model`.
     """
     if not isinstance(place, Path):
         with ChunkRegistry(place) as registry:

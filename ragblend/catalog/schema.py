@@ -75,7 +75,7 @@ class EscapedText(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: object) -> str | None:
-        """Return the text as it is written."""
+        """Return the text escaped for the database, which stores no NUL character."""
         return value if value is None else value.replace("\x1a", "\x1a1").replace("\x00", "\x1a0")
 
     def process_result_value(self, value: str | None, dialect: object) -> str | None:
@@ -268,13 +268,13 @@ CHECKED_TABLES = {
 """The tables with checksums, by what messages call their rows."""
 
 
-def checked_columns(table: Table) -> list[Column[Any]]:
-    """Return the columns of a table that its checksum is of, and the checksum itself."""
+def checksummed_columns(table: Table) -> list[Column[Any]]:
+    """Return the columns that a row's checksum covers, and the checksum column."""
     return [table.c[name] for name in (*table.info["checked"], "checksum")]
 
 
 def is_intact(row: Sequence[Any]) -> bool:
-    """Return True if the values of `checked_columns` are those that were written."""
+    """Return True if the values of `checksummed_columns` are those that were written."""
     return bool(row[-1] == row_checksum(*row[:-1]))
 
 

@@ -28,8 +28,8 @@ _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata,
 
 
 class SentDocument(NamedTuple):
-    """A document as it was sent. `body`: its `text`, or its `chunks`, and what is to be known to cut and compare them;
-    with `adds`, the chunks come to those that its version has already.
+    """A document as it was sent. `body` has its `text` or its `chunks`, and the settings by which they are cut and
+    compared; with `adds`, the chunks are appended to those of the same version.
     """
 
     collection: str

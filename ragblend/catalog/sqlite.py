@@ -36,11 +36,13 @@ class SqliteDialect(Dialect):
         self._errors = _NamedErrors(path or Path(), self.fix_hint())
 
     def connect(self) -> Connection:
-        """Open the file, which is created if missing. What files of earlier versions have is read into a new one."""
+        """Open the file, which is created if missing. The contents of files of earlier versions are copied into a new
+        file.
+        """
         return _open(self.path, self.fix_hint())
 
     def release(self, connection: Connection) -> None:
-        """Leave the file open for the next call."""
+        """Do nothing: the file stays open for the next call."""
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
         """Begin a transaction."""
@@ -56,7 +58,9 @@ class SqliteDialect(Dialect):
         return [f"{self.path}: {line}" for line in lines if line != "ok"]
 
     def truncate_log(self, connection: Connection) -> None:
-        """Empty the write-ahead log, where deleted rows remain until other processes have stopped reading."""
+        """Empty the write-ahead log, which contains deleted rows. While another process reads, the log stays; a later
+        call empties it.
+        """
         truncate_log(_sqlite(connection))
 
     def named_errors(self) -> AbstractContextManager[None]:

@@ -22,8 +22,9 @@ _TRAILER = struct.Struct("<16sq32s")  # the index's id, the generation, and the 
 
 
 class FaissVectors:
-    """Unit vectors [dim] by row id, derived from the catalogue, as of its `generation`: what is missing or stale is
-    made again by `sync`."""
+    """A FAISS index of the catalogue's unit vectors [dim] by row id, at one `generation` of the catalogue. `sync` adds
+    or rebuilds what is missing or stale.
+    """
 
     def __init__(self, dim: int, generation: int = -1) -> None:
         self.generation = generation  # -1: before the first change

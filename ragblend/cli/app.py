@@ -18,14 +18,14 @@ import typer
 from ragblend.cli.ask import ask, chat, search
 from ragblend.cli.documents import ingest, precompute, remove
 from ragblend.cli.groups import HELP_WIDTH, SectionedHelpGroup, epilog, set_help_layout
-from ragblend.cli.interrupt import EXIT_INTERRUPTED, announce_interrupt
+from ragblend.cli.interrupt import EXIT_INTERRUPTED, handle_interrupt
 from ragblend.cli.lab.analyze import analyze
 from ragblend.cli.lab.bench import bench_app
 from ragblend.cli.lab.calibrate import calibrate
 from ragblend.cli.lab.explain import explain
 from ragblend.cli.lab.plan import plan, profile
 from ragblend.cli.lab.ui import ui
-from ragblend.cli.options import JsonOption, explain_missing_flag, with_settings
+from ragblend.cli.options import JsonOption, how_to_set_without_flag, with_settings
 from ragblend.cli.printing import (
     FlagFormatter,
     escape_unprintable,
@@ -101,7 +101,7 @@ def serve(
 
     unflagged = serve.unflagged  # type: ignore[attr-defined]  # vLLM would reject these flags without a reason
     for argument in given.args:
-        if hint := explain_missing_flag(argument, unflagged):
+        if hint := how_to_set_without_flag(argument, unflagged):
             raise UsageError(f"ragblend serve has no {argument.partition('=')[0]}; {hint}")
     keys_file = None if keys is None else user_path(keys, "--api-keys-file")
     options = ServeOptions(settings, host, port, api_key, keys_file)
@@ -169,7 +169,7 @@ def main() -> None:
     """Run a command. An error is printed as one line; the exit code is the error's."""
     escape_unprintable()
     try:
-        with announce_interrupt(sys.argv[1:]):
+        with handle_interrupt(sys.argv[1:]):
             app()
     except RagblendError as error:
         print_error(error)

@@ -124,7 +124,7 @@ def _open_index(document: str, settings: Settings, engine: Engine) -> ChunkIndex
         return open_settings_index(settings, engine)
     except NotFoundError:
         with closing(read_registry(engine.store)) as registry:
-            collections = registry.count_collections()
+            collections = registry.count_by_collection()
         if not collections:
             raise
         place = f"{settings.store} has no document {document!r}, only those of {', '.join(collections)}"

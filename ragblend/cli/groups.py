@@ -8,7 +8,7 @@ from typing import Any
 from typer import BadParameter, Typer
 from typer.core import TyperCommand, TyperGroup
 
-from ragblend.cli.options import explain_missing_flag
+from ragblend.cli.options import how_to_set_without_flag
 
 _ParserError: type[Any] = BadParameter.__bases__[0]  # typer's UsageError, which it does not export
 
@@ -110,7 +110,7 @@ class SectionedHelpGroup(TyperGroup):
         except _ParserError as error:
             command = getattr(error.ctx, "command", None)
             unflagged = getattr(getattr(command, "callback", None), "unflagged", ())
-            if hint := explain_missing_flag(getattr(error, "option_name", ""), unflagged):
+            if hint := how_to_set_without_flag(getattr(error, "option_name", ""), unflagged):
                 error.message = f"No such option: {error.option_name}; {hint}"
                 error.possibilities = None
             raise

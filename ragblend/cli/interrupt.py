@@ -52,9 +52,10 @@ def interrupt_message(arguments: Sequence[str]) -> str:
 
 
 @contextmanager
-def announce_interrupt(arguments: Sequence[str]) -> Iterator[None]:
-    """Handle Ctrl-C while a command runs: print the line, raise KeyboardInterrupt, and end the process with exit code
-    130 after `STOP_S` seconds or at a second Ctrl-C, if it is still running."""
+def handle_interrupt(arguments: Sequence[str]) -> Iterator[None]:
+    """On Ctrl-C while a command runs, print how to continue it and raise KeyboardInterrupt. End the process with exit
+    code 130 after `STOP_S` seconds or at a second Ctrl-C, if it is still running.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _command_name(arguments) in _STOPPED_BY_CTRL_C:
         yield

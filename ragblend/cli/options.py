@@ -74,8 +74,10 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
     return decorate
 
 
-def explain_missing_flag(argument: str, unflagged: Sequence[str]) -> str:
-    """Return how to set `argument`, a flag that a command lacks; "" if it is none of its `unflagged` settings."""
+def how_to_set_without_flag(argument: str, unflagged: Sequence[str]) -> str:
+    """Return how to set a setting for which the command has no flag; "" if `argument` names none of its `unflagged`
+    settings.
+    """
     name = {flag_name(each): each for each in unflagged if flag_name(each)}.get(argument.partition("=")[0])
     return f"set RAGBLEND_{name.upper()}=..., or {name} in ragblend.toml" if name else ""
 

@@ -88,7 +88,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     nbytes = sum(entry.nbytes for entry in entries)
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
     with read_registry(disk) as registry:
-        collections = registry.count_collections()
+        collections = registry.count_by_collection()
     manifest, sources, num_chunks = None, list[str](), 0
     try:
         with open_index(settings.store) as opened:

@@ -345,7 +345,7 @@ def load_embedder(name: str | Path) -> Embedder:
     """Return the embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
 
     Raises NotFoundError now ('minilm' without its package) or at the first text (a missing model), and UsageError for
-    the name of a LangChain embedding, whose settings only its program has.
+    the name of a LangChain embedding, which can only be passed as an object: its name does not contain its settings.
     """
     if str(name) == "minilm":
         return MiniLMEmbedder()

@@ -23,7 +23,8 @@ class ChunkReport:
     """One chunk of the prompt. `prefix_match` is None for a miss; `exact`: its KV equals that of full prefill.
 
     `kv_dtype` is the stored dtype of its KV, "int8", "fp8" or the dtype it was computed in; None if no stored KV was
-    used. A chunk in eight bits is not exact even after its own prefix, but below ratio 1 it is not recomputed there.
+    used. A chunk stored in eight bits is never `exact`; after its own prefix it is reused without recomputing, unless
+    the ratio is 1.
     """
 
     source: str

@@ -28,7 +28,7 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
             "Free space, choose another `store`, a half-precision `dtype`, or fewer documents; `precompute=False` only "
             "indexes"
         )
-    held = disk.recent_nbytes()
+    held = disk.last_known_nbytes()
     limit, available = disk.limit_bytes(held), f"{format_bytes(free)} free"
     if limit is None or nbytes <= limit - held:
         return available

@@ -26,7 +26,9 @@ class SimilarChunkFinder(Protocol):
     """Finds the chunks that are like a chunk. A ChunkIndex is one."""
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
-        """The `count` nearest texts that `may_stand` accepts, the nearest first; not `text` itself, none twice."""
+        """Return up to `count` texts nearest to `text` for which `is_allowed` returns True, nearest first, without
+        `text` itself and without duplicates.
+        """
 
     def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
         """Of those `texts` that are there, by `text_key` of the stripped text."""

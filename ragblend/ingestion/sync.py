@@ -78,12 +78,12 @@ def sync_index(
     keep_missing: bool = False,
     reader: FileReader = DEFAULT_READER,
 ) -> SyncResult:
-    """Bring the documents of `scan` into the index, and out of it those that are no longer there.
+    """Add the documents of `scan` to the index, and remove those that are no longer there.
 
-    Out go only documents that came from the files and folders of `scan`: of files that are gone, are no documents any
-    more or are left out by their folder now, and records that have left their file. What `scan`'s pattern leaves out
-    stays, and so does what could not be read this time. `keep_missing` takes nothing out. `reader` reads the files;
-    read in another way, they are read again. `workers` embed, while the next files are read.
+    Only documents that came from the files and folders of `scan` are removed: their file or record is gone, is no
+    document any more, or is excluded by its folder now. Documents that the pattern of `scan` leaves out stay, and so do
+    those that could not be read this time. With `keep_missing`, nothing is removed. `reader` reads the files; files
+    that another reader read before are read again. `workers` embed while the next files are read.
     """
     run = _SyncPass(index, scan, chunker, on_progress, workers, keep_missing, reader)
     for path in scan.files:

@@ -62,10 +62,10 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server to start: its command, and `environment`, which it adds because it holds secrets that commands would
-    expose.
+    """A server to start. `environment` has the secrets, which the command line would show to other users.
 
-    The store must hold `prefix_ids` before the start if the command only names them; () if the command contains them.
+    `prefix_ids`: ids that the store must hold before the start, because the command only names them; () if the command
+    contains them.
     """
 
     command: tuple[str, ...]

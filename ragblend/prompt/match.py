@@ -117,9 +117,8 @@ class MatchedPrompt:
 
     @property
     def chunks(self) -> list[list[int]]:
-        """Return, for each chunk in the order of the prompt, the indices in `runs` of its runs.
-
-        A run belongs to the chunk of the run before it if it is a later part of the same ids.
+        """Return for each chunk the indices of its runs, in prompt order. A run that continues the chunk of the run
+        before it belongs to the same chunk.
         """
         found: list[list[int]] = []
         for index, run in enumerate(self.runs):

@@ -283,7 +283,7 @@ def anchor_offsets(chunk_length: int) -> range:
     """Return the offsets of the anchors of a chunk of `chunk_length` tokens, all below 2**16.
 
     A chunk of fewer than MIN_RUN tokens has an anchor at every offset, so that it is found without its edges. A chunk
-    too short for two anchors has one every WINDOW ids, because its first word may be other tokens in a prompt.
+    too short for two anchors has one every WINDOW ids, so that one is found if its first tokens differ in the prompt.
     """
     end = min(chunk_length - WINDOW + 1, 1 << 16)
     if chunk_length < MIN_RUN:

@@ -238,8 +238,8 @@ def count_reused_tokens(engine_client: Any) -> None:
 def report_in_streams(serving: Any, name: str, place: int) -> None:
     """Make the streams of `serving`, one of vLLM's handlers, end with an event that has `kv_transfer_params`.
 
-    `name` is its method that makes the events of a stream, of the request, of vLLM's results as the argument at `place`
-    behind that, and of the request's id behind those.
+    `name`: the handler's method that turns results into the events of a stream. Its first argument is the request; of
+    the others, the one at `place` is the iterator of vLLM's results, and the next one is the request's id.
     """
     original = getattr(serving, name)
 

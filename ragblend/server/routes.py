@@ -48,7 +48,9 @@ class _BodyTooLargeError(Exception):
 
 
 def responder(describe: Callable[[BaseException], str]) -> Respond:
-    """Return what answers requests; `describe` words an error for clients."""
+    """Return a function that runs the work of a request and turns errors into responses; `describe` words an error for
+    clients.
+    """
 
     async def respond(answer: Callable[[], dict[str, Any]], status: int = 200) -> Response:
         try:

@@ -58,10 +58,11 @@ def fuse(
 
     Fresh tokens (question, everything without stored KV) run through every layer. Of the tokens with stored KV, all
     candidates run up to the first check layer. There the rule keeps the check's share of them, and only those run
-    through the later layers; each later check keeps fewer. A rule with a query probe first runs the fresh tokens over
-    stale KV, up to its last probe layer, and selects before layer 0. In each layer, computed rows replace stored ones,
-    and each computed token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift
-    correction (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
+    through the later layers; each later check keeps fewer. A rule with a query probe first runs the fresh tokens
+    through the layers up to its last probe layer, over the stored KV, and selects tokens before this pass begins. In
+    each layer, computed rows replace stored ones, and each computed token attends to all tokens at or before its
+    position, so ratio 1.0 is full prefill. With drift correction (`drift_gain`), the estimated change of kept
+    candidates is added to their KV before attention.
 
     If `ends_s` is a list, the end of each layer is appended to it, in `perf_counter` seconds.
     """

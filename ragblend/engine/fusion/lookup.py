@@ -41,7 +41,7 @@ class IngestionContext(NamedTuple):
         return tuple(map(len, self.parts))
 
     def validate(self) -> None:
-        """Raise UsageError for a similar variant without the chunks to prefill it after."""
+        """Raise UsageError for a similar variant that names no chunks to be prefilled after."""
         if self.policy == "similar" and not self.parts:
             raise UsageError(
                 "context is 'similar' without context_texts, the chunks after which the KV is computed; precompute the "

@@ -147,7 +147,7 @@ class FuseResult:
     select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
     def add_fixed_cost(self, num_rows: float, plan: FusePlan) -> None:
-        """Add rows that the caller ran at layer 0, a cost that does not grow with the model's depth."""
+        """Add `num_rows` that the caller ran through layer 0 only, a cost that does not grow with the model's depth."""
         self.rows_per_layer[0] += num_rows
         if plan.checks[0].layer == 0:
             self.fixed_cost += num_rows

@@ -232,7 +232,7 @@ class DiskStore(StoreMetadata, KVStore):
         """Return the bytes of all entries' files on disk, damaged ones included."""
         return self._room.held_bytes()
 
-    def recent_nbytes(self) -> int:
+    def last_known_nbytes(self) -> int:
         """Return `nbytes` without what other processes wrote in the last second."""
         return self._room.held_bytes(RESCAN_INTERVAL_S)
 

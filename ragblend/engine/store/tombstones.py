@@ -55,8 +55,8 @@ class Tombstone(NamedTuple):
 class AppliedTombstones(NamedTuple):
     """The deletions of one poll: keys that were deleted from this disk, and namespaces.
 
-    `recent_keys`: keys of tombstones published while this process was running, which may have sent the entries to the
-    remote tier after the deletion.
+    `recent_keys`: keys of tombstones published while this process was running. The process may have sent these entries
+    to the remote tier after the deletion.
     """
 
     keys: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ from ragblend.engine.transformers.families import (
     rope_parameters,
     text_decoder,
 )
-from ragblend.engine.transformers.model_attention import PackedSpans, install_attention
+from ragblend.engine.transformers.model_attention import PackedSpans, wrap_attention
 from ragblend.errors import RagblendError
 
 # Cached rotations per kind of layers: of the rows that the loader places, and of those that run before and after the
@@ -127,7 +127,7 @@ class TransformersLayers:
     def __init__(self, model: Any) -> None:
         self._family = family_of(model)
         self._latent = self._family if isinstance(self._family, LatentAttention) else None
-        install_attention(model)
+        wrap_attention(model)
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)

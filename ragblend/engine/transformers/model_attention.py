@@ -135,7 +135,7 @@ def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     return attended
 
 
-def install_attention(model: Any) -> None:
+def wrap_attention(model: Any) -> None:
     """Make `model` use `_attention`, which calls the attention implementation that the model had before."""
     own = model.config._attn_implementation or "sdpa"
     if own.startswith(ATTENTION):  # another engine's: both do the same

@@ -452,7 +452,9 @@ class VllmClient(EngineBase):
         return body
 
     def on_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
-        """Do what follows a complete answer of a server that blends: warnings, named chunks, a shadow comparison."""
+        """After a complete answer of a server that blends, log warnings, send chunks that the prompt names and the
+        server lacks, and start a shadow comparison.
+        """
         report = answer.report
         if options.mode not in ("blend", "reuse") or report.refused_reason:
             return

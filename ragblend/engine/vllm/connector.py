@@ -136,7 +136,9 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self.scheduler.kv_cache_manager = kv_cache_manager
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The context's tokens, to be filled between steps; None: not known yet. After a preemption the same again."""
+        """Return the number of context tokens that the connector fills between vLLM's steps; None while it is not
+        known. After a preemption the number is the same.
+        """
         assert self.scheduler is not None
         return self.scheduler.num_matched_tokens(request, num_computed_tokens)
 

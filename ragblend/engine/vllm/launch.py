@@ -59,7 +59,7 @@ class Checkpoint(NamedTuple):
         return KVSpec.from_kv_shapes(self.dtype, [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers)
 
     def facts(self) -> dict[str, Any]:
-        """What a store notes of it."""
+        """Return the facts about the checkpoint that a store records."""
         return {"model": self.name, **self.shape.as_facts()}
 
 

@@ -141,7 +141,7 @@ class ReadAheadQueue:
         self._running.add(request_id)
 
     def on_request_done(self, request_id: str) -> None:
-        """Its context is filled, or it needs nothing any more."""
+        """Remove a request from the queue: its context is filled, or it was left to vLLM or aborted."""
         self._waiting.pop(request_id, None)
         self._read.pop(request_id, None)
         self._running.discard(request_id)

@@ -54,7 +54,9 @@ class IngestRun:
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
-    """A run of `ragblend ingest` over documents. In the second run every chunk is stored."""
+    """One of the two runs of `ragblend ingest` over the same documents. In the second one every chunk is already
+    stored.
+    """
 
     run: str  # first, second
     chunks: int

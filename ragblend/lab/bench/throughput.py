@@ -254,7 +254,7 @@ def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswe
 def capacities(
     runs: Sequence[ThroughputRun], idle_s: Mapping[ModeAndRule, float], bound_s: float
 ) -> tuple[ServingCapacity, ...]:
-    """Return the capacity of every case, with the ratio of the first blend's to it."""
+    """Return the capacity of each case, and the capacity of the first blend case divided by it."""
     rates = {
         case: highest_rate(
             [

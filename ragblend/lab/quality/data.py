@@ -67,7 +67,7 @@ def get_dataset_split(question: str) -> str:
 
 
 def load_cases(config: QualityConfig) -> list[QaCase]:
-    """Return the first `num_questions` cases of the part. Raises NotFoundError or CorruptError."""
+    """Return the first `num_questions` cases of the configured part of the data. Raises NotFoundError or CorruptError."""
     if config.data == "demo":
         return demo_cases(config)
     every = read_cases(find_data(config.data))
@@ -143,8 +143,8 @@ def _with_distractors(
 
 
 def demo_cases(config: QualityConfig) -> list[QaCase]:
-    """Return the sample corpus' questions over the paragraphs that answer them and others, kinds in turn: an
-    illustration.
+    """Return questions about the sample corpus, each with the paragraphs that answer it and others. The kinds of
+    questions alternate.
 
     Paragraphs are in pairs, of which the second continues the first; pairs stay together.
     """
