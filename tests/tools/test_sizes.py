@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "ragblend"
 MOST_LINES, MOST_FILES = 420, 14
 LONGER_FILES = {  # each entry needs a review
-    "catalog/registry.py": 530,
+    "catalog/registry.py": 580,
     "engine/store/chunk_file.py": 520,
     "engine/store/disk.py": 470,
     "engine/store/remote/tier.py": 490,
@@ -21,7 +21,7 @@ LONGER_FILES = {  # each entry needs a review
 LARGER_FOLDERS = {
     "corpus/readers": 33,  # one file per format
     "engine/store": 18,
-    "engine/vllm": 28,
+    "engine/vllm": 29,
 }
 
 

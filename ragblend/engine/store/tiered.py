@@ -264,8 +264,7 @@ class TieredStore(KVStore):
         self._count(num_puts=1)
 
     def replace(self, kv: ChunkKV) -> None:
-        """Put an entry with the same KV in another stored dtype. The remote entry is deleted first, or it would be
-        kept.
+        """Put an entry with the same KV in another stored dtype, after deleting the remote one, which would be kept.
 
         Raises BackendUnreachableError if a remote tier does not answer; nothing is changed then.
         """
