@@ -37,7 +37,7 @@ class RequestMetrics:
         self.counts.update(counts)
 
     def record_filled(self, report: BlendReport, *, observed: bool) -> None:
-        """Count a request whose context has been filled, with its report. If `observed`, also add it to the histograms."""
+        """Count a request whose context has been filled. If `observed`, also add it to the histograms."""
         self.add(
             refused_requests=bool(report.refused_reason),
             load_seconds=report.load_s,

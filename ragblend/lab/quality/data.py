@@ -67,7 +67,7 @@ def get_dataset_split(question: str) -> str:
 
 
 def load_cases(config: QualityConfig) -> list[QaCase]:
-    """Return the first `num_questions` cases of the configured part of the data. Raises NotFoundError or CorruptError."""
+    """Return the first `num_questions` cases of the configured part. Raises NotFoundError or CorruptError."""
     if config.data == "demo":
         return demo_cases(config)
     every = read_cases(find_data(config.data))
