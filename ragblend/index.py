@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import itertools
 import logging
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +114,7 @@ def open_index(
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name a folder for the index")
     missing = NotFoundError(f"no documents in {named}; add some: ragblend ingest DOCS --store {named}")
-    if not create and not any((folder / name).exists() for name in (CATALOG_FILE, FORMER_INDEX_FILE)):
+    if not create and not any(os.path.lexists(folder / name) for name in (CATALOG_FILE, FORMER_INDEX_FILE)):
         raise missing
     registry = ChunkRegistry(folder / CATALOG_FILE)
     documents = IndexedDocuments(registry)

@@ -117,7 +117,7 @@ WHOLE: dict[str, Callable[[], bytes]] = {
     "xhtml": lambda: b'<?xml version="1.0"?><html xmlns="%s">' % XHTML.encode() + html()[6:] + b"</body></html>",
     "pdf": pdf,
     "docx": docx,
-    "pptx": lambda: make_pptx({"s": shape(SENTENCES)}, ["s"]),
+    "pptx": lambda: make_pptx({"slide1": shape(SENTENCES)}, ["slide1"]),
     "xlsx": xlsx,
     "odt": lambda: opendocument("text"),
     "ods": lambda: opendocument("spreadsheet"),

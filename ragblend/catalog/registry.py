@@ -11,6 +11,7 @@ strings and ids, not KV, engines or frameworks.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -556,7 +557,7 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 def has_registry(store: Any) -> bool:
     """Return True if the catalogue of a KVStore was made, be it by an earlier version."""
     place = catalog_of(store)
-    return not isinstance(place, Path) or place.exists() or place.with_name(FORMER_REGISTRY_FILE).exists()
+    return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
 
 
 def read_registry(store: Any) -> ChunkRegistry:

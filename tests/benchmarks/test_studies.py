@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import quoted_questions, run_rules
 from ragblend.lab.quality.data import QaCase
-from ragblend.prompt import match
+from ragblend.prompt import token_index
 
 PASSAGES = (
     "The lighthouse on Gull Rock was built long ago. Its lamp is turned by clockwork. A boat comes each week.",
@@ -22,7 +22,7 @@ CASE = QaCase("Who repairs the lamp?", ("Tomas Veld",), PASSAGES)
 def test_a_variant_that_computes_more_places_less_and_one_that_computes_all_is_full_prefill(
     study: str, tiny_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(match, "MIN_RUN", match.WINDOW)
+    monkeypatch.setattr(token_index, "MIN_RUN", token_index.WINDOW)
     variants = run_rules.run_study(tiny_engine(), study, [CASE])
     shares = [each.placed_share for each in variants]
     assert shares == sorted(shares, reverse=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from harness import SIZES
+from served import make_known
 from tiny_models import FAMILIES, make_model
 from tiny_prompts import CHUNKS
 
@@ -50,6 +51,7 @@ def test_a_replica_with_an_empty_disk_finds_versions(
         ingest(tmp_path / "docs", ours, tmp_path / "index", chunk_size=64, embedder="hashing")
         ours.store.flush()
     with load_engine(model, tmp_path / "second", backend="vllm", vllm_options=SMALL, **options) as replica:
+        make_known(tmp_path / "second", replica.renderer, TEXTS)  # as a catalogue that both share would do
         report = replica.generate(Prompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
         assert [chunk.context for chunk in report.chunks] == ["none", "similar", "similar"]
         assert (replica.context, replica.store.read_context()) == ("similar", None)

@@ -193,7 +193,7 @@ def test_the_commands_at_the_top_ingest_through_the_balancer(deployment: Deploym
     commands = re.findall(r"^#   (.+)$", FILE.read_text(), re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["export", "docker", "ragblend"]
     script = replaced("\n".join([commands[0], commands[2]]), "http://localhost:8000", deployment.balancer.url)
-    script = replaced(replaced(script, "MODEL=Qwen/Qwen3-8B", "MODEL=demo"), "change-me", KEY)
+    script = replaced(replaced(script, "MODEL=Qwen/Qwen3-8B", "MODEL=demo"), "KEY=change-me", f"KEY={KEY}")
     bare = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")} | {"PATH": path()}
     done = subprocess.run(["bash", "-c", script], cwd=deployment.home, env=bare, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

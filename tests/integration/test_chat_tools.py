@@ -278,7 +278,7 @@ def test_a_tool_with_a_schema_that_cannot_be_followed_is_named_with_the_keyword(
         """Pick some."""
         return ""
 
-    with pytest.raises(UsageError, match=r'behind .*pick.*: Unimplemented keys: \["uniqueItems"\]\)'):
+    with pytest.raises(UsageError, match=r'after .*pick.*: Unimplemented keys: \["uniqueItems"\]\)'):
         chat.bind_tools([ring, pick], tool_choice="any").invoke("Hello!")
 
 

@@ -11,7 +11,7 @@ import typer
 
 from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import print_json, print_line, print_notice, source_facts, waiting_lines
-from ragblend.cli.session import open_engine, open_searched_index, open_settings_index, retrieve
+from ragblend.cli.session import open_engine, open_searched_index, retrieve
 from ragblend.config import Settings
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.output import check_output
@@ -102,10 +102,11 @@ def _retrieved_prompt(
 
 def _unmatched_texts(engine: TransformersEngine, prompt: Prompt, settings: Settings) -> list[UnmatchedText]:
     """Return the stored texts that are in the prompt in another form, with the names of their documents."""
+    from ragblend.index import open_index
     from ragblend.lab.prompt_file import find_unmatched_texts
 
     found = find_unmatched_texts(engine, prompt)
-    with suppress(NotFoundError), open_settings_index(settings, engine) as index:
+    with suppress(NotFoundError), open_index(settings.store) as index:  # also one of another namespace
         source_of = {chunk.text.strip(): chunk.source for chunk in index.chunks()} if found else {}
         found = [each._replace(document=each.document or source_of.get(each.text, "")) for each in found]
     return found

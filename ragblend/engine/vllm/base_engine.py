@@ -117,7 +117,7 @@ class VllmStream(AnswerStream):
             self._set_report(received, len(request.token_ids), ttft_s, first_s)
             if received is not None:  # else nothing tells a miss from a vLLM that does not blend
                 received.match_s += request.render_s
-                if received.mode == "prefix" and not received.chunks:  # the connector has looked for nothing
+                if received.mode == "prefix" and not received.num_prefix_tokens:  # vLLM prefilled it by itself
                     received.num_prefix_tokens = received.num_reused_tokens = num_cached
                     received.charged_budget = received.charged_budget_32 = 1 - num_cached / len(request.token_ids)
                 engine.on_answer(request, result)
