@@ -1,7 +1,7 @@
 """Which documents the servers of a fleet are working on, so that each is stored by one of them.
 
-A lease ends when it is not renewed: what a killed server was working on, another one takes over. By PostgreSQL's clock.
-Knows names; works on nothing.
+A lease ends when it is not renewed, by PostgreSQL's clock, so another server takes over the documents of a killed one.
+Depends on names only; the caller does the work.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Leases(Catalog):
             return {str(name) for name in connection.execute(_TAKE, values).scalars()}
 
     def release(self, names: Collection[str]) -> None:
-        """Let others have what this owner holds."""
+        """End leases of this owner."""
         with self._locked() as connection:
             connection.execute(_RELEASE, {"owner": self._owner, "names": sorted({*names})})
 
     def others(self) -> set[str]:
-        """Return what other owners hold."""
+        """Return the names that other owners have leased."""
         with self._locked() as connection:
             return {str(name) for name in connection.execute(_OTHERS, {"owner": self._owner}).scalars()}
