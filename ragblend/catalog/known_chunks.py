@@ -52,9 +52,12 @@ class KnownChunks:
         self._cached_document = lru_cache(_CACHED_CHUNKS)(lambda number: registry.document_with_ids(number, namespace))
         self._clear()
 
-    def add(self, chunks: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Add chunks by text and token ids; known ones stay as they are."""
-        self._registry.add_ids(chunks, *self._owner)
+    def add(self, texts: Iterable[str], find_ids: Callable[[str], Sequence[int]]) -> None:
+        """Add the chunks of these texts. `find_ids` returns the token ids of a text; it is called for unknown texts
+        only. A text without ids is not added.
+        """
+        new = self._registry.texts_without_ids(texts, *self._owner)
+        self._registry.add_ids(((text, ids) for text in new if (ids := find_ids(text))), *self._owner)
 
     def remove(self, text: str) -> None:
         """Remove the chunk of this text."""

@@ -14,7 +14,7 @@ import hashlib
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -305,21 +305,21 @@ class ChunkRegistry(Catalog):
         rows = {text_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
         owner = {"tokenizer": tokenizer, "namespace": namespace}
 
-        def missing() -> list[bytes]:
-            known = set[bytes]()
-            for some in batches(rows):
-                found = connection.execute(_IDS_OF_TEXTS, {**owner, "values": some})
-                known.update(row.key for row in found if is_intact(row))
-            return [key for key in rows if key not in known]
-
         with self._locked() as connection:
-            if missing():
+            if _keys_without_ids(connection, rows, owner):
                 with self._write():
-                    new = missing()
+                    new = _keys_without_ids(connection, rows, owner)
                     if new:
                         connection.execute(_DELETE_IDS, [{**owner, "b_key": key} for key in new])
                     _insert(connection, TOKEN_IDS, (with_checksum(TOKEN_IDS, **owner, key=k, ids=rows[k]) for k in new))
                     self._num_changes += 1
+
+    def texts_without_ids(self, texts: Iterable[str], tokenizer: str, namespace: str) -> list[str]:
+        """Return the texts for which no intact row has the token ids, for a tokenizer and a namespace."""
+        text_of = {text_key(text.strip()): text for text in texts if is_unicode(text)}
+        with self._locked() as connection:
+            keys = _keys_without_ids(connection, text_of, {"tokenizer": tokenizer, "namespace": namespace})
+        return [text_of[key] for key in keys]
 
     def remove_ids(self, text: str, tokenizer: str, namespace: str) -> None:
         """Delete the token ids of a text."""
@@ -572,3 +572,12 @@ def open_registry(store: Any) -> ChunkRegistry:
         return ChunkRegistry(place)
     with _IN_MEMORY_LOCK:
         return _IN_MEMORY.setdefault(store, ChunkRegistry())
+
+
+def _keys_without_ids(connection: Connection, keys: Collection[bytes], owner: Mapping[str, str]) -> list[bytes]:
+    """Return the keys of texts for which no intact row has the token ids. owner: the tokenizer and the namespace."""
+    known = set[bytes]()
+    for some in batches(keys):
+        found = connection.execute(_IDS_OF_TEXTS, {**owner, "values": some})
+        known.update(row.key for row in found if is_intact(row))
+    return [key for key in keys if key not in known]

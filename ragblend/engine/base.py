@@ -302,7 +302,7 @@ class LocalEngine(EngineBase):
         texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
         for text in texts:
             check_unicode(text, "a chunk")
-        self.known_chunks.add((text, ids) for text in texts if (ids := self.renderer.chunk_ids(text)))
+        self.known_chunks.add(texts, self.renderer.chunk_ids)
 
     @abstractmethod
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:

@@ -202,7 +202,7 @@ class _VllmSubject:
 
     def precompute(self, chunk: Ids) -> None:
         self._chunks.append(chunk)
-        self._engine.known_chunks.add([(f"chunk {len(self._chunks)}", chunk)])
+        self._engine.known_chunks.add([f"chunk {len(self._chunks)}"], lambda _: chunk)
         self._engine.precompute_ids(chunk)
 
     def _keys(self) -> list[str]:

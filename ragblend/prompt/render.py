@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ _HEAD, _TAIL = "ragblendhead", "ragblendtail"
 _PROBE = _HEAD + CHUNK_SEPARATOR + _TAIL  # two paragraphs: the demo model's template frames all but the last
 _WORD = "ragblendcontrol"  # placeholder of a control token in a content while the template renders it
 _CHARACTER_TOKENS = 4  # most tokens of one character: its bytes in UTF-8
-_CACHED_CHUNKS = 4096
+_CACHED_CHUNKS = 16_384  # texts, each with four bytes a token
 
 
 class Rendered(NamedTuple):
@@ -147,16 +148,16 @@ class Renderer:
         Tokens that also encode characters of the template or of the separator are left out. A space that the template
         writes before the text is part of it, because most tokenizers make one token of a space and a word.
         """
-        return self._cached_chunk_ids(text.strip())
+        return tuple(self._cached_chunk_ids(text.strip()))
 
-    def _find_chunk_ids(self, text: str) -> tuple[int, ...]:
+    def _find_chunk_ids(self, text: str) -> array[int]:
         if not text:
-            return ()
+            return array("I")
         rendered = self._render([{"role": "user", "content": text + CHUNK_SEPARATOR + _TAIL}])
         # The template may have changed whitespace, or written control tokens before the last paragraph.
         before_tail = rendered.text[: rendered.text.rindex(_TAIL)]
         end = self._closing.search(before_tail).start()  # type: ignore[union-attr]  # the pattern matches anywhere
-        return rendered.ids_within(len(self._before_content), end)
+        return array("I", rendered.ids_within(len(self._before_content), end))
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of `text` as a chunk."""

@@ -37,7 +37,7 @@ def chunks_found(known: KnownChunks, count: int) -> set[int]:
 
 
 def add(known: KnownChunks, numbers: Sequence[int]) -> None:
-    known.add((f"text {number}", ids_of(number)) for number in numbers)
+    known.add([f"text {number}" for number in numbers], lambda text: ids_of(int(text.split()[1])))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(kept_place:
     other.remove("text 0")
     assert chunks_found(one, 3) == chunks_found(other, 3) == {1, 2}
     assert ("text 0" in one, "text 2" in one) == (False, True)
-    one.add([("text 0", ids_of(3))])  # the text again, with the ids of another tokenization
+    one.add(["text 0"], lambda _: ids_of(3))  # the text again, with the ids of another tokenization
     assert chunks_found(other, 4) == {1, 2, 3}
 
 
@@ -99,7 +99,8 @@ def test_namespaces_and_tokenizers_are_apart(any_place: str | Path | None) -> No
     owners = [("t", ""), ("t", "a"), ("u", ""), ("u", "a")]
     known = [open_known_chunks(registry, *owner) for owner in owners]
     for number, each in enumerate(known):
-        each.add([("the same text", ids_of(number)), (f"text {number}", ids_of(number + 4))])
+        ids = {"the same text": ids_of(number), f"text {number}": ids_of(number + 4)}
+        each.add(ids, ids.__getitem__)
     for number, each in enumerate(known):
         assert chunks_found(each, 8) == {number, number + 4}
         assert [f"text {other}" in each for other in range(4)] == [other == number for other in range(4)]
@@ -136,7 +137,7 @@ def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(
     registry = ChunkRegistry(path)
     known = KnownChunks(registry, "t", "")
     add(known, [0, 1, 2])
-    KnownChunks(registry, "t", "a").add([("text 3", ids_of(3))])
+    add(KnownChunks(registry, "t", "a"), [3])
     if is_indexed:
         assert chunks_found(known, 4) == {0, 1, 2}
     with closing(sqlite3.connect(path, isolation_level=None)) as file:
@@ -156,7 +157,8 @@ def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(
 
 def test_text_that_is_no_unicode_is_not_known() -> None:
     known = KnownChunks(ChunkRegistry(), "t", "")
-    known.add([("\ud800 is half a character", ids_of(0)), (" text 1\n", ids_of(1))])
+    ids = {"\ud800 is half a character": ids_of(0), " text 1\n": ids_of(1)}
+    known.add(ids, ids.__getitem__)
     assert chunks_found(known, 2) == {1}
     assert "\ud800 is half a character" not in known
     assert "text 1" in known

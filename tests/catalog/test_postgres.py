@@ -191,7 +191,7 @@ def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothin
 ) -> None:
     monkeypatch.setattr(known_chunks, "_OUTAGE_PAUSE_S", 0.5)
     known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
-    known.add([("text", IDS)])
+    known.add(["text"], lambda _: IDS)
     assert len(known.find_runs(IDS)) == 1
     own_server.stop(signal.SIGKILL)
     start_s = time.monotonic()
@@ -212,7 +212,7 @@ def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_o
     own_server: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
-    known.add([("text", IDS)])
+    known.add(["text"], lambda _: IDS)
     assert len(known.find_runs(IDS)) == 1
     with own_server.frozen():
         start_s = time.monotonic()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from ragblend import ChatBlend
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError
 from ragblend.ingestion.documents import delete_precomputed
-from ragblend.operations.maintenance import verify_store
+from ragblend.operations.maintenance import collect_garbage, verify_store
 from ragblend.options import ContextPolicy
 from ragblend.precompute import ingest, open_engine_index, precompute_documents
 from ragblend.prompt.types import Chunk
@@ -64,7 +66,8 @@ class Everything:
         """options: the engine options of each machine; `store`, the name of its folder, is one of them."""
         self.context, self.rng = context, random.Random(seed)
         databases = {name: InMemoryVectorStore(DeterministicFakeEmbedding(size=8)) for name in ("one", "two")}
-        self.machines = []
+        self.machines: list[Machine] = []
+        self.remotes = {each["remote"] for each in options if "remote" in each}
         for each in options:
             store = each.pop("store")
             self.machines.append(
@@ -125,9 +128,14 @@ class Everything:
         """Take steps at random. Check the stores after every 40, and at the end."""
         for number in range(num_steps):
             self.rng.choice(STEPS)(self)
+            for machine in self.machines:  # an entry sent after another machine has removed its text would stay
+                machine.engine.store.flush()
             if number % 40 == 39 or number == num_steps - 1:
                 for machine in self.machines:
                     machine.ingest_folder(self.context)
+                if len({machine.root for machine in self.machines}) > 1:
+                    for machine in self.machines:  # deletes from its own disk what the other has removed
+                        collect_garbage(machine.root, machine.root)
                 self.assert_whole()
 
     def expected(self) -> set[str]:
@@ -156,12 +164,10 @@ class Everything:
 
     def all_headers(self) -> list[KVHeader]:
         """Headers of all entries, in the folders and in the remote tiers."""
-        found = []
-        for machine in self.machines:
-            machine.engine.store.flush()
-            found += DiskStore(machine.root).headers()
-            for tier in machine.engine.store.remote_tiers:
-                found += [kv.header for key in tier.keys() if (kv := tier.get(key)) is not None]
+        found = [header for machine in self.machines for header in DiskStore(machine.root).headers()]
+        for url in self.remotes:
+            with closing(open_remote(url)) as tier:  # an engine's own may return what it has just fetched
+                found += [kv.header for key in tier.keys() if (kv := tier.get(key)) is not None]  # noqa: SIM118
         return found
 
     def close(self) -> None:
@@ -210,9 +216,10 @@ def test_one_folder_holds_what_is_left_and_nothing_of_what_was_removed(
 @pytest.mark.parametrize("context", ["none", "similar"])
 def test_two_machines_with_one_catalogue_hold_what_is_left(
     build: Callable[..., Everything], tmp_path: Path, postgres_url: str, context: ContextPolicy,
-    counted: Callable[[str], None],
+    counted: Callable[[str], None], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     with fresh_schema(postgres_url) as catalog:
+        monkeypatch.setenv("RAGBLEND_CATALOG", catalog)
         shared = {"catalog": catalog, "remote": f"file://{tmp_path}/remote"}
         build([{"store": name, **shared} for name in ("first", "second")], context).run(NUM_STEPS)
     counted(f"{NUM_STEPS} operations on two machines with one catalogue, context {context}: whole")
