@@ -56,7 +56,7 @@ quantised-kept-at-ratio-one     fusion     _candidates
     A.exact and (B.is_lossless or not C)  ->  A.exact
 deviations-swapped              fusion     choose
     RuleInputs(A, B, C, D, E, F)  ->  RuleInputs(A, C, B, D, E, F)
-exact-at-any-position           fusion     lookup_contexts
+exact-at-any-position           store      lookup_contexts
     A and B == "none" and C == D and E  ->  A and B == "none" and E
 drift-sign                      fusion     drift
     A.float() - B.float()  ->  B.float() - A.float()

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.errors import BackendUnreachableError
-from ragblend.prompt.match import ChunkRun
 from ragblend.prompt.token_index import Run, TokenIndex
+from ragblend.prompt.types import ChunkRun
 
 T = TypeVar("T")
 

@@ -20,23 +20,17 @@ from typing import Any, Literal, NoReturn, Self
 from ragblend.catalog.known_chunks import KnownChunks, find_runs_of, open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
-from ragblend.engine.fusion.lookup import (
-    KEY_CONTEXTS,
-    NO_CONTEXT,
-    IngestionContext,
-    default_context_policy,
-)
+from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.generation import Backfill
 from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
 from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
-from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
+from ragblend.prompt.types import Chunk, ChunkRun, MatchedPrompt, Part, Prompt, as_chunk
 
 LEAST_QUOTE = 64
 """Least tokens of a run at the end of the user's turn that counts as a document; a shorter run is a quotation."""
@@ -50,6 +44,18 @@ def turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
     """
     num_tail = len(tail_ids)
     return len(token_ids) - (num_tail if num_tail and list(token_ids[-num_tail:]) == list(tail_ids) else 0)
+
+
+def default_context_policy(num_layers: int) -> ContextPolicy:
+    """Return the context policy of a store for which none is configured or stored.
+
+    It is "similar" for a deep model, where that is closest to full prefill on real questions (`ragblend bench quality
+    --contexts`, docs/fidelity.md). It is "none" for a shallow one, for which there are no measurements.
+
+    >>> default_context_policy(32), default_context_policy(5)
+    ('similar', 'none')
+    """
+    return "similar" if num_layers >= DEEP_MODEL_LAYERS else "none"
 
 
 def record_entries(store: KVStore) -> ChunkRegistry | None:
@@ -182,7 +188,7 @@ class LocalEngine(EngineBase):
     subclasses.
 
     `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; "inline" does not.
-    `context`: the store's context policy (see `lookup`); None: the policy that its disk tier has stored, or the default
+    `context`: the store's context policy (see `keys`); None: the policy that its disk tier has stored, or the default
     for a model of `num_layers`.
     """
 

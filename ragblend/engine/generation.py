@@ -23,7 +23,7 @@ from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import RuleFit
 from ragblend.errors import EngineClosedError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
-from ragblend.prompt.match import ChunkRun, MatchedPrompt
+from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.engine import TransformersEngine

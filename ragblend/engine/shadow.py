@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.api import Stream
-from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.generation import EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.options import SHADOW

@@ -1,6 +1,6 @@
 """Which versions of its chunks a store keeps, by its ingestion context, and what each is computed behind.
 
-The policy is the store's (see `engine.fusion.lookup`); the chunks that a similar version is computed behind are found
+The policy is the store's (see `engine.store.keys`); the chunks that a similar version is computed behind are found
 by vectors, an index's or those of `nearby`. Knows chunks and engines; prefills nothing.
 """
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass
-from ragblend.engine.fusion.drift_correction import DriftCorrection, fit_drift_correction, similarity_layer
 from ragblend.engine.fusion.plan import FusePlan, FuseResult
 from ragblend.engine.fusion.protocols import (
     CorrectableLayerSource,
@@ -26,7 +25,13 @@ from ragblend.engine.fusion.protocols import (
     LayerwiseModel,
     PromptKVBuffer,
 )
-from ragblend.engine.fusion.rules import RuleInputs, num_to_recompute
+from ragblend.engine.fusion.rules import (
+    DriftCorrection,
+    RuleInputs,
+    fit_drift_correction,
+    num_to_recompute,
+    similarity_layer,
+)
 from ragblend.engine.store.kv import LayerKV
 
 _T = TypeVar("_T")

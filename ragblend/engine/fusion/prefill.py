@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ragblend.engine.fusion.fuse import Steps, run_to_completion
-from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.protocols import LayerwiseModel, PackedPrefillModel, PromptKVBuffer
+from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name
 
 # Rows per pass. On a CPU packing makes short chunks faster (weights are read once, layers are called once), and less so

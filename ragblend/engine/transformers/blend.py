@@ -17,23 +17,21 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.base import LocalEngine
-from ragblend.engine.fusion.fidelity import record_fusion
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
-from ragblend.engine.fusion.lookup import IngestionContext, LookupContext, lookup_contexts
-from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
+from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule, plan_selection
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
 from ragblend.engine.report import BlendReport, ChunkReport, chunk_reports, join_runs
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, rows_of
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
-from ragblend.prompt.match import ChunkRun, common_prefix_length
 from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import ChunkRun, common_prefix_length
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import (
     CPU_PASS_TOKENS,
@@ -39,6 +38,7 @@ from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
 from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
 from ragblend.engine.store.quantize import stored_bytes_per_token
 from ragblend.engine.transformers.blend import BlendingEngine

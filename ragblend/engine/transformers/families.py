@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.fusion.rope import exact_context
+from ragblend.engine.fusion.attention import exact_context
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UnsupportedModelError
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ragblend.engine.fusion.attention import on_host
+from ragblend.engine.fusion.attention import add_rotated, inverse_tables, on_host, rotate
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
-from ragblend.engine.fusion.rope import add_rotated, inverse_tables, rotate
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.adapters import active_adapters
 from ragblend.engine.transformers.batched_decode import (

@@ -19,9 +19,9 @@ from typing import Any, Unpack
 
 from ragblend.engine.base import LocalEngine
 from ragblend.engine.decoding import StopScanner, TextStream
-from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.report import BlendReport, FinishReason, Generation
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.engine.vllm.streams import AnswerStream, checked_options
 from ragblend.errors import EngineClosedError, RagblendError

@@ -40,10 +40,9 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, GenerationKeywords, GenerationOptions, is_url
-from ragblend.prompt.match import MatchedPrompt
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.tools import CallFormat, without_tools
-from ragblend.prompt.types import Message, Part, Prompt, as_chunk
+from ragblend.prompt.types import MatchedPrompt, Message, Part, Prompt, as_chunk
 from ragblend.redaction import redact
 
 log = logging.getLogger(__name__)

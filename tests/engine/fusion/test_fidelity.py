@@ -9,9 +9,15 @@ from test_fuse import GLOBAL, INDEPENDENT, PREFIX, Prompt, attended, blend, full
 from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 
-from ragblend.engine.fusion.fidelity import attention_shares, first_token_kl, record_fidelity
 from ragblend.engine.fusion.fuse import relative_deviation
-from ragblend.engine.fusion.plan import FusePlan, FuseResult, Placement
+from ragblend.engine.fusion.plan import (
+    FusePlan,
+    FuseResult,
+    Placement,
+    attention_shares,
+    first_token_kl,
+    record_fidelity,
+)
 from ragblend.engine.fusion.rules import RULES, CheckLayer, check_schedule
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragblend.engine.fusion import prefill as ingestion
-from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import (
     PrefillItem,
@@ -24,6 +23,7 @@ from ragblend.engine.fusion.prefill import (
     prefill_missing,
 )
 from ragblend.engine.fusion.protocols import PromptKVBuffer
+from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import StoreFullError

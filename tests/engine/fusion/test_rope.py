@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
-from ragblend.engine.fusion.rope import FIXED_FREQUENCY, add_rotated, exact_context, inverse_tables, rotate, tables
+from ragblend.engine.fusion.attention import FIXED_FREQUENCY, add_rotated, exact_context, inverse_tables, rotate, tables
 from ragblend.errors import UnsupportedModelError
 
 DIM = 16
