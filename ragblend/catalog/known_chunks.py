@@ -111,7 +111,7 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Close the registry's file. The next call opens the file that is then at its path, which may be another one."""
+        """Close the registry's file. The next call opens the file then at its path, which may be another one."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()
