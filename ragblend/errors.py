@@ -82,32 +82,3 @@ class UnreadableDocumentError(RagblendError):
 
 class NotADocumentError(UnreadableDocumentError):
     """A file with nothing to read in it: empty, or of another kind. In a folder it is passed over, and counted."""
-
-
-def is_unicode(text: str) -> bool:
-    """True if `text` holds no lone surrogate. Other text cannot be tokenized, stored or sent.
-
-    >>> is_unicode("a"), is_unicode("\\ud83d")
-    (True, False)
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def check_unicode(text: str, what: str) -> None:
-    """Raise UsageError for lone surrogates: halves of a character, which no tokenizer, file or server takes.
-
-    >>> check_unicode("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "the question")
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code, around = ord(text[error.start]), text[max(0, error.start - 20) : error.start + 20]
-        raise UsageError(
-            f"{what} holds a lone surrogate, U+{code:04X} at character {error.start} ({around!r}): bytes that were "
-            'decoded as another encoding, or half of an emoji. Decode it again, or replace it: text.encode("utf-8", '
-            '"replace").decode()'
-        ) from None

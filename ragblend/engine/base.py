@@ -27,7 +27,8 @@ from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
 from ragblend.engine.store.kv import KVHeader
-from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
+from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
+from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, ChunkRun, MatchedPrompt, Part, Prompt, as_chunk

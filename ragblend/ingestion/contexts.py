@@ -14,7 +14,8 @@ from typing import Protocol
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import text_key
 from ragblend.engine.api import Engine
-from ragblend.errors import BackendUnreachableError, UsageError, check_unicode
+from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.types import Chunk
 
