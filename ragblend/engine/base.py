@@ -78,7 +78,7 @@ def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
     registry.record_entry(header.key, (header.token_ids, *header.context_ids), header.namespace)
 
 
-class EngineBase(ABC):
+class EngineBase:
     """Settings, checks and closing of any engine. Use as a context manager, or `close()` it.
 
     `worker` runs work in the background, by default a separate thread. `flags`: the command-line options that name the
@@ -88,6 +88,8 @@ class EngineBase(ABC):
     closed = False
     store: KVStore
     default_prefix_ids: tuple[int, ...] = ()
+    context_length: int
+    """Longest prompt plus answer, in tokens."""
 
     def __init__(
         self,
@@ -129,11 +131,6 @@ class EngineBase(ABC):
                 "the engine's threads, so the call would hang. Load the engine in this process, or start processes by "
                 "multiprocessing.get_context('spawn')"
             )
-
-    @property
-    @abstractmethod
-    def context_length(self) -> int:
-        """Return the longest prompt plus answer, in tokens."""
 
     # -- answering
 
@@ -184,7 +181,7 @@ class EngineBase(ABC):
         )
 
 
-class LocalEngine(EngineBase):
+class LocalEngine(EngineBase, ABC):
     """An engine that has the tokenizer and the store: keys, chunks in prompts, ingestion. Prefills and answers in
     subclasses.
 

@@ -93,11 +93,12 @@ def _view_as(raw: Tensor, like: Tensor) -> Tensor:
 
 
 class _Group:
-    """Chunks that are placed in one call, in prompt order."""
+    """Chunks that are placed in one call, in prompt order. The seconds of reading are added to `read_s`, by the first
+    position of each chunk.
+    """
 
-    def __init__(self, placements: Sequence[Placement], device: torch.device) -> None:
-        self.kvs = [placement.kv for placement in placements]
-        self.read_s = [0.0] * len(placements)
+    def __init__(self, placements: Sequence[Placement], device: torch.device, read_s: dict[int, float]) -> None:
+        self.placements, self._read_s = placements, read_s
         self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
         self.spans: list[tuple[slice, slice]] = []  # spans of adjacent chunks: in the prompt, and in `rows`
         taken = 0
@@ -114,15 +115,14 @@ class _Group:
 
         `computed` yields the layer of each chunk that is not in memory; those are not read.
         """
-        stored = []
-        for index, kv in enumerate(self.kvs):
-            if computed is not None and not is_in_memory(kv):
-                continue
-            start_s = perf_counter()
-            stored.append(kv.stored_layer(layer))
-            self.read_s[index] += perf_counter() - start_s
+        stored, is_computed = [], [computed is not None and not is_in_memory(each.kv) for each in self.placements]
+        for placement, skips in zip(self.placements, is_computed, strict=True):
+            if not skips:
+                start_s = perf_counter()
+                stored.append(placement.kv.stored_layer(layer))
+                self._read_s[placement.start] += perf_counter() - start_s
         arrived = map(dequantized, transfer.copy_to_device(stored))  # eight-bit KV is copied as eight bits
-        layers = [next(computed) if computed is not None and not is_in_memory(kv) else next(arrived) for kv in self.kvs]
+        layers = [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
         if len(layers) == 1:
             return layers[0]
         return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
@@ -131,10 +131,10 @@ class _Group:
         """Read one layer of all chunks, so that the store verifies and promotes the whole entries. Raises
         DamagedEntryError.
         """
-        for index, kv in enumerate(self.kvs):
+        for placement in self.placements:
             start_s = perf_counter()
-            kv.stored_layer(layer)
-            self.read_s[index] += perf_counter() - start_s
+            placement.kv.stored_layer(layer)
+            self._read_s[placement.start] += perf_counter() - start_s
 
 
 class LayerEvent(NamedTuple):
@@ -184,7 +184,10 @@ class LayerLoader:
         first_layer: Callable[[Tensor], LayerKV] | None = None,
         movable: _MovableKeys | None = None,
     ) -> None:
-        self._groups = [_Group(group, device) for group in ((placements,) if together else zip(placements)) if group]
+        self.read_s = dict.fromkeys((placement.start for placement in placements), 0.0)
+        """Seconds of reading stored KV, by the first position of each placement. They are part of `load_s`."""
+        groups = (placements,) if together else zip(placements)
+        self._groups = [_Group(group, device, self.read_s) for group in groups if group]
         self._num_layers = num_layers
         self._place, self._movable = place, movable
         self._destination = destination
@@ -200,7 +203,7 @@ class LayerLoader:
             self._transfer.overlaps_compute or not is_in_memory(each.kv) or not each.kv.header.is_lossless
             for each in placements
         )
-        self._far = [kv for group in self._groups for kv in group.kvs if not is_in_memory(kv)]
+        self._far = [each.kv for each in placements if not is_in_memory(each.kv)]
         self._first_layer = first_layer if self._far else None
         self._computed_layer = 0 if self._first_layer is not None else None
         self.num_computed = 0 if self._first_layer is None else sum(kv.header.num_tokens for kv in self._far)
@@ -222,11 +225,6 @@ class LayerLoader:
     def load_s(self) -> float:
         """Return the seconds of reading (or computing layer 0) and placing, also those that overlapped with fusing."""
         return sum(event.end_s - event.start_s for event in self.events) + self._read_through_s
-
-    @property
-    def read_s(self) -> list[float]:
-        """Return the seconds of reading stored KV, one number per placement. They are part of `load_s`."""
-        return [seconds for group in self._groups for seconds in group.read_s]
 
     def __enter__(self) -> LayerLoader:
         if self._threaded:

@@ -182,10 +182,14 @@ def record_fusion(
     fused: FuseResult,
     num_known: int,
 ) -> None:
-    """Write into `report` the reused and recomputed tokens, per chunk and in all, and `record_fidelity`'s figures.
+    """Write into `report` the reused and recomputed tokens, per chunk and in all, and the rule's measurements.
 
     The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start.
     `num_known`: resident rows that were in memory before this request, which did not have to compute them.
+
+    `attention_*` are `attention_shares`. `mean_deviation`: mean of `relative_deviation` over the recomputed tokens
+    at the first check layer: the distance of their stored keys and values from the recomputed ones. A measurement that
+    the rule did not make stays None.
     """
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
@@ -211,15 +215,6 @@ def record_fusion(
     # The last token is computed for its logits, even if its KV is stored.
     ends_stored = plan.wants_logits and any(each.end == len(plan.token_ids) for each in plan.placements)
     report.num_reused_tokens = num_known + plan.num_chunk_tokens - len(recomputed) - ends_stored
-    record_fidelity(report, plan, fused)
-
-
-def record_fidelity(report: BlendReport, plan: FusePlan, fused: FuseResult) -> None:
-    """Write into `report` the rule's measurements of the prompt's KV; those that it did not make stay None.
-
-    `attention_*` are `attention_shares`. `mean_deviation` is the mean of `relative_deviation` over the recomputed
-    tokens, at the first check layer: the distance of their stored keys and values from the recomputed ones.
-    """
     shares = attention_shares(plan, fused)
     if shares is not None:
         report.attention_exact, report.attention_recomputed, report.attention_stale = shares

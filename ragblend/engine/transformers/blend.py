@@ -146,10 +146,9 @@ class BlendingEngine(LocalEngine):
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
-        read_s = dict(zip((placement.start for placement in placements), loader.read_s, strict=True))
         wanted = runs if request.mode != "prefix" else ()
         misses = tuple(run for run in wanted if run.end > num_resident and run.start not in stored)
-        return PrefillResult(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
+        return PrefillResult(fused, result.logits, report, misses, result.recomputed, result.attention, loader.read_s)
 
     # -- look up
 

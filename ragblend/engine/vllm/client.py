@@ -363,7 +363,7 @@ class VllmClient(EngineBase):
         context: ContextPolicy | None = None,
         **options: Any,
     ) -> None:
-        self.connection, self.facts = connection, facts
+        self.connection, self.facts, self.context_length = connection, facts, facts.context_length
         self.blends = bool(facts.fingerprint)
         if not self.blends:
             log.warning(
@@ -382,11 +382,6 @@ class VllmClient(EngineBase):
             self.set_context_policy(context)
         self._sends_missing = on_miss == "store" and self.blends
         self._sent: set[str] = set()  # ids of the chunks that were sent because the server lacked them
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt plus answer, in tokens."""
-        return self.facts.context_length
 
     @property
     def bytes_per_token(self) -> int:
