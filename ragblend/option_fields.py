@@ -81,7 +81,7 @@ class OptionSpec(NamedTuple):
 
 
 def option(default: Any, help: str, check: Validator | None = None, *, flag: str = "") -> Any:
-    """Return a dataclass field with an OptionSpec. A default of None is not validated."""
+    """Return a dataclass field with an OptionSpec. The default is not validated, so None may mean "not given"."""
     return field(default=default, metadata={"option": OptionSpec(help, check, flag)})
 
 
@@ -96,11 +96,11 @@ class _Dataclass(Protocol):
 
 
 def check_options(options: _Dataclass) -> None:
-    """Raise UsageError for the first field made by `option` that has an invalid value."""
+    """Raise UsageError for the first field made by `option` that has an invalid value. Defaults are not validated."""
     for each in fields(options):
         spec: OptionSpec | None = each.metadata.get("option")
         value = getattr(options, each.name)
-        if spec is not None and spec.check is not None and not (value is None and each.default is None):
+        if spec is not None and spec.check is not None and value is not each.default:
             spec.check.validate(each.name, value)
 
 
