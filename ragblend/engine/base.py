@@ -275,10 +275,10 @@ class LocalEngine(EngineBase, ABC):
         """Return the cache key of the chunk's KV after the default prefix, in the variant that its `context` names."""
         return self.key_of(*self._chunk_ids(chunk))
 
-    def key_of(self, token_ids: Sequence[int], behind: IngestionContext = NO_CONTEXT) -> str:
-        """Return the cache key of a chunk given as token ids, after the ingestion context `behind`."""
-        context = KEY_CONTEXTS[behind.policy]
-        return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, context)
+    def key_of(self, token_ids: Sequence[int], context: IngestionContext = NO_CONTEXT) -> str:
+        """Return the cache key of a chunk given as token ids, after an ingestion context."""
+        name = KEY_CONTEXTS[context.policy]
+        return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, name)
 
     def has_kv(self, chunk_ids: Sequence[int]) -> bool:
         """Return True if the store has the KV of a chunk of these ids, prefilled alone after the default prefix."""
@@ -296,9 +296,9 @@ class LocalEngine(EngineBase, ABC):
 
         Returns 0 if it was stored already. Raises UsageError for a similar variant without `context_texts`.
         """
-        token_ids, behind = self._chunk_ids(chunk)
+        token_ids, context = self._chunk_ids(chunk)
         self.add_known([chunk])
-        return self.precompute_ids(token_ids, behind)
+        return self.precompute_ids(token_ids, context)
 
     def add_known(self, chunks: Iterable[Part]) -> None:
         """Add chunks to those that are matched in prompts."""
@@ -309,8 +309,8 @@ class LocalEngine(EngineBase, ABC):
         self.known_chunks.add((text, ids) for text in texts if (ids := self.renderer.chunk_ids(text)))
 
     @abstractmethod
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
+    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
+        """Prefill and store a chunk given as token ids, after an ingestion context. Return the bytes stored.
 
         Returns 0 if it was stored already.
         """

@@ -139,13 +139,13 @@ class ProbeQueries(NamedTuple):
     states: Tensor
     rows: Tensor  # int64, ascending
     scale: float
-    sight: AttentionParams = PLAIN
-    places: Sequence[int] = ()  # the same rows on the host; (): they are copied from the device
+    params: AttentionParams = PLAIN
+    host_rows: Sequence[int] = ()  # the same rows on the host; (): they are copied from the device
 
     def part(self, part: slice) -> ProbeQueries:
         """Return the queries of a part of the rows."""
-        places = (self.places or on_host(self.rows))[part]
-        return self._replace(states=self.states[:, part], rows=self.rows[part], places=places)
+        host_rows = (self.host_rows or on_host(self.rows))[part]
+        return self._replace(states=self.states[:, part], rows=self.rows[part], host_rows=host_rows)
 
 
 def attend_rows(
@@ -154,30 +154,32 @@ def attend_rows(
     values: Tensor,
     rows: Tensor,
     scale: float | None,
-    sight: AttentionParams = PLAIN,
-    places: Sequence[int] = (),
+    params: AttentionParams = PLAIN,
+    host_rows: Sequence[int] = (),
 ) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R].
 
     `rows` ascend. Row i attends to `keys`, `values` [1, H, T, D] at 0 .. rows[i] within its window, and reads no
-    other row. `places` as in ProbeQueries.
+    other row. `host_rows` as in ProbeQueries.
     """
-    places = places or on_host(rows)
+    host_rows = host_rows or on_host(rows)
     outputs, block_rows = [], BLOCK_ROWS[rows.device.type]
-    for start in range(0, len(places), block_rows):
-        part = slice(start, min(start + block_rows, len(places)))
-        first, last = places[start], places[part.stop - 1]
-        begin, end = 0 if sight.window is None else max(0, first + 1 - sight.window), last + 1
-        block, near, theirs = query[:, :, part], keys[:, :, begin:end], values[:, :, begin:end]
+    for start in range(0, len(host_rows), block_rows):
+        part = slice(start, min(start + block_rows, len(host_rows)))
+        first, last = host_rows[start], host_rows[part.stop - 1]
+        begin, end = 0 if params.window is None else max(0, first + 1 - params.window), last + 1
+        block, near_keys, near_values = query[:, :, part], keys[:, :, begin:end], values[:, :, begin:end]
         if last == first:
-            outputs.append(attend_last(block, near, theirs, scale, sight))
-        elif sight.softcap is not None or sight.sinks is not None:  # no kernel supports them
+            outputs.append(attend_last(block, near_keys, near_values, scale, params))
+        elif params.softcap is not None or params.sinks is not None:  # no kernel supports them
             factor = query.shape[-1] ** -0.5 if scale is None else scale
-            bent = ProbeQueries(block[0], rows[part] - begin, factor, sight, [place - begin for place in places[part]])
-            outputs.append(_attend_eager(bent, near[0], theirs[0])[None])
+            queries = ProbeQueries(
+                block[0], rows[part] - begin, factor, params, [row - begin for row in host_rows[part]]
+            )
+            outputs.append(_attend_eager(queries, near_keys[0], near_values[0])[None])
         else:
-            mask = _mask(query, rows[part, None], range(begin, end), first, sight.window)
-            outputs.append(_attend_masked(block, near, theirs, mask, scale))
+            mask = _mask(query, rows[part, None], range(begin, end), first, params.window)
+            outputs.append(_attend_masked(block, near_keys, near_values, mask, scale))
     return torch.cat(outputs, dim=2)
 
 
@@ -208,16 +210,16 @@ def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def attend_last(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, sight: AttentionParams = PLAIN
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, params: AttentionParams = PLAIN
 ) -> Tensor:
     """Return the attention [1, Hq, 1, D] of a single row, the last of `keys`, `values` [1, H, T, D]."""
-    if sight.window is not None:
-        keys, values = keys[:, :, -sight.window :], values[:, :, -sight.window :]
-    if sight.softcap is not None or sight.sinks is not None:  # no kernel supports them
+    if params.window is not None:
+        keys, values = keys[:, :, -params.window :], values[:, :, -params.window :]
+    if params.softcap is not None or params.sinks is not None:  # no kernel supports them
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         last = keys.shape[2] - 1
         rows = torch.full((1,), last, device=keys.device)
-        return _attend_eager(ProbeQueries(query[0], rows, factor, sight, (last,)), keys[0], values[0])[None]
+        return _attend_eager(ProbeQueries(query[0], rows, factor, params, (last,)), keys[0], values[0])[None]
     return _attend_masked(query, keys, values, None, scale)
 
 
@@ -226,8 +228,8 @@ def _attend_eager(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor
     output = values.new_empty(queries.states.shape[0], len(queries.rows), values.shape[2])
     groups = queries.states.shape[0] // keys.shape[0]
     for heads, rows, weights in _weight_blocks(queries, keys):
-        found = output[heads.start * groups : heads.stop * groups, rows]
-        found.copy_((weights.to(values.dtype) @ values[heads]).reshape(found.shape))
+        target = output[heads.start * groups : heads.stop * groups, rows]
+        target.copy_((weights.to(values.dtype) @ values[heads]).reshape(target.shape))
     return output
 
 
@@ -250,24 +252,24 @@ def attend_with_weights(
 
     keys, values: [H, T, D]. The probabilities of the question's rows are computed once, for both results.
     """
-    asking = queries.part(slice(-num_question_rows, None))
-    num_heads, num_queries, _ = asking.states.shape
+    question = queries.part(slice(-num_question_rows, None))
+    num_heads, num_queries, _ = question.states.shape
     early = len(queries.rows) - num_queries
     makes_weights = keys.dtype == torch.float32  # in other dtypes, only a fused kernel keeps the scores in float32
     plain = queries.part(slice(0, early)) if makes_weights else queries
     output = values.new_empty(num_heads, early + num_queries, values.shape[2])
     if len(plain.rows):
-        states, rows, scale, sight, places = plain
-        attended = attend_rows(states[None], keys[None], values[None], rows, scale, sight, places)
+        states, rows, scale, params, host_rows = plain
+        attended = attend_rows(states[None], keys[None], values[None], rows, scale, params, host_rows)
         output[:, : len(rows)] = attended[0]
     if not makes_weights:
-        return output, attention_mass(asking, keys)
+        return output, attention_mass(question, keys)
     mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
     groups = num_heads // keys.shape[0]
-    for heads, block, weights in _weight_blocks(asking, keys):
+    for heads, block, weights in _weight_blocks(question, keys):
         mass += weights.sum(dim=(0, 1))
-        found = output[heads.start * groups : heads.stop * groups, early + block.start : early + block.stop]
-        found.copy_((weights @ values[heads]).reshape(found.shape))
+        target = output[heads.start * groups : heads.stop * groups, early + block.start : early + block.stop]
+        target.copy_((weights @ values[heads]).reshape(target.shape))
     return output, mass / (num_heads * num_queries)
 
 
@@ -276,13 +278,13 @@ def _weight_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[tuple[slice,
 
     Heads that share a KV head are concatenated in B. Sinks are part of the softmax, and are left out of the result.
     """
-    window, softcap, sinks = queries.sight
-    places = queries.places or on_host(queries.rows)
+    window, softcap, sinks = queries.params
+    host_rows = queries.host_rows or on_host(queries.rows)
     num_rows, dim = queries.states.shape[1:]
     groups, length = queries.states.shape[0] // keys.shape[0], keys.shape[1]
     few_heads = max(1, BLOCK_SCORES[keys.device.type] // (groups * num_rows * length))
     few_rows = max(1, BLOCK_SCORES[keys.device.type] // (few_heads * groups * length))
-    first = places[0] + 1  # keys before it are visible to all rows
+    first = host_rows[0] + 1  # keys before it are visible to all rows
     positions = torch.arange(length, device=keys.device)
     for head, row in itertools.product(range(0, keys.shape[0], few_heads), range(0, num_rows, few_rows)):
         heads = slice(head, min(head + few_heads, keys.shape[0]))

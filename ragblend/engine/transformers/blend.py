@@ -300,18 +300,18 @@ class BlendingEngine(LocalEngine):
         self._prefixes.move_to_end(prefix_ids)
         return known
 
-    def _ingestion_context_kv(self, behind: IngestionContext) -> FusedKV:
+    def _ingestion_context_kv(self, context: IngestionContext) -> FusedKV:
         """Return the KV of the default prefix and an ingestion context.
 
         Stored chunks of the context are placed without recompute, and the others are computed over them. So the first
         chunk is exact, and each further stored chunk has attended to the prefix and to itself alone.
         """
         prefix = self._prefix(self.default_prefix_ids)
-        if not behind.parts:
+        if not context.parts:
             return prefix
-        ids, damaged = self._ids(self.default_prefix_ids + behind.token_ids), set[str]()
+        ids, damaged = self._ids(self.default_prefix_ids + context.token_ids), set[str]()
         while True:
-            placed = tuple(self._place_context_chunks(behind, prefix.length, damaged))
+            placed = tuple(self._place_context_chunks(context, prefix.length, damaged))
             fused = FusedKV.allocate(self.layers.kv_shapes, len(ids), self.layers.like)
             fused.copy_front(prefix, prefix.length)
             plan = FusePlan(ids, placed, num_resident=prefix.length, num_fused=len(ids))
@@ -323,10 +323,10 @@ class BlendingEngine(LocalEngine):
                 continue
             return fused
 
-    def _place_context_chunks(self, behind: IngestionContext, start: int, damaged: set[str]) -> Iterator[Placement]:
-        """Yield the chunks of `behind` that are stored alone, placed from position `start` on."""
+    def _place_context_chunks(self, context: IngestionContext, start: int, damaged: set[str]) -> Iterator[Placement]:
+        """Yield the chunks of `context` that are stored alone, placed from position `start` on."""
         num_separator, first = len(self.renderer.separator_ids), start
-        for part in behind.parts:
+        for part in context.parts:
             ids = part[: len(part) - num_separator]
             key = self.key_of(ids)
             kv = self.store.get(key, ids) if key not in damaged else None

@@ -117,14 +117,14 @@ class TransformersEngine(BlendingEngine):
         """Load the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
         self.store.prefetch(self.likely_keys(chunks))
 
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
+    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
+        """Prefill and store a chunk given as token ids, after an ingestion context. Return the bytes stored.
 
         Returns 0 if it was stored already.
         """
-        if not self._is_missing(PrefillItem(token_ids, behind)):
+        if not self._is_missing(PrefillItem(token_ids, context)):
             return 0
-        (kv,) = self._prefill_chunks([token_ids], behind)
+        (kv,) = self._prefill_chunks([token_ids], context)
         self.store.put(kv)
         return kv.nbytes
 
@@ -133,25 +133,25 @@ class TransformersEngine(BlendingEngine):
         return bool(item.token_ids) and not self.store.contains(self.key_of(*item))
 
     def _prefill_chunks(
-        self, chunks: Sequence[tuple[int, ...]], behind: IngestionContext = NO_CONTEXT
+        self, chunks: Sequence[tuple[int, ...]], context: IngestionContext = NO_CONTEXT
     ) -> list[MemoryKV]:
         """Return the KV of chunks given as token ids, prefilled in one pass.
 
-        Each is prefilled separately after the default prefix and the ingestion context `behind`.
+        Each is prefilled separately after the default prefix and the ingestion context.
         """
-        behind.validate()
-        prefix_ids, dtype = self.default_prefix_ids + behind.token_ids, dtype_name(self.layers.dtype)
+        context.validate()
+        prefix_ids, dtype = self.default_prefix_ids + context.token_ids, dtype_name(self.layers.dtype)
         headers = []
         for ids in chunks:
             self._check_length(len(prefix_ids) + len(ids), "chunk")
-            facts = (self.key_of(ids, behind), self.fingerprint, prefix_ids, ids, self.layers.num_layers, dtype)
-            headers.append(KVHeader(*facts, namespace=self.namespace, context=behind.lengths))
+            facts = (self.key_of(ids, context), self.fingerprint, prefix_ids, ids, self.layers.num_layers, dtype)
+            headers.append(KVHeader(*facts, namespace=self.namespace, context=context.lengths))
         num_more = LEAST_PASS_TOKENS - sum(map(len, chunks)) if self.layers.device.type == "cpu" else 0
         filler = [replace(headers[0], token_ids=chunks[0][:1] * num_more)] if num_more > 0 else []
 
         def prefill() -> list[MemoryKV]:
-            context = self._ingestion_context_kv(behind)
-            return prefill_chunks(self.layers, context, [*headers, *filler])[: len(headers)]
+            context_kv = self._ingestion_context_kv(context)
+            return prefill_chunks(self.layers, context_kv, [*headers, *filler])[: len(headers)]
 
         return [convert_kv_dtype(kv, self.store.kv_dtype) for kv in self.loop.call(prefill)]
 

@@ -271,8 +271,8 @@ class TransformersLayers:
         they start again in every chunk. Each chunk attends to the prefix and to itself. `prefix` is not changed.
         """
         length, cache = prefix.length, _PackedCache(self._latent)
-        behind = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
-        packed = PackedSpans(behind if self.expand_kv is None else self.expand_kv(layer, behind), spans)
+        prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
+        packed = PackedSpans(prefix_kv if self.expand_kv is None else self.expand_kv(layer, prefix_kv), spans)
         hidden, keys = self._run_capturing_keys(
             layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed)
         )
