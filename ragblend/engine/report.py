@@ -102,14 +102,14 @@ def chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
     runs = prompt.runs
     return [
         ChunkReport(runs[parts[0]].source, sum(runs[part].num_tokens for part in parts), hit=False)
-        for parts in prompt.chunks
+        for parts in prompt.runs_by_chunk
     ]
 
 
 def join_runs(report: BlendReport, prompt: MatchedPrompt) -> None:
     """Replace `report.chunks`, one per run of the prompt, by one per chunk, which joins those of the chunk's runs."""
     joined = []
-    for parts in prompt.chunks:
+    for parts in prompt.runs_by_chunk:
         runs = [report.chunks[part] for part in parts]
         first = next((run for run in runs if run.hit), runs[0])
         joined.append(

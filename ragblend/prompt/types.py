@@ -244,7 +244,7 @@ SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
 class PromptSegment(NamedTuple):
     """Positions [start, end) of a prompt: a run, or the text before, between or after runs.
 
-    `chunk`: index in `MatchedPrompt.chunks` of the chunk that a run belongs to; None for text.
+    `chunk`: index in `MatchedPrompt.runs_by_chunk` of the chunk that a run belongs to; None for text.
     """
 
     kind: SegmentKind
@@ -285,7 +285,7 @@ class MatchedPrompt:
     def segments(self) -> Iterator[PromptSegment]:
         """Yield the runs and the text between them, in order. Together they cover the whole prompt."""
         end = 0
-        for number, parts in enumerate(self.chunks):
+        for number, parts in enumerate(self.runs_by_chunk):
             for run in (self.runs[part] for part in parts):
                 if run.start > end:
                     yield PromptSegment("text" if end else "prefix", end, run.start)
@@ -295,7 +295,7 @@ class MatchedPrompt:
             yield PromptSegment("suffix", end, self.num_tokens)
 
     @property
-    def chunks(self) -> list[list[int]]:
+    def runs_by_chunk(self) -> list[list[int]]:
         """Return for each chunk the indices of its runs, in prompt order. A run that continues the chunk of the run
         before it belongs to the same chunk.
         """

@@ -46,25 +46,18 @@ def inverse_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos / scaling, -sin / scaling
 
 
-def add_rotated(states: Tensor, by: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate `by` [H, T, D] float32 by tables [T, R] and add it to `states` [H, T, D], rotated already, in place."""
+def add_rotated(states: Tensor, change: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate `change` [H, T, D] float32 by `cos`, `sin` [T, R], and add it to rotated `states` [H, T, D] in place."""
     rotary_dim = cos.shape[-1]
-    if states.dtype != by.dtype:
-        states += rotate(by, cos, sin).to(states.dtype)
+    if states.dtype != change.dtype:
+        states += rotate(change, cos, sin).to(states.dtype)
         return
     half = rotary_dim // 2
-    states[..., :rotary_dim].addcmul_(by[..., :rotary_dim], cos)
-    states[..., :half].addcmul_(by[..., half:rotary_dim], sin[:, :half], value=-1)
-    states[..., half:rotary_dim].addcmul_(by[..., :half], sin[:, half:])
+    states[..., :rotary_dim].addcmul_(change[..., :rotary_dim], cos)
+    states[..., :half].addcmul_(change[..., half:rotary_dim], sin[:, :half], value=-1)
+    states[..., half:rotary_dim].addcmul_(change[..., :half], sin[:, half:])
     if rotary_dim < states.shape[-1]:
-        states[..., rotary_dim:] += by[..., rotary_dim:]
-
-
-def tables(inv_freq: Tensor, positions: Tensor, attention_scaling: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine [T, R] in float32 for `positions` [T] and `inv_freq` [R/2] (radians per token)."""
-    angles = positions.float()[:, None] * inv_freq.float()[None, :]
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos() * attention_scaling, angles.sin() * attention_scaling
+        states[..., rotary_dim:] += change[..., rotary_dim:]
 
 
 def rope_type_problem(rope_type: str) -> str:

@@ -33,9 +33,9 @@ class _Destination(Protocol):
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None: ...
 
 
-class _MovableKeys(Protocol):
+class _KeyRotation(Protocol):
     def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...
-    def add_key_drift(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None: ...
+    def add_key_drift(self, layer: int, keys: Tensor, drift: Tensor, rows: Tensor) -> None: ...
 
 
 class HostToDeviceCopier:
@@ -167,8 +167,8 @@ class LayerLoader:
     it is given, `wait(0)` calls it for the chunks that are not in memory, and the reader starts at layer 1. The reader
     still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving waits for that.
 
-    `movable` rotates keys back and adds drift to them. `read_stored` and `apply_drift` require it, and a destination
-    whose keys and values can be read.
+    `key_rotation` is the model, which rotates keys back and adds drift to them. `read_stored` and `apply_drift` require
+    it, and a destination whose keys and values can be read.
     """
 
     def __init__(
@@ -182,14 +182,14 @@ class LayerLoader:
         *,
         together: bool = False,
         first_layer: Callable[[Tensor], LayerKV] | None = None,
-        movable: _MovableKeys | None = None,
+        key_rotation: _KeyRotation | None = None,
     ) -> None:
         self.read_s = dict.fromkeys((placement.start for placement in placements), 0.0)
         """Seconds of reading stored KV, by the first position of each placement. They are part of `load_s`."""
         groups = (placements,) if together else zip(placements)
         self._groups = [_Group(group, device, self.read_s) for group in groups if group]
         self._num_layers = num_layers
-        self._place, self._movable = place, movable
+        self._place, self._key_rotation = place, key_rotation
         self._destination = destination
         self._rows = torch.empty(0, dtype=torch.int64)  # all positions up to the last chunk, made by `apply_drift`
         self._device = device
@@ -203,10 +203,10 @@ class LayerLoader:
             self._transfer.overlaps_compute or not is_in_memory(each.kv) or not each.kv.header.is_lossless
             for each in placements
         )
-        self._far = [each.kv for each in placements if not is_in_memory(each.kv)]
-        self._first_layer = first_layer if self._far else None
+        self._not_in_memory = [each.kv for each in placements if not is_in_memory(each.kv)]
+        self._first_layer = first_layer if self._not_in_memory else None
         self._computed_layer = 0 if self._first_layer is not None else None
-        self.num_computed = 0 if self._first_layer is None else sum(kv.header.num_tokens for kv in self._far)
+        self.num_computed = 0 if self._first_layer is None else sum(kv.header.num_tokens for kv in self._not_in_memory)
         """Tokens whose layer-0 keys and values are computed instead of read."""
         self._thread: threading.Thread | None = None
         self._num_waited = 0
@@ -274,9 +274,9 @@ class LayerLoader:
 
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Return the pre-RoPE keys and values [H, R, D] at `rows` [R] of a placed layer; see CorrectableLayerSource."""
-        assert self._movable is not None
+        assert self._key_rotation is not None
         buffer = cast("PromptKVBuffer", self._destination)
-        keys = self._movable.unrotate_keys(layer, buffer.keys(layer)[:, rows], rows)
+        keys = self._key_rotation.unrotate_keys(layer, buffer.keys(layer)[:, rows], rows)
         return LayerKV(keys, buffer.values(layer)[:, rows])
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
@@ -285,13 +285,13 @@ class LayerLoader:
         """
         if drift is None:
             return
-        assert self._movable is not None
+        assert self._key_rotation is not None
         assert shares is not None
         buffer, count = cast("PromptKVBuffer", self._destination), len(shares)
         if len(self._rows) != count:
             self._rows = torch.arange(count, device=shares.device)
         # Zero is added to rows without a share: that is faster than to gather and scatter nearly all rows.
-        self._movable.add_key_drift(layer, buffer.keys(layer)[:, :count], shares @ drift.keys, self._rows)
+        self._key_rotation.add_key_drift(layer, buffer.keys(layer)[:, :count], shares @ drift.keys, self._rows)
         buffer.values(layer)[:, :count] += (shares @ drift.values).to(buffer.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
@@ -335,8 +335,8 @@ class LayerLoader:
     def _compute_first_layer(self) -> Iterator[LayerKV]:
         """Return layer 0 of each chunk that is not in memory, computed from its token ids."""
         assert self._first_layer is not None
-        ids = torch.tensor([token for kv in self._far for token in kv.header.token_ids], device=self._device)
-        counts = [kv.header.num_tokens for kv in self._far]
+        ids = torch.tensor([token for kv in self._not_in_memory for token in kv.header.token_ids], device=self._device)
+        counts = [kv.header.num_tokens for kv in self._not_in_memory]
         keys, values = self._first_layer(ids)
         return map(LayerKV, torch.split(keys, counts, 1), torch.split(values, counts, 1))
 

@@ -66,34 +66,34 @@ class CheckLayer(NamedTuple):
 NO_RECOMPUTE = (CheckLayer(0, 0.0),)  # with any rule: all stored KV is kept
 
 
-def cacheblend(evidence: RuleInputs) -> Tensor:
+def cacheblend(inputs: RuleInputs) -> Tensor:
     """Return the squared deviation of V at the check layer (CacheBlend, section 4.3, and its public code)."""
-    assert evidence.value_deviation is not None
-    return evidence.value_deviation
+    assert inputs.value_deviation is not None
+    return inputs.value_deviation
 
 
-def cacheblend_k(evidence: RuleInputs) -> Tensor:
+def cacheblend_k(inputs: RuleInputs) -> Tensor:
     """Return the squared deviation of K at the check layer (LMCache's blender)."""
-    assert evidence.key_deviation is not None
-    return evidence.key_deviation
+    assert inputs.key_deviation is not None
+    return inputs.key_deviation
 
 
-def ask(evidence: RuleInputs) -> Tensor:
+def ask(inputs: RuleInputs) -> Tensor:
     """Return the question's attention, mean over probe layers, heads and its tokens (ProphetKV, arXiv 2602.02579).
 
     The first and last token of each placed part get 1 more, so they are recomputed first. The first token of a text
     that was computed alone attracts attention (EPIC, arXiv 2410.15332, recomputes a few of them), and drift correction
     needs a recomputed token in each part.
     """
-    assert evidence.attention is not None
-    assert evidence.is_edge is not None
-    return evidence.attention + evidence.is_edge  # attention is a share, so at most 1
+    assert inputs.attention is not None
+    assert inputs.is_edge is not None
+    return inputs.attention + inputs.is_edge  # attention is a share, so at most 1
 
 
-def random(evidence: RuleInputs) -> Tensor:
+def random(inputs: RuleInputs) -> Tensor:
     """Return random scores, equal for equal seeds: the control."""
-    generator = torch.Generator().manual_seed(evidence.seed)
-    return torch.rand(len(evidence.positions), generator=generator).to(evidence.positions.device)
+    generator = torch.Generator().manual_seed(inputs.seed)
+    return torch.rand(len(inputs.positions), generator=generator).to(inputs.positions.device)
 
 
 @dataclass(frozen=True, slots=True)

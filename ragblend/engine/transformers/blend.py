@@ -250,7 +250,7 @@ class BlendingEngine(LocalEngine):
             layers.device,
             together=True,
             first_layer=lambda token_ids: layers.project_kv(0, layers.embed(token_ids)),
-            movable=layers,
+            key_rotation=layers,
         ) as loader:
             result = fuse(layers, plan, fused, loader, ends_s)
         if loader.num_computed:

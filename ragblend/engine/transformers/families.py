@@ -234,19 +234,19 @@ class LatentAttention(AttentionFamily):
     def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the rotary part [R, 1, D] of the projection's output [R, rank + D], before rotation."""
         keys = output[..., None, self.rank :]
-        return _apart(keys) if self.in_pairs else keys
+        return _split_pairs(keys) if self.in_pairs else keys
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
         """Return what a layer passes to its cache in the stored form: the rotary part as keys, the latent as values."""
         return LayerKV(cached.values, cached.keys)
 
-    def from_stored(self, held: LayerKV) -> LayerKV:
+    def from_stored(self, stored: LayerKV) -> LayerKV:
         """Return stored KV in the form that a layer reads from its cache; the inverse of `to_stored`."""
-        return LayerKV(held.values, held.keys)
+        return LayerKV(stored.values, stored.keys)
 
-    def expand_kv(self, layers: Sequence[Any], layer: int, held: LayerKV) -> LayerKV:
+    def expand_kv(self, layers: Sequence[Any], layer: int, stored: LayerKV) -> LayerKV:
         """Return the rotated keys and the values [heads, T, D] for attention, expanded by the layer's own module."""
-        keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(held)))
+        keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(stored)))
         return LayerKV(keys[0], values[0])
 
 
@@ -266,14 +266,14 @@ class InterleavedLatentAttention(LatentAttention):
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
         """Return the stored form, with the two dimensions of each rotated pair half the width apart."""
-        return LayerKV(_apart(cached.values), cached.keys)
+        return LayerKV(_split_pairs(cached.values), cached.keys)
 
-    def from_stored(self, held: LayerKV) -> LayerKV:
+    def from_stored(self, stored: LayerKV) -> LayerKV:
         """Return the form that a layer reads, with the two dimensions of each rotated pair adjacent."""
-        return LayerKV(held.values, torch.stack(held.keys.chunk(2, dim=-1), dim=-1).flatten(-2))
+        return LayerKV(stored.values, torch.stack(stored.keys.chunk(2, dim=-1), dim=-1).flatten(-2))
 
 
-def _apart(pairs: Tensor) -> Tensor:
+def _split_pairs(pairs: Tensor) -> Tensor:
     """Return [..., D] with the first dimension of every adjacent pair in the first half, the other in the second."""
     return torch.cat((pairs[..., 0::2], pairs[..., 1::2]), dim=-1)
 

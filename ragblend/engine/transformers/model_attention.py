@@ -88,9 +88,9 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     blend_rows: Tensor | None = None,
-    blend_watch: QueryProbeHook | None = None,
+    blend_probe_hook: QueryProbeHook | None = None,
     blend_packed: PackedSpans | None = None,
-    blend_joined: DecodeBatch | None = None,
+    blend_batch: DecodeBatch | None = None,
     blend_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -106,8 +106,8 @@ def _attention(
     params = AttentionParams(blend_window, softcap, s_aux)
     if blend_packed is not None:
         return attend_packed(query, key, value, blend_packed, scaling, params).transpose(1, 2).contiguous(), None
-    if blend_joined is not None:
-        return attend_batch(query, blend_joined, scaling, params).transpose(1, 2).contiguous(), None
+    if blend_batch is not None:
+        return attend_batch(query, blend_batch, scaling, params).transpose(1, 2).contiguous(), None
     if blend_rows is None and (softcap is not None or s_aux is not None):
         bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
         return attend_eager(module, query, key, value, attention_mask, scaling=scaling, **bends), None
@@ -118,11 +118,11 @@ def _attention(
     if blend_rows is None:
         output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
-    if blend_watch is not None:
+    if blend_probe_hook is not None:
         queries = ProbeQueries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, params)
-        watched = blend_watch(queries, key[0], value[0])
-        if watched is not None:
-            return watched[None].transpose(1, 2).contiguous(), None
+        attended = blend_probe_hook(queries, key[0], value[0])
+        if attended is not None:
+            return attended[None].transpose(1, 2).contiguous(), None
     return attend_rows(query, key, value, blend_rows, scaling, params).transpose(1, 2).contiguous(), None
 
 
