@@ -54,7 +54,7 @@ class EngineKeywords(GenerationKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt and its settings: `options` as requested; `mode`, `rule` and `ratio` as resolved."""
+    """One prompt with its settings: `options` as requested; mode, rule and ratio are those that are used."""
 
     prompt: MatchedPrompt
     mode: Mode

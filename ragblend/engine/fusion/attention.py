@@ -162,16 +162,16 @@ def attend_rows(
         first, last = host_rows[start], host_rows[part.stop - 1]
         begin, end = 0 if params.window is None else max(0, first + 1 - params.window), last + 1
         block, near_keys, near_values = query[:, :, part], keys[:, :, begin:end], values[:, :, begin:end]
-        if last == first:
-            outputs.append(attend_last(block, near_keys, near_values, scale, params))
-        elif params.softcap is not None or params.sinks is not None:  # no kernel supports them
+        if params.softcap is not None or params.sinks is not None:  # no kernel supports them
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             queries = ProbeQueries(
                 block[0], rows[part] - begin, factor, params, [row - begin for row in host_rows[part]]
             )
             outputs.append(_attend_eager(queries, near_keys[0], near_values[0])[None])
         else:
-            mask = _mask(query, rows[part, None], range(begin, end), first, params.window)
+            mask = None  # one row attends to all of the keys
+            if last > first:
+                mask = _mask(query, rows[part, None], range(begin, end), first, params.window)
             outputs.append(_attend_masked(block, near_keys, near_values, mask, scale))
     return torch.cat(outputs, dim=2)
 

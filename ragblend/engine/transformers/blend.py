@@ -51,7 +51,7 @@ StoredRuns = dict[int, tuple[Placement, LookupContext]]
 class BlendDecision(NamedTuple):
     """Rule, layers and ratio of one request. `fallback_reason` is set if full prefill is faster, else ""."""
 
-    choice: SelectionPlan
+    selection: SelectionPlan
     ratio: float
     fallback_reason: str = ""
 
@@ -120,10 +120,10 @@ class BlendingEngine(LocalEngine):
         prefix_s = perf_counter() - start_s
         stored = self._lookup(request, num_resident, damaged, store_get)
         placements = tuple(placement for placement, _ in stored.values())
-        decided = self._decide(request, num_resident, placements)
-        if decided.fallback_reason:
-            return self._fall_back(request, decided.fallback_reason)
-        rule, checks, probe_layers = decided.choice
+        decision = self._decide(request, num_resident, placements)
+        if decision.fallback_reason:
+            return self._fall_back(request, decision.fallback_reason)
+        rule, checks, probe_layers = decision.selection
         plan = FusePlan(
             self._ids(request.prompt.token_ids),
             placements,
@@ -136,9 +136,9 @@ class BlendingEngine(LocalEngine):
         )
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
-        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", decided.ratio)
+        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", decision.ratio)
         if request.fit is not None and request.mode in ("blend", "reuse"):
-            report.predicted_agreement = request.fit.agreement_at(decided.ratio)
+            report.predicted_agreement = request.fit.agreement_at(decision.ratio)
         runs = request.prompt.runs
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         record_fusion(report, (run.start for run in runs), stored, plan, result, num_known)
@@ -200,22 +200,24 @@ class BlendingEngine(LocalEngine):
     # -- decide
 
     def _decide(self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]) -> BlendDecision:
-        """Return rule, layers and ratio: those requested or calibrated, the ratio raised to what loading hides."""
+        """Return rule, layers and ratio, as requested or calibrated. A request without a ratio gets the highest one whose
+        recompute takes no longer than loading, if that is higher.
+        """
         num_layers, fit, ratio = self.layers.num_layers, request.fit, request.ratio
-        keeps_all = SelectionPlan(find_rule(request.rule, num_layers), NO_RECOMPUTE, ())
+        rule = find_rule(request.rule if fit is None else fit.rule, num_layers)
+        keeps_all = SelectionPlan(rule, NO_RECOMPUTE, ())
         if request.mode != "blend":
             return BlendDecision(keeps_all, 0.0)
         num_tokens, num_stored = request.prompt.num_tokens, sum(each.kv.header.num_tokens for each in placements)
         if request.adapts_ratio and placements and self.machine is not None:
             # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
             to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
-            probes_first = find_rule(request.rule if fit is None else fit.rule, num_layers).probes_before_selection
-            num_available = num_resident + num_stored
+            num_available, probes_first = num_resident + num_stored, rule.probes_before_selection
             hidden = decide_reuse(self.machine, ratio, num_tokens, num_available, {"disk": to_load}, probes_first)
             ratio = hidden.ratio
             if hidden.fallback_reason:
                 return BlendDecision(keeps_all, 1.0, hidden.fallback_reason)
-        choice = plan_selection(
+        selection = plan_selection(
             request.rule,
             ratio,
             num_layers,
@@ -225,7 +227,7 @@ class BlendingEngine(LocalEngine):
             fitted=fit.rule_and_layer if fit is not None else None,
             global_layers=self.layers.global_layers,
         )
-        return BlendDecision(choice, ratio)
+        return BlendDecision(selection, ratio)
 
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""
