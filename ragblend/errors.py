@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class RagblendError(Exception):
-    """A failure that the caller can act on. `exit_code`: that of the command line."""
+    """Base of the package's errors. `exit_code` is the exit code of a command that ends with it."""
 
     exit_code: int = 1
 
@@ -34,7 +34,7 @@ class CorruptError(RagblendError):
 
 
 class DamagedEntryError(CorruptError):
-    """One stored chunk failed its checksum while being read. Carries the `key`; the caller treats it as a miss."""
+    """One stored chunk failed its checksum when it was read. The caller treats the entry `key` as a miss."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"stored KV {key} is damaged ({reason}); `ragblend verify --repair` drops and recomputes it")
@@ -43,7 +43,7 @@ class DamagedEntryError(CorruptError):
 
 
 class BackendUnreachableError(RagblendError, ConnectionError):
-    """A remote engine or tier that does not answer."""
+    """A server, a remote tier or a catalogue's database that does not answer."""
 
     exit_code = 5
 
@@ -53,7 +53,7 @@ class EngineClosedError(RagblendError):
 
 
 class UnsupportedModelError(RagblendError):
-    """A model whose layers cannot be fused exactly. The message names the layer type and the fix."""
+    """A model whose layers cannot be fused exactly. The message names the layer type and the supported families."""
 
 
 class PromptTooLongError(RagblendError):
@@ -77,8 +77,8 @@ class EmptyCorpusError(RagblendError):
 
 
 class UnreadableDocumentError(RagblendError):
-    """One document that could not be read as text; ingestion reports it and goes on."""
+    """A document that could not be read as text. Ingestion reports it and continues with the others."""
 
 
 class NotADocumentError(UnreadableDocumentError):
-    """A file with nothing to read in it: empty, or of another kind. In a folder it is passed over, and counted."""
+    """A file without text: it is empty or of an unsupported type. In a folder such files are skipped and counted."""

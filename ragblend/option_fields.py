@@ -153,7 +153,7 @@ def replace_aliases(given: Mapping[str, Any], aliases: Mapping[str, str]) -> dic
 
 
 def is_unicode(text: str) -> bool:
-    """True if `text` holds no lone surrogate. Other text cannot be tokenized, stored or sent.
+    """Return True if `text` has no lone surrogate. Text with one cannot be tokenized, stored or sent.
 
     >>> is_unicode("a"), is_unicode("\\ud83d")
     (True, False)
@@ -166,7 +166,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raise UsageError for lone surrogates: halves of a character, which no tokenizer, file or server takes.
+    """Raise UsageError if `text`, which messages call `what`, has a lone surrogate: half of a character.
 
     >>> check_unicode("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "the question")
     """

@@ -180,10 +180,11 @@ class TieredStore(KVStore):
             with self._lock:
                 self._pulling.discard(key)
 
-    def _find(self, key: str, token_ids: Sequence[int] | None, asked: Sequence[KVStore]) -> ChunkKV | None:
+    def _find(self, key: str, token_ids: Sequence[int] | None, tiers: Sequence[KVStore]) -> ChunkKV | None:
+        """Return the entry from the fastest of `tiers` that has it; reading it promotes it to faster tiers."""
         num_deletes = self._num_deletes
         for position, tier in enumerate(self._tiers):
-            if tier not in asked:
+            if tier not in tiers:
                 continue
             if position and (shared := self._shared(key, token_ids)) is not None:
                 return shared

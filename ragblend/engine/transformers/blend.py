@@ -200,8 +200,8 @@ class BlendingEngine(LocalEngine):
     # -- decide
 
     def _decide(self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]) -> BlendDecision:
-        """Return rule, layers and ratio, as requested or calibrated. A request without a ratio gets the highest one whose
-        recompute takes no longer than loading, if that is higher.
+        """Return rule, layers and ratio, as requested or calibrated. If the request has no ratio, it is raised as far as
+        recompute takes no longer than loading.
         """
         num_layers, fit, ratio = self.layers.num_layers, request.fit, request.ratio
         rule = find_rule(request.rule if fit is None else fit.rule, num_layers)
