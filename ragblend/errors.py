@@ -53,7 +53,7 @@ class EngineClosedError(RagblendError):
 
 
 class UnsupportedModelError(RagblendError):
-    """A model whose layers cannot be fused exactly. The message names the layer type and the supported families."""
+    """A model whose layers cannot be fused exactly. The message names the layer type and the fix."""
 
 
 class PromptTooLongError(RagblendError):

@@ -200,7 +200,7 @@ class BlendingEngine(LocalEngine):
     # -- decide
 
     def _decide(self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]) -> BlendDecision:
-        """Return rule, layers and ratio, as requested or calibrated. If the request has no ratio, it is raised as far as
+        """Return rule, layers and ratio, as requested or calibrated. A ratio that was not requested is raised as far as
         recompute takes no longer than loading.
         """
         num_layers, fit, ratio = self.layers.num_layers, request.fit, request.ratio
