@@ -74,7 +74,7 @@ codes-not-rounded               store      _codes
     A.round_() if B else A  ->  A
 kv-dtype-ignored                store      TieredStore.put
     convert_kv_dtype(A, B)  ->  A
-deleted-entry-promoted          store      _moving_up
+deleted-entry-promoted          store      _with_promotion
     self._num_deletes == A  ->  True
 ids-of-run-not-compared         prompt     TokenIndex._runs_on
     A[B:C] == D[E:F]  ->  A[B:C] == A[B:C]

@@ -76,7 +76,7 @@ class TieredStore(KVStore):
         for position, tier in enumerate(tiers):
             tier.set_read_back_tiers(tiers[:position])
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
-        self._pulling: set[str] = set()
+        self._prefetching: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -144,7 +144,7 @@ class TieredStore(KVStore):
             if tier.is_remote:
                 missing = [key for key in wanted if key not in fetched]
                 for key, kv in tier.fetch_many(missing, until_s).items():
-                    fetched[key] = self._moving_up(kv, position, num_deletes)
+                    fetched[key] = self._with_promotion(kv, position, num_deletes)
         return fetched
 
     def _remote_deadline_s(self) -> float:
@@ -163,8 +163,8 @@ class TieredStore(KVStore):
         Prefetch no more than that tier holds: later entries would evict earlier ones.
         """
         with self._lock:
-            missing = [key for key in dict.fromkeys(keys) if key not in self._pulling]
-            self._pulling.update(missing)
+            missing = [key for key in dict.fromkeys(keys) if key not in self._prefetching]
+            self._prefetching.update(missing)
             for key in missing:
                 if self._executor is None:
                     self._executor = ThreadPoolExecutor(NUM_PREFETCHES, thread_name_prefix="ragblend-prefetch")
@@ -178,7 +178,7 @@ class TieredStore(KVStore):
             log.warning("KV %s was not prefetched: %s", key, error)
         finally:
             with self._lock:
-                self._pulling.discard(key)
+                self._prefetching.discard(key)
 
     def _find(self, key: str, token_ids: Sequence[int] | None, tiers: Sequence[KVStore]) -> ChunkKV | None:
         """Return the entry from the fastest of `tiers` that has it; reading it promotes it to faster tiers."""
@@ -194,7 +194,7 @@ class TieredStore(KVStore):
                 continue
             for slower in self._tiers[position + 1 :]:
                 slower.touch(key)
-            return self._moving_up(kv, position, num_deletes) if position else kv
+            return self._with_promotion(kv, position, num_deletes) if position else kv
         return None
 
     def _shared(self, key: str, token_ids: Sequence[int] | None) -> _PromotingKV | None:
@@ -207,7 +207,7 @@ class TieredStore(KVStore):
         kv = self._promotions[position].peek(key)
         return kv if kv is not None and kv.header.has_ids(token_ids) else None
 
-    def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
+    def _with_promotion(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
         """Return the entry for the caller, who promotes it to the faster tiers by reading it to the end."""
         faster = [upper for upper in range(position) if self._tiers[upper].fits(kv)]
         if not faster:
@@ -363,7 +363,7 @@ class TieredStore(KVStore):
         """Wait up to `timeout_s` seconds for background work, then drop and count the rest. True if all was done."""
         with self._lock:
             executor, self._executor = self._executor, None
-            self._pulling.clear()
+            self._prefetching.clear()
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
         return self._each_within(timeout_s, "close")
