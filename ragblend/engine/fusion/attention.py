@@ -135,8 +135,8 @@ class ProbeQueries(NamedTuple):
     params: AttentionParams = PLAIN
     host_rows: Sequence[int] = ()  # the same rows on the host; (): they are copied from the device
 
-    def part(self, part: slice) -> ProbeQueries:
-        """Return the queries of a part of the rows."""
+    def slice_rows(self, part: slice) -> ProbeQueries:
+        """Return the queries of the rows in `part`."""
         host_rows = (self.host_rows or on_host(self.rows))[part]
         return self._replace(states=self.states[:, part], rows=self.rows[part], host_rows=host_rows)
 
@@ -245,11 +245,11 @@ def attend_with_weights(
 
     keys, values: [H, T, D]. The probabilities of the question's rows are computed once, for both results.
     """
-    question = queries.part(slice(-num_question_rows, None))
+    question = queries.slice_rows(slice(-num_question_rows, None))
     num_heads, num_queries, _ = question.states.shape
     early = len(queries.rows) - num_queries
     makes_weights = keys.dtype == torch.float32  # in other dtypes, only a fused kernel keeps the scores in float32
-    plain = queries.part(slice(0, early)) if makes_weights else queries
+    plain = queries.slice_rows(slice(0, early)) if makes_weights else queries
     output = values.new_empty(num_heads, early + num_queries, values.shape[2])
     if len(plain.rows):
         states, rows, scale, params, host_rows = plain

@@ -216,7 +216,7 @@ def _probe(
 
     def hook(queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None:
         if values is None:
-            masses.append(attention_mass(queries.part(slice(-plan.num_queries, None)), keys))
+            masses.append(attention_mass(queries.slice_rows(slice(-plan.num_queries, None)), keys))
             return None
         output, mass = attend_with_weights(queries, keys, values, plan.num_queries)
         masses.append(mass)

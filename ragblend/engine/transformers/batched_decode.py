@@ -107,7 +107,7 @@ def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, params:
     return torch.cat(outputs, dim=2)
 
 
-class SmallBatchMatmul(TorchFunctionMode):
+class FewRowsCpuMatmul(TorchFunctionMode):
     """Torch function mode that multiplies FEW_ROWS rows by a float32 weight on the CPU as `weight @ rows.T`, which is
     faster.
 

@@ -202,7 +202,7 @@ class TransformersEngine(BlendingEngine):
 
         def shadowed(prefilled: PrefillResult, answer: Generation) -> None:
             logits = prefilled.logits  # not `prefilled`, whose KV would stay in memory until full prefill has run
-            self._shadow.submit(lambda: compare_with_full(self, request, logits, answer), answer.report)
+            self._shadow.sample(lambda: compare_with_full(self, request, logits, answer), answer.report)
 
         return GenerationStream(self, request, shadowed)
 

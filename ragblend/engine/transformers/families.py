@@ -34,7 +34,7 @@ _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurren
 class AttentionFamily:
     """Computation of keys and values by separate projections, with an optional norm of each head's keys."""
 
-    key_module = "k_proj"  # the module whose output `keys_from_output` turns into pre-RoPE keys
+    key_module = "k_proj"  # the module whose output `keys_from_module_output` turns into pre-RoPE keys
     half_tables = False  # True if the rotary module returns each angle once, for both dimensions that it rotates
     complex_tables = False  # True if it returns each angle as one complex number
     shares_kv = False  # True if layers exchange keys and values in the argument `shared_kv_states`
@@ -66,7 +66,7 @@ class AttentionFamily:
             keys = attention.k_norm(keys)
         return keys, self.split_heads(attention.v_proj(normed))
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the pre-RoPE keys [R, H, D], given the output of the module `key_module`.
 
         The QK-norm is applied again here, because the model's own norm returns [R, H, D] in some models, [H, R, D] in
@@ -99,7 +99,7 @@ class PackedQKVProjection(AttentionFamily):
         qkv, width = attention.qkv_proj(normed), self.num_kv_heads * self.head_dim
         return self.split_heads(qkv[..., -2 * width : -width]), self.split_heads(qkv[..., -width:])
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the keys' part of the projection's output."""
         width = self.num_kv_heads * self.head_dim
         return self.split_heads(output[..., -2 * width : -width])
@@ -121,7 +121,7 @@ class JointHeadNorm(AttentionFamily):
         """Return keys, normed before they are split into heads, and values."""
         return self.split_heads(attention.k_norm(attention.k_proj(normed))), self.split_heads(attention.v_proj(normed))
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the output of the norm, split into heads."""
         return self.split_heads(output)
 
@@ -140,10 +140,10 @@ class ClippedQKV(AttentionFamily):
         keys, values = super().keys_and_values(attention, normed)
         return keys.clamp(-bound, bound), values.clamp(-bound, bound)
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the keys clipped, because `output` is read before the model clips it."""
         bound = attention.config.clip_qkv
-        return super().keys_from_output(attention, output).clamp(-bound, bound)
+        return super().keys_from_module_output(attention, output).clamp(-bound, bound)
 
 
 class SinkAttention(AttentionFamily):
@@ -187,9 +187,9 @@ class ValueNormAttention(AttentionFamily):
         projected = attention.k_proj(normed)
         values = projected if attention.v_proj is None else attention.v_proj(normed)
         values = values.view(*values.shape[:-1], -1, attention.head_dim)
-        return self.keys_from_output(attention, projected), attention.v_norm(values)
+        return self.keys_from_module_output(attention, projected), attention.v_norm(values)
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the projection, split into heads of this layer's size and normed."""
         keys: Tensor = attention.k_norm(output.view(*output.shape[:-1], -1, attention.head_dim))
         return keys
@@ -229,9 +229,9 @@ class LatentAttention(AttentionFamily):
         """Return the rotary part as keys [R, 1, D], before rotation, and the normed latent as values [R, 1, rank]."""
         projected = attention.kv_a_proj_with_mqa(normed)
         latent = attention.kv_a_layernorm(projected[..., : self.rank])
-        return self.keys_from_output(attention, projected), latent[..., None, :]
+        return self.keys_from_module_output(attention, projected), latent[..., None, :]
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the rotary part [R, 1, D] of the projection's output [R, rank + D], before rotation."""
         keys = output[..., None, self.rank :]
         return _split_pairs(keys) if self.in_pairs else keys

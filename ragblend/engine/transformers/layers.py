@@ -26,7 +26,7 @@ from ragblend.engine.transformers.adapters import active_adapters
 from ragblend.engine.transformers.batched_decode import (
     BatchedDecodeCache,
     DecodeBatch,
-    SmallBatchMatmul,
+    FewRowsCpuMatmul,
     assign_rows,
 )
 from ragblend.engine.transformers.families import (
@@ -287,7 +287,7 @@ class TransformersLayers:
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
         batch = DecodeBatch(places, BatchedDecodeCache(places, self._latent, self.expand_kv))
         rows = torch.cat([each.rows for each in places])
-        with SmallBatchMatmul():
+        with FewRowsCpuMatmul():
             hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
             for layer in range(len(self._layers)):
                 hidden = self._run(layer, hidden, rows, batch.cache, blend_batch=batch)
@@ -303,7 +303,7 @@ class TransformersLayers:
             hidden = run()
         finally:
             hook.remove()
-        keys = self._family.keys_from_output(attention, outputs[0][0])  # without the batch dimension
+        keys = self._family.keys_from_module_output(attention, outputs[0][0])  # without the batch dimension
         return hidden, keys.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -256,7 +256,7 @@ class VllmEngineBase(LocalEngine):
             self._backfill_missed(request.prompt)
         if not request.options.temperature and answer.finish_reason != "cancelled":
             full = replace(request, params=replace(request.params, mode="full"))
-            self._shadow.submit_repeat(lambda: VllmStream(self, full), answer)
+            self._shadow.sample_repeat(lambda: VllmStream(self, full), answer)
 
     def _backfill_missed(self, prompt: Prompt) -> None:
         """Store the chunks of a prompt that are not stored, in the background, unless `on_miss` is "inline"."""

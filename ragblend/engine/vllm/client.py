@@ -457,7 +457,7 @@ class VllmClient(EngineBase):
             self._send_missing(prompt)
         if not options.temperature:
             full = replace(options, mode="full")
-            self._shadow.submit_repeat(lambda: ServedStream(self, prompt, full), answer)
+            self._shadow.sample_repeat(lambda: ServedStream(self, prompt, full), answer)
 
     # -- documents
 

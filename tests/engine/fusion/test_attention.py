@@ -107,7 +107,7 @@ def test_attention_with_weights_has_the_output_of_attention(rows, kv_heads, num_
     exact, states = LayerKV(kv.keys.float(), kv.values.float()), queries._replace(states=queries.states.float())
     atol = 1e-6 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(output.float(), outputs(states, exact), atol=atol, rtol=0)
-    expected = probabilities(states.part(slice(-num_asking, None)), exact.keys).mean(dim=(0, 1))[: rows[-1] + 1]
+    expected = probabilities(states.slice_rows(slice(-num_asking, None)), exact.keys).mean(dim=(0, 1))[: rows[-1] + 1]
     torch.testing.assert_close(mass, expected, atol=atol, rtol=0)
 
 
