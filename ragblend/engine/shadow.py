@@ -1,6 +1,6 @@
 """Shadow comparisons: full prefill of a share of live requests, compared with their blended answers.
 
-They run on a separate thread after an answer has ended, so no answer waits for them. Read `Shadow.submit` first.
+They run on a separate thread after an answer has ended, so no answer waits for them. Read `Shadow.sample` first.
 Depends on streams and reports; each backend passes the function that runs its full prefill.
 """
 
