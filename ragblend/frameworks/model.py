@@ -141,7 +141,7 @@ class BlendModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, given: Any) -> Any:
-        """Return the fields under their names here. Raises UsageError for an unknown name, with the nearest one."""
+        """Return the settings with other libraries' names replaced. Raises UsageError for an unknown name."""
         if not isinstance(given, Mapping):
             return given
         given = replace_aliases(given, ALSO_CALLED)
@@ -304,7 +304,7 @@ class BlendModel(BaseModel):
         return CallOptions(**{name: value for name, value in given.items() if value is not None})
 
     def _default_options(self) -> dict[str, Any]:
-        """Return the options of a call that the fields and `call_options` set."""
+        """Return the default options of a call: those of the fields and of `call_options`."""
         return {name: getattr(self, name) for name in _OPTION_FIELDS} | (self.call_options or {})
 
     # --- answers ---
