@@ -256,7 +256,7 @@ def test_rows_are_rotated_the_same_with_and_without_cached_tables(tiny_layers):
     keys = torch.randn(2, 4, 16, generator=generator)
     for rows in (*many, *many, many[0], many[0]):
         assert torch.equal(layers.place_keys(1, keys, rows), fresh.place_keys(1, keys, rows.clone()))
-        assert len(layers._turns) <= MAX_CACHED_TABLES
+        assert len(layers._cached_rotary) <= MAX_CACHED_TABLES
 
 
 def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):
