@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from types import TracebackType
 from typing import cast
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, select
@@ -32,6 +33,7 @@ class SqliteDialect(Dialect):
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.name, self.key = str(path), path
+        self._errors = _NamedErrors(path or Path(), self.fix_hint())
 
     def connect(self) -> Connection:
         """Open the file, which is created if missing. The contents of files of earlier versions are copied into a new
@@ -61,17 +63,9 @@ class SqliteDialect(Dialect):
         """
         truncate_log(_sqlite(connection))
 
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
+    def named_errors(self) -> AbstractContextManager[None]:
         """Raise RagblendErrors in place of SQLite's and SQLAlchemy's."""
-        try:
-            yield
-        except Exception as error:
-            original = error.orig if isinstance(error, DBAPIError) else error
-            if not isinstance(original, sqlite3.Error | UnicodeDecodeError | OSError):
-                raise
-            with wrap_sqlite_errors(self.path or Path(), self.fix_hint()):
-                raise original from (error if original is not error else error.__cause__)
+        return self._errors
 
     def fix_hint(self) -> str:
         """Return what to do about a damaged file."""
@@ -85,6 +79,22 @@ def explain_reingestion(path: Path | None) -> str:
         f"delete {path}* and run ragblend ingest DOCS --store {path and path.parent} (stored KV is found, not "
         "recomputed), and add again what frameworks and servers have added"
     )
+
+
+class _NamedErrors(AbstractContextManager[None]):
+    """`wrap_sqlite_errors` for statements of SQLAlchemy. One object, because each call enters it."""
+
+    def __init__(self, path: Path, fix: str) -> None:
+        self._path, self._fix = path, fix
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            original = error.orig if isinstance(error, DBAPIError) else error
+            if isinstance(original, sqlite3.Error | UnicodeDecodeError | OSError):
+                with wrap_sqlite_errors(self._path, self._fix):
+                    raise original from (error if original is not error else error.__cause__)
 
 
 @cache
