@@ -161,7 +161,7 @@ class Everything:
             machine.engine.store.flush()
             found += DiskStore(machine.root).headers()
             for tier in machine.engine.store.remote_tiers:
-                found += [kv.header for key in tier.keys() if (kv := tier.get(key)) is not None]
+                found += [kv.header for key in tier.keys() if (kv := tier.get(key)) is not None]  # noqa: SIM118
         return found
 
     def close(self) -> None:
