@@ -17,8 +17,7 @@ from typing import Literal, NamedTuple, get_args
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import FULL, Answer, generate_answer, loss, score_tokens
-from ragblend.prompt.match import MatchedPrompt
-from ragblend.prompt.types import Chunk, Part, Prompt
+from ragblend.prompt.types import Chunk, MatchedPrompt, Part, Prompt
 
 Baseline = Literal["map_reduce", "map_rerank", "reorder"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)

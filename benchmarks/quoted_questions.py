@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.results import write_result
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries, set_num_threads
-from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.generation import GenerationStream
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import Generation

@@ -27,15 +27,14 @@ from torch import Tensor
 from benchmarks.results import write_result
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries, set_num_threads
-from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.intervals import mean_interval
 from ragblend.lab.quality.data import QaCase, find_data, get_dataset_split, read_cases
 from ragblend.prompt import token_index
-from ragblend.prompt.match import ChunkRun
-from ragblend.prompt.types import Prompt
+from ragblend.prompt.types import ChunkRun, Prompt
 
 NUM_CHUNKS, CHUNK_CHARACTERS, RATIO = 6, 900, 0.05
 

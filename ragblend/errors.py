@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class RagblendError(Exception):
-    """A failure that the caller can act on. `exit_code`: that of the command line."""
+    """Base of the package's errors. `exit_code` is the exit code of a command that ends with it."""
 
     exit_code: int = 1
 
@@ -34,7 +34,7 @@ class CorruptError(RagblendError):
 
 
 class DamagedEntryError(CorruptError):
-    """One stored chunk failed its checksum while being read. Carries the `key`; the caller treats it as a miss."""
+    """One stored chunk failed its checksum when it was read. The caller treats the entry `key` as a miss."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"stored KV {key} is damaged ({reason}); `ragblend verify --repair` drops and recomputes it")
@@ -43,7 +43,7 @@ class DamagedEntryError(CorruptError):
 
 
 class BackendUnreachableError(RagblendError, ConnectionError):
-    """A remote engine or tier that does not answer."""
+    """A server, a remote tier or a catalogue's database that does not answer."""
 
     exit_code = 5
 
@@ -77,37 +77,8 @@ class EmptyCorpusError(RagblendError):
 
 
 class UnreadableDocumentError(RagblendError):
-    """One document that could not be read as text; ingestion reports it and goes on."""
+    """A document that could not be read as text. Ingestion reports it and continues with the others."""
 
 
 class NotADocumentError(UnreadableDocumentError):
-    """A file with nothing to read in it: empty, or of another kind. In a folder it is passed over, and counted."""
-
-
-def is_unicode(text: str) -> bool:
-    """True if `text` holds no lone surrogate. Other text cannot be tokenized, stored or sent.
-
-    >>> is_unicode("a"), is_unicode("\\ud83d")
-    (True, False)
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def check_unicode(text: str, what: str) -> None:
-    """Raise UsageError for lone surrogates: halves of a character, which no tokenizer, file or server takes.
-
-    >>> check_unicode("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "the question")
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code, around = ord(text[error.start]), text[max(0, error.start - 20) : error.start + 20]
-        raise UsageError(
-            f"{what} holds a lone surrogate, U+{code:04X} at character {error.start} ({around!r}): bytes that were "
-            'decoded as another encoding, or half of an emoji. Decode it again, or replace it: text.encode("utf-8", '
-            '"replace").decode()'
-        ) from None
+    """A file without text: it is empty or of an unsupported type. In a folder such files are skipped and counted."""

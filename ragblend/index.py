@@ -44,12 +44,12 @@ from ragblend.errors import (
     RagblendError,
     StoreMismatchError,
     UsageError,
-    check_unicode,
 )
 from ragblend.files.directory import Directory
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
 from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, open_folder
+from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)

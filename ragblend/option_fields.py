@@ -1,11 +1,11 @@
-"""Options as dataclass fields: validators, help texts, and errors for unknown names.
+"""Options as dataclass fields: validators, help texts, and errors for unknown names; validation of texts.
 
 Depends on values only. `options` defines the options of the package with these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, field, fields
 from difflib import get_close_matches
 from functools import wraps
@@ -81,7 +81,7 @@ class OptionSpec(NamedTuple):
 
 
 def option(default: Any, help: str, check: Validator | None = None, *, flag: str = "") -> Any:
-    """Return a dataclass field with an OptionSpec. A default of None is not validated."""
+    """Return a dataclass field with an OptionSpec. The default is not validated, so None may mean "not given"."""
     return field(default=default, metadata={"option": OptionSpec(help, check, flag)})
 
 
@@ -96,11 +96,11 @@ class _Dataclass(Protocol):
 
 
 def check_options(options: _Dataclass) -> None:
-    """Raise UsageError for the first field made by `option` that has an invalid value."""
+    """Raise UsageError for the first field made by `option` that has an invalid value. Defaults are not validated."""
     for each in fields(options):
         spec: OptionSpec | None = each.metadata.get("option")
         value = getattr(options, each.name)
-        if spec is not None and spec.check is not None and not (value is None and each.default is None):
+        if spec is not None and spec.check is not None and value is not each.default:
             spec.check.validate(each.name, value)
 
 
@@ -132,3 +132,50 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     found = get_close_matches(name, known, 1)
     return f"; the nearest is {found[0]!r}" if found else ""
+
+
+def replace_aliases(given: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options `given` with each name in `aliases` replaced by the option's own name.
+
+    Raises UsageError for an option that has two different values under two names.
+
+    >>> replace_aliases({"max_new_tokens": 5, "seed": 1}, {"max_new_tokens": "max_tokens"})
+    {'seed': 1, 'max_tokens': 5}
+    """
+    found = dict(given)
+    for alias, name in aliases.items():
+        value = found.pop(alias, None)
+        if value is not None and found.get(name) not in (None, value):
+            raise UsageError(f"{name} is {found[name]!r}, but {alias} is {value!r}; remove one of them")
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def is_unicode(text: str) -> bool:
+    """Return True if `text` has no lone surrogate. Text with one cannot be tokenized, stored or sent.
+
+    >>> is_unicode("a"), is_unicode("\\ud83d")
+    (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raise UsageError if `text`, which messages call `what`, has a lone surrogate: half of a character.
+
+    >>> check_unicode("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "the question")
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code, around = ord(text[error.start]), text[max(0, error.start - 20) : error.start + 20]
+        raise UsageError(
+            f"{what} holds a lone surrogate, U+{code:04X} at character {error.start} ({around!r}): bytes that were "
+            'decoded as another encoding, or half of an emoji. Decode it again, or replace it: text.encode("utf-8", '
+            '"replace").decode()'
+        ) from None

@@ -91,9 +91,9 @@ def ingest(
     splitter (`chunker.adapt_splitter` accepts LangChain's and LlamaIndex's). If either changed, documents are cut
     again, and `notify` is called with a message.
 
-    context: the store's context policy, see `lookup`. None is the stored one, and in a new store the default for the
-    model: "similar" from 12 layers on, else "none". "similar" stores a second variant of each chunk, which doubles the
-    store. Raises UsageError for another policy than the stored one, which `precompute_index` changes.
+    context: the store's context policy, see `engine.store.keys`. None is the stored one, and in a new store the default
+    for the model: "similar" from 12 layers on, else "none". "similar" stores a second variant of each chunk, which
+    doubles the store. Raises UsageError for another policy than the stored one, which `precompute_index` changes.
 
     text_field: field with the text of records in CSV, JSON and Parquet files; a dotted path names a field of nested
     objects. With "", the reader finds it. loader: a function from a path to documents of ragblend, LangChain or

@@ -28,11 +28,12 @@ from ragblend.corpus.embedders import (
     embed_question,
     load_embedder,
 )
-from ragblend.errors import NotFoundError, UsageError, check_unicode
+from ragblend.errors import NotFoundError, UsageError
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.deletion import delete_orphaned_kv
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION
+from ragblend.option_fields import check_unicode
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 

@@ -56,7 +56,7 @@ quantised-kept-at-ratio-one     fusion     _candidates
     A.exact and (B.is_lossless or not C)  ->  A.exact
 deviations-swapped              fusion     choose
     RuleInputs(A, B, C, D, E, F)  ->  RuleInputs(A, C, B, D, E, F)
-exact-at-any-position           fusion     lookup_contexts
+exact-at-any-position           store      lookup_contexts
     A and B == "none" and C == D and E  ->  A and B == "none" and E
 drift-sign                      fusion     drift
     A.float() - B.float()  ->  B.float() - A.float()
@@ -74,7 +74,7 @@ codes-not-rounded               store      _codes
     A.round_() if B else A  ->  A
 kv-dtype-ignored                store      TieredStore.put
     convert_kv_dtype(A, B)  ->  A
-deleted-entry-promoted          store      _moving_up
+deleted-entry-promoted          store      _with_promotion
     self._num_deletes == A  ->  True
 ids-of-run-not-compared         prompt     TokenIndex._runs_on
     A[B:C] == D[E:F]  ->  A[B:C] == A[B:C]

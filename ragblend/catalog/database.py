@@ -150,19 +150,23 @@ class Catalog:
     @contextmanager
     def _locked(self) -> Iterator[Connection]:
         """Hold the lock; yield the connection. RagblendErrors are raised in place of the database's own."""
-        with self._lock, self._dialect.named_errors():
+        with self._lock:
             is_opened = self._connection is None or self._connection.invalidated  # by an interruption
-            if is_opened:
-                self._connection = self._dialect.connect()
-                self._num_changes += not self.is_shared  # data_version counts from the beginning
-            connection = self._connection
-            assert connection is not None
             try:
-                yield connection
-            finally:
-                if is_opened and self.is_shared:
-                    self._connection = None
-                    self._dialect.release(connection)
+                if is_opened:
+                    self._connection = self._dialect.connect()
+                    self._num_changes += not self.is_shared  # data_version counts from the beginning
+                connection = self._connection
+                assert connection is not None
+                try:
+                    yield connection
+                finally:
+                    if is_opened and self.is_shared:
+                        self._connection = None
+                        self._dialect.release(connection)
+            except Exception:
+                with self._dialect.named_errors():
+                    raise
 
     def _rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
         """Return the rows that a query finds."""

@@ -1,8 +1,8 @@
-"""The chunks of one store that may be found in prompts: those of one tokenizer and one namespace.
+"""Chunks of one store that may be found in prompts: those of one tokenizer and one namespace.
 
-The token ids stand in the store's registry; an index over them is built at the first search, shared by all engines of
-the process, and brought up to date when ids were added or removed, by this process or another. Knows ids, the registry
-and the index. Knows nothing about texts' meaning, KV or engines.
+The store's registry has their token ids. An index over the ids is built at the first search. All engines of the process
+share it, and it is updated when ids were added or removed, by this process or another. Depends on ids, the registry and
+the index, not on KV or engines.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from time import monotonic
 from typing import TypeVar
@@ -22,22 +21,22 @@ from numpy.typing import NDArray
 
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.errors import BackendUnreachableError
-from ragblend.prompt.match import ChunkRun
 from ragblend.prompt.token_index import Run, TokenIndex
+from ragblend.prompt.types import ChunkRun
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 _CACHED_CHUNKS = 4096
-_OUTAGE_PAUSE_S = 5.0  # a catalogue that did not answer is asked again after so long
+_OUTAGE_PAUSE_S = 5.0  # seconds without another call to a catalogue that did not answer
 
 
 class KnownChunks:
-    """Finds runs of the chunks that `registry` has of a tokenizer and a namespace. Thread-safe.
+    """Chunks that `registry` has of a tokenizer and a namespace, and their runs in prompts. Thread-safe.
 
-    While the registry's server does not answer, no chunk is known: prompts are prefilled whole. A warning says so once.
-    Get one by `open_known_chunks`.
+    While the registry's server does not answer, no chunk is known, so prompts are prefilled whole. One warning is
+    logged. `open_known_chunks` returns the object that a process shares.
     """
 
     def __init__(self, registry: ChunkRegistry, tokenizer: str, namespace: str) -> None:
@@ -47,8 +46,7 @@ class KnownChunks:
         self._retry_at_s = 0.0  # on the monotonic clock, during an outage
         self._num_failures = 0
         self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
-        self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text: registry.has_ids(text, tokenizer, namespace))
-        self._version_of_texts: tuple[int, int] | None = None
+        self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text, version: registry.has_ids(text, tokenizer, namespace))
         self._cached_document = lru_cache(_CACHED_CHUNKS)(lambda number: registry.document_with_ids(number, namespace))
         self._clear()
 
@@ -64,43 +62,43 @@ class KnownChunks:
         self._registry.remove_ids(text, *self._owner)
 
     def __contains__(self, text: object) -> bool:
-        return isinstance(text, str) and self._ask(lambda: self._contains(text), False)
-
-    def _contains(self, text: str) -> bool:
-        with self._turn():
-            version = self._registry.version()
-            if version != self._version_of_texts:
-                self._has_text.cache_clear()
-                self._version_of_texts = version
-            return self._has_text(text)
+        return isinstance(text, str) and self._search(lambda _: self._has_text(text, self._version), False)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the runs of chunks in a prompt, in its order; they do not overlap."""
-        return self._ask(lambda: self._find_runs(token_ids), [])
+        return self._search(
+            lambda index: [
+                _chunk_run(run, ids, self._cached_document(run.chunk))
+                for run in index.find_runs(token_ids)
+                if (ids := self._cached_ids(run.chunk)) is not None
+            ],
+            [],
+        )
 
-    def _find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
-        with self._turn():
-            self._update()
-            index = self._index
-        runs = index.find_runs(token_ids) if len(index) else []
-        return [
-            _chunk_run(run, ids, self._cached_document(run.chunk))
-            for run in runs
-            if (ids := self._cached_ids(run.chunk)) is not None
-        ]
+    def _search(self, search: Callable[[TokenIndex], T], default: T) -> T:
+        """Return `search(index)`, with the index in the registry's present state.
 
-    def _ask(self, call: Callable[[], T], default: T) -> T:
-        """Return the call's result, or the default while the registry's server does not answer.
-
-        After a pause one caller asks again; the others do not wait for it.
+        Return `default` while the registry's server does not answer. During an outage, one caller tries again after a
+        pause, and the others do not wait for it. A failed call also fails the calls that waited for it.
         """
         if self._retry_at_s:
             with self._outage_lock:
                 if monotonic() < self._retry_at_s:
                     return default
                 self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
+        num_failures = self._num_failures
         try:
-            found = call()
+            with self._lock:
+                if num_failures != self._num_failures:
+                    return default
+                try:
+                    self._update()
+                except BackendUnreachableError as error:
+                    self._num_failures += 1
+                    self._record_outage(error)
+                    return default
+                index = self._index
+            found = search(index)
         except BackendUnreachableError as error:
             self._record_outage(error)
             return default
@@ -109,20 +107,6 @@ class KnownChunks:
             log.warning("the catalogue answers again: stored chunks are found in prompts")
         return found
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Hold the lock. A call that failed while this one waited for it fails this one as well."""
-        num_failures = self._num_failures
-        with self._lock:
-            if num_failures != self._num_failures:
-                raise BackendUnreachableError("the catalogue did not answer the call before this one")
-            try:
-                yield
-            except BackendUnreachableError as error:
-                self._num_failures += 1
-                self._record_outage(error)
-                raise
-
     def _record_outage(self, error: BackendUnreachableError) -> None:
         with self._outage_lock:
             if not self._retry_at_s:
@@ -130,7 +114,7 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Free the registry's file; the next call opens it again, be it the same file or another in its place."""
+        """Close the registry's file. The next call opens the file then at its path, which may be another one."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()
@@ -148,9 +132,9 @@ class KnownChunks:
         version = self._registry.version()
         if version == self._version:
             return
-        if self._version is not None and version < self._version:  # another database is in its place
+        if self._version is not None and version < self._version:  # another database replaced it
             self._clear()
-        self._cached_ids.cache_clear()  # of removed chunks the index finds no ids, and so no run
+        self._cached_ids.cache_clear()  # a removed chunk has no ids any more, so the index finds no run of it
         self._cached_document.cache_clear()
         num_removals = self._registry.num_removals()
         added = self._registry.ids_after(self._last_number, *self._owner)
@@ -181,18 +165,18 @@ _OPEN: WeakValueDictionary[tuple[object, str, str], KnownChunks] = WeakValueDict
 _OPEN_LOCK = threading.Lock()
 
 
-def _forget_parents() -> None:
-    """In a forked process: a thread that is not here may hold the parent's locks."""
+def _reset_in_child() -> None:
+    """Replace the lock and the shared objects in a forked process: a thread of the parent may hold their locks."""
     global _OPEN_LOCK
     _OPEN_LOCK = threading.Lock()
     _OPEN.clear()
 
 
-os.register_at_fork(after_in_child=_forget_parents)
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -> KnownChunks:
-    """Return the chunks of a tokenizer and a namespace in a registry: one object for all who use its file."""
+    """Return the chunks of a tokenizer and a namespace in a registry: one object for all users of its file."""
     key = (registry.key or id(registry), tokenizer, namespace)
     with _OPEN_LOCK:
         known = _OPEN.get(key)

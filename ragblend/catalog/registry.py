@@ -45,8 +45,9 @@ from ragblend.catalog.schema import (
     text_key,
     with_checksum,
 )
-from ragblend.errors import StoreMismatchError, is_unicode
+from ragblend.errors import StoreMismatchError
 from ragblend.files.store_folder import FORMER_REGISTRY_FILE
+from ragblend.option_fields import is_unicode
 
 
 class SimilarVariant(NamedTuple):

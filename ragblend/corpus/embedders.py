@@ -24,9 +24,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.errors import CorruptError, NotFoundError, UsageError, check_unicode
+from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
+from ragblend.option_fields import check_unicode
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.report import Generation
 from ragblend.engine.store.base import KVStore
 from ragblend.options import ContextPolicy, GenerationKeywords
-from ragblend.prompt.match import MatchedPrompt
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import Part, Prompt
+from ragblend.prompt.types import MatchedPrompt, Part, Prompt
 
 
 class Stream(Protocol):
@@ -47,7 +46,7 @@ class Engine(Protocol):
     @property
     def store(self) -> KVStore: ...
     @property
-    def context(self) -> ContextPolicy: ...  # context policy: text after which chunks are prefilled, see `lookup`
+    def context(self) -> ContextPolicy: ...  # context policy: text after which chunks are prefilled, see `keys`
     @property
     def default_context(self) -> ContextPolicy: ...  # context policy if none is configured or stored
     def set_context_policy(self, policy: ContextPolicy) -> None: ...

@@ -20,23 +20,18 @@ from typing import Any, Literal, NoReturn, Self
 from ragblend.catalog.known_chunks import KnownChunks, find_runs_of, open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
-from ragblend.engine.fusion.lookup import (
-    KEY_CONTEXTS,
-    NO_CONTEXT,
-    IngestionContext,
-    default_context_policy,
-)
+from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.generation import Backfill
 from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
 from ragblend.engine.store.kv import KVHeader
-from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
+from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
+from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
-from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
+from ragblend.prompt.types import Chunk, ChunkRun, MatchedPrompt, Part, Prompt, as_chunk
 
 LEAST_QUOTE = 64
 """Least tokens of a run at the end of the user's turn that counts as a document; a shorter run is a quotation."""
@@ -50,6 +45,18 @@ def turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
     """
     num_tail = len(tail_ids)
     return len(token_ids) - (num_tail if num_tail and list(token_ids[-num_tail:]) == list(tail_ids) else 0)
+
+
+def default_context_policy(num_layers: int) -> ContextPolicy:
+    """Return the context policy of a store for which none is configured or stored.
+
+    It is "similar" for a deep model, where that is closest to full prefill on real questions (`ragblend bench quality
+    --contexts`, docs/fidelity.md). It is "none" for a shallow one, for which there are no measurements.
+
+    >>> default_context_policy(32), default_context_policy(5)
+    ('similar', 'none')
+    """
+    return "similar" if num_layers >= DEEP_MODEL_LAYERS else "none"
 
 
 def record_entries(store: KVStore) -> ChunkRegistry | None:
@@ -71,7 +78,7 @@ def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
     registry.record_entry(header.key, (header.token_ids, *header.context_ids), header.namespace)
 
 
-class EngineBase(ABC):
+class EngineBase:
     """Settings, checks and closing of any engine. Use as a context manager, or `close()` it.
 
     `worker` runs work in the background, by default a separate thread. `flags`: the command-line options that name the
@@ -81,6 +88,8 @@ class EngineBase(ABC):
     closed = False
     store: KVStore
     default_prefix_ids: tuple[int, ...] = ()
+    context_length: int
+    """Longest prompt plus answer, in tokens."""
 
     def __init__(
         self,
@@ -122,11 +131,6 @@ class EngineBase(ABC):
                 "the engine's threads, so the call would hang. Load the engine in this process, or start processes by "
                 "multiprocessing.get_context('spawn')"
             )
-
-    @property
-    @abstractmethod
-    def context_length(self) -> int:
-        """Return the longest prompt plus answer, in tokens."""
 
     # -- answering
 
@@ -177,12 +181,12 @@ class EngineBase(ABC):
         )
 
 
-class LocalEngine(EngineBase):
+class LocalEngine(EngineBase, ABC):
     """An engine that has the tokenizer and the store: keys, chunks in prompts, ingestion. Prefills and answers in
     subclasses.
 
     `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; "inline" does not.
-    `context`: the store's context policy (see `lookup`); None: the policy that its disk tier has stored, or the default
+    `context`: the store's context policy (see `keys`); None: the policy that its disk tier has stored, or the default
     for a model of `num_layers`.
     """
 
@@ -271,10 +275,10 @@ class LocalEngine(EngineBase):
         """Return the cache key of the chunk's KV after the default prefix, in the variant that its `context` names."""
         return self.key_of(*self._chunk_ids(chunk))
 
-    def key_of(self, token_ids: Sequence[int], behind: IngestionContext = NO_CONTEXT) -> str:
-        """Return the cache key of a chunk given as token ids, after the ingestion context `behind`."""
-        context = KEY_CONTEXTS[behind.policy]
-        return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, context)
+    def key_of(self, token_ids: Sequence[int], context: IngestionContext = NO_CONTEXT) -> str:
+        """Return the cache key of a chunk given as token ids, after an ingestion context."""
+        name = KEY_CONTEXTS[context.policy]
+        return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, name)
 
     def has_kv(self, chunk_ids: Sequence[int]) -> bool:
         """Return True if the store has the KV of a chunk of these ids, prefilled alone after the default prefix."""
@@ -292,9 +296,9 @@ class LocalEngine(EngineBase):
 
         Returns 0 if it was stored already. Raises UsageError for a similar variant without `context_texts`.
         """
-        token_ids, behind = self._chunk_ids(chunk)
+        token_ids, context = self._chunk_ids(chunk)
         self.add_known([chunk])
-        return self.precompute_ids(token_ids, behind)
+        return self.precompute_ids(token_ids, context)
 
     def add_known(self, chunks: Iterable[Part]) -> None:
         """Add chunks to those that are matched in prompts."""
@@ -305,8 +309,8 @@ class LocalEngine(EngineBase):
         self.known_chunks.add(texts, self.renderer.chunk_ids)
 
     @abstractmethod
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
+    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
+        """Prefill and store a chunk given as token ids, after an ingestion context. Return the bytes stored.
 
         Returns 0 if it was stored already.
         """

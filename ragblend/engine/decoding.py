@@ -138,77 +138,69 @@ def _logprobs(logits: Tensor, token: int, num_top: int) -> tuple[int, float, lis
     return token, float(found[token]), [(other, value) for other, value in likeliest if value > -math.inf]
 
 
-class TextStream:
-    """Text of an answer, token by token. Bytes that do not yet make a character are held back."""
+class AnswerText:
+    """Text of one answer, token by token. It ends before the first stop string.
 
-    def __init__(self, renderer: Renderer) -> None:
+    Text is held back while its bytes do not make a character, and while it may be the beginning of a stop string.
+    """
+
+    def __init__(self, renderer: Renderer, stop: Sequence[str] = ()) -> None:
         self._renderer = renderer
+        self._stop = tuple(stop)
         self._steps = DecodeStream(skip_special_tokens=True)
-        self._last: list[int] = []  # ids of the text returned last
-        self._held: list[int] = []  # ids after them, whose text is not returned yet
-        self._begun = False
+        self._shown_ids: list[int] = []  # ids of the text decoded last
+        self._new_ids: list[int] = []  # ids after them, whose text is not decoded yet
+        self._has_begun = False
+        self._held = ""  # decoded text that may be the beginning of a stop string
+        self.stopped = False  # True once a stop string has ended the text
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; may be empty."""
-        self._held.append(token_id)
+        """Return the new text that can be shown after `token_id`; it may be "", and is "" after a stop string."""
+        if self.stopped:
+            return ""
+        self._new_ids.append(token_id)
         try:
             text = self._steps.step(self._renderer.backend, token_id) or ""
         # tokenizers raises a plain Exception when new bytes change an earlier character (as a random model's do).
         except Exception:
             self._steps = DecodeStream(skip_special_tokens=True)
-            text = self._held_text()
-        return self._shown(text)
+            text = self._decode_new_ids()
+        return self._cut(text)
 
     def flush(self) -> str:
-        """Return what is still held back at the end of the answer: an unfinished character, shown as U+FFFD."""
-        return self._shown(self._held_text()) if self._held else ""
+        """Return the text that is still held back at the end of the answer; an unfinished character is U+FFFD."""
+        text = self._cut(self._decode_new_ids()) if self._new_ids and not self.stopped else ""
+        rest, self._held = text + self._held, ""
+        return rest
 
-    def _held_text(self) -> str:
-        known, whole = (self._renderer.plain_text(ids) for ids in (self._last, self._last + self._held))
+    def _decode_new_ids(self) -> str:
+        known, whole = (self._renderer.plain_text(ids) for ids in (self._shown_ids, self._shown_ids + self._new_ids))
         return whole[len(known) :]
 
-    def _shown(self, text: str) -> str:
-        """Return `text`, without the whitespace that the template writes before an answer."""
+    def _cut(self, text: str) -> str:
+        """Return the part of the held text and `text` that can be shown, without the template's lead of an answer."""
         if not text:
             return ""
-        self._last, self._held = self._held, []
-        text = text if self._begun else text.removeprefix(self._renderer.answer_lead)
-        self._begun = True
-        return text
-
-
-class StopScanner:
-    """Filter that ends a text before its first stop string. It holds back text that may become a stop string."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._held = ""
-        self.stopped = False
-
-    def push(self, text: str) -> str:
-        """Add `text` and return the new text that can be shown. After a stop string, return "".
-
-        >>> scanner = StopScanner(["END"])
-        >>> [scanner.push(piece) for piece in ("one E", "N two ", "END three")], scanner.stopped
-        (['one ', 'EN two ', ''], True)
-        """
-        if self.stopped:
-            return ""
-        self._held += text
-        found = [(place + len(stop), place) for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if found:
-            # The stop string that is complete first ends the text, however the text was cut into pieces.
-            self.stopped = True
-            shown, self._held = self._held[: min(found)[1]], ""
-            return shown
-        longest = min(max((len(stop) for stop in self._stop), default=0) - 1, len(self._held))
-        # Keep the longest end of the held text that is the beginning of a stop string.
-        ends = (self._held[-size:] for size in range(longest, 0, -1))
-        keep = next((end for end in ends if any(stop.startswith(end) for stop in self._stop)), "")
-        shown, self._held = self._held[: len(self._held) - len(keep)], keep
+        self._shown_ids, self._new_ids = self._new_ids, []
+        text = text if self._has_begun else text.removeprefix(self._renderer.answer_lead)
+        self._has_begun = True
+        shown, self._held, self.stopped = cut_at_stop(self._held + text, self._stop)
         return shown
 
-    def flush(self) -> str:
-        """Return the text that is still held back, at the end of the answer."""
-        held, self._held = self._held, ""
-        return held
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
+    """Return the text before the first stop string, the text to hold back, and True if there is a stop string.
+
+    Without a stop string, the longest end of the text that may be the beginning of one is held back. The stop string
+    that is complete first ends the text, so the result does not depend on how an answer is cut into pieces.
+
+    >>> cut_at_stop("one E", ["END"]), cut_at_stop("EN two END three", ["END"])
+    (('one ', 'E', False), ('EN two ', '', True))
+    """
+    found = [(place + len(each), place) for each in stop if (place := text.find(each)) >= 0]
+    if found:
+        return text[: min(found)[1]], "", True
+    longest = min(max(map(len, stop), default=0) - 1, len(text))
+    ends = (text[-size:] for size in range(longest, 0, -1))
+    held = next((end for end in ends if any(each.startswith(end) for each in stop)), "")
+    return text[: len(text) - len(held)], held, False

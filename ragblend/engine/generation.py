@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ragblend.engine.decoding import Sampler, StopScanner, TextStream
+from ragblend.engine.decoding import AnswerText, Sampler
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import RuleFit
 from ragblend.errors import EngineClosedError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
-from ragblend.prompt.match import ChunkRun, MatchedPrompt
+from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.engine import TransformersEngine
@@ -54,7 +54,7 @@ class EngineKeywords(GenerationKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt and its settings: `options` as requested; `mode`, `rule` and `ratio` as resolved."""
+    """One prompt with its settings: `options` as requested; mode, rule and ratio are those that are used."""
 
     prompt: MatchedPrompt
     mode: Mode
@@ -178,7 +178,7 @@ class Answer:
         report.prompt_tokens = request.prompt.num_tokens
         report.num_chunks = len(report.chunks)
         report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
-        text, scanner = TextStream(engine.renderer), StopScanner(request.options.stops)
+        text = AnswerText(engine.renderer, request.options.stops)
         ends = engine.stop_ids
         limit = min(request.options.max_tokens, engine.context_length - request.prompt.num_tokens)
         decode_start_s = perf_counter()
@@ -193,13 +193,13 @@ class Answer:
                 shown = ""
                 for token in tokens:
                     result.token_ids.append(token)
-                    shown += scanner.push(text.push(token))
-                    if scanner.stopped:
+                    shown += text.push(token)
+                    if text.stopped:
                         break
                 if shown:
                     result.text += shown
                     yield shown
-                if scanner.stopped or (guide is not None and guide.ended):
+                if text.stopped or (guide is not None and guide.ended):
                     result.finish_reason = "stop"
                     break
                 if len(result.token_ids) >= limit:
@@ -208,8 +208,7 @@ class Answer:
                 logits = yield DecodeStep(tokens, prefilled.fused)
                 assert logits is not None
                 token = sampler.sample(logits if guide is None else guide.mask_logits(logits))
-            rest = scanner.push(text.flush()) + scanner.flush()
-            if rest:
+            if rest := text.flush():
                 result.text += rest
                 yield rest
             if request.mode in ("blend", "reuse") and not report.refused_reason and not engine.notices.is_settled:

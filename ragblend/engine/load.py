@@ -77,7 +77,7 @@ def load_engine(
     are the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
 
     `system` is the system text after which chunks are precomputed; None is the stored one, "" none. `context` is the
-    store's context policy (see `lookup`); None is the stored one, so pass it for KV in a remote tier that another
+    store's context policy (see `store.keys`); None is the stored one, so pass it for KV in a remote tier that another
     process fills. A directory with KV of other models only raises StoreMismatchError, unless `new_model` is True.
 
     `shadow`: share of the requests answered from fused KV for which full prefill also runs, after the answer.

@@ -13,7 +13,7 @@ from ragblend.engine.agreement import ShadowReport
 from ragblend.options import ContextPolicy
 from ragblend.options import Mode as Mode
 from ragblend.options import RatioChoice as RatioChoice
-from ragblend.prompt.match import MatchedPrompt
+from ragblend.prompt.types import MatchedPrompt
 
 PrefixMatch = Literal["exact", "approximate"]
 
@@ -62,7 +62,7 @@ class BlendReport:
     num_prefix_tokens: int = 0  # prompt tokens at the front whose exact KV was in memory (earlier prompts and turns)
     charged_budget: float = 0.0
     charged_budget_32: float = 0.0
-    # Measurements of the rule, see `fidelity`; None if the rule does not make them. The three shares sum to 1.
+    # Measurements of the rule, see `fusion.plan`; None if the rule does not make them. The three shares sum to 1.
     attention_exact: float | None = None  # share of the question's attention on tokens whose KV needs no recompute
     attention_recomputed: float | None = None  # the same on recomputed tokens
     attention_stale: float | None = None  # the same on kept tokens, computed without the chunks before them
@@ -102,14 +102,14 @@ def chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
     runs = prompt.runs
     return [
         ChunkReport(runs[parts[0]].source, sum(runs[part].num_tokens for part in parts), hit=False)
-        for parts in prompt.chunks
+        for parts in prompt.runs_by_chunk
     ]
 
 
 def join_runs(report: BlendReport, prompt: MatchedPrompt) -> None:
     """Replace `report.chunks`, one per run of the prompt, by one per chunk, which joins those of the chunk's runs."""
     joined = []
-    for parts in prompt.chunks:
+    for parts in prompt.runs_by_chunk:
         runs = [report.chunks[part] for part in parts]
         first = next((run for run in runs if run.hit), runs[0])
         joined.append(

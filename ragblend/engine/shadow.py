@@ -1,6 +1,6 @@
 """Shadow comparisons: full prefill of a share of live requests, compared with their blended answers.
 
-They run on a separate thread after an answer has ended, so no answer waits for them. Read `Shadow.submit` first.
+They run on a separate thread after an answer has ended, so no answer waits for them. Read `Shadow.sample` first.
 Depends on streams and reports; each backend passes the function that runs its full prefill.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.api import Stream
-from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.generation import EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.options import SHADOW
@@ -52,7 +52,7 @@ class Shadow:
         with self._lock:
             return replace(self._counters)
 
-    def submit(self, compare: Callable[[], ShadowReport], report: BlendReport) -> None:
+    def sample(self, compare: Callable[[], ShadowReport], report: BlendReport) -> None:
         """Sample a request whose answer has ended. If sampled, `compare` runs later and sets `report.shadow`."""
         if self._executor is None:
             return
@@ -66,7 +66,7 @@ class Shadow:
                 return
             self._pending.append(self._executor.submit(self._work, compare, report))
 
-    def submit_repeat(self, repeat: Callable[[], Stream], answer: Generation) -> None:
+    def sample_repeat(self, repeat: Callable[[], Stream], answer: Generation) -> None:
         """Sample a request of vLLM whose greedy, complete answer has ended. `repeat` requests it by full prefill.
 
         Other answers cannot be compared, because vLLM returns tokens without their distribution.
@@ -77,7 +77,7 @@ class Shadow:
             same = same_tokens(stream, answer)
             return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
 
-        self.submit(compare, answer.report)
+        self.sample(compare, answer.report)
 
     def flush(self) -> None:
         """Wait for the comparisons sampled so far. Raises nothing: failures are counted and logged."""

@@ -5,7 +5,7 @@ Depends on option values, not on models, engines or frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,7 +27,7 @@ ALSO_CALLED = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
 }
-"""Field names of other libraries, each with the field's name here. They are accepted in calls, too."""
+"""Field names of other libraries, each with the field's name here."""
 ENGINE_OPTIONS = {*MODEL_NAMES, *(each.name for each in fields(LoadOptions))} - {
     *("dtype", "device", "system", "namespace", "timeout", "max_retries", "api_key")
 }
@@ -53,23 +53,8 @@ PER_CALL_OPTIONS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "re
 # Arguments that frameworks add to the user's own; engines do not use them.
 IGNORED_OPTIONS = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
 LEGACY_TOOL_OPTIONS = ("functions", "function_call")  # OpenAI's earlier names of tools
-
-
-def own_names(given: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return `given` with the names in ALSO_CALLED replaced by those here, or only by those in `names`.
-
-    Raises UsageError for a field with two names and two values.
-    """
-    found = dict(given)
-    for other, own in ALSO_CALLED.items():
-        if other not in given or (names is not None and own not in names):
-            continue
-        value = found.pop(other)
-        if value is not None and found.get(own) not in (None, value):
-            raise UsageError(f"{own} is {found[own]!r}, but {other} is {value!r}; remove one of them")
-        if value is not None:
-            found[own] = value
-    return found
+CALL_ALIASES = {other: own for other, own in ALSO_CALLED.items() if own in (*OPTION_NAMES, "model")}
+"""The names of ALSO_CALLED that a call may have."""
 
 
 def reject_unknown(field: str, options: Mapping[str, Any] | None, known: Collection[str]) -> None:

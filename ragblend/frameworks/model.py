@@ -33,18 +33,18 @@ from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.call_options import (
     ALSO_CALLED,
+    CALL_ALIASES,
     ENGINE_OPTIONS,
     IGNORED_OPTIONS,
     LEGACY_TOOL_OPTIONS,
     OPTION_NAMES,
     PER_CALL_OPTIONS,
     CallOptions,
-    own_names,
     reject_unknown,
 )
 from ragblend.frameworks.engines import close_at_exit, resolve_store, share_engine
 from ragblend.frameworks.strict import ChunkNotReusedError, check_chunks
-from ragblend.option_fields import nearest
+from ragblend.option_fields import nearest, replace_aliases
 from ragblend.options import (
     RETRIES,
     GenerationOptions,
@@ -141,10 +141,10 @@ class BlendModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, given: Any) -> Any:
-        """Return the fields under their names here. Raises UsageError for an unknown name, with the nearest one."""
+        """Return the settings with other libraries' names replaced. Raises UsageError for an unknown name."""
         if not isinstance(given, Mapping):
             return given
-        given = own_names(given)
+        given = replace_aliases(given, ALSO_CALLED)
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values() if field.alias)}
         for name in given:
             if name in ENGINE_OPTIONS:
@@ -287,7 +287,7 @@ class BlendModel(BaseModel):
 
     def _options(self, call: Mapping[str, Any]) -> CallOptions:
         """Return the options of a call: its arguments, else the fields and `call_options`."""
-        call = own_names(call, (*OPTION_NAMES, "model"))
+        call = replace_aliases(call, CALL_ALIASES)
         old = [name for name in LEGACY_TOOL_OPTIONS if call.get(name)]
         if old:
             raise UsageError(f"the call has {old[0]}=...; pass tools instead: bind_tools([...], tool_choice=...)")
@@ -304,7 +304,7 @@ class BlendModel(BaseModel):
         return CallOptions(**{name: value for name, value in given.items() if value is not None})
 
     def _default_options(self) -> dict[str, Any]:
-        """Return the options of a call that the fields and `call_options` set."""
+        """Return the default options of a call: those of the fields and of `call_options`."""
         return {name: getattr(self, name) for name in _OPTION_FIELDS} | (self.call_options or {})
 
     # --- answers ---

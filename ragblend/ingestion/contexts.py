@@ -1,6 +1,6 @@
 """Which versions of its chunks a store keeps, by its ingestion context, and what each is computed behind.
 
-The policy is the store's (see `engine.fusion.lookup`); the chunks that a similar version is computed behind are found
+The policy is the store's (see `engine.store.keys`); the chunks that a similar version is computed behind are found
 by vectors, an index's or those of `nearby`. Knows chunks and engines; prefills nothing.
 """
 
@@ -14,7 +14,8 @@ from typing import Protocol
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import text_key
 from ragblend.engine.api import Engine
-from ragblend.errors import BackendUnreachableError, UsageError, check_unicode
+from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.types import Chunk
 

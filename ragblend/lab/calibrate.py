@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ragblend.engine.api import Engine
-from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, default_check_layer, find_rule, validate_ratio
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.transformers.engine import TransformersEngine

@@ -14,17 +14,15 @@ from typing import Any, Literal, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.fuse import relative_deviation
-from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.plan import FusedKV, first_token_kl
 from ragblend.engine.generation import EngineKeywords, EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.report import BlendReport, ChunkReport, Generation
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.options import Mode, RatioChoice
-from ragblend.prompt.match import SegmentKind
-from ragblend.prompt.types import Prompt
+from ragblend.prompt.types import Prompt, SegmentKind
 
 TokenState = Literal["exact", "computed", "recomputed", "reused"]
 STATES: tuple[TokenState, ...] = ("exact", "computed", "recomputed", "reused")

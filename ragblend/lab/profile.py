@@ -39,7 +39,7 @@ from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.options import GenerationOptions, Mode
-from ragblend.prompt.match import ChunkRun, MatchedPrompt
+from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
 Ids = tuple[int, ...]
 

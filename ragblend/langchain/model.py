@@ -23,10 +23,11 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list
 
 from ragblend.engine.report import Generation
-from ragblend.errors import PromptTooLongError, UsageError, check_unicode
+from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import is_media, text_and_chunks
 from ragblend.frameworks.model import MAY_HOLD_SECRETS, BlendModel, NamedMessage, Request, redact_setting
+from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk, Message, ToolCall
 from ragblend.redaction import redact
 

@@ -44,17 +44,17 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run of a chunk, given by its number: `length` ids of a prompt from `start` on equal those from `chunk_start`."""
+    """Run of a chunk, given by its number: ids [start, end) of a prompt equal the chunk's ids from `chunk_start` on."""
 
     chunk: int
     chunk_start: int
     start: int
-    length: int
+    end: int
 
     @property
-    def end(self) -> int:
-        """Return the position in the prompt after the run."""
-        return self.start + self.length
+    def length(self) -> int:
+        """Return the number of tokens."""
+        return self.end - self.start
 
 
 class TokenIndex:
@@ -114,11 +114,11 @@ class TokenIndex:
         uncovered parts of other runs are returned if they are long enough.
         """
         prompt = np.asarray(ids, np.int64)
-        if len(prompt) < WINDOW:
+        if len(prompt) < WINDOW or not self._num_chunks:
             return []
-        hashes = self._hash(np.lib.stride_tricks.sliding_window_view(prompt, WINDOW))
+        tags, extras = self._hash(np.lib.stride_tricks.sliding_window_view(prompt, WINDOW))
         with self._lock:
-            positions, chunks, offsets = self._look_up(hashes, MAX_HITS_PER_TOKEN * len(prompt))
+            positions, chunks, offsets = self._look_up(tags, extras, MAX_HITS_PER_TOKEN * len(prompt))
             removed = [number for number in np.unique(chunks).tolist() if number in self._removed]
         if removed:
             kept = ~np.isin(chunks, removed)
@@ -151,22 +151,24 @@ class TokenIndex:
             edges = (np.flatnonzero(np.diff(equal)) + first).tolist()
             for start, end in zip(edges[::2], edges[1::2], strict=True):
                 if is_long_enough(end - start, len(ids)):
-                    runs.append((Run(chunk, start, start + diagonal, end - start), len(ids)))
+                    runs.append((Run(chunk, start, start + diagonal, end + diagonal), len(ids)))
                     covered = longest[start + diagonal : end + diagonal]
                     np.maximum(covered, end - start, out=covered)
         return runs
 
     # --- the table ---
 
-    def _hash(self, windows: IntArray) -> NDArray[np.uint64]:
-        """Return a hash of each row of `windows`, [N, WINDOW]."""
+    def _hash(self, windows: IntArray) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+        """Return 40 bits of a hash of each row of `windows` [N, WINDOW]: the tag, which determines the slot, and 8 more
+        bits.
+        """
         hashes = np.full(len(windows), self._seed, np.uint64)
         with np.errstate(over="ignore"):
             for column in windows.T:
                 hashes ^= column.astype(np.uint64)
                 hashes *= np.uint64(0x9E3779B97F4A7C15)
                 hashes ^= hashes >> np.uint64(29)
-        return hashes
+        return (hashes >> np.uint64(32)).astype(np.uint32), (hashes & np.uint64(0xFF)).astype(np.uint8)
 
     def _anchors_of(self, numbers: Sequence[int], all_ids: Sequence[IntArray]) -> _Anchors:
         """Return the anchors of chunks; those of one chunk ascend by offset."""
@@ -180,7 +182,7 @@ class TokenIndex:
         starts = (np.cumsum(lengths) - lengths)[owner] + offset
         windows = np.concatenate(all_ids)[starts[:, None] + np.arange(WINDOW)]
         chunks = np.array(numbers, np.uint32)[owner]
-        return _Anchors(*_split(self._hash(windows)), chunks, offset.astype(np.uint16))
+        return _Anchors(*self._hash(windows), chunks, offset.astype(np.uint16))
 
     def _fill(self, anchors: _Anchors) -> None:
         """Rebuild the table from `anchors`."""
@@ -223,11 +225,14 @@ class TokenIndex:
             self._offsets[slot], self._chunks[slot] = anchors.offsets[row], anchors.chunks[row]
             self._num_anchors += 1
 
-    def _look_up(self, hashes: NDArray[np.uint64], max_hits: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the hits of `hashes`: positions in `hashes`, and chunk and offset of the equal anchors, [N] each."""
-        tags, extras = _split(hashes)
+    def _look_up(
+        self, tags: NDArray[np.uint32], extras: NDArray[np.uint8], max_hits: int
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Return the anchors whose hashes are equal to some of `tags`, `extras` [N]: the positions of these in [N], and
+        the anchors' chunks and offsets, [hits] each.
+        """
         slots = self._home(tags)
-        waiting, num_hits = np.arange(len(hashes)), 0
+        waiting, num_hits = np.arange(len(tags)), 0
         found: list[tuple[IntArray, IntArray, IntArray]] = []
         while len(waiting) and num_hits < max_hits:
             waiting = waiting[self._chunks[slots[waiting]] != _EMPTY]
@@ -296,11 +301,6 @@ def is_long_enough(length: int, chunk_length: int) -> bool:
     return length >= MIN_RUN or length >= max(WINDOW, chunk_length - EDGE)
 
 
-def _split(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-    """Return the 32 bits of each hash that determine its slot, and 8 more."""
-    return (hashes >> np.uint64(32)).astype(np.uint32), (hashes & np.uint64(0xFF)).astype(np.uint8)
-
-
 def _most_hit(chunks: IntArray, diagonals: IntArray, limit: int) -> list[tuple[int, int]]:
     """Return at most `limit` different pairs of chunk and diagonal, the most frequent first.
 
@@ -314,7 +314,7 @@ def _most_hit(chunks: IntArray, diagonals: IntArray, limit: int) -> list[tuple[i
 
 def _longest_first(runs: Sequence[tuple[Run, int]]) -> list[Run]:
     """Return runs that do not overlap, in the order of the prompt: the longest ones, and uncovered parts of others."""
-    waiting = [(-run.length, run.start, run.chunk, run.chunk_start, size) for run, size in runs]
+    waiting = [(run.start - run.end, run.start, run.chunk, run.chunk_start, size) for run, size in runs]
     heapq.heapify(waiting)
     chosen: list[Run] = []
     starts: list[int] = []
@@ -327,7 +327,7 @@ def _longest_first(runs: Sequence[tuple[Run, int]]) -> list[Run]:
         elif index < len(chosen) and starts[index] < end:
             pieces = [(start, starts[index]), (chosen[index].end, end)]
         else:
-            chosen.insert(index, Run(chunk, chunk_start, start, end - start))
+            chosen.insert(index, Run(chunk, chunk_start, start, end))
             starts.insert(index, start)
             continue
         for first, last in pieces:

@@ -163,7 +163,7 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def without_tools(prompt: Prompt) -> Prompt:
-    """Return `prompt`, which uses tools, for a model whose template does not support them."""
+    """Return `prompt` with its tools, calls and results as text, for a template that does not support tools."""
     return tools_as_text(prompt) if prompt.tools else without_tool_turns(prompt)
 
 

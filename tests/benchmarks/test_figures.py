@@ -34,8 +34,7 @@ from ragblend.lab.plots import plot_panel
 from ragblend.lab.quality.data import QaCase, build_prompt, demo_cases
 from ragblend.lab.quality.measures import FULL, Answer
 from ragblend.lab.quality.study import QualityResult, measure, run_quality, table_lines
-from ragblend.prompt.match import MatchedPrompt
-from ragblend.prompt.types import Part, Prompt
+from ragblend.prompt.types import MatchedPrompt, Part, Prompt
 
 CONFIG = QualityConfig(num_questions=28)
 TOKENS = CONFIG.answer_tokens

@@ -16,7 +16,7 @@ from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName
 from ragblend.files.store_folder import CATALOG_FILE
-from ragblend.prompt.match import ChunkRun
+from ragblend.prompt.types import ChunkRun
 
 Ids = tuple[int, ...]
 

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ragblend.engine.decoding import Sampler, StopScanner
+from ragblend.engine.decoding import Sampler, cut_at_stop
 from ragblend.errors import UsageError
 from ragblend.options import GenerationOptions
 
@@ -25,9 +25,12 @@ stops = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3)
 
 
 def scan(pieces: list[str], stop: list[str]) -> tuple[str, bool]:
-    scanner = StopScanner(stop)
-    shown = [scanner.push(piece) for piece in pieces]
-    return "".join([*shown, scanner.flush()]), scanner.stopped
+    shown, held, stopped = "", "", False
+    for piece in pieces:
+        if not stopped:
+            more, held, stopped = cut_at_stop(held + piece, stop)
+            shown += more
+    return shown + held, stopped
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -52,14 +55,14 @@ def test_the_answer_is_the_text_before_the_first_stop_string_for_any_cut_into_pi
 
 @given(text=texts, stop=stops)
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back(text, stop):
-    scanner, shown = StopScanner(stop), ""
+    shown, held = "", ""
     for letter in text:
-        shown += scanner.push(letter)
-        if scanner.stopped:
+        more, held, stopped = cut_at_stop(held + letter, stop)
+        shown += more
+        if stopped:
             break
-        pushed = text[: len(shown)] + scanner._held
-        assert text.startswith(pushed)
-        assert not scanner._held or any(needle.startswith(scanner._held) for needle in stop)
+        assert text.startswith(text[: len(shown)] + held)
+        assert not held or any(needle.startswith(held) for needle in stop)
 
 
 def test_without_a_seed_answers_differ_and_the_global_generator_is_left_alone():

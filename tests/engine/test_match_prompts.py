@@ -10,9 +10,8 @@ from tiny_prompts import CHUNKS
 
 from ragblend.engine.base import LEAST_QUOTE
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.prompt.match import MatchedPrompt
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import Chunk, Prompt
+from ragblend.prompt.types import Chunk, MatchedPrompt, Prompt
 
 ONE, TWO, THREE = CHUNKS
 QUESTION = "what is that?"

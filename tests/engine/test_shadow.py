@@ -200,7 +200,7 @@ def test_beyond_a_few_waiting_ones_requests_are_left_out_and_counted(gate):
     shadow = Shadow(1.0)
     reports = [BlendReport("blend", "ask", 0.15) for _ in range(MAX_WAITING + 3)]
     for report in reports:
-        shadow.submit(lambda: found_after(gate), report)
+        shadow.sample(lambda: found_after(gate), report)
     gate.set()
     shadow.flush()
     counters = shadow.counters
@@ -219,7 +219,7 @@ def test_closing_drops_what_waits_and_finishes_what_runs(gate):
 
     reports = [BlendReport("blend", "ask", 0.15) for _ in range(3)]
     for report in reports:
-        shadow.submit(compare, report)
+        shadow.sample(compare, report)
     assert started.wait(60)
     closing = threading.Thread(target=shadow.close)
     closing.start()
@@ -228,7 +228,7 @@ def test_closing_drops_what_waits_and_finishes_what_runs(gate):
     assert not closing.is_alive()
     assert reports[0].shadow is not None
     assert reports[2].shadow is None
-    shadow.submit(compare, BlendReport("blend", "ask", 0.15))  # an answer that ended after the engine did
+    shadow.sample(compare, BlendReport("blend", "ask", 0.15))  # an answer that ended after the engine did
     assert shadow.counters.num_dropped == 1
     shadow.flush()
 

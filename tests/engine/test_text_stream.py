@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ragblend.engine.decoding import TextStream
+from ragblend.engine.decoding import AnswerText
 from ragblend.prompt.render import Renderer
 
 
@@ -17,7 +17,7 @@ from ragblend.prompt.render import Renderer
 @example(text="🙂é漢字")
 @example(text="<s>a</s>")
 def test_a_stream_of_tokens_reads_as_the_whole_answer(text: str, renderer: Renderer) -> None:
-    ids, stream = renderer.text_ids(text), TextStream(renderer)
+    ids, stream = renderer.text_ids(text), AnswerText(renderer)
     pieces = [stream.push(token) for token in ids]
     assert "".join([*pieces, stream.flush()]) == text.removeprefix(renderer.answer_lead)
     assert all(renderer.decode(ids[: end + 1]).startswith("".join(pieces[: end + 1])) for end in range(len(ids)))
@@ -27,7 +27,7 @@ def test_a_stream_of_tokens_reads_as_the_whole_answer(text: str, renderer: Rende
 def test_a_stream_of_any_tokens_holds_back_no_more_than_an_unfinished_character(
     ids: list[int], renderer: Renderer
 ) -> None:
-    stream = TextStream(renderer)
+    stream = AnswerText(renderer)
     shown = "".join(stream.push(token) for token in ids)
     rest = stream.flush()
     assert shown + rest == renderer.decode(ids)
@@ -40,13 +40,13 @@ def test_a_stream_reads_as_the_answer_with_tokenizers_that_spell_letters_in_byte
     text: str, make_spaced_tokenizer: Callable[..., Any]
 ) -> None:
     renderer = Renderer(make_spaced_tokenizer())
-    ids, stream = renderer.text_ids(text), TextStream(renderer)
+    ids, stream = renderer.text_ids(text), AnswerText(renderer)
     assert "".join([*map(stream.push, ids), stream.flush()]) == renderer.decode(ids)
 
 
 @given(ids=st.lists(st.integers(0, 270), max_size=30))
 def test_bytes_that_make_no_text_break_no_stream(ids: list[int], make_spaced_tokenizer: Callable[..., Any]) -> None:
-    stream = TextStream(Renderer(make_spaced_tokenizer()))
+    stream = AnswerText(Renderer(make_spaced_tokenizer()))
     for token in ids:
         stream.push(token)
     stream.flush()
@@ -59,7 +59,7 @@ def test_streaming_a_token_costs_the_same_however_long_the_answer_is(
     decode = type(renderer._tokenizer).decode
     noting = lambda self, ids, **options: decoded.append(len(ids)) or decode(self, ids, **options)  # noqa: E731
     monkeypatch.setattr(type(renderer._tokenizer), "decode", noting)
-    stream, text = TextStream(renderer), "the chunk 🙂 " * 300
+    stream, text = AnswerText(renderer), "the chunk 🙂 " * 300
     assert "".join(stream.push(token) for token in renderer.text_ids(text)) + stream.flush() == text
     assert max(decoded, default=0) <= 12
 
@@ -70,5 +70,5 @@ def test_an_answer_is_shown_without_control_tokens_and_the_space_that_the_templa
     ids = [*renderer.text_ids(" the chunk"), *renderer.stop_ids()]
     assert renderer.answer_lead == " "
     assert renderer.decode(ids) == "the chunk"
-    stream = TextStream(renderer)
+    stream = AnswerText(renderer)
     assert "".join(stream.push(token) for token in ids) == "the chunk"

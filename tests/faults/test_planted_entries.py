@@ -98,7 +98,7 @@ class Tier:
     def verify(self, key: StoreKey | None, expecting: TieredStore) -> list[VerifyResult]:
         """What `verify` says with fresh eyes that know the model's shapes."""
         store = self.remote(key) if self.url else DiskStore(self.root, fsync=False, store_key=key)
-        shapes = expecting.tiers[1]._demands.specs  # type: ignore[attr-defined]
+        shapes = expecting.tiers[1]._requirements.specs  # type: ignore[attr-defined]
         for fingerprint, shape in shapes.items():
             store.set_expected_spec(fingerprint, shape)
         return list(store.verify())

@@ -23,7 +23,7 @@ from ragblend.cli.lab.calibrate import lines_of
 from ragblend.demo import WEIGHTS
 from ragblend.demo.corpus import questions_about, sample_corpus
 from ragblend.demo.show import CHUNK_TOKENS, EMBEDDER, RETRIEVAL
-from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
 from ragblend.engine.fusion.rules import NO_PROBE_RULE
 from ragblend.engine.store.disk import DiskStore

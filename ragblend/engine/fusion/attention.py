@@ -1,18 +1,93 @@
-"""Attention of scattered tokens, and the attention weights of a question, which the query probe reads.
+"""Attention of scattered tokens: rotation of stored keys to their positions (RoPE), attention, and its weights.
 
-Works on the rotated queries, keys and values of a layer. Depends on tensors only, not on models, rules or storage.
+Stored keys are pre-RoPE. They are rotated once, in float32, and cast once (Su et al. 2021). No rotation is undone, so
+every fixed-frequency scaling (linear, Llama-3, YaRN) works unchanged with the model's own cosine and sine tables. The
+query probe reads the attention weights of the question. Depends on tensors and RoPE settings, not on models, rules or
+storage.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from ragblend.errors import UnsupportedModelError
+
+# --- rotation of keys
+
+FIXED_FREQUENCY = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
+"""RoPE types whose frequencies do not depend on the prompt's length (longrope: up to its original length)."""
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `states` [..., T, D] rotated by tables `cos`, `sin` [T, R], R <= D; same dtype, rotation in float32.
+
+    Half layout (as Llama and its relatives): dimension i is paired with i + R/2. Only the first R dimensions are
+    rotated (partial rotary). Rotating by p and then by q equals rotating by p + q, if the tables contain no attention
+    scaling. Equals transformers' `apply_rotary_pos_emb`.
+    """
+    rotary_dim = cos.shape[-1]
+    turned, kept = states[..., :rotary_dim], states[..., rotary_dim:]
+    turned = turned.float()
+    first, second = turned.chunk(2, dim=-1)
+    turned = (turned * cos).add_(torch.cat((-second, first), dim=-1).mul_(sin)).to(states.dtype)
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+def inverse_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tables of the inverse of `rotate` by `cos`, `sin` [T, R], attention scaling included."""
+    scaling = cos[..., :1].square() + sin[..., :1].square()  # 1 without attention scaling
+    return cos / scaling, -sin / scaling
+
+
+def add_rotated(states: Tensor, change: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate `change` [H, T, D] float32 by `cos`, `sin` [T, R], and add it to rotated `states` [H, T, D] in place."""
+    rotary_dim = cos.shape[-1]
+    if states.dtype != change.dtype:
+        states += rotate(change, cos, sin).to(states.dtype)
+        return
+    half = rotary_dim // 2
+    states[..., :rotary_dim].addcmul_(change[..., :rotary_dim], cos)
+    states[..., :half].addcmul_(change[..., half:rotary_dim], sin[:, :half], value=-1)
+    states[..., half:rotary_dim].addcmul_(change[..., :half], sin[:, half:])
+    if rotary_dim < states.shape[-1]:
+        states[..., rotary_dim:] += change[..., rotary_dim:]
+
+
+def rope_type_problem(rope_type: str) -> str:
+    """Return why keys cannot be placed by a RoPE of this type; "" if they can."""
+    if rope_type in FIXED_FREQUENCY:
+        return ""
+    return "changes its frequencies with the prompt's length" if rope_type == "dynamic" else "is not known to ragblend"
+
+
+def exact_context(rope_parameters: Mapping[str, Any], max_positions: int) -> int:
+    """Return the longest prompt, in tokens, at which the model's RoPE frequencies are fixed and keys can be placed.
+
+    Raises UnsupportedModelError for length-dependent types (dynamic NTK) and for types not in FIXED_FREQUENCY.
+
+    >>> exact_context({"rope_type": "yarn"}, 131072)
+    131072
+    """
+    rope_type = rope_parameters.get("rope_type", "default")
+    problem = rope_type_problem(rope_type)
+    if problem:
+        raise UnsupportedModelError(
+            f"RoPE type {rope_type!r} {problem}, so stored keys cannot be placed. Choose a model with one of "
+            f"{', '.join(FIXED_FREQUENCY)}, or set a fixed type in its config.json"
+        )
+    if rope_type == "longrope":
+        return int(rope_parameters.get("original_max_position_embeddings") or max_positions)
+    return max_positions
+
+
+# --- attention
 
 # Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
 # attention, because masked scores are computed, too; blocks whose keys end at the block's last row avoid most of them.
@@ -57,13 +132,13 @@ class ProbeQueries(NamedTuple):
     states: Tensor
     rows: Tensor  # int64, ascending
     scale: float
-    sight: AttentionParams = PLAIN
-    places: Sequence[int] = ()  # the same rows on the host; (): they are copied from the device
+    params: AttentionParams = PLAIN
+    host_rows: Sequence[int] = ()  # the same rows on the host; (): they are copied from the device
 
-    def part(self, part: slice) -> ProbeQueries:
-        """Return the queries of a part of the rows."""
-        places = (self.places or on_host(self.rows))[part]
-        return self._replace(states=self.states[:, part], rows=self.rows[part], places=places)
+    def slice_rows(self, part: slice) -> ProbeQueries:
+        """Return the queries of the rows in `part`."""
+        host_rows = (self.host_rows or on_host(self.rows))[part]
+        return self._replace(states=self.states[:, part], rows=self.rows[part], host_rows=host_rows)
 
 
 def attend_rows(
@@ -72,30 +147,32 @@ def attend_rows(
     values: Tensor,
     rows: Tensor,
     scale: float | None,
-    sight: AttentionParams = PLAIN,
-    places: Sequence[int] = (),
+    params: AttentionParams = PLAIN,
+    host_rows: Sequence[int] = (),
 ) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R].
 
     `rows` ascend. Row i attends to `keys`, `values` [1, H, T, D] at 0 .. rows[i] within its window, and reads no
-    other row. `places` as in ProbeQueries.
+    other row. `host_rows` as in ProbeQueries.
     """
-    places = places or on_host(rows)
+    host_rows = host_rows or on_host(rows)
     outputs, block_rows = [], BLOCK_ROWS[rows.device.type]
-    for start in range(0, len(places), block_rows):
-        part = slice(start, min(start + block_rows, len(places)))
-        first, last = places[start], places[part.stop - 1]
-        begin, end = 0 if sight.window is None else max(0, first + 1 - sight.window), last + 1
-        block, near, theirs = query[:, :, part], keys[:, :, begin:end], values[:, :, begin:end]
-        if last == first:
-            outputs.append(attend_last(block, near, theirs, scale, sight))
-        elif sight.softcap is not None or sight.sinks is not None:  # no kernel supports them
+    for start in range(0, len(host_rows), block_rows):
+        part = slice(start, min(start + block_rows, len(host_rows)))
+        first, last = host_rows[start], host_rows[part.stop - 1]
+        begin, end = 0 if params.window is None else max(0, first + 1 - params.window), last + 1
+        block, near_keys, near_values = query[:, :, part], keys[:, :, begin:end], values[:, :, begin:end]
+        if params.softcap is not None or params.sinks is not None:  # no kernel supports them
             factor = query.shape[-1] ** -0.5 if scale is None else scale
-            bent = ProbeQueries(block[0], rows[part] - begin, factor, sight, [place - begin for place in places[part]])
-            outputs.append(_attend_eager(bent, near[0], theirs[0])[None])
+            queries = ProbeQueries(
+                block[0], rows[part] - begin, factor, params, [row - begin for row in host_rows[part]]
+            )
+            outputs.append(_attend_eager(queries, near_keys[0], near_values[0])[None])
         else:
-            mask = _mask(query, rows[part, None], range(begin, end), first, sight.window)
-            outputs.append(_attend_masked(block, near, theirs, mask, scale))
+            mask = None  # one row attends to all of the keys
+            if last > first:
+                mask = _mask(query, rows[part, None], range(begin, end), first, params.window)
+            outputs.append(_attend_masked(block, near_keys, near_values, mask, scale))
     return torch.cat(outputs, dim=2)
 
 
@@ -126,16 +203,16 @@ def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def attend_last(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, sight: AttentionParams = PLAIN
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, params: AttentionParams = PLAIN
 ) -> Tensor:
     """Return the attention [1, Hq, 1, D] of a single row, the last of `keys`, `values` [1, H, T, D]."""
-    if sight.window is not None:
-        keys, values = keys[:, :, -sight.window :], values[:, :, -sight.window :]
-    if sight.softcap is not None or sight.sinks is not None:  # no kernel supports them
+    if params.window is not None:
+        keys, values = keys[:, :, -params.window :], values[:, :, -params.window :]
+    if params.softcap is not None or params.sinks is not None:  # no kernel supports them
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         last = keys.shape[2] - 1
         rows = torch.full((1,), last, device=keys.device)
-        return _attend_eager(ProbeQueries(query[0], rows, factor, sight, (last,)), keys[0], values[0])[None]
+        return _attend_eager(ProbeQueries(query[0], rows, factor, params, (last,)), keys[0], values[0])[None]
     return _attend_masked(query, keys, values, None, scale)
 
 
@@ -144,8 +221,8 @@ def _attend_eager(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor
     output = values.new_empty(queries.states.shape[0], len(queries.rows), values.shape[2])
     groups = queries.states.shape[0] // keys.shape[0]
     for heads, rows, weights in _weight_blocks(queries, keys):
-        found = output[heads.start * groups : heads.stop * groups, rows]
-        found.copy_((weights.to(values.dtype) @ values[heads]).reshape(found.shape))
+        target = output[heads.start * groups : heads.stop * groups, rows]
+        target.copy_((weights.to(values.dtype) @ values[heads]).reshape(target.shape))
     return output
 
 
@@ -168,24 +245,24 @@ def attend_with_weights(
 
     keys, values: [H, T, D]. The probabilities of the question's rows are computed once, for both results.
     """
-    asking = queries.part(slice(-num_question_rows, None))
-    num_heads, num_queries, _ = asking.states.shape
+    question = queries.slice_rows(slice(-num_question_rows, None))
+    num_heads, num_queries, _ = question.states.shape
     early = len(queries.rows) - num_queries
     makes_weights = keys.dtype == torch.float32  # in other dtypes, only a fused kernel keeps the scores in float32
-    plain = queries.part(slice(0, early)) if makes_weights else queries
+    plain = queries.slice_rows(slice(0, early)) if makes_weights else queries
     output = values.new_empty(num_heads, early + num_queries, values.shape[2])
     if len(plain.rows):
-        states, rows, scale, sight, places = plain
-        attended = attend_rows(states[None], keys[None], values[None], rows, scale, sight, places)
+        states, rows, scale, params, host_rows = plain
+        attended = attend_rows(states[None], keys[None], values[None], rows, scale, params, host_rows)
         output[:, : len(rows)] = attended[0]
     if not makes_weights:
-        return output, attention_mass(asking, keys)
+        return output, attention_mass(question, keys)
     mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
     groups = num_heads // keys.shape[0]
-    for heads, block, weights in _weight_blocks(asking, keys):
+    for heads, block, weights in _weight_blocks(question, keys):
         mass += weights.sum(dim=(0, 1))
-        found = output[heads.start * groups : heads.stop * groups, early + block.start : early + block.stop]
-        found.copy_((weights @ values[heads]).reshape(found.shape))
+        target = output[heads.start * groups : heads.stop * groups, early + block.start : early + block.stop]
+        target.copy_((weights @ values[heads]).reshape(target.shape))
     return output, mass / (num_heads * num_queries)
 
 
@@ -194,13 +271,13 @@ def _weight_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[tuple[slice,
 
     Heads that share a KV head are concatenated in B. Sinks are part of the softmax, and are left out of the result.
     """
-    window, softcap, sinks = queries.sight
-    places = queries.places or on_host(queries.rows)
+    window, softcap, sinks = queries.params
+    host_rows = queries.host_rows or on_host(queries.rows)
     num_rows, dim = queries.states.shape[1:]
     groups, length = queries.states.shape[0] // keys.shape[0], keys.shape[1]
     few_heads = max(1, BLOCK_SCORES[keys.device.type] // (groups * num_rows * length))
     few_rows = max(1, BLOCK_SCORES[keys.device.type] // (few_heads * groups * length))
-    first = places[0] + 1  # keys before it are visible to all rows
+    first = host_rows[0] + 1  # keys before it are visible to all rows
     positions = torch.arange(length, device=keys.device)
     for head, row in itertools.product(range(0, keys.shape[0], few_heads), range(0, num_rows, few_rows)):
         heads = slice(head, min(head + few_heads, keys.shape[0]))

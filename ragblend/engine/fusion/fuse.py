@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass
-from ragblend.engine.fusion.drift_correction import DriftCorrection, fit_drift_correction, similarity_layer
 from ragblend.engine.fusion.plan import FusePlan, FuseResult
 from ragblend.engine.fusion.protocols import (
     CorrectableLayerSource,
@@ -26,7 +25,13 @@ from ragblend.engine.fusion.protocols import (
     LayerwiseModel,
     PromptKVBuffer,
 )
-from ragblend.engine.fusion.rules import RuleInputs, num_to_recompute
+from ragblend.engine.fusion.rules import (
+    DriftCorrection,
+    RuleInputs,
+    fit_drift_correction,
+    num_to_recompute,
+    similarity_layer,
+)
 from ragblend.engine.store.kv import LayerKV
 
 _T = TypeVar("_T")
@@ -75,10 +80,10 @@ def fuse_steps(
 ) -> Steps[FuseResult]:
     """Run `fuse` in steps, a layer at a time, for callers that interleave it with other work or other prompts."""
     state = _candidates(plan)
-    chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
+    selects = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
     # Layer 0's stored KV is exact, because it depends on the token alone: in a model of one layer nothing is stale.
-    asks_first = bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(state.mask.any())
-    probe = (yield from _probe(model, plan, fused, layers, state)) if asks_first else None
+    probes_first = bool(plan.probe_layers) and selects and model.num_layers > 1 and bool(state.mask.any())
+    probe = (yield from _probe(model, plan, fused, layers, state)) if probes_first else None
     active = _active_rows(plan, state)
     num_stale = int(state.mask[active].sum())  # reading it waits for the device, so only where the rows change
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
@@ -161,8 +166,8 @@ class _CandidateState:
         Deviations [N] as in RuleInputs; None if the rule does not need them.
         """
         attention = None if self.attention is None else self.attention[rows]
-        evidence = RuleInputs(rows, key_deviation, value_deviation, attention, self.is_edge[rows], plan.seed)
-        scores = plan.rule.score(evidence)
+        inputs = RuleInputs(rows, key_deviation, value_deviation, attention, self.is_edge[rows], plan.seed)
+        scores = plan.rule.score(inputs)
         return scores.topk(num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))).indices.sort().values
 
 
@@ -209,9 +214,9 @@ def _probe(
     masses: list[Tensor] = []
     seconds = 0.0
 
-    def watch(queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None:
+    def hook(queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None:
         if values is None:
-            masses.append(attention_mass(queries.part(slice(-plan.num_queries, None)), keys))
+            masses.append(attention_mass(queries.slice_rows(slice(-plan.num_queries, None)), keys))
             return None
         output, mass = attend_with_weights(queries, keys, values, plan.num_queries)
         masses.append(mass)
@@ -222,7 +227,7 @@ def _probe(
             yield layers.ready[layer]
         start_s = perf_counter()
         layers.wait(layer)
-        hidden = model.run_probe_layer(layer, hidden, rows, fused, watch if layer in plan.probe_layers else None)
+        hidden = model.run_probe_layer(layer, hidden, rows, fused, hook if layer in plan.probe_layers else None)
         if layer == 0:
             first = hidden[rows < plan.end]
         seconds += perf_counter() - start_s
@@ -298,10 +303,10 @@ def _select_at_check_layer(
         state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
         state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
     chosen = state.choose(plan, ratio, rows, *deviations)
-    goes_on = ~state.mask[active]
-    goes_on[candidate[chosen]] = True
+    is_kept = ~state.mask[active]
+    is_kept[candidate[chosen]] = True
     state.select_s += perf_counter() - start_s
-    return goes_on.nonzero().flatten(), len(rows)
+    return is_kept.nonzero().flatten(), len(rows)
 
 
 def _drift_correction_hook(

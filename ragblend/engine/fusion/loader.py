@@ -33,9 +33,9 @@ class _Destination(Protocol):
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None: ...
 
 
-class _MovableKeys(Protocol):
+class _KeyRotation(Protocol):
     def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...
-    def add_key_drift(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None: ...
+    def add_key_drift(self, layer: int, keys: Tensor, drift: Tensor, rows: Tensor) -> None: ...
 
 
 class HostToDeviceCopier:
@@ -93,11 +93,12 @@ def _view_as(raw: Tensor, like: Tensor) -> Tensor:
 
 
 class _Group:
-    """Chunks that are placed in one call, in prompt order."""
+    """Chunks that are placed in one call, in prompt order. The seconds of reading are added to `read_s`, by the first
+    position of each chunk.
+    """
 
-    def __init__(self, placements: Sequence[Placement], device: torch.device) -> None:
-        self.kvs = [placement.kv for placement in placements]
-        self.read_s = [0.0] * len(placements)
+    def __init__(self, placements: Sequence[Placement], device: torch.device, read_s: dict[int, float]) -> None:
+        self.placements, self._read_s = placements, read_s
         self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
         self.spans: list[tuple[slice, slice]] = []  # spans of adjacent chunks: in the prompt, and in `rows`
         taken = 0
@@ -114,15 +115,14 @@ class _Group:
 
         `computed` yields the layer of each chunk that is not in memory; those are not read.
         """
-        stored = []
-        for index, kv in enumerate(self.kvs):
-            if computed is not None and not is_in_memory(kv):
-                continue
-            start_s = perf_counter()
-            stored.append(kv.stored_layer(layer))
-            self.read_s[index] += perf_counter() - start_s
+        stored, is_computed = [], [computed is not None and not is_in_memory(each.kv) for each in self.placements]
+        for placement, skips in zip(self.placements, is_computed, strict=True):
+            if not skips:
+                start_s = perf_counter()
+                stored.append(placement.kv.stored_layer(layer))
+                self._read_s[placement.start] += perf_counter() - start_s
         arrived = map(dequantized, transfer.copy_to_device(stored))  # eight-bit KV is copied as eight bits
-        layers = [next(computed) if computed is not None and not is_in_memory(kv) else next(arrived) for kv in self.kvs]
+        layers = [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
         if len(layers) == 1:
             return layers[0]
         return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
@@ -131,10 +131,10 @@ class _Group:
         """Read one layer of all chunks, so that the store verifies and promotes the whole entries. Raises
         DamagedEntryError.
         """
-        for index, kv in enumerate(self.kvs):
+        for placement in self.placements:
             start_s = perf_counter()
-            kv.stored_layer(layer)
-            self.read_s[index] += perf_counter() - start_s
+            placement.kv.stored_layer(layer)
+            self._read_s[placement.start] += perf_counter() - start_s
 
 
 class LayerEvent(NamedTuple):
@@ -167,8 +167,8 @@ class LayerLoader:
     it is given, `wait(0)` calls it for the chunks that are not in memory, and the reader starts at layer 1. The reader
     still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving waits for that.
 
-    `movable` rotates keys back and adds drift to them. `read_stored` and `apply_drift` require it, and a destination
-    whose keys and values can be read.
+    `key_rotation` is the model, which rotates keys back and adds drift to them. `read_stored` and `apply_drift` require
+    it, and a destination whose keys and values can be read.
     """
 
     def __init__(
@@ -182,11 +182,14 @@ class LayerLoader:
         *,
         together: bool = False,
         first_layer: Callable[[Tensor], LayerKV] | None = None,
-        movable: _MovableKeys | None = None,
+        key_rotation: _KeyRotation | None = None,
     ) -> None:
-        self._groups = [_Group(group, device) for group in ((placements,) if together else zip(placements)) if group]
+        self.read_s = dict.fromkeys((placement.start for placement in placements), 0.0)
+        """Seconds of reading stored KV, by the first position of each placement. They are part of `load_s`."""
+        groups = (placements,) if together else zip(placements)
+        self._groups = [_Group(group, device, self.read_s) for group in groups if group]
         self._num_layers = num_layers
-        self._place, self._movable = place, movable
+        self._place, self._key_rotation = place, key_rotation
         self._destination = destination
         self._rows = torch.empty(0, dtype=torch.int64)  # all positions up to the last chunk, made by `apply_drift`
         self._device = device
@@ -200,10 +203,10 @@ class LayerLoader:
             self._transfer.overlaps_compute or not is_in_memory(each.kv) or not each.kv.header.is_lossless
             for each in placements
         )
-        self._far = [kv for group in self._groups for kv in group.kvs if not is_in_memory(kv)]
-        self._first_layer = first_layer if self._far else None
+        self._not_in_memory = [each.kv for each in placements if not is_in_memory(each.kv)]
+        self._first_layer = first_layer if self._not_in_memory else None
         self._computed_layer = 0 if self._first_layer is not None else None
-        self.num_computed = 0 if self._first_layer is None else sum(kv.header.num_tokens for kv in self._far)
+        self.num_computed = 0 if self._first_layer is None else sum(kv.header.num_tokens for kv in self._not_in_memory)
         """Tokens whose layer-0 keys and values are computed instead of read."""
         self._thread: threading.Thread | None = None
         self._num_waited = 0
@@ -222,11 +225,6 @@ class LayerLoader:
     def load_s(self) -> float:
         """Return the seconds of reading (or computing layer 0) and placing, also those that overlapped with fusing."""
         return sum(event.end_s - event.start_s for event in self.events) + self._read_through_s
-
-    @property
-    def read_s(self) -> list[float]:
-        """Return the seconds of reading stored KV, one number per placement. They are part of `load_s`."""
-        return [seconds for group in self._groups for seconds in group.read_s]
 
     def __enter__(self) -> LayerLoader:
         if self._threaded:
@@ -276,9 +274,9 @@ class LayerLoader:
 
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Return the pre-RoPE keys and values [H, R, D] at `rows` [R] of a placed layer; see CorrectableLayerSource."""
-        assert self._movable is not None
+        assert self._key_rotation is not None
         buffer = cast("PromptKVBuffer", self._destination)
-        keys = self._movable.unrotate_keys(layer, buffer.keys(layer)[:, rows], rows)
+        keys = self._key_rotation.unrotate_keys(layer, buffer.keys(layer)[:, rows], rows)
         return LayerKV(keys, buffer.values(layer)[:, rows])
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
@@ -287,13 +285,13 @@ class LayerLoader:
         """
         if drift is None:
             return
-        assert self._movable is not None
+        assert self._key_rotation is not None
         assert shares is not None
         buffer, count = cast("PromptKVBuffer", self._destination), len(shares)
         if len(self._rows) != count:
             self._rows = torch.arange(count, device=shares.device)
         # Zero is added to rows without a share: that is faster than to gather and scatter nearly all rows.
-        self._movable.add_key_drift(layer, buffer.keys(layer)[:, :count], shares @ drift.keys, self._rows)
+        self._key_rotation.add_key_drift(layer, buffer.keys(layer)[:, :count], shares @ drift.keys, self._rows)
         buffer.values(layer)[:, :count] += (shares @ drift.values).to(buffer.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
@@ -337,8 +335,8 @@ class LayerLoader:
     def _compute_first_layer(self) -> Iterator[LayerKV]:
         """Return layer 0 of each chunk that is not in memory, computed from its token ids."""
         assert self._first_layer is not None
-        ids = torch.tensor([token for kv in self._far for token in kv.header.token_ids], device=self._device)
-        counts = [kv.header.num_tokens for kv in self._far]
+        ids = torch.tensor([token for kv in self._not_in_memory for token in kv.header.token_ids], device=self._device)
+        counts = [kv.header.num_tokens for kv in self._not_in_memory]
         keys, values = self._first_layer(ids)
         return map(LayerKV, torch.split(keys, counts, 1), torch.split(values, counts, 1))
 

@@ -1,20 +1,24 @@
-"""Input and result of fusing: stored KV with its positions, the buffer of the prompt's KV, the plan, and the result.
+"""Plan and result of fusing one prompt: stored KV with its positions, the buffer of the prompt's KV, and the figures of
+the result in every engine's report: reused and recomputed tokens, their cost, and closeness to full prefill.
 
-Depends on tensors, positions and stored KV, not on the fusing itself (`fuse`).
+Depends on tensors, positions and stored KV, not on the fusing itself (`fuse`), text or backends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import on_host
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, RULES, CheckLayer, SelectionRule, num_to_recompute
+from ragblend.engine.report import BlendReport, PrefixMatch
 from ragblend.engine.store.kv import ChunkKV, LayerKV
+from ragblend.options import ContextPolicy
 
 
 class Placement(NamedTuple):
@@ -151,3 +155,135 @@ class FuseResult:
         self.rows_per_layer[0] += num_rows
         if plan.checks[0].layer == 0:
             self.fixed_cost += num_rows
+
+
+class AttentionShares(NamedTuple):
+    """Shares of the question's attention over the whole prompt, which sum to 1; see `attention_shares`."""
+
+    exact: float
+    recomputed: float
+    stale: float
+
+
+class MatchedContext(Protocol):
+    """Context after which a stored chunk was computed, such as `keys.LookupContext`."""
+
+    @property
+    def match(self) -> PrefixMatch: ...  # noqa: D102
+    @property
+    def policy(self) -> ContextPolicy: ...  # noqa: D102
+
+
+def record_fusion(
+    report: BlendReport,
+    starts: Iterable[int],
+    stored: Mapping[int, tuple[Placement, MatchedContext]],
+    plan: FusePlan,
+    fused: FuseResult,
+    num_known: int,
+) -> None:
+    """Write into `report` the reused and recomputed tokens, per chunk and in all, and the rule's measurements.
+
+    The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start.
+    `num_known`: resident rows that were in memory before this request, which did not have to compute them.
+
+    `attention_*` are `attention_shares`. `mean_deviation`: mean of `relative_deviation` over the recomputed tokens
+    at the first check layer: the distance of their stored keys and values from the recomputed ones. A measurement that
+    the rule did not make stays None.
+    """
+    recomputed = sorted(fused.recomputed.tolist())
+    num_computed = 0  # chunk tokens without KV, which run through every layer
+    for chunk, start in zip(report.chunks, starts, strict=True):
+        if start in stored:
+            placement, seen = stored[start]
+            header = placement.kv.header
+            chunk.hit, chunk.prefix_match, chunk.context = True, seen.match, seen.policy
+            chunk.exact, chunk.kv_dtype = placement.exact and header.is_lossless, header.stored_dtype
+            chunk.num_recomputed_tokens = bisect_left(recomputed, placement.end) - bisect_left(recomputed, start)
+        elif start < plan.num_resident:
+            chunk.hit, chunk.prefix_match, chunk.exact = True, "exact", True
+            num_computed += max(0, start + chunk.num_tokens - plan.num_resident)
+        else:
+            num_computed += chunk.num_tokens
+    total = plan.num_chunk_tokens + num_computed
+    rows = [count + num_computed for count in fused.rows_per_layer]
+    report.charged_budget = charged_budget(rows, total)
+    report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, fused.fixed_cost)
+    report.num_chunks, report.num_chunk_hits = len(report.chunks), sum(chunk.hit for chunk in report.chunks)
+    report.num_prefix_tokens, report.num_recomputed_tokens = num_known, len(recomputed)
+    report.probe_s, report.select_s = fused.probe_s, fused.select_s
+    # The last token is computed for its logits, even if its KV is stored.
+    ends_stored = plan.wants_logits and any(each.end == len(plan.token_ids) for each in plan.placements)
+    report.num_reused_tokens = num_known + plan.num_chunk_tokens - len(recomputed) - ends_stored
+    shares = attention_shares(plan, fused)
+    if shares is not None:
+        report.attention_exact, report.attention_recomputed, report.attention_stale = shares
+    if fused.deviation is not None and len(fused.recomputed):
+        report.mean_deviation = float(fused.deviation[fused.recomputed].mean())
+
+
+def attention_shares(plan: FusePlan, fused: FuseResult) -> AttentionShares | None:
+    """Return the shares of the question's attention over the prompt's tokens; None if the rule runs no query probe.
+
+    The attention is the mean over the question's tokens, heads and probe layers, over stale KV, before any recompute.
+    Stale: kept tokens, whose stored KV was computed without the chunks before them. Recomputed: replaced ones. Exact:
+    all others, that is the prefix, the chunk stored after it, and all tokens computed in this prompt.
+    """
+    if fused.attention is None:
+        return None
+    is_stored = torch.zeros(len(fused.attention), dtype=torch.bool, device=fused.attention.device)
+    for placement in plan.placements:
+        is_stored[placement.start : placement.end] = not placement.exact
+    if plan.wants_logits:
+        is_stored[-1] = False  # the last token is computed even where its KV is stored
+    mass = fused.attention.double()
+    recomputed, candidates, everything = mass[fused.recomputed].sum(), mass[is_stored].sum(), mass.sum()
+    shares = torch.stack((everything - candidates, recomputed, candidates - recomputed)) / everything
+    return AttentionShares(*shares.tolist())
+
+
+def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:
+    """Return the recomputed token-layers as a share of `num_layers x chunk tokens`.
+
+    `rows_per_layer[l]` counts all rows run at layer l.
+
+    >>> charged_budget([100, 20, 20, 20], num_chunk_tokens=100)
+    0.4
+    """
+    if not num_chunk_tokens or not rows_per_layer:
+        return 0.0
+    return sum(rows_per_layer) / (len(rows_per_layer) * num_chunk_tokens)
+
+
+def charged_budget_at(
+    depth: int,
+    rows_per_layer: Sequence[float],
+    num_chunk_tokens: int,
+    check_layer: int,
+    fixed_cost: float = 0.0,
+) -> float:
+    """Return the charged budget that the same rule would have in a model of `depth` layers.
+
+    Layers up to the check cost the same; each further layer costs the mean of the others. In a shallow model the check
+    is most of the cost. `fixed_cost`: the part of `rows_per_layer` for measuring at the check layer, which does not
+    grow with depth.
+
+    >>> round(charged_budget_at(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
+    0.225
+    """
+    head, tail = list(rows_per_layer[:check_layer]), list(rows_per_layer[check_layer:])
+    if not tail or depth <= check_layer:
+        return charged_budget(rows_per_layer, num_chunk_tokens)
+    mean = (sum(tail) - fixed_cost) / len(tail)
+    return charged_budget([*head, fixed_cost + mean, *[mean] * (depth - len(head) - 1)], num_chunk_tokens)
+
+
+def first_token_kl(full: Tensor, other: Tensor) -> float:
+    """Return KL(full || other) in nats of two next-token distributions, from logits [vocabulary]; never below 0.
+
+    >>> halves, quarters = Tensor([0.5, 0.5]).log(), Tensor([0.25, 0.75]).log()
+    >>> round(first_token_kl(halves, quarters), 4), first_token_kl(halves, halves)
+    (0.1438, 0.0)
+    """
+    p, q = (logits.double().cpu().log_softmax(-1) for logits in (full, other))
+    return max(0.0, float(torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)))

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ragblend.engine.fusion.fuse import Steps, run_to_completion
-from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.protocols import LayerwiseModel, PackedPrefillModel, PromptKVBuffer
+from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name
 
 # Rows per pass. On a CPU packing makes short chunks faster (weights are read once, layers are called once), and less so
@@ -35,7 +35,7 @@ class PrefillItem(NamedTuple):
     """Chunk to prefill: its ids and its ingestion context."""
 
     token_ids: TokenIds
-    behind: IngestionContext = NO_CONTEXT
+    context: IngestionContext = NO_CONTEXT
 
 
 def prefill_chunk(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> MemoryKV:
@@ -116,9 +116,9 @@ def prefill_missing(
     unwritten_bytes = 0
     with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
         try:
-            for behind, together in _batch_by_context(chunks, pass_tokens):
-                missing = [ids for ids in dict.fromkeys(together) if is_missing(PrefillItem(ids, behind))]
-                fresh = dict(zip(missing, prefill(missing, behind), strict=True)) if missing else {}
+            for context, together in _batch_by_context(chunks, pass_tokens):
+                missing = [ids for ids in dict.fromkeys(together) if is_missing(PrefillItem(ids, context))]
+                fresh = dict(zip(missing, prefill(missing, context), strict=True)) if missing else {}
                 for chunk in together:
                     kv = fresh.pop(chunk, None)
                     writes.append((writer.submit(put, kv), kv.nbytes) if kv is not None else (None, 0))
@@ -135,9 +135,9 @@ def prefill_missing(
 
 def _batch_by_context(items: Iterable[PrefillItem], limit: int) -> Iterator[tuple[IngestionContext, list[TokenIds]]]:
     """Yield `batch_by_tokens` of adjacent items with the same ingestion context."""
-    for behind, run in itertools.groupby(items, lambda item: item.behind):
+    for context, run in itertools.groupby(items, lambda item: item.context):
         for together in batch_by_tokens((item.token_ids for item in run), limit):
-            yield behind, together
+            yield context, together
 
 
 def _is_done(write: Future[None] | None) -> bool:

@@ -1,11 +1,14 @@
-"""Rules: selection of the stale tokens to recompute, by one small function per rule. A RULE IS ADDED HERE, in RULES.
+"""Rules: which stale tokens are recomputed, and how the kept ones are corrected. A RULE IS ADDED HERE, in RULES.
 
 A rule turns the `RuleInputs` of N candidate tokens into scores [N]; the fusor recomputes those with the highest scores.
 Candidates are the stale tokens, whose stored KV was computed without the tokens that precede them in the prompt.
-Depends on tensors only.
+Depends on tensors only, not on models, plans or stores.
 
 The inputs: positions come from the plan, deviations from the check layer, where the fusor recomputes K and V of the
 candidates, and attention from the query probe, which runs the question over stale KV before the selection.
+
+Drift correction (`fit_drift_correction`) estimates the KV change of kept tokens from the measured change of recomputed
+ones, for rules with a `drift_gain`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UsageError
 from ragblend.options import SHARE
 
@@ -62,34 +66,34 @@ class CheckLayer(NamedTuple):
 NO_RECOMPUTE = (CheckLayer(0, 0.0),)  # with any rule: all stored KV is kept
 
 
-def cacheblend(evidence: RuleInputs) -> Tensor:
+def cacheblend(inputs: RuleInputs) -> Tensor:
     """Return the squared deviation of V at the check layer (CacheBlend, section 4.3, and its public code)."""
-    assert evidence.value_deviation is not None
-    return evidence.value_deviation
+    assert inputs.value_deviation is not None
+    return inputs.value_deviation
 
 
-def cacheblend_k(evidence: RuleInputs) -> Tensor:
+def cacheblend_k(inputs: RuleInputs) -> Tensor:
     """Return the squared deviation of K at the check layer (LMCache's blender)."""
-    assert evidence.key_deviation is not None
-    return evidence.key_deviation
+    assert inputs.key_deviation is not None
+    return inputs.key_deviation
 
 
-def ask(evidence: RuleInputs) -> Tensor:
+def ask(inputs: RuleInputs) -> Tensor:
     """Return the question's attention, mean over probe layers, heads and its tokens (ProphetKV, arXiv 2602.02579).
 
     The first and last token of each placed part get 1 more, so they are recomputed first. The first token of a text
     that was computed alone attracts attention (EPIC, arXiv 2410.15332, recomputes a few of them), and drift correction
     needs a recomputed token in each part.
     """
-    assert evidence.attention is not None
-    assert evidence.is_edge is not None
-    return evidence.attention + evidence.is_edge  # attention is a share, so at most 1
+    assert inputs.attention is not None
+    assert inputs.is_edge is not None
+    return inputs.attention + inputs.is_edge  # attention is a share, so at most 1
 
 
-def random(evidence: RuleInputs) -> Tensor:
+def random(inputs: RuleInputs) -> Tensor:
     """Return random scores, equal for equal seeds: the control."""
-    generator = torch.Generator().manual_seed(evidence.seed)
-    return torch.rand(len(evidence.positions), generator=generator).to(evidence.positions.device)
+    generator = torch.Generator().manual_seed(inputs.seed)
+    return torch.rand(len(inputs.positions), generator=generator).to(inputs.positions.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class SelectionRule:
     # Runs the query probe before it selects tokens. Most layers must then be loaded before recompute starts.
     probes_before_selection: bool = False
     ratio: float = DEFAULT_RATIO  # share of the chunk tokens to recompute, if the request has no ratio
-    drift_gain: float = 0.0  # factor on the change of kept tokens that `drift_correction` estimates; 0: no correction
+    drift_gain: float = 0.0  # factor on the change of kept tokens that drift correction estimates; 0: no correction
     drift_gain_in_context: float = 0.0  # the same for tokens stored after other text than the prefix
 
     def probe_layers(self, num_layers: int, global_layers: Sequence[int] = ()) -> tuple[int, ...]:
@@ -266,37 +270,88 @@ def plan_selection(
     return SelectionPlan(rule, checks, rule.probe_layers(num_layers, global_layers))
 
 
-def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:
-    """Return the recomputed token-layers as a share of `num_layers x chunk tokens`.
+# --- drift correction
+#
+# The change of a token's KV (fresh minus stored, keys before rotation) has a part that all tokens share, because text
+# precedes them, and a part that similar tokens share, more so within one chunk. It is modelled as a Gaussian process
+# over the tokens, whose kernel is the sum of both parts (Rasmussen and Williams 2006, chapter 2), with some recomputed
+# tokens as landmarks (8.3.1, subset of regressors). One regression is fitted per prompt. Its mean is linear in the
+# measured change, so each layer costs two small products.
 
-    `rows_per_layer[l]` counts all rows run at layer l.
+# Chosen on the selection split of real questions, as DRIFT_GAIN is.
+LANDMARKS = 48  # recomputed tokens in the regression; with all of them it is slower and no closer
+SHARED_KERNEL_WEIGHT = 0.3  # kernel of the part that all tokens share; an equal token of the same chunk adds 1
+OTHER_CHUNK = 0.5  # factor on the kernel of tokens in different chunks
+# Squared distance per dimension of standardised values at which the kernel has fallen by e; the mean distance is 2.
+KERNEL_LENGTH_SCALE = 4.0
+NOISE = 1.0  # variance of the part that no other token shares
+MAX_DRIFT_RATIO = 3.0  # cap on a change, in median changes: a chunk's first tokens change much more than others
+# Depth of the layer whose stored values measure the similarity of tokens, as a share of all layers.
+SIMILARITY_DEPTH = 0.4
 
-    >>> charged_budget([100, 20, 20, 20], num_chunk_tokens=100)
-    0.4
+_JITTER = 1e-6
+
+
+class DriftCorrection(NamedTuple):
+    """Fitted regression from the KV change of N recomputed tokens to that of all T tokens, over M landmarks."""
+
+    rows: Tensor  # positions [N] of the recomputed tokens, ascending
+    weights: Tensor  # [M, N] float32
+    shares: Tensor  # [T, M] float32, factors on the M rows of `drift`; 0 for tokens that are not corrected
+
+    def drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
+        """Return M changes [H, M, D] float32 of pre-RoPE keys and values, from recomputed tokens' KV [H, N, D]."""
+        moved = []
+        for new, old in zip(fresh, stored, strict=True):
+            change = new.float() - old.float()
+            length = torch.linalg.vector_norm(change, dim=2, keepdim=True)
+            most = MAX_DRIFT_RATIO * length.median(1, keepdim=True).values  # of each head
+            limited = change * (most / length.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(1.0)
+            moved.append(self.weights @ limited)
+        return LayerKV(*moved)
+
+
+def similarity_layer(num_layers: int, deepest: int) -> int:
+    """Return the layer whose stored values measure the similarity of tokens.
+
+    It is not the first layer, whose values depend on the token alone. deepest: the last layer of the query probe; later
+    layers are not loaded yet.
+
+    >>> [similarity_layer(count, count - 1) for count in (2, 5, 30)], similarity_layer(30, 3), similarity_layer(30, 0)
+    ([1, 2, 12], 3, 1)
     """
-    if not num_chunk_tokens or not rows_per_layer:
-        return 0.0
-    return sum(rows_per_layer) / (len(rows_per_layer) * num_chunk_tokens)
+    return max(1, min(int(SIMILARITY_DEPTH * num_layers), deepest))
 
 
-def charged_budget_at(
-    depth: int,
-    rows_per_layer: Sequence[float],
-    num_chunk_tokens: int,
-    check_layer: int,
-    fixed_cost: float = 0.0,
-) -> float:
-    """Return the charged budget that the same rule would have in a model of `depth` layers.
+def fit_drift_correction(
+    values: Tensor,
+    rows: Tensor,
+    chunks: Tensor,
+    is_recomputed: Tensor,
+    shares: Tensor,
+    mean_over_ranks: Callable[[Tensor], Tensor],
+) -> DriftCorrection:
+    """Return the regression over N candidates at the positions `rows` [N], ascending, of a prompt of T tokens.
 
-    Layers up to the check cost the same; each further layer costs the mean of the others. In a shallow model the check
-    is most of the cost. `fixed_cost`: the part of `rows_per_layer` for measuring at the check layer, which does not
-    grow with depth.
-
-    >>> round(charged_budget_at(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
-    0.225
+    values: the candidates' stored values [H, N, D] at `similarity_layer`, which measure their similarity. chunks: index
+    [N] of each candidate's chunk. is_recomputed: [N] bool, True for at least one. shares: [T] factor on the estimated
+    change of each position, 0 for positions that are not corrected. `mean_over_ranks` averages a vector over the ranks,
+    if each has some of the heads.
     """
-    head, tail = list(rows_per_layer[:check_layer]), list(rows_per_layer[check_layer:])
-    if not tail or depth <= check_layer:
-        return charged_budget(rows_per_layer, num_chunk_tokens)
-    mean = (sum(tail) - fixed_cost) / len(tail)
-    return charged_budget([*head, fixed_cost + mean, *[mean] * (depth - len(head) - 1)], num_chunk_tokens)
+    states = values.float().transpose(0, 1).flatten(1)
+    states = (states - states.mean(0)) / states.std(0, correction=0).clamp_min(torch.finfo(torch.float32).tiny)
+    recomputed = is_recomputed.nonzero().flatten()
+    count = min(LANDMARKS, len(recomputed))
+    landmarks = recomputed[torch.arange(count, device=rows.device) * len(recomputed) // count]  # spread over the prompt
+    distances = (torch.cdist(states, states[landmarks]).square() / states.shape[1]).flatten()
+    distances = mean_over_ranks(distances).reshape(len(rows), len(landmarks))
+    same = chunks[:, None] == chunks[landmarks]
+    kernel = SHARED_KERNEL_WEIGHT + torch.exp(-distances / KERNEL_LENGTH_SCALE) * torch.where(
+        same, 1.0, OTHER_CHUNK
+    )  # [N, M]
+    recomputed_kernel, landmark_kernel = kernel[recomputed].double(), kernel[landmarks].double()
+    landmark_kernel.diagonal().add_(_JITTER)
+    weights = torch.linalg.solve(recomputed_kernel.T @ recomputed_kernel + NOISE * landmark_kernel, recomputed_kernel.T)
+    drift_weights = kernel.new_zeros(len(shares), len(landmarks))
+    drift_weights[rows] = kernel * shares[rows, None]
+    return DriftCorrection(rows[recomputed], weights.float(), drift_weights)

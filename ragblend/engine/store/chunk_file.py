@@ -235,7 +235,7 @@ class _ParsedEntry(NamedTuple):
     is_trusted: bool  # signed with the reader's key
 
 
-def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: ReadRequirements) -> _ParsedEntry:
+def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadRequirements) -> _ParsedEntry:
     """Parse and validate the header `raw` of a file of `file_nbytes` bytes that should hold the entry `key`.
 
     Every field is checked: against `key`, which is computed from model, prefix, tokens, namespace and context; against
@@ -274,8 +274,8 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: ReadRequirem
             raise UnreadableError(f"it holds the KV of {_short(str(header.key))}")
         if key_of(header) != key:
             raise UnreadableError("its token ids, model, prefix and namespace do not make its key")
-        is_trusted = is_signed and _is_signed(raw, zeroed, header.namespace, demands.store_key)
-        if demands.store_key is not None and not is_trusted:
+        is_trusted = is_signed and _is_signed(raw, zeroed, header.namespace, requirements.store_key)
+        if requirements.store_key is not None and not is_trusted:
             raise UnsignedError(UNSIGNED)
         digest = _SECURE if is_signed else _CHECKSUM
         spans = _layer_spans(header, table, facts[digest.field], start=len(raw))
@@ -283,7 +283,7 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: ReadRequirem
         raise UnreadableError(f"the header does not describe an entry: {_short(repr(error))}") from error
     if (end := spans[-1].offset + spans[-1].nbytes) != file_nbytes:
         raise UnreadableError(f"the file has {file_nbytes} bytes, its header says {end}")
-    if (shape := demands.specs.get(header.fingerprint)) is not None:
+    if (shape := requirements.specs.get(header.fingerprint)) is not None:
         problem = shape.mismatch_reason(header, [_dims(span.tensors) for span in spans])
         if problem:
             raise UnreadableError(problem)
@@ -437,14 +437,14 @@ def _layer_in(buffer: Tensor, specs: Sequence[TensorSpec], header: KVHeader) -> 
     return LayerKV(*tensors) if header.is_lossless else QuantizedLayer(*tensors)
 
 
-def decode_chunk(data: bytes, key: str, demands: ReadRequirements = _NOTHING) -> MemoryKV:
+def decode_chunk(data: bytes, key: str, requirements: ReadRequirements = _NOTHING) -> MemoryKV:
     """Return the chunk in the bytes of a chunk file, with every byte verified.
 
-    Raises UnreadableError for damage, for the chunk of another key and for an entry that does not meet `demands`,
+    Raises UnreadableError for damage, for the chunk of another key and for an entry that does not meet `requirements`,
     MismatchError for another format version.
     """
     source = _InMemoryFile(data)
-    entry = _decode_header(*_header_bytes(source), key, demands)
+    entry = _decode_header(*_header_bytes(source), key, requirements)
     return MemoryKV(entry.header, tuple(_read_layer(source, entry, index) for index in range(len(entry.spans))))
 
 
@@ -462,10 +462,10 @@ class DiskKV:
         path: Path,
         file: SharedFile,
         on_damage: Callable[[str, Path, SharedFile, str], None],
-        demands: ReadRequirements = _NOTHING,
+        requirements: ReadRequirements = _NOTHING,
     ) -> None:
         raw, file_nbytes = _header_bytes(file)
-        self._entry = _decode_header(raw, file_nbytes, key, demands)
+        self._entry = _decode_header(raw, file_nbytes, key, requirements)
         self.header = self._entry.header
         self._path, self._digits, self._on_damage = path, raw[_DIGITS], on_damage
         self._file: SharedFile | None = file if file.can_stay_open else None

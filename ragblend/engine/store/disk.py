@@ -3,7 +3,7 @@
     ROOT/kv/ab/abcdef....safetensors  an entry; `.damaged` instead of `.safetensors` once it failed a checksum
     ROOT/...                        metadata (see `metadata`)
 
-An entry appears in one step, is moved aside when it turns out damaged, and is deleted by a byte budget or by `gc`.
+An entry is written in one step. It is moved aside if it is damaged, and deleted by a byte budget or by `gc`.
 Works on names, files and directories; `chunk_file` has the format of an entry. Does not depend on models, prompts or
 other tiers.
 """
@@ -85,12 +85,12 @@ class DiskStore(StoreMetadata, KVStore):
     others' entries.
 
     `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
-    is the process's own key, if there is one.
+    is the process's key, if there is one.
 
-    `kv_dir`: where the entries are instead of in `root`'s own `kv`, on a faster disk for example. They can be computed
-    again, and what stands in `root` cannot. A relative path is resolved once, when the store is opened.
+    `kv_dir`: the directory of the entries, on a faster disk for example; None is `kv` in `root`. Lost entries can be
+    computed again, unlike the other files in `root`. A relative path is resolved once, when the store is opened.
 
-    `catalog`: the URL of the catalogue, where that is not a file in `root`.
+    `catalog`: the URL of the catalogue; None if it is a file in `root`.
 
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries, which the
     checksums detect. `create=False` raises NotFoundError if `root` does not exist.
@@ -115,7 +115,7 @@ class DiskStore(StoreMetadata, KVStore):
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self.catalog = catalog
-        self._demands = ReadRequirements(self.store_key)
+        self._requirements = ReadRequirements(self.store_key)
         self.on_put: Callable[[KVHeader], object] | None = None  # called before an entry is written
         self._has_warned = False  # about an unsigned entry
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
@@ -125,8 +125,10 @@ class DiskStore(StoreMetadata, KVStore):
         self.kv_dir = find_kv_dir(self.root) if kv_dir is None else user_path(kv_dir, "kv_dir").absolute()
         hint, is_apart = self._directory.full_hint, not self.kv_dir.is_relative_to(self.root)
         self._entries = Directory(self.kv_dir, fsync=fsync, full_hint=hint, create=is_apart)
-        self._writer = self._entries if is_apart else self._directory  # whose group may read what it writes
-        self._room = DiskEvictor(
+        self._writer = (
+            self._entries if is_apart else self._directory
+        )  # a directory's group may read the files that it writes
+        self._evictor = DiskEvictor(
             self.kv_dir, capacity_bytes, pinned=self.pinned_keys, evicted=lambda key: self._count(num_evicted=1)
         )
 
@@ -137,7 +139,7 @@ class DiskStore(StoreMetadata, KVStore):
 
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
         """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
-        self._demands.specs[fingerprint] = shape
+        self._requirements.specs[fingerprint] = shape
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
         """Return the entry with its header verified and no layer read; None for a miss. Never raises.
@@ -148,9 +150,9 @@ class DiskStore(StoreMetadata, KVStore):
         path, file = self.kv_dir / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
             file = SharedFile(self._path(key))
-            kv = DiskKV(key, path, file, self._quarantine, self._demands)
+            kv = DiskKV(key, path, file, self._quarantine, self._requirements)
             if not kv.header.has_ids(token_ids):
-                raise MismatchError(f"its {kv.header.num_tokens} token ids differ from those asked for")
+                raise MismatchError(f"its {kv.header.num_tokens} token ids differ from the requested ones")
         except FileNotFoundError:
             pass
         except (OSError, UsageError) as error:
@@ -164,7 +166,7 @@ class DiskStore(StoreMetadata, KVStore):
         else:
             handle = file.fd
             self._count(num_hits=1)
-            self._room.record_use(key, os.fstat(handle).st_size)
+            self._evictor.record_use(key, os.fstat(handle).st_size)
             self._touch(key, handle)
             return kv
         self._count(num_misses=1)
@@ -182,7 +184,7 @@ class DiskStore(StoreMetadata, KVStore):
         nbytes = data_offset + held.nbytes
         if self.on_put is not None:
             self.on_put(held.header)
-        with self._room.reserve(held.header.key, nbytes):
+        with self._evictor.reserve(held.header.key, nbytes):
             self._writer.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
         unlink(path.with_suffix(DAMAGED_SUFFIX))
         self._count(num_puts=1)
@@ -195,7 +197,7 @@ class DiskStore(StoreMetadata, KVStore):
         """Return the entry as `get` does, but count nothing, record no use and move no file."""
         try:
             path = self._path(key)
-            return DiskKV(key, path, SharedFile(path), self._quarantine, self._demands)
+            return DiskKV(key, path, SharedFile(path), self._quarantine, self._requirements)
         except (OSError, UsageError, UnreadableError):
             return None
 
@@ -221,7 +223,7 @@ class DiskStore(StoreMetadata, KVStore):
         except UsageError:
             return False
         removed = [remove_file(path), remove_file(path.with_suffix(DAMAGED_SUFFIX))]
-        self._room.record_delete(key)
+        self._evictor.record_delete(key)
         return any(removed)
 
     def keys(self) -> Iterator[str]:
@@ -230,11 +232,11 @@ class DiskStore(StoreMetadata, KVStore):
 
     def nbytes(self) -> int:
         """Return the bytes of all entries' files on disk, damaged ones included."""
-        return self._room.held_bytes()
+        return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:
         """Return `nbytes` without what other processes wrote in the last second."""
-        return self._room.held_bytes(RESCAN_INTERVAL_S)
+        return self._evictor.held_bytes(RESCAN_INTERVAL_S)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
         """Return the current byte budget of the entries; None for no limit. It is never below the bytes already stored.
@@ -285,7 +287,7 @@ class DiskStore(StoreMetadata, KVStore):
         Shapes are checked against the store's metadata of its models, unless an engine has set them.
         """
         for fingerprint, facts in self.models().items():
-            if fingerprint not in self._demands.specs and (shape := KVSpec.from_facts(facts)) is not None:
+            if fingerprint not in self._requirements.specs and (shape := KVSpec.from_facts(facts)) is not None:
                 self.set_expected_spec(fingerprint, shape)
         for path in self._files(DAMAGED_SUFFIX):
             if (reason := self._damage_reason(path)) == "" and not os.path.lexists(path.with_suffix(ENTRY_SUFFIX)):
@@ -306,7 +308,7 @@ class DiskStore(StoreMetadata, KVStore):
     def read_at(self, path: Path) -> MemoryKV:
         """Return the entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves no file."""
         try:
-            return load_into_memory(DiskKV(path.stem, path, SharedFile(path), lambda *_: None, self._demands))
+            return load_into_memory(DiskKV(path.stem, path, SharedFile(path), lambda *_: None, self._requirements))
         except UnreadableError as error:
             raise DamagedEntryError(path.stem, str(error)) from error
 
@@ -380,7 +382,7 @@ class DiskStore(StoreMetadata, KVStore):
                 remove_file(path)  # no error if it was already deleted
             except StoreNotWritableError as error:
                 failure, num_kept, kept_bytes = str(error), num_kept + 1, kept_bytes + stat.st_size
-        self._room.invalidate()
+        self._evictor.invalidate()
         if num_kept:
             freed_bytes = sum(stat.st_size for _, stat in files) - kept_bytes
             raise StoreNotWritableError(
@@ -418,9 +420,9 @@ class DiskStore(StoreMetadata, KVStore):
         file = None
         try:
             file = SharedFile(path)
-            DiskKV(path.stem, path, file, self._quarantine, self._demands).verify(file)
+            DiskKV(path.stem, path, file, self._quarantine, self._requirements).verify(file)
         except FileNotFoundError:
-            return None if not path.is_symlink() else "it is a link to nowhere"
+            return None if not path.is_symlink() else "it is a symbolic link without a target"
         except (OSError, MismatchError) as error:
             return str(error)
         except UnreadableError as error:
@@ -433,7 +435,7 @@ class DiskStore(StoreMetadata, KVStore):
     def _quarantine(self, key: str, path: Path, file: SharedFile, reason: str, *, is_unsigned: bool = False) -> None:
         """Move a damaged file aside, unless another writer has already replaced it."""
         self._count(num_damaged=1, num_unsigned=int(is_unsigned))
-        self._room.invalidate()
+        self._evictor.invalidate()
         aside = path.with_suffix(DAMAGED_SUFFIX)
         try:
             if os.path.samestat(os.fstat(file.fd), path.stat()):

@@ -1,11 +1,18 @@
-"""Keys of entries and fingerprints of models: equal exactly when KV, or a model, is the same.
+"""Keys of entries, the contexts under which they are looked up, and fingerprints of models.
 
-Works on token ids, bytes and files. Does not depend on tensors, stores or prompts.
+Keys are equal exactly when KV is the same, and fingerprints exactly when the model is. A chunk is stored after the
+prefix alone ("none"). It can also be prefilled after an *ingestion context*, of which only the chunk's own slice is
+kept: the most similar chunks of the corpus, which are likely to be retrieved with it ("similar"). The chunk has then
+attended to text similar to that of later prompts. The context policy of a store, which its disk tier keeps, is one of
+the two. KV is exact only after precisely the tokens that it was computed after.
+
+Works on token ids, bytes and files. Does not depend on tensors or stores.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -14,12 +21,14 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
+from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store.kv import LAYOUT_VERSION, KVHeader
-from ragblend.errors import RagblendError
+from ragblend.errors import RagblendError, UsageError
 from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file
+from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +93,85 @@ def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+# --- contexts
+
+
+class IngestionContext(NamedTuple):
+    """Chunks after which a variant is prefilled, in addition to the prefix: the token ids of each and its delimiter."""
+
+    policy: ContextPolicy = "none"
+    parts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Return all token ids. They are not in the cache key, because a prompt does not determine them."""
+        return tuple(itertools.chain.from_iterable(self.parts))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the number of tokens of each part, for `KVHeader.context`."""
+        return tuple(map(len, self.parts))
+
+    def validate(self) -> None:
+        """Raise UsageError for a similar variant that names no chunks to be prefilled after."""
+        if self.policy == "similar" and not self.parts:
+            raise UsageError(
+                "context is 'similar' without context_texts, the chunks after which the KV is computed; precompute the "
+                "chunk with its index (ragblend.ingest, ragblend precompute), or name them: "
+                "Chunk(TEXT, context='similar', context_texts=(...))"
+            )
+
+
+NO_CONTEXT = IngestionContext()
+
+
+class LookupContext(NamedTuple):
+    """Ingestion context in which a chunk is looked up. `exact`: it equals the tokens before the chunk in the prompt."""
+
+    token_ids: tuple[int, ...]  # the token ids in the key
+    match: PrefixMatch  # "exact" if the prompt begins with them
+    exact: bool
+    policy: ContextPolicy
+    name: str = ""  # its name in the key, `chunk_key`'s `context`
+
+
+KEY_CONTEXTS: dict[ContextPolicy, str] = {"none": "", "similar": SIMILAR}
+"""`chunk_key`'s `context` for the variants of each policy."""
+
+
+def lookup_contexts(
+    token_ids: Sequence[int],
+    start: int,
+    prefixes: Iterable[tuple[int, ...]],
+    policy: ContextPolicy = "none",
+    *,
+    is_beginning: bool = True,
+) -> list[LookupContext]:
+    """Return the contexts in which to look up the chunk at `start` of a prompt, the best first.
+
+    The exact context is the best, then that of the store's `policy`, then the chunk alone. Each is tried after every
+    one of the `prefixes` in order. is_beginning: the run at `start` begins with the chunk's first token.
+
+    >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
+    >>> [(context.token_ids, context.policy) for context in found]
+    [((1,), 'similar'), ((2,), 'similar'), ((1,), 'none'), ((2,), 'none')]
+    """
+    policies: tuple[ContextPolicy, ...] = ("similar", "none") if policy == "similar" else ("none",)
+    candidates = []
+    for kind in policies:
+        for prefix in dict.fromkeys(prefixes):
+            begins = tuple(token_ids[: len(prefix)]) == prefix
+            match: PrefixMatch = "exact" if begins else "approximate"
+            exact = begins and kind == "none" and len(prefix) == start and is_beginning
+            candidates.append(LookupContext(prefix, match, exact, kind, KEY_CONTEXTS[kind]))
+    return [context for context in candidates if context.exact] + [
+        context for context in candidates if not context.exact
+    ]
+
+
+# --- fingerprints
 
 
 def fingerprint(weights_digest: str, config: Mapping[str, Any], dtype: str) -> str:

@@ -30,7 +30,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class LayerKV(NamedTuple):
-    """One layer's KV of one chunk: `keys` [H, T, D] after QK-norm and **before RoPE**, `values` [H, T, D]."""
+    """One layer's KV of one chunk: `keys` [H, T, D] after QK-norm and before RoPE, `values` [H, T, D]."""
 
     keys: Tensor
     values: Tensor
@@ -49,9 +49,9 @@ StoredLayer = LayerKV | QuantizedLayer
 class KVHeader:
     """The facts that a chunk's KV was computed from, and how it is stored. Equal keys mean equal KV."""
 
-    key: str  # keys.key_of(header): what the other facts make
+    key: str  # keys.key_of(header), a hash of the other facts
     fingerprint: str  # of the model: weights, config, dtype, RoPE
-    prefix_ids: tuple[int, ...]  # the tokens it was computed behind; () for a prefix itself
+    prefix_ids: tuple[int, ...]  # the tokens before the chunk when it was computed; () for a prefix itself
     token_ids: tuple[int, ...]  # T ids
     num_layers: int
     dtype: str  # a name in DTYPES: what it was computed in, and is read as
@@ -62,7 +62,7 @@ class KVHeader:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return len(self.token_ids)
 
     def has_ids(self, token_ids: Sequence[int] | None) -> bool:

@@ -63,7 +63,7 @@ class MemoryStore(KVStore):
                 self._count(num_misses=1)
                 return None
             if not held.kv.header.has_ids(token_ids):
-                problem = "its token ids differ from those asked for"
+                problem = "its token ids differ from the requested ones"
             elif write_counters(held.kv.layers) != held.versions:
                 problem = "a caller wrote into its tensors, which are read-only; it is dropped"
                 self._drop(key)
@@ -90,7 +90,7 @@ class MemoryStore(KVStore):
         held = MemoryKV(source.header, tuple(_own(layer) for layer in source.layers))
         with self._lock:
             self._drop(held.header.key)
-            self._make_room(held)
+            self._evict_for(held)
             self._entries[held.header.key] = _MemoryEntry(held, write_counters(held.layers))
             self._used_bytes += held.nbytes
             self._count(num_puts=1)
@@ -141,7 +141,7 @@ class MemoryStore(KVStore):
         with self._lock:
             return self._pins.pop(document, None) is not None
 
-    def _make_room(self, kv: MemoryKV) -> None:
+    def _evict_for(self, kv: MemoryKV) -> None:
         excess_bytes = self._used_bytes + kv.nbytes - self.capacity_bytes
         pinned = frozenset[str]().union(*self._pins.values()) if excess_bytes > 0 else frozenset[str]()
         leaving = []

@@ -5,7 +5,7 @@
     ROOT/calibrations/NAME.json     a calibration (see `calibration`)
     ROOT/machines/NAME.json         the prefill times and read speeds of a machine (see `machine`)
     ROOT/prefixes/DIGEST.json       token ids of the system text that a vLLM server was started with
-    ROOT/context.json               the context policy of the chunks (see `lookup`)
+    ROOT/context.json               the context policy of the chunks (see `keys`)
     ROOT/store.json                 model and system text of the latest ingestion
 
 Works on names, JSON values and one folder. Does not depend on entries.

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from functools import cached_property
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -63,7 +64,6 @@ class TieredStore(KVStore):
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         super().__init__()
         self._tiers = tiers
-        self._remote_tiers = tuple(chain.from_iterable(tier.remote_tiers for tier in tiers))  # every request reads it
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self.catalog = catalog or next((tier.catalog for tier in tiers if tier.catalog is not None), None)
         self._num_deletes = 0
@@ -76,7 +76,7 @@ class TieredStore(KVStore):
         for position, tier in enumerate(tiers):
             tier.set_read_back_tiers(tiers[:position])
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
-        self._pulling: set[str] = set()
+        self._prefetching: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -95,10 +95,10 @@ class TieredStore(KVStore):
         """The tier on disk, which stores pins and other metadata; None if there is none."""
         return next((found for tier in self._tiers if (found := tier.disk_tier) is not None), None)
 
-    @property
+    @cached_property  # every request reads it
     def remote_tiers(self) -> tuple[RemoteStore, ...]:
         """The tiers on other machines."""
-        return self._remote_tiers
+        return tuple(chain.from_iterable(tier.remote_tiers for tier in self._tiers))
 
     @property
     def counters(self) -> StoreCounters:
@@ -118,16 +118,15 @@ class TieredStore(KVStore):
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
         """Return the intact entry from the fastest tier that has it, else None. Its tensors are read-only."""
-        return self._counted(self._find(key, token_ids, self._tiers))
+        kv = self._find(key, token_ids, self._tiers)
+        self._count(num_hits=kv is not None, num_misses=kv is None)
+        return kv
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
         """Return the entry for a request that `fetched` its keys (`fetch_many`). Does not contact other machines."""
         kv = fetched.get(key)
         if kv is None or not kv.header.has_ids(token_ids):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])
-        return self._counted(kv)
-
-    def _counted(self, kv: ChunkKV | None) -> ChunkKV | None:
         self._count(num_hits=kv is not None, num_misses=kv is None)
         return kv
 
@@ -145,12 +144,12 @@ class TieredStore(KVStore):
             if tier.is_remote:
                 missing = [key for key in wanted if key not in fetched]
                 for key, kv in tier.fetch_many(missing, until_s).items():
-                    fetched[key] = self._moving_up(kv, position, num_deletes)
+                    fetched[key] = self._with_promotion(kv, position, num_deletes)
         return fetched
 
     def _remote_deadline_s(self) -> float:
         """Return the deadline, on the monotonic clock, of a request that starts to wait for remote tiers now."""
-        return monotonic() + max((tier.timeout_s for tier in self._remote_tiers), default=0.0)
+        return monotonic() + max((tier.timeout_s for tier in self.remote_tiers), default=0.0)
 
     def _is_local(self, key: str) -> bool:
         """Return True if a tier of this machine has the entry, or has it queued for writing."""
@@ -164,8 +163,8 @@ class TieredStore(KVStore):
         Prefetch no more than that tier holds: later entries would evict earlier ones.
         """
         with self._lock:
-            missing = [key for key in dict.fromkeys(keys) if key not in self._pulling]
-            self._pulling.update(missing)
+            missing = [key for key in dict.fromkeys(keys) if key not in self._prefetching]
+            self._prefetching.update(missing)
             for key in missing:
                 if self._executor is None:
                     self._executor = ThreadPoolExecutor(NUM_PREFETCHES, thread_name_prefix="ragblend-prefetch")
@@ -179,12 +178,13 @@ class TieredStore(KVStore):
             log.warning("KV %s was not prefetched: %s", key, error)
         finally:
             with self._lock:
-                self._pulling.discard(key)
+                self._prefetching.discard(key)
 
-    def _find(self, key: str, token_ids: Sequence[int] | None, asked: Sequence[KVStore]) -> ChunkKV | None:
+    def _find(self, key: str, token_ids: Sequence[int] | None, tiers: Sequence[KVStore]) -> ChunkKV | None:
+        """Return the entry from the fastest of `tiers` that has it; reading it promotes it to faster tiers."""
         num_deletes = self._num_deletes
         for position, tier in enumerate(self._tiers):
-            if tier not in asked:
+            if tier not in tiers:
                 continue
             if position and (shared := self._shared(key, token_ids)) is not None:
                 return shared
@@ -194,7 +194,7 @@ class TieredStore(KVStore):
                 continue
             for slower in self._tiers[position + 1 :]:
                 slower.touch(key)
-            return self._moving_up(kv, position, num_deletes) if position else kv
+            return self._with_promotion(kv, position, num_deletes) if position else kv
         return None
 
     def _shared(self, key: str, token_ids: Sequence[int] | None) -> _PromotingKV | None:
@@ -207,7 +207,7 @@ class TieredStore(KVStore):
         kv = self._promotions[position].peek(key)
         return kv if kv is not None and kv.header.has_ids(token_ids) else None
 
-    def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
+    def _with_promotion(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
         """Return the entry for the caller, who promotes it to the faster tiers by reading it to the end."""
         faster = [upper for upper in range(position) if self._tiers[upper].fits(kv)]
         if not faster:
@@ -268,7 +268,7 @@ class TieredStore(KVStore):
 
         Raises BackendUnreachableError if a remote tier does not answer; nothing is changed then.
         """
-        for tier in self._remote_tiers:
+        for tier in self.remote_tiers:
             tier.delete(kv.header.key)
         self.put(kv)
 
@@ -333,7 +333,7 @@ class TieredStore(KVStore):
         """Return for each key True if any tier has it. Remote tiers are queried for the other keys, in batches, and not
         after `until_s` on the monotonic clock."""
         there = {key for key in dict.fromkeys(keys) if self._is_local(key)}
-        for tier in self._remote_tiers:
+        for tier in self.remote_tiers:
             left = [key for key in dict.fromkeys(keys) if key not in there]
             there.update(key for key, found in zip(left, tier.contains_many(left, until_s), strict=True) if found)
         return [key in there for key in keys]
@@ -363,7 +363,7 @@ class TieredStore(KVStore):
         """Wait up to `timeout_s` seconds for background work, then drop and count the rest. True if all was done."""
         with self._lock:
             executor, self._executor = self._executor, None
-            self._pulling.clear()
+            self._prefetching.clear()
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
         return self._each_within(timeout_s, "close")

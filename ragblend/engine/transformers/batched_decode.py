@@ -92,7 +92,7 @@ class DecodeBatch(NamedTuple):
     cache: BatchedDecodeCache
 
 
-def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, sight: AttentionParams = PLAIN) -> Tensor:
+def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, params: AttentionParams = PLAIN) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of several prompts' rows, each over its own prompt's KV.
 
     `query` is [1, Hq, R, D].
@@ -101,13 +101,13 @@ def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, sight: 
     for each, (keys, values) in zip(batch.sequences, batch.cache.kv, strict=True):
         part = query[:, :, each.span]
         if part.shape[2] == 1:
-            outputs.append(attend_last(part, keys, values, scale, sight))
+            outputs.append(attend_last(part, keys, values, scale, params))
         else:
-            outputs.append(attend_rows(part, keys, values, each.rows, scale, sight))
+            outputs.append(attend_rows(part, keys, values, each.rows, scale, params))
     return torch.cat(outputs, dim=2)
 
 
-class SmallBatchMatmul(TorchFunctionMode):
+class FewRowsCpuMatmul(TorchFunctionMode):
     """Torch function mode that multiplies FEW_ROWS rows by a float32 weight on the CPU as `weight @ rows.T`, which is
     faster.
 

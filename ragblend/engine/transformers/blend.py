@@ -17,23 +17,21 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.base import LocalEngine
-from ragblend.engine.fusion.fidelity import record_fusion
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
-from ragblend.engine.fusion.lookup import IngestionContext, LookupContext, lookup_contexts
-from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
+from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule, plan_selection
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
 from ragblend.engine.report import BlendReport, ChunkReport, chunk_reports, join_runs
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, rows_of
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
-from ragblend.prompt.match import ChunkRun, common_prefix_length
 from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import ChunkRun, common_prefix_length
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ StoredRuns = dict[int, tuple[Placement, LookupContext]]
 class BlendDecision(NamedTuple):
     """Rule, layers and ratio of one request. `fallback_reason` is set if full prefill is faster, else ""."""
 
-    choice: SelectionPlan
+    selection: SelectionPlan
     ratio: float
     fallback_reason: str = ""
 
@@ -122,10 +120,10 @@ class BlendingEngine(LocalEngine):
         prefix_s = perf_counter() - start_s
         stored = self._lookup(request, num_resident, damaged, store_get)
         placements = tuple(placement for placement, _ in stored.values())
-        decided = self._decide(request, num_resident, placements)
-        if decided.fallback_reason:
-            return self._fall_back(request, decided.fallback_reason)
-        rule, checks, probe_layers = decided.choice
+        decision = self._decide(request, num_resident, placements)
+        if decision.fallback_reason:
+            return self._fall_back(request, decision.fallback_reason)
+        rule, checks, probe_layers = decision.selection
         plan = FusePlan(
             self._ids(request.prompt.token_ids),
             placements,
@@ -138,9 +136,9 @@ class BlendingEngine(LocalEngine):
         )
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
-        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", decided.ratio)
+        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", decision.ratio)
         if request.fit is not None and request.mode in ("blend", "reuse"):
-            report.predicted_agreement = request.fit.agreement_at(decided.ratio)
+            report.predicted_agreement = request.fit.agreement_at(decision.ratio)
         runs = request.prompt.runs
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         record_fusion(report, (run.start for run in runs), stored, plan, result, num_known)
@@ -148,10 +146,9 @@ class BlendingEngine(LocalEngine):
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
-        read_s = dict(zip((placement.start for placement in placements), loader.read_s, strict=True))
         wanted = runs if request.mode != "prefix" else ()
         misses = tuple(run for run in wanted if run.end > num_resident and run.start not in stored)
-        return PrefillResult(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
+        return PrefillResult(fused, result.logits, report, misses, result.recomputed, result.attention, loader.read_s)
 
     # -- look up
 
@@ -203,22 +200,24 @@ class BlendingEngine(LocalEngine):
     # -- decide
 
     def _decide(self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]) -> BlendDecision:
-        """Return rule, layers and ratio: those requested or calibrated, the ratio raised to what loading hides."""
+        """Return rule, layers and ratio, as requested or calibrated. A ratio that was not requested is raised as far as
+        recompute takes no longer than loading.
+        """
         num_layers, fit, ratio = self.layers.num_layers, request.fit, request.ratio
-        keeps_all = SelectionPlan(find_rule(request.rule, num_layers), NO_RECOMPUTE, ())
+        rule = find_rule(request.rule if fit is None else fit.rule, num_layers)
+        keeps_all = SelectionPlan(rule, NO_RECOMPUTE, ())
         if request.mode != "blend":
             return BlendDecision(keeps_all, 0.0)
         num_tokens, num_stored = request.prompt.num_tokens, sum(each.kv.header.num_tokens for each in placements)
         if request.adapts_ratio and placements and self.machine is not None:
             # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
             to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
-            probes_first = find_rule(request.rule if fit is None else fit.rule, num_layers).probes_before_selection
-            num_available = num_resident + num_stored
+            num_available, probes_first = num_resident + num_stored, rule.probes_before_selection
             hidden = decide_reuse(self.machine, ratio, num_tokens, num_available, {"disk": to_load}, probes_first)
             ratio = hidden.ratio
             if hidden.fallback_reason:
                 return BlendDecision(keeps_all, 1.0, hidden.fallback_reason)
-        choice = plan_selection(
+        selection = plan_selection(
             request.rule,
             ratio,
             num_layers,
@@ -228,7 +227,7 @@ class BlendingEngine(LocalEngine):
             fitted=fit.rule_and_layer if fit is not None else None,
             global_layers=self.layers.global_layers,
         )
-        return BlendDecision(choice, ratio)
+        return BlendDecision(selection, ratio)
 
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""
@@ -253,7 +252,7 @@ class BlendingEngine(LocalEngine):
             layers.device,
             together=True,
             first_layer=lambda token_ids: layers.project_kv(0, layers.embed(token_ids)),
-            movable=layers,
+            key_rotation=layers,
         ) as loader:
             result = fuse(layers, plan, fused, loader, ends_s)
         if loader.num_computed:
@@ -303,18 +302,18 @@ class BlendingEngine(LocalEngine):
         self._prefixes.move_to_end(prefix_ids)
         return known
 
-    def _ingestion_context_kv(self, behind: IngestionContext) -> FusedKV:
+    def _ingestion_context_kv(self, context: IngestionContext) -> FusedKV:
         """Return the KV of the default prefix and an ingestion context.
 
         Stored chunks of the context are placed without recompute, and the others are computed over them. So the first
         chunk is exact, and each further stored chunk has attended to the prefix and to itself alone.
         """
         prefix = self._prefix(self.default_prefix_ids)
-        if not behind.parts:
+        if not context.parts:
             return prefix
-        ids, damaged = self._ids(self.default_prefix_ids + behind.token_ids), set[str]()
+        ids, damaged = self._ids(self.default_prefix_ids + context.token_ids), set[str]()
         while True:
-            placed = tuple(self._place_context_chunks(behind, prefix.length, damaged))
+            placed = tuple(self._place_context_chunks(context, prefix.length, damaged))
             fused = FusedKV.allocate(self.layers.kv_shapes, len(ids), self.layers.like)
             fused.copy_front(prefix, prefix.length)
             plan = FusePlan(ids, placed, num_resident=prefix.length, num_fused=len(ids))
@@ -326,10 +325,10 @@ class BlendingEngine(LocalEngine):
                 continue
             return fused
 
-    def _place_context_chunks(self, behind: IngestionContext, start: int, damaged: set[str]) -> Iterator[Placement]:
-        """Yield the chunks of `behind` that are stored alone, placed from position `start` on."""
+    def _place_context_chunks(self, context: IngestionContext, start: int, damaged: set[str]) -> Iterator[Placement]:
+        """Yield the chunks of `context` that are stored alone, placed from position `start` on."""
         num_separator, first = len(self.renderer.separator_ids), start
-        for part in behind.parts:
+        for part in context.parts:
             ids = part[: len(part) - num_separator]
             key = self.key_of(ids)
             kv = self.store.get(key, ids) if key not in damaged else None

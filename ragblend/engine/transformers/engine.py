@@ -14,7 +14,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import (
     CPU_PASS_TOKENS,
@@ -39,6 +38,7 @@ from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
 from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
 from ragblend.engine.store.quantize import stored_bytes_per_token
 from ragblend.engine.transformers.blend import BlendingEngine
@@ -74,6 +74,7 @@ class TransformersEngine(BlendingEngine):
         **options: Any,
     ) -> None:
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
+        self.context_length = layers.context_length
         disk = store.disk_tier
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
@@ -82,11 +83,6 @@ class TransformersEngine(BlendingEngine):
         self._grammars = GrammarCompiler(renderer, layers.config.vocab_size, self.stop_ids)
         if check:
             self_check(layers, layers.config.vocab_size, self.name, is_quantised=is_quantised(layers.config))
-
-    @property
-    def context_length(self) -> int:
-        """Return the longest prompt plus answer, in tokens."""
-        return self.layers.context_length
 
     @property
     def bytes_per_token(self) -> int:
@@ -121,14 +117,14 @@ class TransformersEngine(BlendingEngine):
         """Load the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
         self.store.prefetch(self.likely_keys(chunks))
 
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
+    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
+        """Prefill and store a chunk given as token ids, after an ingestion context. Return the bytes stored.
 
         Returns 0 if it was stored already.
         """
-        if not self._is_missing(PrefillItem(token_ids, behind)):
+        if not self._is_missing(PrefillItem(token_ids, context)):
             return 0
-        (kv,) = self._prefill_chunks([token_ids], behind)
+        (kv,) = self._prefill_chunks([token_ids], context)
         self.store.put(kv)
         return kv.nbytes
 
@@ -137,25 +133,25 @@ class TransformersEngine(BlendingEngine):
         return bool(item.token_ids) and not self.store.contains(self.key_of(*item))
 
     def _prefill_chunks(
-        self, chunks: Sequence[tuple[int, ...]], behind: IngestionContext = NO_CONTEXT
+        self, chunks: Sequence[tuple[int, ...]], context: IngestionContext = NO_CONTEXT
     ) -> list[MemoryKV]:
         """Return the KV of chunks given as token ids, prefilled in one pass.
 
-        Each is prefilled separately after the default prefix and the ingestion context `behind`.
+        Each is prefilled separately after the default prefix and the ingestion context.
         """
-        behind.validate()
-        prefix_ids, dtype = self.default_prefix_ids + behind.token_ids, dtype_name(self.layers.dtype)
+        context.validate()
+        prefix_ids, dtype = self.default_prefix_ids + context.token_ids, dtype_name(self.layers.dtype)
         headers = []
         for ids in chunks:
             self._check_length(len(prefix_ids) + len(ids), "chunk")
-            facts = (self.key_of(ids, behind), self.fingerprint, prefix_ids, ids, self.layers.num_layers, dtype)
-            headers.append(KVHeader(*facts, namespace=self.namespace, context=behind.lengths))
+            facts = (self.key_of(ids, context), self.fingerprint, prefix_ids, ids, self.layers.num_layers, dtype)
+            headers.append(KVHeader(*facts, namespace=self.namespace, context=context.lengths))
         num_more = LEAST_PASS_TOKENS - sum(map(len, chunks)) if self.layers.device.type == "cpu" else 0
         filler = [replace(headers[0], token_ids=chunks[0][:1] * num_more)] if num_more > 0 else []
 
         def prefill() -> list[MemoryKV]:
-            context = self._ingestion_context_kv(behind)
-            return prefill_chunks(self.layers, context, [*headers, *filler])[: len(headers)]
+            context_kv = self._ingestion_context_kv(context)
+            return prefill_chunks(self.layers, context_kv, [*headers, *filler])[: len(headers)]
 
         return [convert_kv_dtype(kv, self.store.kv_dtype) for kv in self.loop.call(prefill)]
 
@@ -206,7 +202,7 @@ class TransformersEngine(BlendingEngine):
 
         def shadowed(prefilled: PrefillResult, answer: Generation) -> None:
             logits = prefilled.logits  # not `prefilled`, whose KV would stay in memory until full prefill has run
-            self._shadow.submit(lambda: compare_with_full(self, request, logits, answer), answer.report)
+            self._shadow.sample(lambda: compare_with_full(self, request, logits, answer), answer.report)
 
         return GenerationStream(self, request, shadowed)
 

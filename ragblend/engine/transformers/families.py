@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.fusion.rope import exact_context
+from ragblend.engine.fusion.attention import exact_context
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UnsupportedModelError
 
@@ -34,7 +34,7 @@ _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurren
 class AttentionFamily:
     """Computation of keys and values by separate projections, with an optional norm of each head's keys."""
 
-    key_module = "k_proj"  # the module whose output `keys_from_output` turns into pre-RoPE keys
+    key_module = "k_proj"  # the module whose output `keys_from_module_output` turns into pre-RoPE keys
     half_tables = False  # True if the rotary module returns each angle once, for both dimensions that it rotates
     complex_tables = False  # True if it returns each angle as one complex number
     shares_kv = False  # True if layers exchange keys and values in the argument `shared_kv_states`
@@ -66,7 +66,7 @@ class AttentionFamily:
             keys = attention.k_norm(keys)
         return keys, self.split_heads(attention.v_proj(normed))
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the pre-RoPE keys [R, H, D], given the output of the module `key_module`.
 
         The QK-norm is applied again here, because the model's own norm returns [R, H, D] in some models, [H, R, D] in
@@ -99,7 +99,7 @@ class PackedQKVProjection(AttentionFamily):
         qkv, width = attention.qkv_proj(normed), self.num_kv_heads * self.head_dim
         return self.split_heads(qkv[..., -2 * width : -width]), self.split_heads(qkv[..., -width:])
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the keys' part of the projection's output."""
         width = self.num_kv_heads * self.head_dim
         return self.split_heads(output[..., -2 * width : -width])
@@ -121,7 +121,7 @@ class JointHeadNorm(AttentionFamily):
         """Return keys, normed before they are split into heads, and values."""
         return self.split_heads(attention.k_norm(attention.k_proj(normed))), self.split_heads(attention.v_proj(normed))
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the output of the norm, split into heads."""
         return self.split_heads(output)
 
@@ -140,10 +140,10 @@ class ClippedQKV(AttentionFamily):
         keys, values = super().keys_and_values(attention, normed)
         return keys.clamp(-bound, bound), values.clamp(-bound, bound)
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the keys clipped, because `output` is read before the model clips it."""
         bound = attention.config.clip_qkv
-        return super().keys_from_output(attention, output).clamp(-bound, bound)
+        return super().keys_from_module_output(attention, output).clamp(-bound, bound)
 
 
 class SinkAttention(AttentionFamily):
@@ -187,9 +187,9 @@ class ValueNormAttention(AttentionFamily):
         projected = attention.k_proj(normed)
         values = projected if attention.v_proj is None else attention.v_proj(normed)
         values = values.view(*values.shape[:-1], -1, attention.head_dim)
-        return self.keys_from_output(attention, projected), attention.v_norm(values)
+        return self.keys_from_module_output(attention, projected), attention.v_norm(values)
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the projection, split into heads of this layer's size and normed."""
         keys: Tensor = attention.k_norm(output.view(*output.shape[:-1], -1, attention.head_dim))
         return keys
@@ -229,24 +229,24 @@ class LatentAttention(AttentionFamily):
         """Return the rotary part as keys [R, 1, D], before rotation, and the normed latent as values [R, 1, rank]."""
         projected = attention.kv_a_proj_with_mqa(normed)
         latent = attention.kv_a_layernorm(projected[..., : self.rank])
-        return self.keys_from_output(attention, projected), latent[..., None, :]
+        return self.keys_from_module_output(attention, projected), latent[..., None, :]
 
-    def keys_from_output(self, attention: Any, output: Tensor) -> Tensor:
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the rotary part [R, 1, D] of the projection's output [R, rank + D], before rotation."""
         keys = output[..., None, self.rank :]
-        return _apart(keys) if self.in_pairs else keys
+        return _split_pairs(keys) if self.in_pairs else keys
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
         """Return what a layer passes to its cache in the stored form: the rotary part as keys, the latent as values."""
         return LayerKV(cached.values, cached.keys)
 
-    def from_stored(self, held: LayerKV) -> LayerKV:
+    def from_stored(self, stored: LayerKV) -> LayerKV:
         """Return stored KV in the form that a layer reads from its cache; the inverse of `to_stored`."""
-        return LayerKV(held.values, held.keys)
+        return LayerKV(stored.values, stored.keys)
 
-    def expand_kv(self, layers: Sequence[Any], layer: int, held: LayerKV) -> LayerKV:
+    def expand_kv(self, layers: Sequence[Any], layer: int, stored: LayerKV) -> LayerKV:
         """Return the rotated keys and the values [heads, T, D] for attention, expanded by the layer's own module."""
-        keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(held)))
+        keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(stored)))
         return LayerKV(keys[0], values[0])
 
 
@@ -266,14 +266,14 @@ class InterleavedLatentAttention(LatentAttention):
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
         """Return the stored form, with the two dimensions of each rotated pair half the width apart."""
-        return LayerKV(_apart(cached.values), cached.keys)
+        return LayerKV(_split_pairs(cached.values), cached.keys)
 
-    def from_stored(self, held: LayerKV) -> LayerKV:
+    def from_stored(self, stored: LayerKV) -> LayerKV:
         """Return the form that a layer reads, with the two dimensions of each rotated pair adjacent."""
-        return LayerKV(held.values, torch.stack(held.keys.chunk(2, dim=-1), dim=-1).flatten(-2))
+        return LayerKV(stored.values, torch.stack(stored.keys.chunk(2, dim=-1), dim=-1).flatten(-2))
 
 
-def _apart(pairs: Tensor) -> Tensor:
+def _split_pairs(pairs: Tensor) -> Tensor:
     """Return [..., D] with the first dimension of every adjacent pair in the first half, the other in the second."""
     return torch.cat((pairs[..., 0::2], pairs[..., 1::2]), dim=-1)
 

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ragblend.engine.fusion.attention import on_host
+from ragblend.engine.fusion.attention import add_rotated, inverse_tables, on_host, rotate
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
-from ragblend.engine.fusion.rope import add_rotated, inverse_tables, rotate
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.adapters import active_adapters
 from ragblend.engine.transformers.batched_decode import (
     BatchedDecodeCache,
     DecodeBatch,
-    SmallBatchMatmul,
+    FewRowsCpuMatmul,
     assign_rows,
 )
 from ragblend.engine.transformers.families import (
@@ -53,13 +52,13 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def __init__(
         self,
         fused: PromptKVBuffer,
-        turns: _RotaryTables,
+        rotary: _RotaryTables,
         hook: FreshKVHook | None = None,
         latent: LatentAttention | None = None,
     ) -> None:
         super().__init__(layers=[])
         self._fused = fused
-        self._turns = turns
+        self._rotary = rotary
         self._hook = hook
         self._latent = latent
 
@@ -72,15 +71,15 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             fresh = self._latent.to_stored(fresh)
         if self._hook is not None:
             row_indices, callback = self._hook
-            cos, sin = self._turns.inverse
+            cos, sin = self._rotary.inverse
             keys = rotate(fresh.keys[:, row_indices], cos[row_indices], sin[row_indices])
             callback(LayerKV(keys, fresh.values[:, row_indices]))
-        self._fused.write(layer_idx, self._turns.rows, *fresh)
+        self._fused.write(layer_idx, self._rotary.rows, *fresh)
         return self.read(layer_idx)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [1, H, end, D] of a layer, as its attention reads them."""
-        end = self._turns.end
+        end = self._rotary.end
         whole = LayerKV(self._fused.keys(layer)[:, :end], self._fused.values(layer)[:, :end])
         if self._latent is not None:
             whole = self._latent.from_stored(whole)
@@ -147,10 +146,10 @@ class TransformersLayers:
         """Returns the keys and values [heads, T, D] of a stored latent; None for other families."""
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
         self._adapters = active_adapters(model) if getattr(model, "peft_config", None) else ""
-        self._turns: tuple[_RotaryTables, ...] = ()  # rotations of the rows that were run or placed, the latest first
+        self._cached_rotary: tuple[_RotaryTables, ...] = ()  # of the rows that were run or placed last, latest first
         ropes = rope_parameters(self.config)
         self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
-        self._turns_kept = MAX_CACHED_TABLES * len(ropes)
+        self._num_cached_rotary = MAX_CACHED_TABLES * len(ropes)
         self.context_length = context_length(self.config)
         self._windows = layer_windows(self.config)
         seeing_all = tuple(layer for layer in range(self.num_layers) if self._windows[layer] is None)
@@ -196,18 +195,18 @@ class TransformersLayers:
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Return the pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; computed in float32, cast once."""
-        turns = self._turns_of(rows, self._kinds[layer])
-        return rotate(keys, turns.cos, turns.sin)
+        rotary = self._rotary_of(rows, self._kinds[layer])
+        return rotate(keys, rotary.cos, rotary.sin)
 
     def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Return the pre-RoPE keys [H, R, D] of `keys` that `place_keys` has rotated to `rows` [R]."""
-        turns = self._turns_of(rows, self._kinds[layer])
-        return rotate(keys, *turns.inverse)
+        rotary = self._rotary_of(rows, self._kinds[layer])
+        return rotate(keys, *rotary.inverse)
 
-    def add_key_drift(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None:
-        """Add `by` [H, R, D] float32, before rotation, to keys [H, R, D] at positions `rows` [R], in place."""
-        turns = self._turns_of(rows, self._kinds[layer])
-        add_rotated(keys, by, turns.cos, turns.sin)
+    def add_key_drift(self, layer: int, keys: Tensor, drift: Tensor, rows: Tensor) -> None:
+        """Rotate `drift` [H, R, D] float32 to positions `rows` [R], and add it to rotated `keys` [H, R, D] in place."""
+        rotary = self._rotary_of(rows, self._kinds[layer])
+        add_rotated(keys, drift, rotary.cos, rotary.sin)
 
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshKVHook | None = None
@@ -215,7 +214,7 @@ class TransformersLayers:
         """Return [R, hidden size] of one decoder layer over the tokens at `rows`; their K/V replace those rows of
         `fused`. After the last layer that makes KV, the layers that attend to earlier KV are run, too.
         """
-        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), hook, self._latent)
+        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), hook, self._latent)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
             hidden = self._run(index, hidden, rows, cache, blend_rows=rows)
         return hidden
@@ -224,14 +223,14 @@ class TransformersLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None
     ) -> Tensor:
         """Return `run_layer`'s result; `probe_hook` receives the queries and keys of the layer's own attention."""
-        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), latent=self._latent)
-        return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=probe_hook)
+        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), latent=self._latent)
+        return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_probe_hook=probe_hook)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
         """Return the decoder layer's output [R, hidden size] over `rows`; `how` are arguments of `_attention`."""
-        turns = self._turns_of(rows, self._kinds[layer])
-        width = turns.cos.shape[1] // 2 if self._family.half_tables else turns.cos.shape[1]
-        cos, sin = turns.cos[None, :, :width], turns.sin[None, :, :width]
+        rotary = self._rotary_of(rows, self._kinds[layer])
+        width = rotary.cos.shape[1] // 2 if self._family.half_tables else rotary.cos.shape[1]
+        cos, sin = rotary.cos[None, :, :width], rotary.sin[None, :, :width]
         is_complex = self._family.complex_tables
         embeddings = torch.complex(cos, sin) if is_complex else (cos.to(hidden.dtype), sin.to(hidden.dtype))
         if self._family.shares_kv:
@@ -258,7 +257,7 @@ class TransformersLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
         """Return the layer's output, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
-        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), latent=self._latent)
+        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), latent=self._latent)
         hidden, keys = self._run_capturing_keys(layer, lambda: self._run(layer, hidden, rows, cache, blend_rows=rows))
         return hidden, LayerKV(keys, fused.values(layer)[:, rows])
 
@@ -272,8 +271,8 @@ class TransformersLayers:
         they start again in every chunk. Each chunk attends to the prefix and to itself. `prefix` is not changed.
         """
         length, cache = prefix.length, _PackedCache(self._latent)
-        behind = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
-        packed = PackedSpans(behind if self.expand_kv is None else self.expand_kv(layer, behind), spans)
+        prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
+        packed = PackedSpans(prefix_kv if self.expand_kv is None else self.expand_kv(layer, prefix_kv), spans)
         hidden, keys = self._run_capturing_keys(
             layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed)
         )
@@ -286,25 +285,25 @@ class TransformersLayers:
         Their K/V are written after the `length` rows of each prompt's `fused`; the lengths are not changed.
         """
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
-        joined = DecodeBatch(places, BatchedDecodeCache(places, self._latent, self.expand_kv))
+        batch = DecodeBatch(places, BatchedDecodeCache(places, self._latent, self.expand_kv))
         rows = torch.cat([each.rows for each in places])
-        with SmallBatchMatmul():
+        with FewRowsCpuMatmul():
             hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
             for layer in range(len(self._layers)):
-                hidden = self._run(layer, hidden, rows, joined.cache, blend_joined=joined)
+                hidden = self._run(layer, hidden, rows, batch.cache, blend_batch=batch)
             return self.logits(hidden[[each.span.stop - 1 for each in places]])
 
     def _run_capturing_keys(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the result of `run`, and the pre-RoPE keys [H, R, D] that the layer computed in it."""
         attention = self._layers[layer].self_attn
-        tapped: list[Tensor] = []
+        outputs: list[Tensor] = []
         source = getattr(attention, self._family.key_module)
-        hook = source.register_forward_hook(lambda _m, _args, output: tapped.append(output))
+        hook = source.register_forward_hook(lambda _m, _args, output: outputs.append(output))
         try:
             hidden = run()
         finally:
             hook.remove()
-        keys = self._family.keys_from_output(attention, tapped[0][0])  # without the batch dimension
+        keys = self._family.keys_from_module_output(attention, outputs[0][0])  # without the batch dimension
         return hidden, keys.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -333,9 +332,9 @@ class TransformersLayers:
         for piece in token_ids.tensor_split(list(cuts)):
             output = self.model(input_ids=piece[None], use_cache=True, logits_to_keep=1, **with_cache)
             logits = output.logits[0, -1].float()
-        return logits, self._held(cache)
+        return logits, self._stored_kv(cache)
 
-    def _held(self, cache: Any) -> list[LayerKV]:
+    def _stored_kv(self, cache: Any) -> list[LayerKV]:
         layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
         return layers if self._latent is None else [self._latent.to_stored(layer) for layer in layers]
 
@@ -372,18 +371,18 @@ class TransformersLayers:
                 if hasattr(router, "topk_group"):
                     router.topk_group = groups
 
-    def _turns_of(self, rows: Tensor, kind: str) -> _RotaryTables:
+    def _rotary_of(self, rows: Tensor, kind: str) -> _RotaryTables:
         """Return the rotation of `rows` [R], in any order. One tensor is gathered once for all layers of a kind."""
-        cached = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
-        for turns in cached:
-            if turns.rows is rows and turns.kind == kind:
-                return turns
+        cached = self._cached_rotary  # the loader's thread replaces it too; a lost update costs one gathering
+        for rotary in cached:
+            if rotary.rows is rows and rotary.kind == kind:
+                return rotary
         end = max(on_host(rows), default=0) + 1  # positions start again in each packed chunk, so the last may be lower
         known = self._tables.get(kind)
         cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind)
-        turns = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
-        self._turns = (turns, *cached[: self._turns_kept - 1])
-        return turns
+        rotary = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
+        self._cached_rotary = (rotary, *cached[: self._num_cached_rotary - 1])
+        return rotary
 
     def _make_tables(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
         """Return the model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
@@ -392,8 +391,8 @@ class TransformersLayers:
         positions = torch.arange(size, device=self.device)[None]
         dummy = torch.empty(0, dtype=torch.float32, device=self.device)
         which = {"layer_type": kind} if kind else {}
-        turned = self._rotary(dummy, position_ids=positions, **which)
-        cos, sin = (part[0] for part in ((turned.real, turned.imag) if self._family.complex_tables else turned))
+        rotary = self._rotary(dummy, position_ids=positions, **which)
+        cos, sin = (part[0] for part in ((rotary.real, rotary.imag) if self._family.complex_tables else rotary))
         if self._family.half_tables:
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         self._tables[kind] = (cos, sin)

@@ -39,7 +39,7 @@ def attend_packed(
     values: Tensor,
     packed: PackedSpans,
     scale: float | None,
-    sight: AttentionParams = PLAIN,
+    params: AttentionParams = PLAIN,
 ) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of packed chunks.
 
@@ -48,12 +48,12 @@ def attend_packed(
     """
     outputs = []
     for span in packed.spans:
-        behind = [
+        whole_kv = [
             torch.cat((before[None], fresh[:, :, span]), dim=2)
             for before, fresh in zip(packed.prefix, (keys, values), strict=True)
         ]
-        rows = torch.arange(packed.prefix.keys.shape[1], behind[0].shape[2], device=query.device)
-        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale, sight))
+        rows = torch.arange(packed.prefix.keys.shape[1], whole_kv[0].shape[2], device=query.device)
+        outputs.append(attend_rows(query[:, :, span], whole_kv[0], whole_kv[1], rows, scale, params))
     return torch.cat(outputs, dim=2)
 
 
@@ -88,9 +88,9 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     blend_rows: Tensor | None = None,
-    blend_watch: QueryProbeHook | None = None,
+    blend_probe_hook: QueryProbeHook | None = None,
     blend_packed: PackedSpans | None = None,
-    blend_joined: DecodeBatch | None = None,
+    blend_batch: DecodeBatch | None = None,
     blend_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -103,11 +103,11 @@ def _attention(
     Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. Their window is in the mask and in
     `blend_window`.
     """
-    sight = AttentionParams(blend_window, softcap, s_aux)
+    params = AttentionParams(blend_window, softcap, s_aux)
     if blend_packed is not None:
-        return attend_packed(query, key, value, blend_packed, scaling, sight).transpose(1, 2).contiguous(), None
-    if blend_joined is not None:
-        return attend_batch(query, blend_joined, scaling, sight).transpose(1, 2).contiguous(), None
+        return attend_packed(query, key, value, blend_packed, scaling, params).transpose(1, 2).contiguous(), None
+    if blend_batch is not None:
+        return attend_batch(query, blend_batch, scaling, params).transpose(1, 2).contiguous(), None
     if blend_rows is None and (softcap is not None or s_aux is not None):
         bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
         return attend_eager(module, query, key, value, attention_mask, scaling=scaling, **bends), None
@@ -118,12 +118,12 @@ def _attention(
     if blend_rows is None:
         output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
-    if blend_watch is not None:
-        queries = ProbeQueries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, sight)
-        watched = blend_watch(queries, key[0], value[0])
-        if watched is not None:
-            return watched[None].transpose(1, 2).contiguous(), None
-    return attend_rows(query, key, value, blend_rows, scaling, sight).transpose(1, 2).contiguous(), None
+    if blend_probe_hook is not None:
+        queries = ProbeQueries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, params)
+        attended = blend_probe_hook(queries, key[0], value[0])
+        if attended is not None:
+            return attended[None].transpose(1, 2).contiguous(), None
+    return attend_rows(query, key, value, blend_rows, scaling, params).transpose(1, 2).contiguous(), None
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

@@ -18,10 +18,10 @@ from time import perf_counter
 from typing import Any, Unpack
 
 from ragblend.engine.base import LocalEngine
-from ragblend.engine.decoding import StopScanner, TextStream
-from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
+from ragblend.engine.decoding import AnswerText
 from ragblend.engine.report import BlendReport, FinishReason, Generation
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.engine.vllm.streams import AnswerStream, checked_options
 from ragblend.errors import EngineClosedError, RagblendError
@@ -83,7 +83,7 @@ class VllmStream(AnswerStream):
 
     def _run(self) -> Generator[str]:
         engine, request, result = self._engine, self._request, self.result
-        text, scanner = TextStream(engine.renderer), StopScanner(request.options.stops)
+        text = AnswerText(engine.renderer, request.options.stops)
         received: BlendReport | None = None
         finished, num_cached, ttft_s, first_s = None, 0, 0.0, perf_counter()
         if engine.closed:
@@ -98,21 +98,20 @@ class VllmStream(AnswerStream):
                         received, num_cached = delta.report, delta.num_cached_tokens
                     shown = ""
                     for token in delta.token_ids:
-                        if scanner.stopped or token in engine.facts.stop_ids:
+                        if text.stopped or token in engine.facts.stop_ids:
                             break  # vLLM sends the end token, too, and stops there by itself
                         result.token_ids.append(token)
-                        shown += scanner.push(text.push(token))
+                        shown += text.push(token)
                     if shown:
                         result.text += shown
                         yield shown
                     finished = delta.finish_reason or finished
-                    if scanner.stopped and delta.finish_reason is None and request.options.stops:
+                    if text.stopped and delta.finish_reason is None and request.options.stops:
                         break  # vLLM did not see the stop string in its own reading of the tokens
-            rest = scanner.push(text.flush()) + scanner.flush()
-            if rest:
+            if rest := text.flush():
                 result.text += rest
                 yield rest
-            result.finish_reason = _finish_reason("stop" if scanner.stopped else finished)
+            result.finish_reason = _finish_reason("stop" if text.stopped else finished)
         finally:
             self._set_report(received, len(request.token_ids), ttft_s, first_s)
             if received is not None:  # else nothing tells a miss from a vLLM that does not blend
@@ -139,7 +138,7 @@ class VllmEngineBase(LocalEngine):
     """
 
     def __init__(self, renderer: Renderer, store: KVStore, facts: ServedModelInfo, **options: Any) -> None:
-        self.facts = facts
+        self.facts, self.context_length = facts, facts.context_length
         super().__init__(
             renderer, store, name=facts.name, fingerprint=facts.fingerprint, num_layers=facts.num_layers, **options
         )
@@ -147,11 +146,6 @@ class VllmEngineBase(LocalEngine):
     @abstractmethod
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
         """Send `request` and yield its output as it arrives. Closing the generator aborts the request."""
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt plus answer, in tokens."""
-        return self.facts.context_length
 
     @property
     def bytes_per_token(self) -> int:
@@ -262,7 +256,7 @@ class VllmEngineBase(LocalEngine):
             self._backfill_missed(request.prompt)
         if not request.options.temperature and answer.finish_reason != "cancelled":
             full = replace(request, params=replace(request.params, mode="full"))
-            self._shadow.submit_repeat(lambda: VllmStream(self, full), answer)
+            self._shadow.sample_repeat(lambda: VllmStream(self, full), answer)
 
     def _backfill_missed(self, prompt: Prompt) -> None:
         """Store the chunks of a prompt that are not stored, in the background, unless `on_miss` is "inline"."""

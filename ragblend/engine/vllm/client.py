@@ -40,10 +40,9 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, GenerationKeywords, GenerationOptions, is_url
-from ragblend.prompt.match import MatchedPrompt
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.tools import CallFormat, without_tools
-from ragblend.prompt.types import Message, Part, Prompt, as_chunk
+from ragblend.prompt.types import MatchedPrompt, Message, Part, Prompt, as_chunk
 from ragblend.redaction import redact
 
 log = logging.getLogger(__name__)
@@ -364,7 +363,7 @@ class VllmClient(EngineBase):
         context: ContextPolicy | None = None,
         **options: Any,
     ) -> None:
-        self.connection, self.facts = connection, facts
+        self.connection, self.facts, self.context_length = connection, facts, facts.context_length
         self.blends = bool(facts.fingerprint)
         if not self.blends:
             log.warning(
@@ -383,11 +382,6 @@ class VllmClient(EngineBase):
             self.set_context_policy(context)
         self._sends_missing = on_miss == "store" and self.blends
         self._sent: set[str] = set()  # ids of the chunks that were sent because the server lacked them
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt plus answer, in tokens."""
-        return self.facts.context_length
 
     @property
     def bytes_per_token(self) -> int:
@@ -463,7 +457,7 @@ class VllmClient(EngineBase):
             self._send_missing(prompt)
         if not options.temperature:
             full = replace(options, mode="full")
-            self._shadow.submit_repeat(lambda: ServedStream(self, prompt, full), answer)
+            self._shadow.sample_repeat(lambda: ServedStream(self, prompt, full), answer)
 
     # -- documents
 

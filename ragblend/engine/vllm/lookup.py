@@ -13,16 +13,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from typing import NamedTuple
 
-from ragblend.engine.fusion.lookup import KEY_CONTEXTS, LookupContext, default_context_policy, lookup_contexts
+from ragblend.engine.base import default_context_policy
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.keys import KEY_CONTEXTS, LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.matching import PromptMatcher
 from ragblend.engine.vllm.params import MAX_RUNS, BlendParams
 from ragblend.engine.vllm.worker import StoredSpan
 from ragblend.errors import RagblendError
 from ragblend.options import ContextPolicy
-from ragblend.prompt.match import ChunkRun
+from ragblend.prompt.types import ChunkRun
 
 log = logging.getLogger(__name__)
 

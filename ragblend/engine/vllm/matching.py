@@ -17,8 +17,8 @@ from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.base import LEAST_QUOTE, turn_end
 from ragblend.engine.store.base import KVStore
-from ragblend.prompt.match import ChunkRun
 from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import ChunkRun
 
 _NAMESPACES_OPEN = 64  # clients choose cache salts, and each is a namespace of its own
 _PROMPTS_KEPT = 1024

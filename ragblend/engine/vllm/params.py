@@ -27,8 +27,8 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from ragblend.engine.report import BlendReport
-from ragblend.errors import UsageError, check_unicode
-from ragblend.option_fields import check_options, copy_option
+from ragblend.errors import UsageError
+from ragblend.option_fields import check_options, check_unicode, copy_option
 from ragblend.options import CONTEXT, MODES, ContextPolicy, GenerationOptions, Mode, RatioChoice
 
 PARAMS_KEY = "ragblend"

@@ -42,9 +42,9 @@ from ragblend.engine.vllm.params import (
 from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
 from ragblend.engine.vllm.worker import IDLE_PATIENCE_S, BlendJob, StoredSpan
 from ragblend.errors import RagblendError, UsageError
-from ragblend.prompt.match import ChunkRun, MatchedPrompt
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.token_index import MIN_RUN
+from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
 log = logging.getLogger(__name__)
 

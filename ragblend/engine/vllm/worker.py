@@ -24,10 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fidelity import record_fusion
 from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
-from ragblend.engine.fusion.plan import FusePlan, Placement
+from ragblend.engine.fusion.plan import FusePlan, Placement, record_fusion
 from ragblend.engine.fusion.prefill import prefill_chunk_steps
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule, plan_selection
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
@@ -39,7 +38,7 @@ from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.options import ContextPolicy
-from ragblend.prompt.match import common_prefix_length
+from ragblend.prompt.types import common_prefix_length
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.report import BlendReport
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.options import ContextPolicy, Mode
-from ragblend.prompt.match import MatchedPrompt
+from ragblend.prompt.types import MatchedPrompt
 
 
 class Configuration(NamedTuple):

@@ -56,8 +56,7 @@ from ragblend.lab.quality.measures import (
     score_tokens,
 )
 from ragblend.options import ContextPolicy
-from ragblend.prompt.match import MatchedPrompt
-from ragblend.prompt.types import Part, Prompt
+from ragblend.prompt.types import MatchedPrompt, Part, Prompt
 
 BASE = Configuration("blend", "cacheblend", 0.15)
 """The configuration that the others are compared with, question by question: the paper's rule at the paper's ratio,

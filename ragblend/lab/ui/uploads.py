@@ -20,10 +20,11 @@ from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_READER
 from ragblend.corpus.readers.rejected import CONVERTIBLE
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import format_bytes
-from ragblend.errors import RagblendError, UsageError, check_unicode
+from ragblend.errors import RagblendError, UsageError
 from ragblend.files.directory import Directory
 from ragblend.index import ChunkIndex
 from ragblend.lab.ui.job_queue import UiJob
+from ragblend.option_fields import check_unicode
 from ragblend.precompute import ingest
 
 MIB = 1 << 20

@@ -30,13 +30,13 @@ def probabilities(queries: ProbeQueries, keys: Tensor) -> Tensor:
     weights = torch.zeros(num_heads, num_queries, keys.shape[1])
     for head in range(num_heads):
         for index, row in enumerate(queries.rows.tolist()):
-            first = 0 if queries.sight.window is None else max(0, row + 1 - queries.sight.window)
+            first = 0 if queries.params.window is None else max(0, row + 1 - queries.params.window)
             seen = keys[head // group, first : row + 1].double()
             scores = seen @ queries.states[head, index].double() * queries.scale
-            if queries.sight.softcap is not None:
-                scores = queries.sight.softcap * (scores / queries.sight.softcap).tanh()
-            if queries.sight.sinks is not None:
-                scores = torch.cat((scores, queries.sight.sinks[head : head + 1].double()))
+            if queries.params.softcap is not None:
+                scores = queries.params.softcap * (scores / queries.params.softcap).tanh()
+            if queries.params.sinks is not None:
+                scores = torch.cat((scores, queries.params.sinks[head : head + 1].double()))
             weights[head, index, first : row + 1] = scores.softmax(0)[: row + 1 - first]
     return weights
 
@@ -53,14 +53,14 @@ def draw(seed: int, rows: list[int], kv_heads: int) -> tuple[ProbeQueries, Layer
     return ProbeQueries(states, torch.tensor(rows), SCALE), LayerKV(keys, values)
 
 
-def sight(window: int | None, softcap: float | None, has_sinks: bool) -> AttentionParams:
+def params(window: int | None, softcap: float | None, has_sinks: bool) -> AttentionParams:
     return AttentionParams(window, softcap, torch.tensor([-1.0, 0.5, 2.0, 0.0]) if has_sinks else None)
 
 
 sights = st.one_of(
     st.just(PLAIN),
     st.builds(
-        sight, st.one_of(st.none(), st.integers(2, LENGTH + 5)), st.sampled_from([None, 1.5, 20.0]), st.booleans()
+        params, st.one_of(st.none(), st.integers(2, LENGTH + 5)), st.sampled_from([None, 1.5, 20.0]), st.booleans()
     ),
 )
 questions = st.sets(st.integers(20, LENGTH - 1), min_size=1, max_size=12).map(sorted)
@@ -72,16 +72,16 @@ questions = st.sets(st.integers(20, LENGTH - 1), min_size=1, max_size=12).map(so
     kv_heads=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 20),
     block=st.sampled_from([1, 400, 1 << 22]),
-    sight=sights,
+    params=sights,
 )
-def test_the_mass_is_the_mean_of_the_probabilities_in_any_blocks(rows, kv_heads, seed, block, sight):
+def test_the_mass_is_the_mean_of_the_probabilities_in_any_blocks(rows, kv_heads, seed, block, params):
     queries, kv = draw(seed, rows, kv_heads)
-    queries = queries._replace(sight=sight)
+    queries = queries._replace(params=params)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_SCORES, "cpu", block)
         found = attention_mass(queries, kv.keys)
     torch.testing.assert_close(found, probabilities(queries, kv.keys).mean(dim=(0, 1)), atol=1e-6, rtol=0)
-    if sight.sinks is None:
+    if params.sinks is None:
         assert float(found.sum()) == pytest.approx(1, abs=1e-5)
     assert (found[rows[-1] + 1 :] == 0).all()
 
@@ -93,11 +93,11 @@ def test_the_mass_is_the_mean_of_the_probabilities_in_any_blocks(rows, kv_heads,
     num_asking=st.integers(1, 12),
     block=st.sampled_from([1, 400, 1 << 22]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    sight=sights,
+    params=sights,
 )
-def test_attention_with_weights_has_the_output_of_attention(rows, kv_heads, num_asking, block, dtype, sight):
+def test_attention_with_weights_has_the_output_of_attention(rows, kv_heads, num_asking, block, dtype, params):
     queries, kv = draw(0, rows, kv_heads)
-    queries = queries._replace(states=queries.states.to(dtype), sight=sight)
+    queries = queries._replace(states=queries.states.to(dtype), params=params)
     kv = LayerKV(kv.keys.to(dtype), kv.values.to(dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_SCORES, "cpu", block)
@@ -107,7 +107,7 @@ def test_attention_with_weights_has_the_output_of_attention(rows, kv_heads, num_
     exact, states = LayerKV(kv.keys.float(), kv.values.float()), queries._replace(states=queries.states.float())
     atol = 1e-6 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(output.float(), outputs(states, exact), atol=atol, rtol=0)
-    expected = probabilities(states.part(slice(-num_asking, None)), exact.keys).mean(dim=(0, 1))[: rows[-1] + 1]
+    expected = probabilities(states.slice_rows(slice(-num_asking, None)), exact.keys).mean(dim=(0, 1))[: rows[-1] + 1]
     torch.testing.assert_close(mass, expected, atol=atol, rtol=0)
 
 
@@ -118,22 +118,22 @@ def test_attention_with_weights_has_the_output_of_attention(rows, kv_heads, num_
         st.tuples(st.integers(0, 30), st.integers(1, 9)).map(lambda run: list(range(run[0], run[0] + run[1]))),
     ),
     kv_heads=st.sampled_from([1, 2, 4]),
-    sight=sights,
+    params=sights,
     block=st.sampled_from([1, 1 << 22]),
     block_rows=st.sampled_from([1, 3, BLOCK_ROWS["cpu"]]),
 )
-def test_scattered_rows_see_their_window_and_nothing_else_is_touched(rows, kv_heads, sight, block, block_rows):
+def test_scattered_rows_see_their_window_and_nothing_else_is_touched(rows, kv_heads, params, block, block_rows):
     queries, kv = draw(3, rows, kv_heads)
-    queries = queries._replace(sight=sight)
+    queries = queries._replace(params=params)
     expected = outputs(queries, kv)
     unseen = torch.ones(LENGTH, dtype=torch.bool)
     for row in rows:
-        unseen[max(0, row + 1 - (sight.window or LENGTH)) : row + 1] = False
+        unseen[max(0, row + 1 - (params.window or LENGTH)) : row + 1] = False
     inner = torch.arange(LENGTH)
     unseen &= (inner < inner[~unseen].min()) | (inner > rows[-1])  # between rows far apart, blocks read over gaps
     keys, values = (states.masked_fill(unseen[:, None], torch.nan)[None] for states in kv)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_SCORES, "cpu", block)
         patch.setitem(attention.BLOCK_ROWS, "cpu", block_rows)
-        found = attend_rows(queries.states[None], keys, values, queries.rows, SCALE, sight)
+        found = attend_rows(queries.states[None], keys, values, queries.rows, SCALE, params)
     torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from reference import fit_change_predictor
 from torch import Tensor
 
-from ragblend.engine.fusion.drift_correction import (
+from ragblend.engine.fusion.rules import (
     LANDMARKS,
     DriftCorrection,
     fit_drift_correction,

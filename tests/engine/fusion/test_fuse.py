@@ -141,7 +141,7 @@ def blend(
         **plan_fields,
     )
     to = (layers.num_layers, layers.place_keys, fused, layers.device)
-    with LayerLoader(plan.placements, *to, first_layer=first_layer, movable=layers) as loader:
+    with LayerLoader(plan.placements, *to, first_layer=first_layer, key_rotation=layers) as loader:
         result = fuse(layers, plan, fused, loader)
     return Outcome(result.logits, result.recomputed.tolist(), fused, result)
 

@@ -38,7 +38,7 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
     plan = FusePlan(ids, tuple(placements), RULES[rule], checks, probe_layers=RULES[rule].probe_layers(num_layers))
     fused = FusedKV.allocate(layers.kv_shapes, TOTAL, layers.like)
     to = (num_layers, layers.place_keys, fused, layers.device)
-    with LayerLoader(placements, *to, together=True, movable=layers) as loader, DeviceLooks() as seen:
+    with LayerLoader(placements, *to, together=True, key_rotation=layers) as loader, DeviceLooks() as seen:
         fuse(layers, plan, fused, loader)
     return seen.places
 

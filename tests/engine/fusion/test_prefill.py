@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragblend.engine.fusion import prefill as ingestion
-from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import (
     PrefillItem,
@@ -24,6 +23,7 @@ from ragblend.engine.fusion.prefill import (
     prefill_missing,
 )
 from ragblend.engine.fusion.protocols import PromptKVBuffer
+from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import StoreFullError
@@ -106,7 +106,7 @@ class Store:
         self.stored.append(kv.header.token_ids)
 
 
-def made_kv(chunks: Sequence[TokenIds], behind: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
+def made_kv(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
     """KV of the right size, made up."""
     return [
         MemoryKV(header(ids), tuple(LayerKV(*(torch.zeros(1, len(ids), 2) for _ in range(2))) for _ in range(6)))
@@ -133,7 +133,7 @@ def test_the_model_goes_on_while_the_store_writes() -> None:
     store.hold.clear()
     seen: list[int] = []
 
-    def prefill(chunks: Sequence[TokenIds], behind: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
         seen.append(len(store.stored))
         if chunks[0] == CHUNKS[-1]:
             prefilled.set()
@@ -154,7 +154,7 @@ def test_the_model_waits_when_too_much_is_unwritten(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ingestion, "UNWRITTEN_BYTES", 2 * NBYTES)
     store, seen = Store(), []
 
-    def prefill(chunks: Sequence[TokenIds], behind: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
         seen.append(len(store.stored))
         return made_kv(chunks)
 
@@ -174,7 +174,7 @@ def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays() -> None
 def test_an_interrupted_run_stores_what_it_had_prefilled() -> None:
     store = Store()
 
-    def prefill(chunks: Sequence[TokenIds], behind: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
         if chunks[0] == CHUNKS[5]:
             raise KeyboardInterrupt
         return made_kv(chunks)

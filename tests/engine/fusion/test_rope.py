@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
-from ragblend.engine.fusion.rope import FIXED_FREQUENCY, add_rotated, exact_context, inverse_tables, rotate, tables
+from ragblend.engine.fusion.attention import FIXED_FREQUENCY, add_rotated, exact_context, inverse_tables, rotate
 from ragblend.errors import UnsupportedModelError
 
 DIM = 16
@@ -44,6 +44,15 @@ def states(tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, tokens, DIM, generator=torch.Generator().manual_seed(seed))
 
 
+def rotary_tables(
+    inv_freq: torch.Tensor, positions: torch.Tensor, attention_scaling: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine [T, R] in float32 for `positions` [T] and `inv_freq` [R/2] (radians per token)."""
+    angles = positions.float()[:, None] * inv_freq.float()[None, :]
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * attention_scaling, angles.sin() * attention_scaling
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_rotate_agrees_with_transformers(scaling):
     rotary, keys = llama_rotary(SCALINGS[scaling]), states(40)
@@ -51,7 +60,7 @@ def test_rotate_agrees_with_transformers(scaling):
     cos, sin = rotary(keys[None], positions[None])
     expected, _ = apply_rotary_pos_emb(keys[None], keys[None], cos, sin)
     torch.testing.assert_close(rotate(keys, cos[0], sin[0]), expected[0], atol=1e-6, rtol=0)
-    own = tables(rotary.inv_freq, positions, rotary.attention_scaling)
+    own = rotary_tables(rotary.inv_freq, positions, rotary.attention_scaling)
     torch.testing.assert_close(rotate(keys, *own), expected[0], atol=1e-5, rtol=0)
 
 
@@ -60,7 +69,9 @@ def test_the_scalings_do_differ():
     turned = []
     for parameters in SCALINGS.values():
         rotary = llama_rotary(parameters)
-        turned.append(rotate(states(4), *tables(rotary.inv_freq, torch.arange(700, 704), rotary.attention_scaling)))
+        turned.append(
+            rotate(states(4), *rotary_tables(rotary.inv_freq, torch.arange(700, 704), rotary.attention_scaling))
+        )
     for index, one in enumerate(turned):
         for other in turned[index + 1 :]:
             assert (one - other).abs().max() > 0.1
@@ -83,7 +94,7 @@ def test_rotations_compose(first, second, scaling):
     inv_freq, keys = llama_rotary(SCALINGS[scaling]).inv_freq, states(3)
 
     def turn(tensor: torch.Tensor, by: int) -> torch.Tensor:
-        return rotate(tensor, *tables(inv_freq, torch.full((3,), by)))
+        return rotate(tensor, *rotary_tables(inv_freq, torch.full((3,), by)))
 
     torch.testing.assert_close(turn(turn(keys, first), second), turn(keys, first + second), atol=5e-3, rtol=0)
     torch.testing.assert_close(turn(turn(keys, first), -first), keys, atol=5e-3, rtol=0)
@@ -92,7 +103,7 @@ def test_rotations_compose(first, second, scaling):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rotated_in_float32_and_rounded_once(dtype):
     keys = states(50).to(dtype)
-    cos, sin = tables(llama_rotary(SCALINGS["default"]).inv_freq, torch.arange(900, 950))
+    cos, sin = rotary_tables(llama_rotary(SCALINGS["default"]).inv_freq, torch.arange(900, 950))
     found = rotate(keys, cos, sin)
     assert found.dtype == dtype
     assert torch.equal(found, rotate(keys.float(), cos, sin).to(dtype))
@@ -122,7 +133,7 @@ def test_longrope_is_exact_up_to_its_original_length():
 @pytest.mark.parametrize(("scaling", "rotary"), [(1.0, 8), (1.0, 4), (1.3, 8)])
 def test_what_was_rotated_is_had_back_attention_scaling_included(scaling: float, rotary: int) -> None:
     keys, rows = torch.randn(2, 9, 8), torch.arange(5, 14)
-    cos, sin = tables(torch.rand(rotary // 2), rows, scaling)
+    cos, sin = rotary_tables(torch.rand(rotary // 2), rows, scaling)
     torch.testing.assert_close(rotate(rotate(keys, cos, sin), *inverse_tables(cos, sin)), keys, atol=1e-5, rtol=0)
 
 
@@ -130,7 +141,7 @@ def test_what_was_rotated_is_had_back_attention_scaling_included(scaling: float,
 @pytest.mark.parametrize("rotary", [4, 8])
 def test_to_add_before_or_after_rotating_is_the_same(rotary: int, dtype: torch.dtype) -> None:
     keys, by = torch.randn(2, 9, 8), torch.randn(2, 9, 8)
-    cos, sin = tables(torch.rand(rotary // 2), torch.arange(5, 14), 0.7)
+    cos, sin = rotary_tables(torch.rand(rotary // 2), torch.arange(5, 14), 0.7)
     expected = rotate(keys + by, cos, sin)
     found = rotate(keys, cos, sin).to(dtype)
     add_rotated(found, by, cos, sin)

@@ -9,14 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragblend.engine.fusion.plan import charged_budget, charged_budget_at
 from ragblend.engine.fusion.rules import (
     DEEP_MODEL_LAYERS,
     DEFAULT_RATIO,
     DEFAULT_RULE,
     RULES,
     RuleInputs,
-    charged_budget,
-    charged_budget_at,
     check_schedule,
     find_rule,
     is_probe_worthwhile,

@@ -323,7 +323,7 @@ def test_a_store_that_is_larger_than_its_limit_would_be_loses_only_the_room_of_w
         store.put(kv_of(number + count))
         assert store.counters.num_evicted <= count + 1  # headers differ by a few bytes
         assert len(list(store.keys())) >= len(keys) - 1
-        store._room._looked_s = -10.0  # as after a second: it is looked before each eviction
+        store._evictor._looked_s = -10.0  # as after a second: it is looked before each eviction
     assert store.nbytes() <= before.nbytes() <= 6 * MIB + kv_of(0).nbytes + 4096
 
 
@@ -336,7 +336,7 @@ def test_others_who_fill_the_disk_end_its_growth_and_take_nothing_of_it(
     theirs = fill(64 * 1024)  # less than one entry
     for count in range(1, 21):
         store.put(kv_of(number + count))
-        store._room._looked_s = -10.0
+        store._evictor._looked_s = -10.0
         assert held - 1 <= len(list(store.keys())) <= held
         assert count <= store.counters.num_evicted + 1 <= count + 2
     evicted = store.counters.num_evicted

@@ -11,7 +11,7 @@ from tiny_models import VOCABULARY
 from torch import nn
 
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.transformers.batched_decode import FEW_ROWS, SmallBatchMatmul
+from ragblend.engine.transformers.batched_decode import FEW_ROWS, FewRowsCpuMatmul
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.prompt.types import Prompt
@@ -104,7 +104,7 @@ def test_few_rows_times_a_matrix_are_what_they_were(num_rows: int, bias: bool) -
     linear, rows = nn.Linear(40, 30, bias=bias), torch.randn(1, num_rows, 40)
     with torch.inference_mode():
         expected = linear(rows)
-        with SmallBatchMatmul():
+        with FewRowsCpuMatmul():
             found = linear(rows)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -33,9 +33,8 @@ from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
 from ragblend.lab.explain import explain
 from ragblend.options import MODES, GenerationOptions
-from ragblend.prompt.match import common_prefix_length
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import Chunk, Prompt
+from ragblend.prompt.types import Chunk, Prompt, common_prefix_length
 from tests.tier_support import assert_same, flip, path_of
 
 pytestmark = pytest.mark.timeout(120)  # a lock that is not given back would hang

@@ -228,7 +228,7 @@ def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch: pytest.
     """One that shows later tokens; and the bottom-right one that attention kernels build by themselves, exact at ratios
     0 and 1 and wrong between them."""
 
-    def bottom_right(query, keys, values, rows, scale, sight):
+    def bottom_right(query, keys, values, rows, scale, params):
         num_rows, end = query.shape[2], int(rows[-1]) + 1
         mask = torch.ones(num_rows, end, dtype=torch.bool).tril(end - num_rows + too_many)
         return torch.nn.functional.scaled_dot_product_attention(
@@ -256,7 +256,7 @@ def test_rows_are_rotated_the_same_with_and_without_cached_tables(tiny_layers):
     keys = torch.randn(2, 4, 16, generator=generator)
     for rows in (*many, *many, many[0], many[0]):
         assert torch.equal(layers.place_keys(1, keys, rows), fresh.place_keys(1, keys, rows.clone()))
-        assert len(layers._turns) <= MAX_CACHED_TABLES
+        assert len(layers._cached_rotary) <= MAX_CACHED_TABLES
 
 
 def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):

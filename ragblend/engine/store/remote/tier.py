@@ -102,7 +102,7 @@ class RemoteStore(KVStore):
         super().__init__()
         self.values = values
         self.store_key = resolve_key(store_key)
-        self._demands = ReadRequirements(self.store_key)
+        self._requirements = ReadRequirements(self.store_key)
         self.breaker = breaker or CircuitBreaker()
         self.timeout_s = timeout_s
         self._flights: dict[str, _InFlightFetch] = {}
@@ -131,7 +131,7 @@ class RemoteStore(KVStore):
 
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
         """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
-        self._demands.specs[fingerprint] = shape
+        self._requirements.specs[fingerprint] = shape
 
     # -- reading
 
@@ -143,7 +143,7 @@ class RemoteStore(KVStore):
         """Return the entry if it was `fetched`."""
         kv = fetched.get(key)
         if kv is not None and not kv.header.has_ids(token_ids):
-            log.warning("KV %s from %s is not used: its token ids differ from those asked for", key, self.values.url)
+            log.warning("KV %s from %s is not used: its token ids differ from the requested ones", key, self.values.url)
             self._count(num_damaged=1, num_misses=1, num_hits=-1)
             return None
         return kv
@@ -229,7 +229,7 @@ class RemoteStore(KVStore):
     def _decoded(self, key: str, data: bytes) -> MemoryKV | None:
         """Return the chunk in a value; None, counted and marked for rewriting, if it fails verification."""
         try:
-            return decode_chunk(data, key, self._demands)
+            return decode_chunk(data, key, self._requirements)
         except UnreadableError as error:
             log.warning("KV %s from %s is not used: %s", key, self.values.url, error)
             self._count(num_damaged=1, num_unsigned=isinstance(error, UnsignedError))
@@ -338,7 +338,7 @@ class RemoteStore(KVStore):
         for key in [key for key, _ in self.values.sizes()]:
             try:
                 if (data := self.values.get(key)) is not None:
-                    decode_chunk(data, key, self._demands)
+                    decode_chunk(data, key, self._requirements)
                     yield VerifyResult(key, True, "")
             except UnreadableError as error:
                 self._mark_bad(key)

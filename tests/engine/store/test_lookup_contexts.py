@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine, open_store
-from ragblend.engine.fusion.lookup import lookup_contexts
 from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.store.keys import lookup_contexts
 from ragblend.engine.store.metadata import CONTEXT_FILE
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, UsageError
