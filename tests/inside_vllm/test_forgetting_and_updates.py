@@ -208,7 +208,7 @@ def test_after_an_update_of_the_weights_nothing_is_loaded_or_stored(
         assert (answer.token_ids, answer.report.num_chunk_hits) == (answers["full"].token_ids, 0)
         assert ("weights were updated" in answer.report.refused_reason) == (mode in ("blend", "reuse"))
     assert answers["full"].token_ids != before.token_ids
-    with pytest.raises(RagblendError, match=r"not stored: the model's weights were updated.* until vLLM is started"):
+    with pytest.raises(RagblendError, match=r"not stored: the model's weights were updated.* restart vLLM"):
         engine.precompute("Nobody has stored this.")
     one.rpc("reload_weights", weights_path=str(find_checkpoint("demo").path))
     one.post("/reset_prefix_cache")

@@ -333,7 +333,7 @@ def test_others_wait_while_one_process_stores_for_long(server: Server, monkeypat
     monkeypatch.setattr("ragblend.server.documents._REMOVAL_WAIT_S", 0.2)
     with (server.root / "documents.lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(BackendUnreachableError, match="being stored; try again"):
+        with pytest.raises(BackendUnreachableError, match="is storing documents; try again"):
             server.documents.remove("", "kb", ["a"])
         ingestion = server.send({"id": "a", "chunks": [A]})
         time.sleep(0.3)

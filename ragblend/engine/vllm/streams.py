@@ -1,4 +1,4 @@
-"""What streams and options of the engines over vLLM have in common, in this process or over HTTP."""
+"""Base class of answer streams, and the check of options, for the engines over vLLM in this process and over HTTP."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ log = logging.getLogger(__name__)
 
 
 def checked_options(options: GenerationKeywords) -> GenerationOptions:
-    """Return the options of an answer. Raises UsageError for invalid values and for what vLLM cannot do."""
+    """Return GenerationOptions. Raises UsageError for invalid values, and for logprobs, which vLLM engines lack."""
     checked = GenerationOptions(**options)
     if checked.logprobs:
-        raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
+        raise UsageError("logprobs are only available with backend='transformers'; leave them out for vLLM")
     find_rule(checked.rule)
     return checked
 
 
 class AnswerStream(ABC):
-    """An answer in progress. Iterating yields text; `result` is complete when the iteration ends."""
+    """Answer in progress. Iterating yields text; `result` is complete when the iteration ends."""
 
     def __init__(self, options: GenerationOptions) -> None:
         self._start_s = perf_counter()
@@ -41,7 +41,7 @@ class AnswerStream(ABC):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stop generating, here and in vLLM. The result keeps the text so far."""
+        """Abort the request. The result keeps the text so far."""
         self._pieces.close()
 
     @abstractmethod
@@ -49,7 +49,10 @@ class AnswerStream(ABC):
         """Send the request, and yield the text of the answer."""
 
     def _set_report(self, received: BlendReport | None, num_prompt: int, ttft_s: float, first_s: float) -> None:
-        """Complete the connector's report, if one was received. `first_s`: the time of the first token."""
+        """Set the result's report, `received` from the connector if not None, with token counts and times.
+
+        `first_s`: the time of the first token, on the clock of `perf_counter`.
+        """
         if received is not None:
             self.result.report = received
         report = self.result.report

@@ -192,7 +192,7 @@ def test_more_than_one_kind_of_cache_is_refused():
 
     reject_kv_groups(groups(FullAttentionSpec()))
     for refused in (groups(FullAttentionSpec(), MambaSpec()), groups(MambaSpec()), groups()):
-        with pytest.raises(UnsupportedModelError, match="one cache of full attention"):
+        with pytest.raises(UnsupportedModelError, match="one KV cache of full attention"):
             reject_kv_groups(refused)
 
 
