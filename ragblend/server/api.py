@@ -32,14 +32,14 @@ from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
-from ragblend.engine.vllm.admin import add_admin
-from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of
+from ragblend.engine.vllm.admin import add_store_routes
+from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_for_app
 from ragblend.engine.vllm.base_engine import ServedModelInfo
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
-from ragblend.engine.vllm.readiness import Readiness, add_readiness
-from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
+from ragblend.engine.vllm.readiness import Readiness, add_readiness_route
+from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
 from ragblend.prompt.render import Renderer
@@ -64,7 +64,7 @@ class BlendMiddleware:
             await self._app(scope, receive, send)
             return
         if not self._equipped:
-            self._gate = gate_of(scope["app"])  # an error here ends the request, and the next request tries again
+            self._gate = gate_for_app(scope["app"])  # an error here ends the request, and the next request tries again
             self._equipped = True
             try:
                 self._readiness = install_routes(scope["app"])
@@ -83,34 +83,34 @@ def install_routes(app: Any) -> Readiness:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
-    from ragblend.server.routes import responder
+    from ragblend.server.routes import make_request_handler
 
-    chunks = ServedChunks(app.state.vllm_config)
+    chunks = ServedStore(app.state.vllm_config)
 
     async def facts(request: Request) -> Response:
         grant = current_grant()
         namespace = {} if grant is None else {"namespace": grant.namespace}
-        found = await run_in_threadpool(lambda: {**chunks.facts(), **chunks.answer_facts()})
+        found = await run_in_threadpool(lambda: {**chunks.model_facts(), **chunks.answer_facts()})
         return JSONResponse({**found, **namespace})
 
-    respond = responder(chunks.config.for_clients)
+    respond = make_request_handler(chunks.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
-    add_admin(app, chunks.store, respond)
+    add_store_routes(app, chunks.store, respond)
     try:
         add_documents(app, chunks, respond)
     except Exception as error:
         log.warning("this server has no routes under /v1/ragblend/documents: %s", error)
-    count_reused_tokens(app.state.engine_client)
+    correct_cached_tokens(app.state.engine_client)
     for serving, name, place in (
         (getattr(app.state, "openai_serving_completion", None), "completion_stream_generator", 1),
         (getattr(app.state, "openai_serving_chat", None), "chat_completion_stream_generator", 0),
     ):
         if serving is not None:
-            report_in_streams(serving, name, place)
-    return add_readiness(app, chunks.store.tiers)
+            add_reports_to_streams(serving, name, place)
+    return add_readiness_route(app, chunks.store.tiers)
 
 
-def add_documents(app: Any, chunks: ServedChunks, respond: Any) -> None:
+def add_documents(app: Any, chunks: ServedStore, respond: Any) -> None:
     """Add the routes of documents to `app`, and start storing the documents that are waiting."""
     from ragblend.engine.vllm.front_end import FrontEndEngine
     from ragblend.server.documents import Documents
@@ -132,7 +132,7 @@ def add_documents(app: Any, chunks: ServedChunks, respond: Any) -> None:
         )
 
     config = chunks.config
-    documents = Documents(Path(config.store), make_engine, config.for_clients, catalog=config.catalog)
+    documents = Documents(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
 
@@ -146,7 +146,7 @@ class _SharedStore(TieredStore):
         return super().delete(key)
 
 
-class ServedChunks:
+class ServedStore:
     """Store, model and tokenizer of a vLLM server, for its HTTP front end."""
 
     def __init__(self, vllm_config: Any) -> None:
@@ -156,7 +156,7 @@ class ServedChunks:
         self._disk = self.store.disk_tier
         self._context = config.context
         self._fingerprint = model_fingerprint(self._model)
-        self.store.set_expected_spec(self._fingerprint, model_shape(self._model))
+        self.store.set_expected_spec(self._fingerprint, model_kv_spec(self._model))
         self._facts: dict[str, Any] = {}
 
     def _stored_context(self) -> ContextPolicy | None:
@@ -166,11 +166,11 @@ class ServedChunks:
             log.warning("%s", error)
             return None
 
-    def facts(self) -> dict[str, Any]:
+    def model_facts(self) -> dict[str, Any]:
         """Return the facts about model and store for GET /v1/ragblend."""
         if self._facts:
             return {**self._facts, "context": self._context or self._stored_context()}
-        checkpoint = find_checkpoint(self._model.model, served_options(self._model))
+        checkpoint = find_checkpoint(self._model.model, vllm_model_options(self._model))
         self._facts = {
             "model": checkpoint.name,
             "fingerprint": self._fingerprint,
@@ -179,7 +179,7 @@ class ServedChunks:
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,
         }
-        return self.facts()
+        return self.model_facts()
 
     def answer_facts(self) -> dict[str, Any]:
         """Return the facts with which a client parses answers; {} if the model's tokenizer cannot be loaded."""
@@ -193,7 +193,7 @@ class ServedChunks:
     @cached_property
     def renderer(self) -> Renderer:
         """Renderer with the model's own tokenizer, which is also that of clients."""
-        options = served_options(self._model)
+        options = vllm_model_options(self._model)
         path = find_model(self._model.model, options=options)
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
         return Renderer(tokenizer)
@@ -206,7 +206,7 @@ class ServedChunks:
 
     def served_model(self) -> ServedModelInfo:
         """Return the facts about the model that an engine over this vLLM needs."""
-        facts = self.facts()
+        facts = self.model_facts()
         narrower = 1 if self.store.kv_dtype == "auto" else DTYPES[facts["dtype"]].itemsize
         return ServedModelInfo(
             facts["model"],
@@ -217,7 +217,7 @@ class ServedChunks:
         )
 
 
-def count_reused_tokens(engine_client: Any) -> None:
+def correct_cached_tokens(engine_client: Any) -> None:
     """Change `engine_client` in place: in a complete response, `cached_tokens` is the report's number of reused tokens.
 
     vLLM counts all tokens that the connector filled, also recomputed ones. It sends the number if it runs with
@@ -236,7 +236,7 @@ def count_reused_tokens(engine_client: Any) -> None:
     engine_client.generate = counted
 
 
-def report_in_streams(serving: Any, name: str, place: int) -> None:
+def add_reports_to_streams(serving: Any, name: str, place: int) -> None:
     """Make the streams of `serving`, one of vLLM's handlers, end with an event that has `kv_transfer_params`.
 
     `name`: the handler's method that turns results into the events of a stream. Its first argument is the request. Of
@@ -263,7 +263,7 @@ def report_in_streams(serving: Any, name: str, place: int) -> None:
                 has_report = has_report or _has_report(event)
                 done = event.startswith("data: [DONE]") and not has_report
                 if done and not params and len(request_ids) == 1:  # after a stop string, vLLM drops the report
-                    params.update(await workers_report(serving, request_ids.pop()))
+                    params.update(await report_from_workers(serving, request_ids.pop()))
                 if done and params:
                     last = {"id": args[place + 1], "choices": [], "kv_transfer_params": params}
                     yield f"data: {json.dumps(last)}\n\n"
@@ -285,7 +285,7 @@ def _has_report(event: str) -> bool:
     return isinstance(params, dict) and PARAMS_KEY in params
 
 
-async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:
+async def report_from_workers(serving: Any, request_id: str) -> dict[str, Any]:
     """Request a report from the workers, and return it as `kv_transfer_params`; {} without a report or a response."""
     try:
         reports = await _call_all_workers(serving.engine_client, "ragblend_report", request_id)

@@ -50,7 +50,9 @@ log = logging.getLogger(__name__)
 
 LOCK_FILE = "documents.lock"
 MAX_REASONS = 1000  # documents with a reason in one response
-NO_ROOM = "the store's budget is too small for all of its chunks; set a larger one, and send the document again"
+BUDGET_TOO_SMALL = (
+    "the store's budget is too small for all of its chunks; set a larger one, and send the document again"
+)
 
 _BATCH, _BATCH_CHARS = 1000, 32 << 20  # most documents, and their characters, in one batch
 _SHARED_BATCH = 16  # most documents in one batch if other servers store documents at the same time
@@ -244,7 +246,7 @@ class Documents:
             num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in found)
             counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, self._new_bytes[row.id])
             has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
-            reason = reason_of.get(row.id, "") if has_all or row.id in failed else NO_ROOM
+            reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
             self._table.finish(row, StoredCounts(*counts), reason, is_stored=is_stored)
 

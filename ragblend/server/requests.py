@@ -75,7 +75,7 @@ class DocumentInput(_Strict):
             raise ValueError(f"`metadata` contains a value that JSON does not have: {error}") from None
         return self
 
-    def to_sent(self, collection: str) -> SentDocument:
+    def to_sent_document(self, collection: str) -> SentDocument:
         """Return the document as the server records it."""
         body = self.model_dump(include={"text", "chunks", "chunk_size", "vectors"}, exclude_none=True)
         texts = json.dumps([self.text, self.chunks, self.chunk_size])
@@ -190,12 +190,12 @@ def read_documents(body: bytes, content_type: str, collection: str | None) -> li
         read = [
             _validated(partial(DocumentInput.model_validate_json, line), f"line {number}") for number, line in lines
         ]
-        documents = [document.to_sent(named) for document in read]
+        documents = [document.to_sent_document(named) for document in read]
     else:
         if collection is not None:
             raise UsageError("?collection= is only for JSON lines; put `collection` into the JSON object")
         given = _validated(lambda: DocumentsInput.model_validate_json(body), "the body")
-        documents = [document.to_sent(given.collection) for document in given.documents]
+        documents = [document.to_sent_document(given.collection) for document in given.documents]
     seen: set[str] = set()
     for document in documents:
         if document.id in seen and "adds" not in document.body:

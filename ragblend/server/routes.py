@@ -47,7 +47,7 @@ class _BodyTooLargeError(Exception):
     """The body has more bytes than a request may have."""
 
 
-def responder(describe: Callable[[BaseException], str]) -> Respond:
+def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
     """Return a function that runs the work of a request in a thread, and makes a response of its result or error.
 
     `describe` returns an error's message for clients.

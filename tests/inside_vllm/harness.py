@@ -162,7 +162,7 @@ def watch_counts(half: Any) -> Any:
 
     def watching() -> Any:
         stats = take()
-        total.take(stats.data if stats is not None else {})
+        total.merge(stats.data if stats is not None else {})
         return stats
 
     half.get_kv_connector_stats = watching

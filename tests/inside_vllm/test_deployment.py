@@ -155,7 +155,7 @@ def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_no
 
 def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod: Pod, engine: Any) -> None:
     prompt = Prompt([TEXT], "Where does George Keller live?")
-    body = engine.body(prompt, GenerationOptions(max_tokens=1500)) | {"ignore_eos": True}
+    body = engine.request_body(prompt, GenerationOptions(max_tokens=1500)) | {"ignore_eos": True}
     events: list[str] = []
     has_begun = threading.Event()
 

@@ -15,7 +15,7 @@ from hostile_bodies import DELETED, GENERATED, JSON, LINES, POSTED, Hostile
 
 from ragblend.server import routes
 from ragblend.server.documents import Documents
-from ragblend.server.routes import documents_router, responder
+from ragblend.server.routes import documents_router, make_request_handler
 
 pytestmark = pytest.mark.smoke
 
@@ -48,7 +48,7 @@ class Site:
     def __init__(self, root: Path) -> None:
         self.documents = Documents(root, make_engine=lambda namespace: 1 // 0)
         app = FastAPI()
-        app.include_router(documents_router(self.documents, responder(str)))
+        app.include_router(documents_router(self.documents, make_request_handler(str)))
         self.http = TestClient(app, raise_server_exceptions=False)
 
     def ask(self, case: Hostile) -> httpx.Response:

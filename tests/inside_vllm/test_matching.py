@@ -171,7 +171,7 @@ def test_what_has_no_stored_chunk_or_no_plain_ids_is_left_alone_and_counted(llm)
         scheduler.on_new_request(request)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         assert scheduler.request_finished(request, []) == (False, None)
-        assert scheduler.scheduler.counting.counts[f"left_requests|{reason}"] == 1
+        assert scheduler.scheduler.metrics.counts[f"left_requests|{reason}"] == 1
     assert len(counts.data["request_match_seconds"]) == 1
 
 

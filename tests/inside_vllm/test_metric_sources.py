@@ -44,7 +44,7 @@ def counted(llm: Any) -> dict[str, Any]:
     ask(llm, random_ids(8, 5), max_tokens=2)
     found = BlendStats()
     for half in llm.taken:
-        found.take(half.data)
+        found.merge(half.data)
         half.reset()
     return found.data
 
@@ -144,7 +144,7 @@ def test_every_series_reaches_prometheus_by_engine() -> None:
     from vllm.config import VllmConfig
 
     stats, other = BlendStats(), BlendStats()
-    stats.take({"requests": 1, f"tier_hits{LABEL}disk": 2, "blend_queue": 5, "request_load_seconds": [0.2]})
+    stats.merge({"requests": 1, f"tier_hits{LABEL}disk": 2, "blend_queue": 5, "request_load_seconds": [0.2]})
     other.take({"requests": 2, f"tier_hits{LABEL}disk": 3, "blend_queue": 1, "request_load_seconds": [0.4]})
     stats.aggregate(other)
     assert stats.reduce() == {"requests": 3, "tier_hits|disk": 5, "blend_queue": 1, "request_load_seconds": 0.3}

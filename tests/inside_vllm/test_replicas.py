@@ -237,7 +237,7 @@ def test_streams_come_through_as_they_are_made_and_so_does_hanging_up(
         assert "".join(pieces).strip() == ask(expected, prompt).text
         assert stream.result.report.num_chunk_hits == len(prompt.chunks)
     limit = 3000  # seconds of work, of which the client that hangs up after its first piece wants none
-    body = engine.body(prompts(1, 2)[0], GenerationOptions(max_tokens=limit)) | {"ignore_eos": True}
+    body = engine.request_body(prompts(1, 2)[0], GenerationOptions(max_tokens=limit)) | {"ignore_eos": True}
     before = num_generated(deployment)
     headers, url = {"Authorization": f"Bearer {KEY}"}, f"{deployment.balancer.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as response:

@@ -270,7 +270,7 @@ def test_many_at_once_get_what_one_alone_gets(engine: Any) -> None:
 
 def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:
     stream = engine.stream(PROMPT, max_tokens=900)
-    body = engine.body(stream._prompt, stream._options) | {"ignore_eos": True}
+    body = engine.request_body(stream._prompt, stream._options) | {"ignore_eos": True}
     with httpx.stream(
         "POST", f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
     ) as response:

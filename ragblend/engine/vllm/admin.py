@@ -30,7 +30,7 @@ MAX_CHUNKS = 1000  # chunks in one response
 Respond = Callable[[Callable[[], dict[str, Any]]], Awaitable[Any]]
 
 
-def add_admin(app: Any, store: TieredStore, respond: Respond) -> None:
+def add_store_routes(app: Any, store: TieredStore, respond: Respond) -> None:
     """Add the routes to `app`. `respond` calls a function in a thread and returns a response of its result or error."""
     from starlette.requests import Request
     from starlette.responses import Response
@@ -43,12 +43,12 @@ def add_admin(app: Any, store: TieredStore, respond: Respond) -> None:
 
         app.router.add_route(PATH + path, handle, methods=[method])
 
-    route("", usage, "GET")
-    route("/chunks", chunks, "GET")
-    route("/clear", clear, "POST")
+    route("", store_usage, "GET")
+    route("/chunks", list_chunks, "GET")
+    route("/clear", clear_namespace, "POST")
 
 
-def usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
+def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of chunks and bytes in the disk tier, its budget and pins, and the remote tier's status."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -69,7 +69,7 @@ def usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
+def list_chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     """Return a page of the chunks on disk, of one namespace or of all, in the order of their keys."""
     limit, after = str(fields.get("limit", MAX_CHUNKS)), str(fields.get("after", ""))
     if not limit.isdecimal() or not 0 < int(limit) <= MAX_CHUNKS:
@@ -92,7 +92,7 @@ def chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
+def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     """Delete all entries of a namespace, with and without a cache salt.
 
     Entries that only the remote tier has are read first, because a key does not reveal the namespace.

@@ -64,7 +64,7 @@ def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tup
     return groups
 
 
-def plan_state(metadata: Any) -> object:
+def metadata_snapshot(metadata: Any) -> object:
     """Return the contents of an attention backend's `metadata` as a value that can be compared with later contents.
 
     Small tensors are represented by their bytes, larger ones by their address, because those are workspaces.

@@ -32,7 +32,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def gate_of(app: Any) -> AuthGate | None:
+def gate_for_app(app: Any) -> AuthGate | None:
     """Return a gate for vLLM's application with the keys of its configuration; None for a server without keys."""
     transfer = app.state.vllm_config.kv_transfer_config
     path = ((transfer.kv_connector_extra_config if transfer is not None else None) or {}).get("keys")
@@ -59,7 +59,7 @@ class AuthGate:
         """Return `app` with a check of each request: 401 without a valid key, 403 without the right."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            method, path = scope.get("method", "WEBSOCKET"), path_of(scope)
+            method, path = scope.get("method", "WEBSOCKET"), route_path(scope)
             if self._keys.is_open(method, path) or _is_preflight(scope):
                 await app(scope, receive, send)
                 return
@@ -166,7 +166,7 @@ async def _send_error(scope: Scope, send: Send, status: int, reason: str) -> Non
     await send({"type": "http.response.body", "body": body})
 
 
-def path_of(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
     """Return the route's path without the prefix of a proxy (vLLM's --root-path)."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 

@@ -32,7 +32,7 @@ from ragblend.prompt.types import Chunk, Part, Prompt
 
 log = logging.getLogger(__name__)
 
-INGEST_AT_ONCE = 8  # chunks sent to vLLM at the same time; vLLM batches them as far as they fit
+INGEST_CONCURRENCY = 8  # chunks sent to vLLM at the same time; vLLM batches them as far as they fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class VllmStream(AnswerStream):
                 if received.mode == "prefix" and not received.num_prefix_tokens:  # vLLM prefilled it alone
                     received.num_prefix_tokens = received.num_reused_tokens = num_cached
                     received.charged_budget = received.charged_budget_32 = 1 - num_cached / len(request.token_ids)
-                engine.on_answer(request, result)
+                engine.after_answer(request, result)
 
     def _until_closed(self, deltas: Iterator[OutputDelta]) -> Iterator[OutputDelta]:
         """Yield `deltas` until the engine is closed."""
@@ -171,7 +171,7 @@ class VllmEngineBase(LocalEngine):
         self.add_known(chunks)
         in_context = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
         alone = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.context_texts)]
-        with ThreadPoolExecutor(INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
+        with ThreadPoolExecutor(INGEST_CONCURRENCY, thread_name_prefix="ragblend-ingest") as pool:
             try:
                 yield from pool.map(self.precompute, alone)
                 yield from pool.map(self.precompute, in_context)
@@ -251,7 +251,7 @@ class VllmEngineBase(LocalEngine):
         params = BlendParams.of(checked, self.namespace)
         return VllmRequest(token_ids, params, replace(checked, max_tokens=max_tokens), prompt, render_s)
 
-    def on_answer(self, request: VllmRequest, answer: Generation) -> None:
+    def after_answer(self, request: VllmRequest, answer: Generation) -> None:
         """After an answer, log why nothing was reused, store missed chunks, and start a shadow comparison."""
         report = answer.report
         if request.prompt is None or request.params.mode not in ("blend", "reuse"):

@@ -29,7 +29,7 @@ import httpx
 from ragblend.engine.base import EngineBase
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.vllm.params import BlendParams, report_from, sampling, vllm_structure
+from ragblend.engine.vllm.params import BlendParams, report_from, vllm_sampling, vllm_structured_outputs
 from ragblend.engine.vllm.streams import AnswerStream, checked_options
 from ragblend.errors import (
     BackendUnreachableError,
@@ -321,9 +321,9 @@ class ServedStream(AnswerStream):
         try:
             with (
                 suppress(EngineClosedError),
-                engine.connection.open("POST", path, engine.body(self._prompt, self._options)) as response,
+                engine.connection.open("POST", path, engine.request_body(self._prompt, self._options)) as response,
             ):
-                for event in events(response.iter_lines()):
+                for event in sse_events(response.iter_lines()):
                     if not engine.is_usable:
                         return
                     if "error" in event:
@@ -352,7 +352,7 @@ class ServedStream(AnswerStream):
                 result.report = BlendReport("full", "none", 1.0)
             self._set_report(report, num_prompt, ttft_s, first_s)
             if report is not None and result.finish_reason != "cancelled":
-                engine.on_answer(self._prompt, self._options, result)
+                engine.after_answer(self._prompt, self._options, result)
 
 
 class VllmClient(EngineBase):
@@ -431,7 +431,7 @@ class VllmClient(EngineBase):
         self._check_prompt(prompt, checked.stops)
         return ServedStream(self, prompt, checked)
 
-    def body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
+    def request_body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
         """Return the JSON body of a completion request, with OpenAI's fields and vLLM's own."""
         if prompt.uses_tools and not self.facts.knows_tools:
             prompt = without_tools(prompt)
@@ -443,7 +443,7 @@ class VllmClient(EngineBase):
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            **sampling(options),
+            **vllm_sampling(options),
         }
         if prompt.is_chat:
             body["messages"] = [_openai_message(message) for message in prompt.messages]
@@ -456,12 +456,12 @@ class VllmClient(EngineBase):
         if options.stops:
             body["stop"] = list(options.stops)
         if options.structured_outputs is not None:
-            body["structured_outputs"] = vllm_structure(options.structured_outputs)
+            body["structured_outputs"] = vllm_structured_outputs(options.structured_outputs)
         if self.blends:
             body["kv_transfer_params"] = BlendParams.of(options, self.namespace).as_dict()
         return body
 
-    def on_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
+    def after_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
         """After an answer, log why nothing was reused, send missing chunks, and start a shadow comparison."""
         report = answer.report
         if options.mode not in ("blend", "reuse") or report.refused_reason:
@@ -649,10 +649,10 @@ def _batches(documents: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[st
         yield batch
 
 
-def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def sse_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a server-sent event stream. Raises BackendUnreachableError if it ends without `[DONE]`.
 
-    >>> list(events(['data: {"a": 1}', '', ': keep-alive', 'data: [DONE]']))
+    >>> list(sse_events(['data: {"a": 1}', '', ': keep-alive', 'data: [DONE]']))
     [{'a': 1}]
     """
     for line in lines:

@@ -71,7 +71,7 @@ class ConnectorConfig(TierOptions):
         # may also come from `RAGBLEND_*` variables.
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
 
-    def for_clients(self, error: BaseException) -> str:
+    def message_for_clients(self, error: BaseException) -> str:
         """Return an error's message for clients: without paths on this machine, and without addresses of the remote
         tier and the catalogue.
         """

@@ -35,7 +35,7 @@ from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
 from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler
 from ragblend.engine.vllm.support import (
     model_fingerprint,
-    model_shape,
+    model_kv_spec,
     reject_unsupported_config,
     require_supported_version,
 )
@@ -165,7 +165,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self.scheduler.loading.needs_refresh,
             is_idle,
             self.scheduler.take_tombstones(),
-            self.scheduler.take_reset(),
+            self.scheduler.take_memory_reset(),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -182,7 +182,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         Entries on disk stay, because their keys contain the fingerprint of the weights.
         """
         if self.scheduler is not None:
-            self.scheduler.reset()
+            self.scheduler.reset_worker_memory()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -222,7 +222,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Reads use this machine's tiers only, because the scheduler has fetched a job's entries from the remote tier.
         # Writes go to the remote tier, too.
         self._store = store = self.config.open_local(memory=True)
-        store.set_expected_spec(model_fingerprint(model_config), model_shape(model_config))
+        store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
         self._watch = MemoryTierTracker(store) if layers.rank == 0 else None
         self._tiers = TierMetrics(store, shows_bytes=True) if layers.rank == 0 else None
         self._remote = self.config.open_remote() if layers.rank == 0 else None
@@ -231,7 +231,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
             self._through = TieredStore(*store.tiers, self._remote, kv_dtype=self.config.kv_dtype)
         slice_tokens = self.config.slice_tokens or batched
-        self._worker = BlendWorker(layers, store, slice_tokens, self._through.put, self.config.for_clients)
+        self._worker = BlendWorker(layers, store, slice_tokens, self._through.put, self.config.message_for_clients)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Queue the step's new jobs and run one slice of work. vLLM calls this after each step's forward pass."""
@@ -344,10 +344,10 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return this half's metrics since the last call; None if nothing has changed."""
         stats = BlendStats()
         if self.scheduler is not None:
-            stats.take(self.scheduler.counting.take())
-            stats.take(self.scheduler.tiers.take())
+            stats.merge(self.scheduler.metrics.take())
+            stats.merge(self.scheduler.tiers.take())
         if self._tiers is not None:
-            stats.take(self._tiers.take())
+            stats.merge(self._tiers.take())
         if self._remote is not None:
             now, seen = replace(self._remote.counters), self._remote_seen
             self._remote_seen = now

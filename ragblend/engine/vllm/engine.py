@@ -23,9 +23,9 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
+from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, has_cuda, kv_memory_bytes, vllm_environment
 from ragblend.engine.vllm.loading import machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, report_from, sampling, vllm_structure
+from ragblend.engine.vllm.params import PARAMS_KEY, report_from, vllm_sampling, vllm_structured_outputs
 from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.render import Renderer
@@ -125,7 +125,7 @@ def start_vllm(
     # In one process, the engine starts in seconds and needs no guarded __main__. The user's own setting has priority.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.update(environment())
+    os.environ.update(vllm_environment())
     from vllm import EngineArgs
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -146,7 +146,7 @@ def start_vllm(
         "worker_extension_cls": EXTENSION,
         **options,
     }
-    if not is_cuda():
+    if not has_cuda():
         arguments.setdefault("enforce_eager", True)  # on a CPU, compiling takes longer than most sessions
     memory = kv_memory_bytes(checkpoint, options.get("max_model_len"))
     if memory is not None and not {"gpu_memory_utilization", "num_gpu_blocks_override"} & set(options):
@@ -195,10 +195,12 @@ def sampling_params(request: VllmRequest, stop_ids: list[int]) -> Any:
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
-        **sampling(options),
+        **vllm_sampling(options),
         max_tokens=options.max_tokens,
         stop_token_ids=stop_ids,
-        structured_outputs=StructuredOutputsParams(**vllm_structure(structure)) if structure is not None else None,
+        structured_outputs=StructuredOutputsParams(**vllm_structured_outputs(structure))
+        if structure is not None
+        else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": request.params.as_dict()},

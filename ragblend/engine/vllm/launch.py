@@ -54,13 +54,13 @@ class Checkpoint(NamedTuple):
     head_dim: int
 
     @property
-    def shape(self) -> KVSpec:
+    def kv_spec(self) -> KVSpec:
         """Dtype and shapes of its KV."""
         return KVSpec.from_kv_shapes(self.dtype, [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts about the checkpoint that a store records."""
-        return {"model": self.name, **self.shape.as_facts()}
+        return {"model": self.name, **self.kv_spec.as_facts()}
 
 
 def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
@@ -206,13 +206,13 @@ def kv_memory_bytes(checkpoint: Checkpoint, max_model_len: int | None = None) ->
 
     On a CPU vLLM would otherwise allocate nearly all memory of the machine.
     """
-    if is_cuda() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
+    if has_cuda() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         return None
     length = max_model_len or checkpoint.context_length
     return max(256 * _MIB, _CONTEXTS_ON_CPU * length * checkpoint.bytes_per_token)
 
 
-def is_cuda() -> bool:
+def has_cuda() -> bool:
     """Return True if this machine has a CUDA GPU."""
     import torch
 
@@ -279,7 +279,7 @@ def split_flag(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     return None, list(flags)
 
 
-def environment() -> dict[str, str]:
+def vllm_environment() -> dict[str, str]:
     """Return the variables to add to the environment of a vLLM that ragblend starts, without those that are set."""
     wanted = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -63,9 +63,7 @@ class VllmLayers:
     """LayerwiseModel over the `model` of a vLLM worker, with this rank's share of the KV heads.
 
     max_rows, max_runs: limits on the rows and runs of one attention call, which bound the workspace and do not change
-    results. Scattered rows attend together over the resident layer if separate runs would read `together_from` times as
-    much KV; None selects the device's default. Raises UnsupportedModelError for layers or an attention backend that the
-    connector cannot call directly.
+    results. Raises UnsupportedModelError for layers or an attention backend that the connector cannot call directly.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class VllmLayers:
         *,
         max_rows: int = 8192,
         max_runs: int = 1024,
-        together_from: float | None = None,
     ) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -109,8 +106,7 @@ class VllmLayers:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.max_rows, self.max_runs = max_rows, max_runs
-        usual = _TOGETHER_CPU if self.device.type == "cpu" else _TOGETHER_GPU
-        self.together_from = usual if together_from is None else together_from
+        self._together_from = _TOGETHER_CPU if self.device.type == "cpu" else _TOGETHER_GPU
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
@@ -144,9 +140,9 @@ class VllmLayers:
         return self._kv_share
 
     @property
-    def may_attend(self) -> bool:
+    def can_share_reads(self) -> bool:
         """True if rows can attend together on this device, so that keeping every layer resident pays."""
-        return self.together_from < math.inf
+        return self._together_from < math.inf
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the hidden states [R, 1, hidden size] of token ids [R]."""
@@ -319,10 +315,10 @@ class VllmLayers:
 
     def should_share_reads(self, rows: Tensor) -> bool:
         """Return True if rows [R], ascending, are faster attended together than as separate runs."""
-        if not self.may_attend or not len(rows):
+        if not self.can_share_reads or not len(rows):
             return False
         positions = on_host(rows)
-        return kv_reads_per_run(positions) >= self.together_from * kv_reads_shared(positions)
+        return kv_reads_per_run(positions) >= self._together_from * kv_reads_shared(positions)
 
     def own_heads(self, kv: ChunkKV) -> ChunkKV:
         """Return a stored chunk's KV with this rank's heads only."""

@@ -81,7 +81,7 @@ class LoadingController:
         self._held.update(change.added)
         self.is_current = True
 
-    def holds(self, key: str) -> bool:
+    def is_in_memory(self, key: str) -> bool:
         """Return True if the entry is in the workers' memory tier."""
         return key in self._held
 
@@ -156,7 +156,7 @@ class ReadAheadQueue:
         is_due, self._passed = oldest == self._passed, oldest
         if oldest is None or not is_due or self._running or sum(self._read.values()) >= self._limit:
             return []
-        found = {span.key: span.nbytes for span in self._waiting.pop(oldest) if not loading.holds(span.key)}
+        found = {span.key: span.nbytes for span in self._waiting.pop(oldest) if not loading.is_in_memory(span.key)}
         if sum(found.values()) > self._limit:
             return []
         self._read[oldest] = sum(found.values())

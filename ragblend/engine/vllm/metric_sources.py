@@ -36,7 +36,7 @@ class RequestMetrics:
         """Add to the named counters."""
         self.counts.update(counts)
 
-    def record_filled(self, report: BlendReport, *, observed: bool) -> None:
+    def record_filled_request(self, report: BlendReport, *, observed: bool) -> None:
         """Count a request whose context has been filled. If `observed`, also add it to the histograms."""
         self.add(
             refused_requests=bool(report.refused_reason),

@@ -73,7 +73,7 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
         for name, count in counts.items():
             self.data[name] = self.data.get(name, 0) + count
 
-    def take(self, series: Mapping[str, Any]) -> None:
+    def merge(self, series: Mapping[str, Any]) -> None:
         """Merge the metrics of another part of the engine: add counters, join histogram values, replace gauges."""
         for key, value in series.items():
             if isinstance(value, list):
@@ -85,7 +85,7 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Merge `other` into this object, and return it."""
-        self.take(other.data)
+        self.merge(other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:

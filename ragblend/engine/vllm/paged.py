@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ragblend.engine.vllm.layers import VllmLayers
 
 
-def device_bytes(vllm_config: Any) -> int:
+def blend_device_bytes(vllm_config: Any) -> int:
     """Return the bytes of GPU memory that blending the longest prompt needs in addition to vLLM's paged cache.
 
     They contain the resident layer and the layers that are read ahead.
@@ -38,7 +38,7 @@ def device_bytes(vllm_config: Any) -> int:
     return int((DEPTH + 2) * model.max_model_len * bytes_per_token)
 
 
-class PlacedLayer(NamedTuple):
+class LayerPlacement(NamedTuple):
     """One layer of a stored chunk, keys before rotation, and its rows in the prompt."""
 
     rows: slice
@@ -49,10 +49,10 @@ class PagedKV:
     """PromptKVBuffer over one request's blocks. The first `length` rows are valid.
 
     Reading KV from blocks is slow. A layer in `kept` is therefore also held as a tensor while it is the most recently
-    placed one: the resident layer, which `write` updates. The `num_behind` rows after the `num_rows` rows with blocks
-    exist only in the resident layer; a query probe uses them. The first `num_resident` rows have their KV in the blocks
-    already: it is never overwritten, and is copied into the resident layer. `whole` is the layer whose placed rows are
-    all resident, None if there is none.
+    placed one: the resident layer, which `write` updates. The first `num_rows` rows have blocks. The `num_probe_rows`
+    rows after them exist only in the resident layer; a query probe uses them. The KV of the first `num_resident` rows
+    is in the blocks already: it is never overwritten, and is copied into the resident layer. `fully_resident_layer` is
+    the layer of which every placed row is resident, None if there is none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PagedKV:
         block_ids: Sequence[int],
         num_rows: int,
         kept: Collection[int] = (),
-        num_behind: int = 0,
+        num_probe_rows: int = 0,
         num_resident: int = 0,
     ) -> None:
         self.length = 0
@@ -70,12 +70,12 @@ class PagedKV:
         self._positions = torch.arange(num_rows, device=layers.device)
         self._slots = self.blocks[self._positions // layers.block_size] * layers.block_size
         self._slots += self._positions % layers.block_size
-        self._num_rows, self._capacity = num_rows, num_rows + num_behind
+        self._num_rows, self._capacity = num_rows, num_rows + num_probe_rows
         self._num_resident = num_resident
         self._kept = frozenset(kept)
         # The layer and its KV, [capacity, H, D] as vLLM's functions require it.
         self._resident_layer: tuple[int, LayerKV] | None = None
-        self.whole: int | None = None
+        self.fully_resident_layer: int | None = None
         self._last: tuple[Tensor, bool, list[AttentionCall]] | None = None
         self._shares_reads: tuple[Tensor, bool] | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
@@ -107,7 +107,7 @@ class PagedKV:
             self._layers.write(layer, self._slots[rows], keys, values)
 
     def place(
-        self, layer: int, stored: Sequence[PlacedLayer], drift: LayerKV | None = None, shares: Tensor | None = None
+        self, layer: int, stored: Sequence[LayerPlacement], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> None:
         """Write stored (pre-RoPE) KV to its rows in the blocks, and to the resident layer if `layer` is kept.
 
@@ -116,7 +116,7 @@ class PagedKV:
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
 
-    def place_resident_only(self, layer: int, stored: Sequence[PlacedLayer]) -> None:
+    def place_resident_only(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
         """Write stored KV to the resident layer only, if `layer` is kept. `place` fills the blocks later, once the
         drift is known.
         """
@@ -124,7 +124,7 @@ class PagedKV:
             pass
 
     def _placed(
-        self, layer: int, stored: Sequence[PlacedLayer], drift: LayerKV | None = None, shares: Tensor | None = None
+        self, layer: int, stored: Sequence[LayerPlacement], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> Iterator[tuple[slice, LayerKV]]:
         """Yield ranges of rows with their rotated keys and their values, [R, H, D]. In a kept layer, adjacent chunks
         form one range.
@@ -152,7 +152,7 @@ class PagedKV:
             # All layers use the same memory, which is in the cache already.
             kept = self._resident_layer[1] if self._resident_layer is not None else None
             kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
-            self._resident_layer, self.whole = (layer, kept), None
+            self._resident_layer, self.fully_resident_layer = (layer, kept), None
             if self._num_resident:
                 in_blocks = self._layers.read(layer, self.blocks[: -(-self._num_resident // self._layers.block_size)])
                 for target, tensor in zip(kept, in_blocks, strict=True):
@@ -164,17 +164,17 @@ class PagedKV:
             self._resident_layer[1] if self._resident_layer is not None and self._resident_layer[0] == layer else None
         )
 
-    def place_all(self, placement: Placement) -> None:
+    def place_all_layers(self, placement: Placement) -> None:
         """Place every layer of one chunk. Afterwards all rows up to the chunk's end are valid."""
         for layer in range(self._layers.num_layers):
-            self.place(layer, [PlacedLayer(slice(placement.start, placement.end), placement.kv.layer(layer))])
+            self.place(layer, [LayerPlacement(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
     def should_attend_together(self, layer: int, rows: Tensor, has_hook: bool) -> bool:
         """Return True if `rows` can attend over the resident layer in one call, and that is faster than over the
         blocks.
         """
-        if layer not in self._kept or not (has_hook or self.whole == layer):
+        if layer not in self._kept or not (has_hook or self.fully_resident_layer == layer):
             return False
         if self._shares_reads is None or self._shares_reads[0] is not rows:
             self._shares_reads = rows, self._layers.should_share_reads(rows)
@@ -202,11 +202,11 @@ class _ReadBuffer:
     """
 
     def __init__(self) -> None:
-        self.layers: dict[int, list[PlacedLayer]] = {}
+        self.layers: dict[int, list[LayerPlacement]] = {}
 
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Store one chunk's layer. The loader calls it."""
-        self.layers.setdefault(layer, []).append(PlacedLayer(rows, LayerKV(keys, values)))
+        self.layers.setdefault(layer, []).append(LayerPlacement(rows, LayerKV(keys, values)))
 
 
 class PagedSource:
@@ -220,27 +220,27 @@ class PagedSource:
     a sum over ranks, which all ranks must call, and a chunk that one rank has in memory may be on another rank's disk.
     An entry that one of several ranks cannot read counts as damaged for all of them.
 
-    `moves`: the caller uses drift correction, which changes every layer but the first of the chunks that are not exact.
-    Those layers are placed in the blocks once they are corrected. Until then they are in host memory, because the query
-    probe runs through several layers before the first one is corrected. This needs no further memory for chunks in the
-    memory tier; for chunks from disk, it needs memory for the layers read and not yet corrected.
+    `corrects_drift`: the caller uses drift correction, which changes the chunks that are not exact, in every layer but
+    the first. Those layers are placed in the blocks once they are corrected. Until then they are in host memory,
+    because the query probe runs through several layers before the first one is corrected. This needs no further memory
+    for chunks in the memory tier; for chunks from disk, it needs memory for the layers read and not yet corrected.
     """
 
     def __init__(
-        self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, moves: bool = False
+        self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, corrects_drift: bool = False
     ) -> None:
         self._paged, self._layers, self._placements = paged, layers, tuple(placements)
         self._read = _ReadBuffer()
-        self._movable = {each.start for each in placements if moves and not each.exact}
-        self._waiting: dict[int, list[PlacedLayer]] = {}  # chunks to be corrected, by layer
-        self._staying: dict[int, list[PlacedLayer]] = {}  # the layer's other chunks, to make them resident again
+        self._movable = {each.start for each in placements if corrects_drift and not each.exact}
+        self._waiting: dict[int, list[LayerPlacement]] = {}  # chunks to be corrected, by layer
+        self._staying: dict[int, list[LayerPlacement]] = {}  # the layer's other chunks, to make them resident again
         self._place_s = 0.0
         self._loader = LayerLoader(
             placements,
             layers.num_layers,
             lambda _layer, keys, _rows: keys,
             self._read,
-            torch.device("cpu") if moves else layers.device,
+            torch.device("cpu") if corrects_drift else layers.device,
             first_layer=partial(_first_layer, layers) if layers.num_ranks == 1 else None,
         )
         self.ready, self.done = self._loader.ready, self._loader.done
@@ -277,11 +277,11 @@ class PagedSource:
         self._paged.place(layer, staying)
         if waiting:
             self._waiting[layer] = waiting
-            if self._layers.may_attend:
+            if self._layers.can_share_reads:
                 self._staying[layer] = staying
             self._paged.place_resident_only(layer, waiting)
         elif read:
-            self._paged.whole = layer
+            self._paged.fully_resident_layer = layer
         self._place_s += perf_counter() - start_s
 
     def _agree(self, layer: int) -> None:
@@ -318,7 +318,7 @@ class PagedSource:
         # Another layer may have been the resident one since `wait`.
         self._paged.place_resident_only(layer, self._staying.pop(layer, []))
         self._paged.place(layer, self._waiting.pop(layer), drift, shares)
-        self._paged.whole = layer
+        self._paged.fully_resident_layer = layer
         self._place_s += perf_counter() - start_s
 
     def __enter__(self) -> PagedSource:
@@ -338,9 +338,9 @@ def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:
     return layers.project_kv(0, layers.embed(token_ids.to(layers.device)))
 
 
-def _side_by_side(stored: Sequence[PlacedLayer]) -> Iterator[tuple[slice, list[PlacedLayer]]]:
+def _side_by_side(stored: Sequence[LayerPlacement]) -> Iterator[tuple[slice, list[LayerPlacement]]]:
     """Yield groups of adjacent chunks in ascending order: the rows of the group, and its chunks."""
-    run: list[PlacedLayer] = []
+    run: list[LayerPlacement] = []
     for each in stored:
         if run and run[-1].rows.stop != each.rows.start:
             yield slice(run[0].rows.start, run[-1].rows.stop), run

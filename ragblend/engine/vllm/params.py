@@ -204,7 +204,7 @@ def sampling(options: GenerationOptions) -> dict[str, Any]:
     }
 
 
-def vllm_structure(structured_outputs: Mapping[str, Any]) -> dict[str, Any]:
+def vllm_structured_outputs(structured_outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return GenerationOptions' `structured_outputs` in vLLM's form, which has a structural tag as a JSON string.
 
     At most one blank in a row is allowed in JSON answers, because a small model may write only blanks.

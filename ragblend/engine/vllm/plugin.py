@@ -47,14 +47,14 @@ def register() -> None:
 
     load_model.remembers_model = True  # type: ignore[attr-defined]
     Worker.load_model = load_model
-    Worker.determine_available_memory = reserving_memory(Worker.determine_available_memory)
+    Worker.determine_available_memory = reserve_blend_memory(Worker.determine_available_memory)
     # Methods that may change weights without `model.load_weights`.
     for name in ("reload_weights", "update_weights", "finish_weight_update"):
         if hasattr(Worker, name):
             setattr(Worker, name, _setting_weights_updated(getattr(Worker, name)))
 
 
-def reserving_memory(measure: Any) -> Any:
+def reserve_blend_memory(measure: Any) -> Any:
     """Return a wrapper of a worker's method `measure`, which returns the bytes available for the paged KV cache.
 
     With the connector, the wrapper returns fewer, by the bytes that blending allocates.
@@ -63,14 +63,14 @@ def reserving_memory(measure: Any) -> Any:
     @functools.wraps(measure)
     def measuring(self: Any) -> int:
         from ragblend.engine.vllm.launch import CONNECTOR
-        from ragblend.engine.vllm.paged import device_bytes
+        from ragblend.engine.vllm.paged import blend_device_bytes
 
         available: int = measure(self)
         config, transfer = self.vllm_config, self.vllm_config.kv_transfer_config
         is_given = config.cache_config.kv_cache_memory_bytes is not None
         if is_given or transfer is None or transfer.kv_connector != CONNECTOR:
             return available
-        return available - device_bytes(config)
+        return available - blend_device_bytes(config)
 
     return measuring
 

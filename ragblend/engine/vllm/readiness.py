@@ -105,7 +105,7 @@ async def send_unavailable(send: Callable[[dict[str, Any]], Awaitable[None]]) ->
     await send({"type": "http.response.body", "body": STOPPING})
 
 
-def add_readiness(app: Any, tiers: Sequence[KVStore]) -> Readiness:
+def add_readiness_route(app: Any, tiers: Sequence[KVStore]) -> Readiness:
     """Add the readiness route to vLLM's application `app`, and return the object behind it."""
     from starlette.requests import Request
     from starlette.responses import Response

@@ -39,7 +39,7 @@ from ragblend.engine.vllm.params import (
     report_to_json,
     salted_namespace,
 )
-from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
+from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.engine.vllm.worker import IDLE_PATIENCE_S, BlendJob, StoredSpan
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.match import ChunkRun, MatchedPrompt
@@ -49,7 +49,7 @@ from ragblend.prompt.token_index import MIN_RUN
 log = logging.getLogger(__name__)
 
 WEIGHTS_UPDATED = "the model's weights were updated, so KV is neither stored nor reused; restart vLLM to reuse KV again"
-UNFIT = {
+NO_REUSE_REASONS = {
     "embeddings": "the prompt consists of embeddings, but ragblend needs token ids; send text or token ids",
     "multimodal": "the prompt contains images or other media, which have no token ids, so nothing is reused",
     "lora": "the request selects an adapter, but stored KV is the base model's, so nothing is reused",
@@ -82,11 +82,11 @@ class _RequestState:
 
 
 class BlendScheduler:
-    """Scheduler's half of the connector, one per vLLM engine. `counting`: its metrics, which the connector reports."""
+    """Scheduler's half of the connector, one per vLLM engine. `metrics`: its metrics, which the connector reports."""
 
     def __init__(self, vllm_config: Any, config: ConnectorConfig) -> None:
         self.config = config
-        self.counting = RequestMetrics()
+        self.metrics = RequestMetrics()
         self.requests: dict[str, _RequestState] = {}
         self._new_jobs: list[BlendJob] = []
         # A fetched entry is also in the remote tier, so no write needs to wait until the disk has it (fsync).
@@ -103,7 +103,7 @@ class BlendScheduler:
             self.listener.start()  # before the first request, because this replica may have been down at a deletion
             self._fetch = RemoteFetcher(self.remote, self.disk, config.remote_timeout_s, self.listener)
         model = vllm_config.model_config
-        self.fingerprint, shape = model_fingerprint(model), model_shape(model)
+        self.fingerprint, shape = model_fingerprint(model), model_kv_spec(model)
         for tier in (self.disk, self.remote):
             if tier is not None:
                 tier.set_expected_spec(self.fingerprint, shape)
@@ -128,12 +128,12 @@ class BlendScheduler:
             log.warning("%s", WEIGHTS_UPDATED)
         self._reuses = False
 
-    def reset(self) -> None:
+    def reset_worker_memory(self) -> None:
         """Make the workers clear their memory tiers in the next step."""
         self._drops_memory = True
 
-    def take_reset(self) -> bool:
-        """Return True if `reset` was called since the last call."""
+    def take_memory_reset(self) -> bool:
+        """Return True if `reset_worker_memory` was called since the last call."""
         drops, self._drops_memory = self._drops_memory, False
         return drops
 
@@ -141,7 +141,7 @@ class BlendScheduler:
         """Return the matcher of prompts; None if the model's tokenizer cannot be loaded."""
         try:
             place = str(model.tokenizer or model.model)
-            tokenizer, _ = load_tokenizer(place, served_options(model, place))
+            tokenizer, _ = load_tokenizer(place, vllm_model_options(model, place))
             return PromptMatcher(self.disk, Renderer(tokenizer))
         except (RagblendError, OSError, ValueError) as error:
             log.warning("prompts are not searched for chunks, because the tokenizer cannot be loaded: %s", error)
@@ -159,11 +159,12 @@ class BlendScheduler:
             # A request with invalid parameters is answered, too.
             log.warning("request %s is served by ordinary prefill: %s", request.request_id, error)
             state = _RequestState(
-                BlendParams("prefix"), BlendReport("prefix", refused_reason=self.config.for_clients(error), failed=True)
+                BlendParams("prefix"),
+                BlendReport("prefix", refused_reason=self.config.message_for_clients(error), failed=True),
             )
         self.requests[request.request_id] = state
         state.request = request
-        self.counting.add(requests=state.is_ours, refused_requests=bool(state.report.refused_reason))
+        self.metrics.add(requests=state.is_ours, refused_requests=bool(state.report.refused_reason))
         if state.params.mode == "full":
             _hide_from_prefix_cache(request, state)
         elif not state.report.refused_reason and state.params.mode != "prefix":
@@ -207,10 +208,10 @@ class BlendScheduler:
         """Return the reason why the prompt of a request without parameters is not matched; "" if it is matched."""
         if self.config.mode not in ("blend", "reuse"):
             return "mode"
-        return "weights_updated" if not self._reuses else _unfit(request)
+        return "weights_updated" if not self._reuses else _no_reuse_reason(request)
 
     def _count_left(self, reason: str) -> None:
-        self.counting.add(**{f"left_requests{LABEL}{reason}": 1})
+        self.metrics.add(**{f"left_requests{LABEL}{reason}": 1})
 
     def _make_state(self, request: Any, params: BlendParams) -> _RequestState:
         state = _RequestState(params, BlendReport(params.reported_mode))
@@ -219,8 +220,8 @@ class BlendScheduler:
             self._settle_rule(request, state)
             return state
         find_rule(params.rule)
-        if reason := _unfit(request):
-            raise UsageError(UNFIT[reason])
+        if reason := _no_reuse_reason(request):
+            raise UsageError(NO_REUSE_REASONS[reason])
         params.check_length(len(request.prompt_token_ids))
         if not self._reuses:
             state.report = _as_prefill(state.report, WEIGHTS_UPDATED)
@@ -279,7 +280,7 @@ class BlendScheduler:
         """Record the runs in a request's prompt. Without runs or parameters, the request is left to vLLM."""
         state.runs = result.runs
         if state.params.mode != "ingest":
-            self.counting.observe("request_match_seconds", result.match_s)
+            self.metrics.observe("request_match_seconds", result.match_s)
             if not result.runs:
                 self._count_left("no_chunks")
                 if not state.is_ours:
@@ -287,7 +288,7 @@ class BlendScheduler:
                     return
             elif not state.is_ours:
                 state.is_ours = True
-                self.counting.add(requests=1)
+                self.metrics.add(requests=1)
         self._settle_rule(request, state)
         state.report.match_s = result.match_s
 
@@ -349,7 +350,7 @@ class BlendScheduler:
         cached = sum(max(0, min(run.end, num_cached) - run.start) for run in runs)
         report.charged_budget = report.charged_budget_32 = 1 - cached / total
         state.report, state.end, state.stored, state.num_missing = report, 0, (), 0
-        self.counting.add(reused_tokens=num_cached)
+        self.metrics.add(reused_tokens=num_cached)
         self._read_ahead.remove_request(request.request_id)
 
     def _adapt_ratio(self, request: Any, state: _RequestState) -> None:
@@ -364,7 +365,7 @@ class BlendScheduler:
             state.report = _as_prefill(state.report, decision.fallback_reason)
             state.stored, state.end = (), 0
             self._read_ahead.remove_request(request.request_id)
-            self.counting.add(refused_requests=1)
+            self.metrics.add(refused_requests=1)
             return
         state.report.recompute_ratio = decision.ratio
         if state.choice.fit is not None:
@@ -448,7 +449,7 @@ class BlendScheduler:
             bool(each.end or each.pending_fetch or each.pending_lookup) and not each.is_filled
             for each in self.requests.values()
         )
-        self.counting.set_queue_length(sum(waiting))
+        self.metrics.set_queue_length(sum(waiting))
         jobs, self._new_jobs = self._new_jobs, []
         return jobs, self._read_ahead.take(self.loading)
 
@@ -461,7 +462,7 @@ class BlendScheduler:
             state = self.requests.get(request_id)
             if state is not None:  # waiting for the remote tier is both a load time and a stall
                 report.load_s, report.stall_s = report.load_s + state.waited_s, report.stall_s + state.waited_s
-            self.counting.record_filled(report, observed=state is not None and state.params.mode != "ingest")
+            self.metrics.record_filled_request(report, observed=state is not None and state.params.mode != "ingest")
             if state is not None:
                 report.predicted_agreement, report.match_s = state.report.predicted_agreement, state.report.match_s
                 state.report, state.is_filled = report, True
@@ -480,11 +481,11 @@ class BlendScheduler:
         if report.refused_reason:
             pass
         elif state.params.mode == "ingest" and not report.num_chunk_hits:
-            self.counting.add(ingested_chunks=state.is_filled)
+            self.metrics.add(ingested_chunks=state.is_filled)
         else:
             # A stored chunk that could not be read is a miss, too, but not one whose job was dropped.
             num_unread = len(state.stored) - report.num_chunk_hits if state.is_filled else 0
-            self.counting.add(chunk_hits=report.num_chunk_hits, chunk_misses=state.num_missing + num_unread)
+            self.metrics.add(chunk_hits=report.num_chunk_hits, chunk_misses=state.num_missing + num_unread)
         if state.runs and len(report.chunks) == len(state.runs):
             join_runs(report, MatchedPrompt([], state.runs))
         return {PARAMS_KEY: report_to_json(report)}
@@ -493,7 +494,7 @@ class BlendScheduler:
         """Record the request's first token, at most one engine step late."""
         if state.request is not None and state.request.num_output_tokens > 0:
             if state.params.mode != "ingest" and state.is_ours:
-                self.counting.record_first_token(state.report.mode, state.request.arrival_time)
+                self.metrics.record_first_token(state.report.mode, state.request.arrival_time)
             state.request = None
 
     def take_tombstones(self) -> AppliedTombstones:
@@ -520,8 +521,8 @@ class BlendScheduler:
                 log.warning("%s", error)
 
 
-def _unfit(request: Any) -> str:
-    """Return the reason, a key of UNFIT, why no stored KV can be used for a request; "" if it can be used."""
+def _no_reuse_reason(request: Any) -> str:
+    """Return the key in NO_REUSE_REASONS of why no stored KV can be used for a request; "" if it can be used."""
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "embeddings"
     if getattr(request, "mm_features", None):

@@ -75,7 +75,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
 
     def blended(plan: FusePlan) -> Tensor:
         target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
-        with PagedSource((prefix, *plan.placements), layers, target, moves=plan.corrects_drift) as source:
+        with PagedSource((prefix, *plan.placements), layers, target, corrects_drift=plan.corrects_drift) as source:
             run_to_completion(layers, fuse_steps(layers, plan, target, source))
         return run_question()
 

@@ -16,7 +16,7 @@ from ragblend.engine.store.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.checkpoints import model_fingerprint as checkpoint_fingerprint
 from ragblend.engine.transformers.families import WINDOWED, rope_parameters
-from ragblend.engine.vllm.attention_calls import plan_state
+from ragblend.engine.vllm.attention_calls import metadata_snapshot
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import ModelOptions
@@ -40,7 +40,7 @@ ARCHITECTURES = (
 )
 """Each was compared with an independent CacheBlend over its transformers counterpart."""
 
-DRAFTED_FROM_TEXT = ("ngram",)
+KV_FREE_DRAFT_METHODS = ("ngram",)
 """Methods of speculative decoding that compute drafts from token ids only, so that drafts need no KV."""
 
 _FIX_HINT = "Serve it without the ragblend connector, or with backend='transformers'"
@@ -102,10 +102,10 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
     if getattr(vllm_config, "lora_config", None) is not None:
         reasons.append("LoRA is enabled, but stored KV belongs to the base model's weights")
     drafts = getattr(vllm_config, "speculative_config", None)
-    if drafts is not None and drafts.method not in DRAFTED_FROM_TEXT:
+    if drafts is not None and drafts.method not in KV_FREE_DRAFT_METHODS:
         reasons.append(
             f"speculative decoding is on by {drafts.method}: its draft model's KV would be missing for blended tokens; "
-            f"drafts from the text itself need none: method {' or '.join(DRAFTED_FROM_TEXT)}"
+            f"drafts from the text itself need none: method {' or '.join(KV_FREE_DRAFT_METHODS)}"
         )
     return reasons
 
@@ -185,9 +185,9 @@ def reject_shared_plans(build: Callable[[Sequence[int]], Sequence[Any]], backend
     builder, and its TensorRT-LLM path in one index buffer. Earlier calls would then read the keys of the last one.
     """
     planned = build((0, 2, 3, 4))
-    before = plan_state(planned)
+    before = metadata_snapshot(planned)
     build((1, 3, 4, 5, 6, 7, 8))
-    if plan_state(planned) != before:
+    if metadata_snapshot(planned) != before:
         raise UnsupportedModelError(
             f"vLLM's attention backend {backend} overwrites the plan of one call by that of the next, as FlashInfer "
             "does, but ragblend plans several calls before it runs the first. Choose another: --attention-backend "
@@ -227,17 +227,17 @@ def model_fingerprint(model_config: Any) -> str:
     overrides = getattr(model_config, "hf_overrides", None) or {}
     if not isinstance(overrides, dict):
         raise UsageError("hf_overrides is a function, which has no fingerprint; pass a dictionary")
-    path = find_model(str(model_config.model), options=served_options(model_config))
+    path = find_model(str(model_config.model), options=vllm_model_options(model_config))
     dtype = dtype_name(model_config.dtype)
     if config_path := getattr(model_config, "hf_config_path", None):
-        config = find_model(config_path, weights=False, options=served_options(model_config, config_path))
+        config = find_model(config_path, weights=False, options=vllm_model_options(model_config, config_path))
         overrides = {**json.loads(read_file(config / "config.json")), **overrides}
     is_quantised = getattr(model_config.hf_config, "quantization_config", None) is not None  # in the file, too
     online = None if is_quantised else model_config.quantization
     return checkpoint_fingerprint(path, f"{dtype}+{online}" if online else dtype, overrides)
 
 
-def served_options(model_config: Any, place: str | None = None) -> ModelOptions:
+def vllm_model_options(model_config: Any, place: str | None = None) -> ModelOptions:
     """Return the revision, dtype and trust_remote_code with which vLLM loads files from `place`, by default its model.
 
     The revision is None for a directory. vLLM ignores it there, but `find_model` would raise an error.
@@ -250,7 +250,7 @@ def served_options(model_config: Any, place: str | None = None) -> ModelOptions:
     )
 
 
-def model_shape(model_config: Any) -> KVSpec:
+def model_kv_spec(model_config: Any) -> KVSpec:
     """Return the dtype and shapes of the model's stored KV, which contains the heads of all ranks."""
     heads, dim = model_config.get_total_num_kv_heads(), model_config.get_head_size()
     layers = int(model_config.hf_text_config.num_hidden_layers)

@@ -306,7 +306,7 @@ class BlendWorker:
             try:
                 ends_s: list[float] = []
                 placed = (*prefix, *plan.placements)
-                with self._source(placed, paged, moves=plan.corrects_drift) as source:
+                with self._source(placed, paged, corrects_drift=plan.corrects_drift) as source:
                     num_charged = source.num_computed * self.layers.kv_share
                     if source.num_computed:
                         source.wait(0)  # computes layer 0, which counts as work of this slice
@@ -343,7 +343,7 @@ class BlendWorker:
         else:
             paged = PagedKV(layers, job.block_ids, job.end)
             for placement in prefix:
-                paged.place_all(placement)
+                paged.place_all_layers(placement)
         context = tuple(later - earlier for (earlier, _), (later, _) in itertools.pairwise(spans))
         ids = job.token_ids
         header = self._header(job, ids[:start], ids[start:end], job.params.namespace, context)
@@ -419,17 +419,17 @@ class BlendWorker:
     def _paged(self, job: BlendJob, plan: FusePlan) -> PagedKV:
         """Return the request's blocks, with the layers that the plan needs as tensors."""
         kept = {check.layer for check in plan.checks}
-        if self.layers.may_attend and 0 < plan.checks[-1].ratio < 1:
+        if self.layers.can_share_reads and 0 < plan.checks[-1].ratio < 1:
             kept.update(range(self.layers.num_layers))
         if not plan.probe_layers:
             return PagedKV(self.layers, job.block_ids, job.end, kept, num_resident=job.num_resident)
         kept.update(range(plan.probe_layers[-1] + 1))
-        num_behind = len(job.token_ids) - job.end
-        return PagedKV(self.layers, job.block_ids, job.end, kept, num_behind, job.num_resident)
+        num_probe_rows = len(job.token_ids) - job.end
+        return PagedKV(self.layers, job.block_ids, job.end, kept, num_probe_rows, job.num_resident)
 
-    def _source(self, placements: Sequence[Placement], paged: PagedKV, *, moves: bool = False) -> PagedSource:
+    def _source(self, placements: Sequence[Placement], paged: PagedKV, *, corrects_drift: bool = False) -> PagedSource:
         """Return the reader of one job's chunks. It may end later than the job, after its current read."""
-        source = PagedSource(placements, self.layers, paged, moves=moves)
+        source = PagedSource(placements, self.layers, paged, corrects_drift=corrects_drift)
         self._readers.append(source.done)
         return source
 

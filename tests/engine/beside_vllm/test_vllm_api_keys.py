@@ -214,11 +214,11 @@ def test_an_ingestion_has_a_limit_of_chunks() -> None:
 def test_errors_that_go_out_name_no_place(tmp_path: Path) -> None:
     remote = "redis://:secret@cache.internal:6379/0"
     config = ConnectorConfig(store=str(tmp_path / "kv"), remote=remote)
-    told = config.for_clients(StoreFullError(f"{tmp_path}/kv/aa/b needs 9 bytes; {remote} is away"))
+    told = config.message_for_clients(StoreFullError(f"{tmp_path}/kv/aa/b needs 9 bytes; {remote} is away"))
     assert told.startswith("STORE/aa/b needs 9 bytes")
     for hidden in (str(tmp_path), "secret", "cache.internal"):
         assert hidden not in told
-    assert "/etc" not in config.for_clients(OSError(13, "Permission denied", "/etc/passwd"))
+    assert "/etc" not in config.message_for_clients(OSError(13, "Permission denied", "/etc/passwd"))
 
 
 def test_entries_and_notes_of_a_store_are_their_owners_alone(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.api import Engine
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.vllm.api_keys import DOCUMENTS_PATH
-from ragblend.engine.vllm.client import Connection, VllmClient, events
+from ragblend.engine.vllm.client import Connection, VllmClient, sse_events
 from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, report_to_json
 from ragblend.errors import (
     BackendUnreachableError,
@@ -374,7 +374,7 @@ def test_pieces_come_as_they_are_made_and_closing_hangs_up(client: VllmClient, s
 
 def test_events_skip_comments_and_other_fields() -> None:
     lines = [": ping", "event: x", 'data: {"a": 1}', "", 'data:{"a": 2}', "data: [DONE]", 'data: {"a": 3}']
-    assert list(events(lines)) == [{"a": 1}, {"a": 2}]
+    assert list(sse_events(lines)) == [{"a": 1}, {"a": 2}]
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -458,9 +458,9 @@ def test_a_server_that_dies_mid_stream_is_an_error_not_a_short_answer(
 
 def test_a_stream_without_its_end_mark_is_an_error() -> None:
     with pytest.raises(BackendUnreachableError, match="ended the answer early"):
-        list(events(['data: {"a": 1}']))
+        list(sse_events(['data: {"a": 1}']))
     with pytest.raises(BackendUnreachableError, match="instead of JSON"):
-        list(events(["data: <html>"]))
+        list(sse_events(["data: <html>"]))
 
 
 def test_an_error_inside_a_stream_is_raised(client: VllmClient, script: Script) -> None:

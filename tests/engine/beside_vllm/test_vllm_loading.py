@@ -72,7 +72,7 @@ def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[str, int]], eve
         if number % (every + 1) == 0 and (change := watch.take_delta(False)) is not None:
             loading.apply_delta(change)
     loading.apply_delta(watch.take_delta(True) or MemoryTierDelta())
-    assert {key for key in KEYS if loading.holds(key)} == set(memory.keys())
+    assert {key for key in KEYS if loading.is_in_memory(key)} == set(memory.keys())
 
 
 @pytest.mark.parametrize("in_memory", [0, 1, 3])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ragblend.engine.vllm.launch import CONNECTOR, find_checkpoint, unsupported_model_reasons
-from ragblend.engine.vllm.plugin import reserving_memory
+from ragblend.engine.vllm.plugin import reserve_blend_memory
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     model_fingerprint,
@@ -24,7 +24,7 @@ from ragblend.engine.vllm.support import (
 )
 from ragblend.errors import RagblendError, UnsupportedModelError
 from ragblend.options import ModelOptions
-from ragblend.server.api import ServedChunks
+from ragblend.server.api import ServedStore
 
 
 def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **rest: Any) -> Any:
@@ -244,7 +244,7 @@ def test_a_server_reports_the_fingerprint_of_its_revision(hub: Path, tmp_path: P
     model = served(REPO, revision="v2", max_model_len=64, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 32)
     model.hf_text_config = model.hf_config
     transfer = SimpleNamespace(kv_connector_extra_config={"store": str(tmp_path / "kv")})
-    facts = ServedChunks(SimpleNamespace(model_config=model, kv_transfer_config=transfer)).facts()
+    facts = ServedStore(SimpleNamespace(model_config=model, kv_transfer_config=transfer)).model_facts()
     assert facts["fingerprint"] == model_fingerprint(model) != model_fingerprint(served(REPO))
     assert facts["model"] == REPO
 
@@ -259,5 +259,5 @@ def test_vllms_kv_cache_on_a_gpu_leaves_room_for_the_layers_that_a_blend_holds(c
         kv_transfer_config=SimpleNamespace(kv_connector=connector),
     )
     served.cache_config.kv_cache_memory_bytes = given
-    measure = reserving_memory(lambda worker: 10 << 30)
+    measure = reserve_blend_memory(lambda worker: 10 << 30)
     assert measure(SimpleNamespace(vllm_config=served)) == (10 << 30) - reserved
