@@ -27,7 +27,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.transformers.checkpoints import find_model
@@ -36,7 +35,7 @@ from ragblend.engine.vllm.admin import add_store_routes
 from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_for_app
 from ragblend.engine.vllm.base_engine import ServedModelInfo
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.engine.vllm.launch import Checkpoint, find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.readiness import Readiness, add_readiness_route
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
@@ -153,11 +152,12 @@ class ServedStore:
         self.config = config = ConnectorConfig.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._model = vllm_config.model_config
         self.store = config.open_shared()
-        self._disk = self.store.disk_tier
-        self._context = config.context
         self._fingerprint = model_fingerprint(self._model)
         self.store.set_expected_spec(self._fingerprint, model_kv_spec(self._model))
-        self._facts: dict[str, Any] = {}
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return find_checkpoint(self._model.model, vllm_model_options(self._model))
 
     def _stored_context(self) -> ContextPolicy | None:
         try:
@@ -168,18 +168,16 @@ class ServedStore:
 
     def model_facts(self) -> dict[str, Any]:
         """Return the facts about model and store for GET /v1/ragblend."""
-        if self._facts:
-            return {**self._facts, "context": self._context or self._stored_context()}
-        checkpoint = find_checkpoint(self._model.model, vllm_model_options(self._model))
-        self._facts = {
+        checkpoint = self._checkpoint
+        return {
             "model": checkpoint.name,
             "fingerprint": self._fingerprint,
             "dtype": checkpoint.dtype,
             "num_layers": checkpoint.num_layers,
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,
+            "context": self.config.context or self._stored_context(),
         }
-        return self.model_facts()
 
     def answer_facts(self) -> dict[str, Any]:
         """Return the facts with which a client parses answers; {} if the model's tokenizer cannot be loaded."""
@@ -201,19 +199,18 @@ class ServedStore:
     @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Prefix after which chunks are stored."""
-        config = self.config
-        return self._disk.read_prefix(config.prefix) if config.prefix and self._disk is not None else config.prefix_ids
+        config, disk = self.config, self.store.disk_tier
+        return disk.read_prefix(config.prefix) if config.prefix and disk is not None else config.prefix_ids
 
     def served_model(self) -> ServedModelInfo:
         """Return the facts about the model that an engine over this vLLM needs."""
-        facts = self.model_facts()
-        narrower = 1 if self.store.kv_dtype == "auto" else DTYPES[facts["dtype"]].itemsize
+        checkpoint = self._checkpoint
         return ServedModelInfo(
-            facts["model"],
+            checkpoint.name,
             self._fingerprint,
-            facts["context_length"],
-            facts["bytes_per_token"] // narrower,
-            num_layers=facts["num_layers"],
+            self._model.max_model_len,
+            checkpoint.stored_bytes_per_token(self.store.kv_dtype),
+            num_layers=checkpoint.num_layers,
         )
 
 

@@ -184,9 +184,9 @@ class Documents:
 
     def _store_batch(self) -> bool:
         """Store the next documents. Return False if none are waiting, or another process is storing."""
-        if self._num_removing or self._closed.is_set():
+        if self._num_removing:
             time.sleep(0.01)
-            raise _InterruptedError
+        self._check_interrupted()
         try:
             with self._alone(0.0):
                 if self._leases is None:
@@ -267,8 +267,7 @@ class Documents:
             end_s = time.monotonic()
             end_s += max(_REST_S, _REST_SHARE * (end_s - start_s))
             while True:
-                if self._num_removing or self._closed.is_set():
-                    raise _InterruptedError
+                self._check_interrupted()
                 if time.monotonic() > end_s or not is_generating():
                     break
                 time.sleep(0.02)
@@ -281,8 +280,7 @@ class Documents:
             return engine.precompute(chunk)
         name = f"kv {engine.key(chunk)}"
         while not self._leases.take([name]):
-            if self._num_removing or self._closed.is_set():
-                raise _InterruptedError
+            self._check_interrupted()
             time.sleep(0.05)
             self._renew_leases()
         try:
@@ -292,6 +290,10 @@ class Documents:
                 self._leases.release([name])
 
     # -- helpers
+
+    def _check_interrupted(self) -> None:
+        if self._num_removing or self._closed.is_set():
+            raise _InterruptedError
 
     def _engine(self, namespace: str) -> Engine:
         with self._lock:

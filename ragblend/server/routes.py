@@ -126,11 +126,7 @@ def _namespace(named: str) -> str:
     grant = current_grant()
     if grant is None:
         return named
-    if named not in ("", grant.namespace):
-        raise ForbiddenError(
-            f"the request names the namespace {named!r}, and its API key is bound to {grant.namespace!r}: leave the "
-            "namespace out, or send a key of that namespace"
-        )
+    grant.check_namespace(named)
     return grant.namespace
 
 

@@ -97,7 +97,9 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
 
     Entries that only the remote tier has are read first, because a key does not reveal the namespace.
     """
-    namespace = _text(fields, "namespace")
+    namespace = fields.get("namespace")
+    if not isinstance(namespace, str):
+        raise UsageError('send {"namespace": "..."}')
     for remote in store.remote_tiers:
         publish_tombstone(remote, namespace=namespace)
     local_keys = [entry.key for entry in _entries(store) if belongs_to(entry.header.namespace, namespace)]
@@ -124,13 +126,6 @@ def _fields(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise UsageError("send a JSON object")
     return fields
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise UsageError(f'send {{"{name}": "..."}}')
-    return value
 
 
 def _entries(store: TieredStore) -> Iterator[StoreEntry]:

@@ -79,6 +79,14 @@ class Grant:
             has = ", ".join(sorted(self.rights)) or "none"
             raise ForbiddenError(f"{what} needs the right {right!r}, and this API key has: {has}")
 
+    def check_namespace(self, named: str) -> None:
+        """Raise ForbiddenError if a request names another namespace than the key's; `named` is "" for none."""
+        if named not in ("", self.namespace):
+            raise ForbiddenError(
+                f"the request names the namespace {named!r}, but its API key is bound to {self.namespace!r}; leave the "
+                "namespace out, or send a key of that namespace"
+            )
+
 
 @dataclass(slots=True)
 class AuthContext:
@@ -140,12 +148,7 @@ def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
     if own is None:
         return sent
     if isinstance(own, Mapping):
-        named = own.get("namespace") or grant.namespace
-        if named != grant.namespace:
-            raise ForbiddenError(
-                f"the request names the namespace {named!r}, and its API key is bound to {grant.namespace!r}: leave "
-                "the namespace out, or send a key of that namespace"
-            )
+        grant.check_namespace(own.get("namespace") or "")
         own = {**own, "namespace": grant.namespace}
     return {**sent, PARAMS_KEY: own}
 

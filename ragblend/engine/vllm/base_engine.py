@@ -21,10 +21,10 @@ from typing import Any, Unpack
 from ragblend.engine.base import LocalEngine
 from ragblend.engine.decoding import StopScanner, TextStream
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
-from ragblend.engine.report import BlendReport, FinishReason, Generation
+from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.params import BlendParams
-from ragblend.engine.vllm.streams import AnswerStream, checked_options
+from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.render import Renderer
@@ -115,7 +115,7 @@ class VllmStream(AnswerStream):
             if rest:
                 result.text += rest
                 yield rest
-            result.finish_reason = _finish_reason("stop" if scanner.stopped else finished)
+            result.finish_reason = finish_reason("stop" if scanner.stopped else finished)
         finally:
             self._set_report(received, len(request.token_ids), ttft_s, first_s)
             if received is not None:  # without a report, a miss looks like a vLLM without the connector
@@ -222,10 +222,7 @@ class VllmEngineBase(LocalEngine):
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
         """Return the answer to `prompt`, up to the model's end token or a stop string. `options`: GenerationOptions."""
-        stream = self.stream(prompt, **options)
-        for _ in stream:
-            pass
-        return stream.result
+        return self.stream(prompt, **options).finish()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmStream:
         """Start an answer and return its stream. Iterating yields text; afterwards `.result` has answer and report.
@@ -274,7 +271,3 @@ class VllmEngineBase(LocalEngine):
             self.backfill(run for run in self.match(prompt).runs if not self.has_kv(run.chunk_ids))
         except RagblendError as error:  # the answer is complete already
             log.warning("missed chunks are not stored: %s", error)
-
-
-def _finish_reason(reason: str | None) -> FinishReason:
-    return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"

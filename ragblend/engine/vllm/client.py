@@ -30,7 +30,7 @@ from ragblend.engine.base import EngineBase
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.vllm.params import BlendParams, report_from, vllm_sampling, vllm_structured_outputs
-from ragblend.engine.vllm.streams import AnswerStream, checked_options
+from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import (
     BackendUnreachableError,
     EngineClosedError,
@@ -98,7 +98,6 @@ class Connection:
         api_key: str | None = None,
         timeout: float = READ_TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
-        first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
         if not _is_address(url):
             raise UsageError(f"backend is {redact(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
@@ -108,7 +107,7 @@ class Connection:
         self.url = redact(base_url)  # for messages
         key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
         self._max_retries = max_retries
-        self._first_pause_s = first_pause_s
+        self._first_pause_s = _FIRST_PAUSE_S
         self._closed = threading.Event()
         self._streams: WeakSet[Any] = WeakSet()  # open network streams, whose readers `close` wakes
         self._http = httpx.Client(
@@ -138,7 +137,13 @@ class Connection:
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and return the JSON object in its response. Raises RagblendError for another response."""
         with self.open(method, path, body) as response:
-            return self._object(response.read(), path)
+            try:
+                value = json.loads(response.read())
+            except (ValueError, RecursionError):
+                value = None
+            if not isinstance(value, dict):
+                raise RagblendError(f"{self.url}{path} returned no JSON object; is it a vLLM server?")
+            return value
 
     def close(self) -> None:
         """Close the sockets. Threads that wait for the server get EngineClosedError at once."""
@@ -232,15 +237,6 @@ class Connection:
         if status < 500:
             return UsageError(f"{self.url} rejects the request ({status}): {message}")
         return RagblendError(f"{self.url} failed ({status}): {message}; look at the server's log")
-
-    def _object(self, text: bytes | str, path: str) -> dict[str, Any]:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise RagblendError(f"{self.url}{path} returned no JSON object; is it a vLLM server?")
-        return value
 
 
 def server_facts(connection: Connection, model: str = "") -> ServerFacts:
@@ -339,7 +335,7 @@ class ServedStream(AnswerStream):
                             ttft_s, first_s = perf_counter() - self._start_s, perf_counter()
                         result.token_ids += choice.get("token_ids") or ()
                         if reason := choice.get("finish_reason"):
-                            result.finish_reason = reason if reason in ("length", "stop") else "cancelled"
+                            result.finish_reason = finish_reason(reason)
                             if reason == "stop" and not isinstance(choice.get("stop_reason"), str):
                                 result.token_ids = result.token_ids[:-1]  # the token that ended it
                         if not result.text:
@@ -416,10 +412,7 @@ class VllmClient(EngineBase):
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
         """Return the answer to `prompt`, up to the model's end token or a stop string. `options`: GenerationOptions."""
-        stream = self.stream(prompt, **options)
-        for _ in stream:
-            pass
-        return stream.result
+        return self.stream(prompt, **options).finish()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> ServedStream:
         """Start an answer and return its stream. Iterating yields text; afterwards `.result` has answer and report.
@@ -542,7 +535,11 @@ class VllmClient(EngineBase):
         Return the server's counts (`CollectionCounts`), and a DocumentReason for each document that is not stored or
         has no chunk. Raises RagblendError for a server without ragblend, and for a failed request.
         """
-        self._check_blends()
+        if not self.blends:
+            raise RagblendError(
+                f"the server at {self.connection.url} is a vLLM without ragblend and stores no KV; "
+                "start it with: ragblend serve MODEL --store DIR"
+            )
         total, reasons = Counter[str](), list[dict[str, str]]()
         bodies = [{"collection": collection, "documents": batch} for batch in _batches(documents)]
         waiting = [self.connection.json("POST", self._documents_path(), body)["ingestion"] for body in bodies]
@@ -577,13 +574,6 @@ class VllmClient(EngineBase):
         given = {**query, **({"namespace": self.namespace} if self.namespace else {})}
         place = "/v1/ragblend/documents" + (f"/{document}" if document else "")
         return place + (f"?{urlencode(given)}" if given else "")
-
-    def _check_blends(self) -> None:
-        if not self.blends:
-            raise RagblendError(
-                f"the server at {self.connection.url} is a vLLM without ragblend and stores no KV; "
-                "start it with: ragblend serve MODEL --store DIR"
-            )
 
     # -- what needs token ids, which only the server has
 

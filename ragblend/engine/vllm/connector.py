@@ -15,21 +15,19 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.store.base import StoreCounters
 from ragblend.engine.store.remote.breaker import CircuitBreaker
-from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import AppliedTombstones
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.loading import MemoryTierDelta, MemoryTierTracker
-from ragblend.engine.vllm.metric_sources import TierMetrics
+from ragblend.engine.vllm.metric_sources import RequestMetrics, TierMetrics
 from ragblend.engine.vllm.params import belongs_to, report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
 from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler
@@ -103,15 +101,13 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         reject_unsupported_config(vllm_config)
         self.config = ConnectorConfig.read(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
         self.scheduler: BlendScheduler | None = None
-        self._remote: RemoteStore | None = None  # this half's own
-        self._remote_seen = StoreCounters()
+        self._metric_sources: list[RequestMetrics | TierMetrics] = []
         # The workers' half
         self._model: Any | None = None
         self._worker: BlendWorker | None = None
         self._store: TieredStore | None = None
         self._through: TieredStore | None = None
         self._watch: MemoryTierTracker | None = None
-        self._tiers: TierMetrics | None = None
         self._must_report_memory = False
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -119,7 +115,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._recent_reports: OrderedDict[str, BlendReport] = OrderedDict()
         if role.name == "SCHEDULER":
             self.scheduler = BlendScheduler(vllm_config, self.config)
-            self._remote = self.scheduler.remote
+            self._metric_sources = [self.scheduler.metrics, self.scheduler.tier_metrics]
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning(
                     'kv_load_failure_policy is %r, so a failed blend fails its request; set "kv_load_failure_policy": '
@@ -223,13 +219,13 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Writes go to the remote tier, too.
         self._store = store = self.config.open_local(memory=True)
         store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
-        self._watch = MemoryTierTracker(store) if layers.rank == 0 else None
-        self._tiers = TierMetrics(store, shows_bytes=True) if layers.rank == 0 else None
-        self._remote = self.config.open_remote() if layers.rank == 0 else None
         self._through = store
-        if self._remote is not None:
-            self._remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
-            self._through = TieredStore(*store.tiers, self._remote, kv_dtype=self.config.kv_dtype)
+        if layers.rank == 0:
+            self._watch, remote = MemoryTierTracker(store), self.config.open_remote()
+            self._metric_sources = [TierMetrics(store, remote, shows_bytes=True)]
+            if remote is not None:
+                remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
+                self._through = TieredStore(*store.tiers, remote, kv_dtype=self.config.kv_dtype)
         slice_tokens = self.config.slice_tokens or batched
         self._worker = BlendWorker(layers, store, slice_tokens, self._through.put, self.config.message_for_clients)
 
@@ -239,8 +235,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._store is not None
         meta = self._get_connector_metadata()
         self._must_report_memory = meta.needs_memory_report
-        if meta.drops_memory:
-            self._drop_memory()
+        if meta.drops_memory and (memory := self._store.memory_tier) is not None:
+            memory.clear()
         if any(meta.tombstones):
             self._apply_tombstones(meta.tombstones)
         if weights_updated.is_set():  # all ranks see it between the same two steps
@@ -251,11 +247,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             for job in meta.jobs:
                 self._worker.submit(job)
         self._record_finished(self._worker.run_slice(meta.is_idle))
-
-    def _drop_memory(self) -> None:
-        assert self._store is not None
-        if (memory := self._store.memory_tier) is not None:
-            memory.clear()
 
     def _apply_tombstones(self, tombstones: AppliedTombstones) -> None:
         """Delete the entries of `tombstones` from this machine's tiers.
@@ -272,9 +263,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             keys.update(h.key for h in headers if any(belongs_to(h.namespace, n) for n in tombstones.namespaces))
         for key in keys:
             self._store.delete_local(key)
-        fresh = tombstones.recent_keys if self._remote is not None else ()
-        if fresh:
-            self._worker.run_after_writes(partial(_delete_each, self._through, fresh))
+        if tombstones.recent_keys and self._through.remote_tiers:
+            self._worker.run_after_writes(partial(_delete_each, self._through, tombstones.recent_keys))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Drop the jobs of requests that ended. Return no sent requests, and those whose jobs are over."""
@@ -343,20 +333,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return this half's metrics since the last call; None if nothing has changed."""
         stats = BlendStats()
-        if self.scheduler is not None:
-            stats.merge(self.scheduler.metrics.take())
-            stats.merge(self.scheduler.tiers.take())
-        if self._tiers is not None:
-            stats.merge(self._tiers.take())
-        if self._remote is not None:
-            now, seen = replace(self._remote.counters), self._remote_seen
-            self._remote_seen = now
-            stats.add(
-                remote_hits=now.num_hits - seen.num_hits,
-                remote_failures=now.num_failures - seen.num_failures,
-                remote_dropped_writes=now.num_dropped - seen.num_dropped,
-                damaged_entries=now.num_damaged - seen.num_damaged,
-            )
+        for source in self._metric_sources:
+            stats.merge(source.take())
         return None if stats.is_empty() else stats
 
     @classmethod

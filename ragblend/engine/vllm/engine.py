@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, has_cuda, kv_memory_bytes, vllm_environment
@@ -64,8 +63,7 @@ class VllmEngine(VllmEngineBase):
         self.hardware = machine_facts_of(engine.vllm_config)
         # Computed as in the connector, because vllm_options may change the model (hf_overrides, quantization).
         fingerprint = model_fingerprint(engine.model_config)
-        narrower = 1 if shared.kv_dtype == "auto" else DTYPES[checkpoint.dtype].itemsize
-        stored = checkpoint.bytes_per_token // narrower
+        stored = checkpoint.stored_bytes_per_token(shared.kv_dtype)
         facts = ServedModelInfo(checkpoint.name, fingerprint, length, stored, ends, checkpoint.num_layers)
         super().__init__(renderer, shared, facts, **options)
         self._loop = _EngineLoop(engine)

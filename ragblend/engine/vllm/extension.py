@@ -14,13 +14,7 @@ class BlendWorkerExtension:
 
     def ragblend_report(self, request_id: str) -> dict[str, Any] | None:
         """Return the report on a request whose context this worker filled, as JSON values; None for other requests."""
-        connector = _connector()
-        found: dict[str, Any] | None = connector.report_for(request_id) if hasattr(connector, "report_for") else None
-        return found
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-
-def _connector() -> Any:
-    """Return this worker's half of the connector; None if vLLM runs without one."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    return get_kv_transfer_group() if has_kv_transfer_group() else None
+        connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+        return connector.report_for(request_id) if hasattr(connector, "report_for") else None

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.store.kv import KVSpec, dtype_name
+from ragblend.engine.store.kv import DTYPES, KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.model import choose_dtype, load_tokenizer, model_name
-from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_version, unsupported_reasons, vllm_version
+from ragblend.engine.vllm.support import require_supported_version, unsupported_reasons, vllm_version
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import user_path
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, Mode, ModelOptions, RatioChoice
@@ -53,14 +53,14 @@ class Checkpoint(NamedTuple):
     num_heads: int
     head_dim: int
 
-    @property
-    def kv_spec(self) -> KVSpec:
-        """Dtype and shapes of its KV."""
-        return KVSpec.from_kv_shapes(self.dtype, [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers)
+    def stored_bytes_per_token(self, kv_dtype: str) -> int:
+        """Return the bytes of stored KV per token, all layers, in a store with this `kv_dtype`."""
+        return self.bytes_per_token // (1 if kv_dtype == "auto" else DTYPES[self.dtype].itemsize)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts about the checkpoint that a store records."""
-        return {"model": self.name, **self.kv_spec.as_facts()}
+        shapes = [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers
+        return {"model": self.name, **KVSpec.from_kv_shapes(self.dtype, shapes).as_facts()}
 
 
 def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
@@ -130,11 +130,6 @@ def _refuse_format(path: Path) -> None:
 
 def require_vllm() -> None:
     """Raise RagblendError unless a supported vLLM is installed that loads ragblend's plugin."""
-    if vllm_version() == (0, 0):
-        raise RagblendError(
-            f"vLLM is not installed here; install {OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]}: "
-            "pip install 'ragblend[vllm]' (without a GPU: scripts/install_vllm_cpu.sh VENV)"
-        )
     require_supported_version()
     problem = plugin_problem()
     if problem:

@@ -125,7 +125,8 @@ class VllmLayers:
         self._num_heads: int = self._attention[0].num_kv_heads
         self._num_all_heads: int = getattr(attention, "total_num_kv_heads", self._num_heads * self.num_ranks)
         # For a probed token, the whole fused projection and the norm before it run.
-        self._kv_share = _num_weights(attention.qkv_proj) / _num_weights(self._layers[0])
+        self.kv_share = _num_weights(attention.qkv_proj) / _num_weights(self._layers[0])
+        """Share of one layer's parameters that computes keys and values, for charged budgets."""
 
     # -- LayerwiseModel
 
@@ -133,11 +134,6 @@ class VllmLayers:
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self._layers)
-
-    @property
-    def kv_share(self) -> float:
-        """Share of one layer's parameters that computes keys and values, for charged budgets."""
-        return self._kv_share
 
     @property
     def can_share_reads(self) -> bool:

@@ -11,9 +11,9 @@ import os
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
+from ragblend.catalog.known_chunks import open_known_chunks
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.base import LEAST_QUOTE, turn_end
 from ragblend.engine.store.base import KVStore
@@ -31,10 +31,10 @@ class PromptMatcher:
     """
 
     def __init__(self, store: KVStore, renderer: Renderer) -> None:
-        self._registry, self._fingerprint = open_registry(store), renderer.fingerprint
+        self._registry = open_registry(store)
         self.tail_ids = renderer.tail_ids
         self.prefix_ids = renderer.prefix_ids(pins_date=True)
-        self._known = lru_cache(_NAMESPACES_OPEN)(self._open)
+        self._known = lru_cache(_NAMESPACES_OPEN)(partial(open_known_chunks, self._registry, renderer.fingerprint))
 
     def find_runs(self, token_ids: Sequence[int], namespace: str) -> list[ChunkRun]:
         """Return the runs of a namespace's chunks in a prompt.
@@ -54,9 +54,6 @@ class PromptMatcher:
         """Close the registry."""
         self._known.cache_clear()
         self._registry.close()
-
-    def _open(self, namespace: str) -> KnownChunks:
-        return open_known_chunks(self._registry, self._fingerprint, namespace)
 
 
 class ConversationSalts:

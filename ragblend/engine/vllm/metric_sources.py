@@ -72,16 +72,17 @@ class RequestMetrics:
 
 
 class TierMetrics:
-    """Metrics of this process's memory and disk tiers: hits, evictions and sizes.
+    """Metrics of this process's memory and disk tiers (hits, evictions and sizes), and of its remote tier, if any.
 
     A thread lists the files on disk, because engine steps wait for `take`. `shows_bytes`: this process also reports the
     sizes of the tiers and a deleted store folder. One of the processes that share a disk does so.
     """
 
-    def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:
+    def __init__(self, store: TieredStore, remote: KVStore | None = None, *, shows_bytes: bool) -> None:
         self._tiers: dict[str, KVStore] = {
             "disk" if tier.memory_tier is None else "memory": tier for tier in store.tiers
         }
+        self._remote, self._remote_seen = remote, StoreCounters()
         self._shows_bytes = shows_bytes
         self._seen = {name: StoreCounters() for name in self._tiers}
         self._nbytes: dict[str, int] = {}
@@ -105,6 +106,13 @@ class TierMetrics:
             ):
                 if count:
                     found[f"{series}{LABEL}{name}"] = count
+        if self._remote is not None:
+            now, seen = replace(self._remote.counters), self._remote_seen
+            self._remote_seen = now
+            found["remote_hits"] = now.num_hits - seen.num_hits
+            found["remote_failures"] = now.num_failures - seen.num_failures
+            found["remote_dropped_writes"] = now.num_dropped - seen.num_dropped
+            found["damaged_entries"] = now.num_damaged - seen.num_damaged
         if self._shows_bytes:
             self._update_sizes()
             nbytes = dict(self._nbytes)

@@ -55,7 +55,7 @@ GAUGES = {
 }
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-_SERIES = {**LABELLED_COUNTERS, **HISTOGRAMS, **GAUGES}
+_SERIES = {name: _Labelled("", text) for name, text in COUNTERS.items()} | LABELLED_COUNTERS | HISTOGRAMS | GAUGES
 
 
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
@@ -67,11 +67,6 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
     def reset(self) -> None:
         """Remove all metrics."""
         self.data: dict[str, Any] = {}
-
-    def add(self, **counts: float) -> None:
-        """Add to the named counters."""
-        for name, count in counts.items():
-            self.data[name] = self.data.get(name, 0) + count
 
     def merge(self, series: Mapping[str, Any]) -> None:
         """Merge the metrics of another part of the engine: add counters, join histogram values, replace gauges."""
@@ -104,10 +99,6 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine)
         self._values = dict(per_engine)
-        self._counters: dict[str, dict[int, Any]] = {}
-        for name, documentation in COUNTERS.items():
-            counter = self._counter_cls(f"vllm:ragblend_{name}", documentation, labelnames=labelnames)
-            self._counters[name] = {engine: counter.labels(*values) for engine, values in per_engine.items()}
         self._series: dict[str, Any] = {}
         for name, (label, documentation) in _SERIES.items():
             named = (f"vllm:ragblend_{name}", documentation)
@@ -119,14 +110,15 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._series[name] = self._gauge_cls(*named, labelnames=labels, multiprocess_mode="mostrecent")
             else:
                 self._series[name] = self._counter_cls(*named, labelnames=labels)
+        for name in COUNTERS:
+            for values in per_engine.values():
+                self._series[name].labels(*values)  # exports 0 before the first count
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the metrics of one interval to the series of an engine."""
         for key, value in transfer_stats_data.items():
             name, _, label = key.partition(LABEL)
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
-            elif name in self._series:
+            if name in self._series:
                 series = self._series[name].labels(*self._values[engine_idx], *filter(None, [label]))
                 if name in HISTOGRAMS:
                     for each in value:

