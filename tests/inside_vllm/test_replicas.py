@@ -159,7 +159,7 @@ def engine(deployment: Deployment) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The transformers engine in this process, over a store of its own: what the right answers are."""
+    """Return the transformers engine in this process, over a separate store, for the reference answers."""
     with load_engine("demo", tmp_path_factory.mktemp("alone"), on_miss="inline") as alone:
         for text in TEXTS.values():
             alone.precompute(text)
@@ -324,7 +324,7 @@ def test_without_the_cache_replicas_answer_from_what_they_have(
                 ask(direct, Prompt([text], f"Where does {person} live?"))
         end_s = time.monotonic() + 60
         while len(deployment.keys(name)) < len(TEXTS) and time.monotonic() < end_s:
-            time.sleep(0.1)  # what came from the cache is written in the background
+            time.sleep(0.1)  # entries from the remote tier are written in the background
     deployment.cache.kill()
     for prompt in prompts(6, 3):
         assert_same(ask(engine, prompt), ask(expected, prompt))

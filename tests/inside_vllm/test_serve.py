@@ -1,4 +1,4 @@
-"""`ragblend serve` for real: vLLM's own server, its processes, its HTTP. Everybody who asks gets the same answer."""
+"""`ragblend serve` with vLLM's own server, processes and HTTP. Every kind of client gets the same answer."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_an_openai_request_says_what_it_wishes(openai: OpenAI) -> None:
 
 def test_the_openai_client_streams_as_ever_and_with_the_report_where_it_asks(openai: OpenAI) -> None:
     asked: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 8, "temperature": 0, "stream": True}
-    # No event of ours in the stream of somebody who did not ask for it: `choices[0]` must always be there.
+    # A stream without ragblend's parameters has no additional event: every event must have `choices[0]`.
     stream = openai.chat.completions.create(**asked)
     assert "".join(event.choices[0].delta.content or "" for event in stream).strip() == "Kinport"
     *said, last = openai.chat.completions.create(**asked, extra_body={"kv_transfer_params": {"ragblend": {}}})

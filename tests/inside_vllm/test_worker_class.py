@@ -19,7 +19,7 @@ from ragblend.engine.vllm.connector import BlendConnector
 CHUNK, QUESTION = random_ids(40, 2), random_ids(6, 3)
 IDS = [*PREFIX, *CHUNK, *CHUNK, *QUESTION]
 
-# Worker processes that start afresh: the others have imported the connector, and with it the plugin, in time.
+# Spawned worker processes: forked ones have imported the connector, and with it the plugin, in time.
 WITHOUT_PLUGINS = {"VLLM_PLUGINS": "", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 SCRIPT = """
 import sys

@@ -41,7 +41,7 @@ UNFINISHED = (
 TESTS = (
     "*.py", "cli/*.py", "corpus/**/*.py", "demo/*.py", "engine/*.py", "engine/fusion/*.py", "engine/transformers/*.py",
     "engine/tuning/*.py", "faults/test_mutations.py", "files/*.py", "frameworks/*.py", "integration/*.py",
-    "lab/**/*.py", "llamaindex/*.py", "operations/*.py", "prompt/*.py", "tools/*.py",
+    "inside_vllm/*.py", "lab/**/*.py", "llamaindex/*.py", "operations/*.py", "prompt/*.py", "server/*.py", "tools/*.py",
 )  # fmt: skip
 """Finished files below tests/."""
 SENTENCES = (
