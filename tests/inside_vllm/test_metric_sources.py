@@ -1,4 +1,4 @@
-"""The counts of `/metrics` are those of the requests' reports: hits, misses, tokens, seconds, tiers. In this process."""
+"""The counts of `/metrics` are those of the requests' reports: hits, misses, tokens, seconds, tiers. In process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def llm(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 
 
 def counted(llm: Any) -> dict[str, Any]:
-    """Return the metrics since the last call. A request without chunks takes those after the last request's own steps."""
+    """Return the metrics since the last call. A request without chunks takes the last ones."""
     ask(llm, random_ids(8, 5), max_tokens=2)
     found = BlendStats()
     for half in llm.taken:
