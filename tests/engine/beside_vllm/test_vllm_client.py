@@ -507,7 +507,7 @@ def test_a_chunk_is_a_document_of_its_own(client: VllmClient, script: Script) ->
 def test_documents_are_sent_as_texts_and_waited_for(client: VllmClient, script: Script) -> None:
     script.states = ["waiting", "unknown", "waiting"]  # "unknown": by another replica behind a balancer
     seen: list[tuple[str, int, int | None]] = []
-    report = precompute_documents([A, B, A], client, lambda *told: seen.append(told), ids=["a", "b", "a"])
+    report = precompute_documents([A, B, A], client, lambda *args: seen.append(args), ids=["a", "b", "a"])
     assert script.sent == [
         {"collection": "langchain", "documents": [{"id": "a", "chunks": [A, A]}, {"id": "b", "chunks": [B]}]}
     ]
@@ -615,9 +615,9 @@ def test_models_of_one_server_share_an_engine_until_it_is_closed(url: str, scrip
     chat.engine.close()
     with pytest.raises(RagblendError, match="load it again"):
         again.invoke("who?")
-    anew = ChatBlend(**chat.model_dump(exclude_none=True), api_key="k")
-    assert anew.invoke("who?").response_metadata["finish_reason"] == "stop"
-    anew.engine.close()
+    copied = ChatBlend(**chat.model_dump(exclude_none=True), api_key="k")
+    assert copied.invoke("who?").response_metadata["finish_reason"] == "stop"
+    copied.engine.close()
 
 
 @pytest.mark.parametrize(("hits", "is_right"), [([True, True], True), ([True, False], False), ([], False)])
@@ -630,7 +630,7 @@ def test_strict_is_checked_by_the_report(url: str, script: Script, hits: list[bo
         assert chat.invoke(PROMPT.messages[0].content).content == "Kinport"
 
 
-# --- what is said, and how it ends ------------------------------------------------------------------------------------
+# --- logs and closing ------------------------------------------------------------------------------------
 
 
 def test_a_server_that_has_none_of_the_chunks_is_said_once_after_three_requests(

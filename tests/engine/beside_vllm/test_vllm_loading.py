@@ -1,4 +1,4 @@
-"""What vLLM's scheduler knows of loading, without vLLM: memory as the worker tells it, decisions, reading ahead."""
+"""Loading decisions of vLLM's scheduler, without vLLM: the workers' memory, the ratio, reading ahead."""
 
 from __future__ import annotations
 

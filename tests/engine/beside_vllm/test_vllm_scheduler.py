@@ -84,7 +84,7 @@ def test_only_chunks_of_the_requests_namespace_are_found(
 
     monkeypatch.setattr(DiskStore, "peek", recording)
     assert num_matched_tokens(monkeypatch, tmp_path, tokenizer, [*PROMPT, 2], namespace) == expected
-    # What others have stored is not even asked for, so that it cannot be told by the time that takes.
+    # Other namespaces' entries are not requested, so that the response time does not reveal them.
     assert asked.isdisjoint(kv.header.key for kv in CHUNKS) == (namespace != "acme")
     assert bool(asked) == (namespace in ("acme", "known"))
 

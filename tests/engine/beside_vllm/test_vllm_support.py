@@ -196,13 +196,13 @@ def test_more_than_one_kind_of_cache_is_refused():
             reject_kv_groups(refused)
 
 
-REPO = "nobody/tiny"
+REPO = "someone/tiny"
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of Hugging Face, without network, that holds two revisions of one repo; the folder of their snapshots."""
-    repo = tmp_path / "models--nobody--tiny"
+    repo = tmp_path / "models--someone--tiny"
     (repo / "refs").mkdir(parents=True)
     for number, (revision, architecture) in enumerate((("main", "LlamaForCausalLM"), ("v2", "MambaForCausalLM"))):
         commit = f"{number}" * 40
@@ -234,7 +234,7 @@ def test_two_revisions_of_a_model_share_no_kv(hub: Path) -> None:
         assert any("MambaForCausalLM" in each for each in unsupported_model_reasons(REPO, options)) == (
             revision == "v2"
         )
-    # vLLM reads a directory as it is, whatever the revision.
+    # vLLM ignores the revision of a directory.
     assert model_fingerprint(served(str(hub / ("1" * 40)), revision="v2")) == of_v2
     # A config from elsewhere may compute other KV with the same weights.
     assert model_fingerprint(served(str(hub / ("0" * 40)), hf_config_path=str(hub / ("1" * 40)))) != of_main
