@@ -77,26 +77,26 @@ class BlendMiddleware:
 
 
 def install_routes(app: Any) -> Readiness:
-    """Add ragblend's routes to vLLM's application `app`, and reports to its streams. Return its readiness."""
+    """Add ragblend's routes to vLLM's application `app`, and reports to its streams. Return the server's Readiness."""
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
     from ragblend.server.routes import make_request_handler
 
-    chunks = ServedStore(app.state.vllm_config)
+    served = ServerResources(app.state.vllm_config)
 
     async def facts(request: Request) -> Response:
         grant = current_grant()
         namespace = {} if grant is None else {"namespace": grant.namespace}
-        found = await run_in_threadpool(lambda: {**chunks.model_facts(), **chunks.answer_facts()})
+        found = await run_in_threadpool(lambda: {**served.model_facts(), **served.answer_facts()})
         return JSONResponse({**found, **namespace})
 
-    respond = make_request_handler(chunks.config.message_for_clients)
+    respond = make_request_handler(served.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
-    add_store_routes(app, chunks.store, respond)
+    add_store_routes(app, served.store, respond)
     try:
-        add_documents(app, chunks, respond)
+        add_document_routes(app, served, respond)
     except Exception as error:
         log.warning("this server has no routes under /v1/ragblend/documents: %s", error)
     correct_cached_tokens(app.state.engine_client)
@@ -106,31 +106,31 @@ def install_routes(app: Any) -> Readiness:
     ):
         if serving is not None:
             add_reports_to_streams(serving, name, place)
-    return add_readiness_route(app, chunks.store.tiers)
+    return add_readiness_route(app, served.store.tiers)
 
 
-def add_documents(app: Any, chunks: ServedStore, respond: Any) -> None:
+def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None:
     """Add the routes of documents to `app`, and start storing the documents that are waiting."""
     from ragblend.engine.vllm.front_end import FrontEndEngine
     from ragblend.server.documents import Documents
     from ragblend.server.routes import documents_router
 
     loop, client = asyncio.get_running_loop(), app.state.engine_client
-    store = _SharedStore(*chunks.store.tiers, kv_dtype=chunks.store.kv_dtype)
+    store = _SharedStore(*served.store.tiers, kv_dtype=served.store.kv_dtype)
 
     def make_engine(namespace: str) -> FrontEndEngine:
         return FrontEndEngine(
             client,
             loop,
-            chunks.renderer,
+            served.renderer,
             store,
-            chunks.served_model(),
-            chunks.prefix_ids,
+            served.model_info(),
+            served.prefix_ids,
             namespace=namespace,
-            context=chunks.config.context,
+            context=served.config.context,
         )
 
-    config = chunks.config
+    config = served.config
     documents = Documents(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
@@ -145,7 +145,7 @@ class _SharedStore(TieredStore):
         return super().delete(key)
 
 
-class ServedStore:
+class ServerResources:
     """Store, model and tokenizer of a vLLM server, for its HTTP front end."""
 
     def __init__(self, vllm_config: Any) -> None:
@@ -202,7 +202,7 @@ class ServedStore:
         config, disk = self.config, self.store.disk_tier
         return disk.read_prefix(config.prefix) if config.prefix and disk is not None else config.prefix_ids
 
-    def served_model(self) -> ServedModelInfo:
+    def model_info(self) -> ServedModelInfo:
         """Return the facts about the model that an engine over this vLLM needs."""
         checkpoint = self._checkpoint
         return ServedModelInfo(

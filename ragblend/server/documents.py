@@ -147,7 +147,9 @@ class Documents:
                 self._num_removing -= 1
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
-        """Return the `requests.Summary` of a namespace's documents, if given of one collection or one ingestion."""
+        """Return a `requests.Summary` of a namespace's documents: of one collection, of one ingestion, or for None of
+        all.
+        """
         storing, done, total = self._progress
         if storing != namespace:  # clients do not learn about other namespaces
             done = total = 0

@@ -138,7 +138,7 @@ class CollectionCounts(StoredCounts):
 
 
 class DocumentReason(BaseModel):
-    """Reason why a document is not stored, or is stored without a chunk."""
+    """Status of a document, and the reason why it is not stored or has no chunk; "" without such a reason."""
 
     collection: str
     id: str

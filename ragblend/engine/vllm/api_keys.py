@@ -74,7 +74,7 @@ class Grant:
         return right in self.rights or "admin" in self.rights
 
     def require_right(self, right: Right, what: str) -> None:
-        """Raise ForbiddenError unless the key has `right`, which `what` needs."""
+        """Raise ForbiddenError unless the key has `right`. `what`: the action that needs it, for the message."""
         if not self.has_right(right):
             has = ", ".join(sorted(self.rights)) or "none"
             raise ForbiddenError(f"{what} needs the right {right!r}, and this API key has: {has}")

@@ -249,7 +249,7 @@ class VllmEngineBase(LocalEngine):
         return VllmRequest(token_ids, params, replace(checked, max_tokens=max_tokens), prompt, render_s)
 
     def after_answer(self, request: VllmRequest, answer: Generation) -> None:
-        """After an answer, log why nothing was reused, store missed chunks, and start a shadow comparison."""
+        """After an answer, warn if no chunk was reused, store missing chunks, and start a shadow comparison."""
         report = answer.report
         if request.prompt is None or request.params.mode not in ("blend", "reuse"):
             return

@@ -455,7 +455,7 @@ class VllmClient(EngineBase):
         return body
 
     def after_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
-        """After an answer, log why nothing was reused, send missing chunks, and start a shadow comparison."""
+        """After an answer, warn if no chunk was reused, send missing chunks, and start a shadow comparison."""
         report = answer.report
         if options.mode not in ("blend", "reuse") or report.refused_reason:
             return

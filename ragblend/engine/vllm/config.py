@@ -27,9 +27,10 @@ from ragblend.redaction import redact
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig(TierOptions):
-    """`kv_connector_extra_config`, checked when vLLM starts. Each worker has a memory tier of this size.
+    """`kv_connector_extra_config`, checked when vLLM starts.
 
-    `mode`, `rule`, `ratio` and `namespace` are defaults for requests without them.
+    `memory_gib` is the size of each worker's memory tier. `mode`, `rule`, `ratio` and `namespace` are the defaults of
+    requests without them.
     """
 
     store: str = DEFAULT_STORE  # a directory that all processes of this vLLM can access

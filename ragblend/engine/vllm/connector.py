@@ -90,7 +90,7 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """KV connector that vLLM creates in the scheduler's process and in every worker, and passes messages between.
+    """KV connector. vLLM creates one in the scheduler's process and one in every worker, and passes their messages.
 
     The class does not declare SupportsHMA, because it fills one group of blocks. vLLM then disables its hybrid cache
     manager, so that models with sliding windows have one group, too.
@@ -137,8 +137,9 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self.scheduler.kv_cache_manager = kv_cache_manager
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of context tokens that the connector will fill, None while it is unknown, and True if it
-        fills them between engine steps. After a preemption the number is the same.
+        """Return the number of context tokens that the connector will fill, and True if it fills them between steps.
+
+        The number is None while it is unknown. After a preemption it is the same.
         """
         assert self.scheduler is not None
         return self.scheduler.num_matched_tokens(request, num_computed_tokens)
@@ -267,7 +268,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.run_after_writes(partial(_delete_each, self._through, tombstones.recent_keys))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Drop the jobs of requests that ended. Return no sent requests, and those whose jobs are over."""
+        """Drop the jobs of ended requests. Return None, and the ids of the requests whose jobs are over."""
         assert self._worker is not None
         for request_id in finished_req_ids:
             self._record_finished(self._worker.cancel(request_id))

@@ -132,7 +132,7 @@ class VllmLayers:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self._layers)
 
     @property
@@ -295,7 +295,7 @@ class VllmLayers:
         ]
 
     def split_shared_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
-        """Split the rows of several requests, [R] each, into calls over the resident layer of `max_rows` rows."""
+        """Split the rows of several requests, [R] each, into calls over resident layers, each of at most `max_rows`."""
         joined = torch.cat(list(rows)) if len(rows) > 1 else rows[0]
         starts = list(itertools.accumulate((len(each) for each in rows), initial=0))
         pieces = []

@@ -129,7 +129,7 @@ class ReadAheadQueue:
 
     @property
     def is_busy(self) -> bool:
-        """True if the workers fill the context of a request."""
+        """True while the workers fill the context of a request."""
         return bool(self._running)
 
     def on_request_queued(self, request_id: str, stored: Sequence[StoredSpan]) -> None:
@@ -149,7 +149,10 @@ class ReadAheadQueue:
         self._running.discard(request_id)
 
     def take(self, loading: LoadingController) -> list[str]:
-        """Return the keys to read now, once per engine step: those of the oldest request if it has waited two steps."""
+        """Return the keys to read now: those of the oldest waiting request, once it has waited for two engine steps.
+
+        Must be called once per engine step.
+        """
         if loading.needs_refresh:  # the request may only wait for the workers' report
             return []
         oldest = next(iter(self._waiting), None)

@@ -111,7 +111,7 @@ class PagedKV:
     ) -> None:
         """Write stored (pre-RoPE) KV to its rows in the blocks, and to the resident layer if `layer` is kept.
 
-        `shares` [T, M] times `drift` [H, M, D] is added to each row, before rotation.
+        `shares` [T, M] times `drift` [H, M, D] is added to the keys and values of the T prompt rows, before rotation.
         """
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)

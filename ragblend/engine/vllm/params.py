@@ -132,7 +132,7 @@ def parse_params(raw: object) -> BlendParams:
 
 
 def check_namespace(namespace: str) -> None:
-    """Raise UsageError for an invalid namespace: too long, no Unicode, or with the mark of cache salts."""
+    """Raise UsageError for a namespace that is too long, is no valid Unicode, or contains the mark of cache salts."""
     if len(namespace) > MAX_NAMESPACE:
         raise UsageError(f"the namespace has {len(namespace)} characters, but at most {MAX_NAMESPACE} are allowed")
     check_unicode(namespace, "the namespace")
@@ -188,7 +188,7 @@ def report_from(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | N
         return None
 
 
-def sampling(options: GenerationOptions) -> dict[str, Any]:
+def vllm_sampling(options: GenerationOptions) -> dict[str, Any]:
     """Return vLLM's sampling parameters for top-k, min-p, penalties and bias, all of them set.
 
     For an absent one vLLM would use the model's generation_config, which the transformers engine does not use.

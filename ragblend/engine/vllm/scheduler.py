@@ -374,8 +374,9 @@ class BlendScheduler:
         self._share_conversation(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of context tokens that the connector will fill, None while it is unknown, and True if it
-        fills them between engine steps. After a preemption the number is the same.
+        """Return the number of context tokens that the connector will fill, and True if it fills them between steps.
+
+        The number is None while it is unknown. After a preemption it is the same.
         """
         state = self.requests.get(request.request_id)
         if state is None:

@@ -25,7 +25,7 @@ def checked_options(options: GenerationKeywords) -> GenerationOptions:
 
 
 def finish_reason(reason: str | None) -> FinishReason:
-    """Return vLLM's finish reason as that of a Generation: "cancelled" for any but "stop" and "length"."""
+    """Return the finish reason of a Generation for vLLM's `reason`: "stop", "length", and "cancelled" for any other."""
     return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
 
 

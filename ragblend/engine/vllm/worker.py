@@ -176,7 +176,7 @@ class BlendWorker:
         self._writer.submit(action)
 
     def cancel(self, request_id: str) -> list[JobResult]:
-        """Drop a request's job, so that its blocks are no longer written. Return its result, nothing without a job."""
+        """Drop a request's job, so that its blocks are no longer written. Return its result, [] without a job."""
         for running in self._jobs:
             if running.job.request_id == request_id:
                 self._drop(running)

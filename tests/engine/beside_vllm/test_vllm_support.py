@@ -24,7 +24,7 @@ from ragblend.engine.vllm.support import (
 )
 from ragblend.errors import RagblendError, UnsupportedModelError
 from ragblend.options import ModelOptions
-from ragblend.server.api import ServedStore
+from ragblend.server.api import ServerResources
 
 
 def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **rest: Any) -> Any:
@@ -244,7 +244,7 @@ def test_a_server_reports_the_fingerprint_of_its_revision(hub: Path, tmp_path: P
     model = served(REPO, revision="v2", max_model_len=64, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 32)
     model.hf_text_config = model.hf_config
     transfer = SimpleNamespace(kv_connector_extra_config={"store": str(tmp_path / "kv")})
-    facts = ServedStore(SimpleNamespace(model_config=model, kv_transfer_config=transfer)).model_facts()
+    facts = ServerResources(SimpleNamespace(model_config=model, kv_transfer_config=transfer)).model_facts()
     assert facts["fingerprint"] == model_fingerprint(model) != model_fingerprint(served(REPO))
     assert facts["model"] == REPO
 
