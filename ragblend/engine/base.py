@@ -79,6 +79,8 @@ class EngineBase(ABC):
     """
 
     closed = False
+    context_length: int
+    """Longest prompt plus answer, in tokens."""
     store: KVStore
     default_prefix_ids: tuple[int, ...] = ()
 
@@ -122,11 +124,6 @@ class EngineBase(ABC):
                 "the engine's threads, so the call would hang. Load the engine in this process, or start processes by "
                 "multiprocessing.get_context('spawn')"
             )
-
-    @property
-    @abstractmethod
-    def context_length(self) -> int:
-        """Return the longest prompt plus answer, in tokens."""
 
     # -- answering
 

@@ -60,9 +60,7 @@ _LOOK_S = 1.0  # between two checks for documents that were sent to another proc
 _RETRY_S = 5.0
 _REMOVAL_WAIT_S = 60.0  # longest wait of a removal for another process that is storing documents
 _QUESTION_TOKENS = 64  # least tokens of the context length that a chunk leaves free
-# Pause after each chunk while requests generate, because their tokens wait for a chunk's prefill: the least seconds,
-# and the least multiple of the chunk's own time.
-_REST_S, _REST_SHARE = 1.0, 4.0
+_REST_S, _REST_SHARE = 1.0, 4.0  # least pause after a chunk while requests generate: seconds, multiple of its duration
 
 
 class _InterruptedError(Exception):
@@ -193,23 +191,19 @@ class Documents:
             with self._alone(0.0):
                 if self._leases is None:
                     batch = self._table.waiting(_BATCH, _BATCH_CHARS)
-                    self._store_by_embedder(batch)
-                    return bool(batch)
-                batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.others())
+                else:
+                    batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.others())
                 if not batch:
                     return False
                 with self._leased([row.name for row in batch]) as leased:
                     mine = self._table.still_waiting(row for row in batch if row.name in leased)
-                    self._store_by_embedder(mine)
+                    for _, rows in groupby(mine, lambda row: row.body.get("embedder", "")):
+                        self._store([*rows])
                 return True
         except _BusyError:
             return False
         finally:
             self._progress = ("", 0, 0)
-
-    def _store_by_embedder(self, batch: Sequence[WaitingDocument]) -> None:
-        for _, rows in groupby(batch, lambda row: row.body.get("embedder", "")):
-            self._store([*rows])
 
     def _store(self, rows: Sequence[WaitingDocument]) -> None:
         """Chunk, embed, register and prefill documents of one collection, and record the result for each of them."""

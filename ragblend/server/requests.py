@@ -115,11 +115,7 @@ class Accepted(BaseModel):
 
 
 class StoredCounts(BaseModel):
-    """Numbers of stored chunks and their tokens.
-
-    `num_known_kv`: entries stored before this ingestion. `num_new_kv`, `new_kv_bytes`: entries stored by it, and their
-    bytes.
-    """
+    """Numbers of stored chunks, of their tokens, and of entries stored before (known) and by (new) this ingestion."""
 
     num_chunks: int
     num_tokens: int

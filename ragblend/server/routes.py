@@ -118,10 +118,7 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
 
 
 def _namespace(named: str) -> str:
-    """Return the namespace of a request: its API key's, or `named` on a server without keys.
-
-    Raises ForbiddenError if `named` is not the key's namespace.
-    """
+    """Return the API key's namespace, without keys `named`. Raises ForbiddenError if both differ."""
     check_namespace(named)
     grant = current_grant()
     if grant is None:
@@ -144,10 +141,7 @@ async def _read_body(request: Request) -> bytes:
 
 
 def _body_of(model: type[DocumentsInput | DeletionInput]) -> dict[str, Any]:
-    """Return the schema of a body for the OpenAPI page.
-
-    FastAPI does not parse the body, because it would read all of a body that is too large.
-    """
+    """Return a body's schema for the OpenAPI page. FastAPI must not parse bodies, because it reads large ones whole."""
     schema = model.model_json_schema()
     if schema.pop("$defs", None):  # a reference in a path's schema would point outside of the path
         schema["properties"]["documents"]["items"] = DocumentInput.model_json_schema()

@@ -74,6 +74,7 @@ class TransformersEngine(BlendingEngine):
         **options: Any,
     ) -> None:
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
+        self.context_length = layers.context_length
         disk = store.disk_tier
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
@@ -82,11 +83,6 @@ class TransformersEngine(BlendingEngine):
         self._grammars = GrammarCompiler(renderer, layers.config.vocab_size, self.stop_ids)
         if check:
             self_check(layers, layers.config.vocab_size, self.name, is_quantised=is_quantised(layers.config))
-
-    @property
-    def context_length(self) -> int:
-        """Return the longest prompt plus answer, in tokens."""
-        return self.layers.context_length
 
     @property
     def bytes_per_token(self) -> int:

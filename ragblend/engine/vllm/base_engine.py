@@ -143,6 +143,7 @@ class VllmEngineBase(LocalEngine):
 
     def __init__(self, renderer: Renderer, store: KVStore, facts: ServedModelInfo, **options: Any) -> None:
         self.facts = facts
+        self.context_length, self.bytes_per_token = facts.context_length, facts.bytes_per_token
         super().__init__(
             renderer, store, name=facts.name, fingerprint=facts.fingerprint, num_layers=facts.num_layers, **options
         )
@@ -150,16 +151,6 @@ class VllmEngineBase(LocalEngine):
     @abstractmethod
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
         """Send `request` to vLLM and yield its output as it arrives. Closing the generator aborts the request."""
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt plus answer, in tokens."""
-        return self.facts.context_length
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of stored KV per chunk token, all layers."""
-        return self.facts.bytes_per_token
 
     # -- ingestion
 

@@ -189,29 +189,18 @@ class Connection:
             raise
         except Exception as error:  # a socket that is shut down during a read raises several kinds of errors
             if self._closed.is_set():
-                raise EngineClosedError(f"the engine over {self.url} was closed while it was answering") from error
-            named = self._map_network_error(error)
-            if named is None:
+                raise EngineClosedError(f"the engine over {self.url} was closed during an answer") from error
+            if isinstance(error, httpx.TimeoutException):
+                reason = (
+                    f"{self.url} did not answer in time ({type(error).__name__}); see its log, or set timeout=SECONDS"
+                )
+            elif isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
+                reason = f"{self.url} ended the connection during an answer ({error}); look at its log and try again"
+            elif isinstance(error, httpx.TransportError):
+                reason = f"no server answers at {self.url} ({error}); start one: ragblend serve MODEL --store DIR"
+            else:
                 raise
-            raise named from error
-
-    def _map_network_error(self, error: Exception) -> RagblendError | None:
-        """Return the RagblendError for a network failure; None for any other error."""
-        if isinstance(error, httpx.TimeoutException):
-            return BackendUnreachableError(
-                f"{self.url} did not answer in time ({type(error).__name__}); look at its log, or set a longer "
-                "timeout=SECONDS"
-            )
-        if isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
-            return BackendUnreachableError(
-                f"{self.url} ended the connection during an answer ({error}); look at its log and send the request "
-                "again"
-            )
-        if isinstance(error, httpx.TransportError):
-            return BackendUnreachableError(
-                f"no server answers at {self.url} ({error}); start one: ragblend serve MODEL --store DIR"
-            )
-        return None
+            raise BackendUnreachableError(reason) from error
 
     def _error(self, response: httpx.Response, path: str) -> RagblendError:
         status, message = response.status_code, _message(response.text)
@@ -371,6 +360,7 @@ class VllmClient(EngineBase):
         **options: Any,
     ) -> None:
         self.connection, self.facts = connection, facts
+        self.context_length, self.bytes_per_token = facts.context_length, facts.bytes_per_token
         self.blends = bool(facts.fingerprint)
         if not self.blends:
             log.warning(
@@ -389,16 +379,6 @@ class VllmClient(EngineBase):
             self.set_context_policy(context)
         self._sends_missing = on_miss == "store" and self.blends
         self._sent: set[str] = set()  # ids of the missing chunks that were sent
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt plus answer, in tokens."""
-        return self.facts.context_length
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of stored KV per chunk token, all layers."""
-        return self.facts.bytes_per_token
 
     def set_context_policy(self, policy: ContextPolicy) -> None:
         """Raise UsageError unless `policy` is the server's own, which a client cannot change."""
@@ -498,7 +478,7 @@ class VllmClient(EngineBase):
         """Do nothing, because the server reads ahead the chunks of waiting requests."""
 
     def add_known(self, chunks: Iterable[Part]) -> None:
-        """Do nothing, because the server finds the chunks of its own documents."""
+        """Do nothing, because the server finds its documents' chunks."""
 
     def flush(self) -> None:
         """Wait until the missing chunks of earlier prompts are stored."""

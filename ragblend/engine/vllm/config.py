@@ -42,9 +42,7 @@ class ConnectorConfig(TierOptions):
     prefix: str = ""  # name of a prefix in the store (`DiskStore.put_prefix`), instead of ids too long for a command
     context: ContextPolicy | None = copy_option(Settings, "context")  # None: the store's own
     slice_tokens: int = option(
-        0,
-        "Work between two engine steps, in tokens of a prefill of equal cost. 0: max_num_batched_tokens.",
-        at_least(0),
+        0, "Work between two engine steps, in tokens of an equal prefill. 0: max_num_batched_tokens.", at_least(0)
     )
     max_runs: int = option(  # backends size their buffers by max_num_seqs
         0, "Most runs of rows per attention call. 0: max_num_seqs.", at_least(0)
@@ -73,9 +71,7 @@ class ConnectorConfig(TierOptions):
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
 
     def message_for_clients(self, error: BaseException) -> str:
-        """Return an error's message for clients: without paths on this machine, and without addresses of the remote
-        tier and the catalogue.
-        """
+        """Return an error's message without paths on this machine and addresses of remote tier and catalogue."""
         if not isinstance(error, RagblendError):
             return f"{type(error).__name__}; see the server's log"
         text = str(error)

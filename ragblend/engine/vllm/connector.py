@@ -81,9 +81,7 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     weights_updated: bool = False  # the model's weights have changed since it was loaded
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the combined message of two ranks. Of two reports on one request this rank's is kept: they differ only
-        in their seconds.
-        """
+        """Return the combined message of two ranks, whose reports on one request differ only in their seconds."""
         memory = self.memory if self.memory is not None else other.memory
         updated = self.weights_updated or other.weights_updated
         return BlendReports({**other.reports, **self.reports}, memory, updated)
@@ -100,13 +98,14 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         reject_unsupported_config(vllm_config)
         self.config = ConnectorConfig.read(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
-        self.scheduler: BlendScheduler | None = None
+        self.scheduler: BlendScheduler  # set in the scheduler's half
         self._metric_sources: list[RequestMetrics | TierMetrics] = []
-        # The workers' half
+        self._closeables: list[BlendScheduler | BlendWorker | TieredStore] = []
+        # The workers' half. `register_kv_caches` sets the first three.
+        self._worker: BlendWorker
+        self._store: TieredStore
+        self._through: TieredStore
         self._model: Any | None = None
-        self._worker: BlendWorker | None = None
-        self._store: TieredStore | None = None
-        self._through: TieredStore | None = None
         self._watch: MemoryTierTracker | None = None
         self._must_report_memory = False
         self._finished: set[str] = set()
@@ -116,6 +115,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role.name == "SCHEDULER":
             self.scheduler = BlendScheduler(vllm_config, self.config)
             self._metric_sources = [self.scheduler.metrics, self.scheduler.tier_metrics]
+            self._closeables = [self.scheduler]
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning(
                     'kv_load_failure_policy is %r, so a failed blend fails its request; set "kv_load_failure_policy": '
@@ -127,31 +127,24 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Parse a request's parameters, start the lookup of its chunks, and hide its KV in vLLM's prefix cache."""
-        assert self.scheduler is not None
         self.scheduler.on_new_request(request)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Pass vLLM's cache manager, which contains the prefix cache, to the scheduler's half."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self.scheduler is not None:
-            self.scheduler.kv_cache_manager = kv_cache_manager
+        self.scheduler.kv_cache_manager = kv_cache_manager
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of context tokens that the connector will fill, and True if it fills them between steps.
-
-        The number is None while it is unknown. After a preemption it is the same.
-        """
-        assert self.scheduler is not None
+        """Return the number of context tokens that the connector will fill (None: unknown yet), and True if any."""
         return self.scheduler.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Queue a request's job once vLLM has allocated the blocks."""
-        if self.scheduler is not None and num_external_tokens > 0:
+        if num_external_tokens > 0:
             self.scheduler.on_blocks_allocated(request, blocks.get_block_ids()[0])
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the message of this step to the workers."""
-        assert self.scheduler is not None
         is_idle = not scheduler_output.total_num_scheduled_tokens
         if is_idle:
             self.scheduler.wait_for_pending()
@@ -168,7 +161,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' message to the scheduler's half."""
         meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, BlendReports) and self.scheduler is not None:
+        if isinstance(meta, BlendReports):
             if meta.weights_updated:
                 self.scheduler.stop_reuse()
             self.scheduler.take_reports(meta.reports, meta.memory)
@@ -178,13 +171,11 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         Entries on disk stay, because their keys contain the fingerprint of the weights.
         """
-        if self.scheduler is not None:
-            self.scheduler.reset_worker_memory()
+        self.scheduler.reset_worker_memory()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return False, so that vLLM frees the blocks, and the report that vLLM sends with the answer."""
-        assert self.scheduler is not None
         return False, self.scheduler.on_request_finished(request.request_id)
 
     # -- the workers' half: runs jobs
@@ -229,11 +220,10 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._through = TieredStore(*store.tiers, remote, kv_dtype=self.config.kv_dtype)
         slice_tokens = self.config.slice_tokens or batched
         self._worker = BlendWorker(layers, store, slice_tokens, self._through.put, self.config.message_for_clients)
+        self._closeables = [self._worker, store, self._through]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Queue the step's new jobs and run one slice of work. vLLM calls this after each step's forward pass."""
-        assert self._worker is not None
-        assert self._store is not None
         meta = self._get_connector_metadata()
         self._must_report_memory = meta.needs_memory_report
         if meta.drops_memory and (memory := self._store.memory_tier) is not None:
@@ -255,9 +245,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         Keys deleted while this process was running are deleted from the remote tier again. A write of this process may
         have arrived there after the deletion.
         """
-        assert self._worker is not None
-        assert self._store is not None
-        assert self._through is not None
         keys = {*tombstones.keys}
         if (memory := self._store.memory_tier) is not None:
             headers = memory.headers()
@@ -269,7 +256,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Drop the jobs of ended requests. Return None, and the ids of the requests whose jobs are over."""
-        assert self._worker is not None
         for request_id in finished_req_ids:
             self._record_finished(self._worker.cancel(request_id))
         done, self._finished = self._finished, set()
@@ -282,7 +268,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if len(self._recent_reports) > _REPORTS_KEPT:
                 self._recent_reports.popitem(last=False)
             if failed:
-                assert self._worker is not None
                 # The resident blocks are valid, and other requests may share them.
                 self._failed_blocks.update(job.block_ids[job.num_resident // self._worker.layers.block_size :])
 
@@ -321,13 +306,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Finish pending writes and close the stores. Writes to the remote tier get ten seconds."""
-        if self.scheduler is not None:
-            self.scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
-        for store in (self._store, self._through):
-            if store is not None:
-                store.close()
+        for each in self._closeables:
+            each.close()
 
     # -- counters
 

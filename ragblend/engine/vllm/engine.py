@@ -89,12 +89,7 @@ class VllmEngine(VllmEngineBase):
 
     def reset_prefix_cache(self) -> bool:
         """Clear vLLM's prefix cache. Return False, without clearing it, while a request uses it."""
-        answer: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
-        self._loop.submit(partial(self._loop.reset_prefix_cache, answer), answer)
-        done = answer.get()
-        if isinstance(done, BaseException):
-            raise done
-        return done
+        return self._loop.reset_prefix_cache()
 
     def close(self) -> None:
         """Finish background work and shut vLLM down."""
@@ -244,6 +239,15 @@ class _EngineLoop:
                 raise RagblendError(f"the vLLM engine has stopped ({self._failure}); load it again")
             self._tasks.put(_Task(run, answers))
 
+    def reset_prefix_cache(self) -> bool:
+        """Clear vLLM's prefix cache between two engine steps. Return True if it was cleared."""
+        answer: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
+        self.submit(lambda: answer.put(bool(self._engine.reset_prefix_cache())), answer)
+        done = answer.get()
+        if isinstance(done, BaseException):
+            raise done
+        return done
+
     def close(self) -> None:
         """End the thread and vLLM. Unfinished requests end with EngineClosedError."""
         self._tasks.put(None)
@@ -307,10 +311,6 @@ class _EngineLoop:
         self._may_stop.discard(request_id)
         if self._answers.pop(request_id, None) is not None:
             self._engine.abort_request([request_id])
-
-    def reset_prefix_cache(self, answer: queue.SimpleQueue[bool | BaseException]) -> None:
-        """Clear vLLM's prefix cache. `answer` receives True if it was cleared."""
-        answer.put(bool(self._engine.reset_prefix_cache()))
 
     # -- outputs
 

@@ -69,11 +69,7 @@ def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
     A model given by its Hugging Face id is downloaded. The weights are read once for the fingerprint, which is cached,
     but not loaded.
     """
-    path = find_model(model, options=options)
-    _refuse_format(path)
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    path, config = _load_config(model, options)
     kind = choose_dtype(options.dtype, config, options.device)
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -96,11 +92,7 @@ def unsupported_model_reasons(model: str, options: ModelOptions = AS_IT_IS) -> l
 
     Needs no vLLM. Raises UnsupportedModelError for a GGUF file or an adapter.
     """
-    from transformers import AutoConfig
-
-    path = find_model(model, weights=False, options=options)
-    _refuse_format(path)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    _, config = _load_config(model, options, weights=False)
     text = config.get_text_config()
     described = SimpleNamespace(
         hf_config=config,
@@ -114,7 +106,14 @@ def unsupported_model_reasons(model: str, options: ModelOptions = AS_IT_IS) -> l
     return unsupported_reasons(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
 
 
-def _refuse_format(path: Path) -> None:
+def _load_config(model: str, options: ModelOptions, weights: bool = True) -> tuple[Path, Any]:
+    """Find the files of `model`, and return their directory and the config.
+
+    Raises UnsupportedModelError for formats that vLLM reads in another way than the transformers engine.
+    """
+    from transformers import AutoConfig
+
+    path = find_model(model, weights=weights, options=options)
     if path.is_file():
         raise UnsupportedModelError(
             f"{path.name} is a GGUF file, which only backend='transformers' reads: vLLM's own reader is experimental "
@@ -126,6 +125,7 @@ def _refuse_format(path: Path) -> None:
             f"{path.name} is an adapter, which only backend='transformers' runs: vLLM applies adapters per request, "
             "but stored KV belongs to one model. Merge it into its base (peft's merge_and_unload) and save the result"
         )
+    return path, AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
 
 
 def require_vllm() -> None:

@@ -173,16 +173,13 @@ class VllmLayers:
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshKVHook | None = None
     ) -> Tensor:
-        """Run a decoder layer over the tokens at `rows` [R], and return its hidden states.
-
-        The backend writes the tokens' keys and values into the paged cache.
-        """
+        """Run a decoder layer over `rows` [R], and write their KV to the paged cache. Return its output."""
         together = fused.should_attend_together(layer, rows, hook is not None)
         pieces = fused.attention_calls(rows, together)
         return self._run_pieces(layer, hidden, pieces, [hook] if hook is not None else [], [fused])
 
     def run_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
-        """Run one layer for several requests in one call, and return the hidden states of each as `run_layer` does."""
+        """Run one layer for several requests in one call. Return the output of each, as `run_layer` does."""
         if len(runs) == 1:
             return [self.run_layer(*runs[0])]
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
@@ -213,10 +210,7 @@ class VllmLayers:
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
     ) -> Tensor:
-        """Run a decoder layer over `rows` that have no blocks, and return its hidden states.
-
-        The rows attend over the resident layer of `fused`.
-        """
+        """Run a decoder layer over `rows` without blocks, which attend over the resident layer of `fused`."""
         outputs, queries = [], []
         fits = len(rows) <= self.max_rows
         alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention
@@ -410,10 +404,7 @@ class VllmLayers:
         return torch.stack(self._layers[layer](positions, parts[0], residual), dim=1)
 
     def forward(self, token_ids: Tensor, piece: AttentionCall) -> Tensor:
-        """Run vLLM's own uncompiled forward pass over consecutive tokens, as a reference.
-
-        Return the output [R, hidden size] after the final norm.
-        """
+        """Return the normed output [R, hidden size] of vLLM's own uncompiled forward pass over consecutive tokens."""
         with self._context(len(token_ids), piece):
             output: Tensor = self._decoder.forward(token_ids, piece.positions, None)
         return output

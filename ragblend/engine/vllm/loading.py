@@ -149,10 +149,7 @@ class ReadAheadQueue:
         self._running.discard(request_id)
 
     def take(self, loading: LoadingController) -> list[str]:
-        """Return the keys to read now: those of the oldest waiting request, once it has waited for two engine steps.
-
-        Must be called once per engine step.
-        """
+        """Return the keys to read in this engine step: the oldest request's, once it has waited for two steps."""
         if loading.needs_refresh:  # the request may only wait for the workers' report
             return []
         oldest = next(iter(self._waiting), None)

@@ -86,16 +86,14 @@ class ConversationSalts:
                 self._salts.move_to_end(digest.digest())
                 salt = known[1]
         digest.update(ids[start:end])
-        self._add(digest.digest(), end, salt or f"ragblend-{digest.hexdigest()}")
-        return self._salts[digest.digest()][1]
-
-    def _add(self, key: bytes, length: int, salt: str) -> None:
-        if key in self._salts:
-            return
-        self._salts[key] = length, salt
-        self._lengths[length] += 1
+        if digest.digest() in self._salts:
+            return self._salts[digest.digest()][1]
+        salt = salt or f"ragblend-{digest.hexdigest()}"
+        self._salts[digest.digest()] = end, salt
+        self._lengths[end] += 1
         if len(self._salts) > _PROMPTS_KEPT:
             _, (old_length, _) = self._salts.popitem(last=False)
             self._lengths[old_length] -= 1
             if not self._lengths[old_length]:
                 del self._lengths[old_length]
+        return salt

@@ -81,24 +81,18 @@ class PagedKV:
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
-        """Return the resident layer's keys [H, capacity, D], valid in placed and written rows; an empty tensor for
-        another layer.
-        """
-        kept = self._resident_kv(layer)
-        return kept.keys.transpose(0, 1) if kept is not None else self._nothing
+        """Return a layer's keys [H, capacity, D], valid in placed and written rows; empty if it is not resident."""
+        return self._resident_kv(layer).keys.transpose(0, 1)
 
     def values(self, layer: int) -> Tensor:
-        """Return the resident layer's values [H, capacity, D], valid in placed and written rows; an empty tensor for
-        another layer.
-        """
-        kept = self._resident_kv(layer)
-        return kept.values.transpose(0, 1) if kept is not None else self._nothing
+        """Return a layer's values [H, capacity, D], valid in placed and written rows; empty if it is not resident."""
+        return self._resident_kv(layer).values.transpose(0, 1)
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-        kept = self._resident_kv(layer)
-        if kept is not None:
+        if self._resident_layer is not None and self._resident_layer[0] == layer:
+            kept = self._resident_layer[1]
             kept.keys[rows], kept.values[rows] = keys, values
         if self._capacity > self._num_rows:
             count = bisect_left(on_host(rows), self._num_rows)
@@ -117,9 +111,7 @@ class PagedKV:
             self._layers.write(layer, self._slots[rows], *placed)
 
     def place_resident_only(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
-        """Write stored KV to the resident layer only, if `layer` is kept. `place` fills the blocks later, once the
-        drift is known.
-        """
+        """Write stored KV to the resident layer only, if `layer` is kept. `place` fills the blocks later."""
         for _ in self._placed(layer, stored):
             pass
 
@@ -159,10 +151,10 @@ class PagedKV:
                     target[: self._num_resident] = tensor[: self._num_resident]
         return LayerKV(*(tensor[rows] for tensor in self._resident_layer[1]))
 
-    def _resident_kv(self, layer: int) -> LayerKV | None:
-        return (
-            self._resident_layer[1] if self._resident_layer is not None and self._resident_layer[0] == layer else None
-        )
+    def _resident_kv(self, layer: int) -> LayerKV:
+        if self._resident_layer is None or self._resident_layer[0] != layer:
+            return LayerKV(self._nothing, self._nothing)
+        return self._resident_layer[1]
 
     def place_all_layers(self, placement: Placement) -> None:
         """Place every layer of one chunk. Afterwards all rows up to the chunk's end are valid."""

@@ -168,11 +168,7 @@ _OF_THE_CLIENT = frozenset({"ttft_s", "decode_s", "prompt_tokens", "completion_t
 
 
 def report_to_json(report: BlendReport) -> dict[str, Any]:
-    """Return a report as JSON values, for `kv_transfer_params["ragblend"]` in a response.
-
-    Token counts and the client's times are left out. OpenAI's `usage` contains the counts, and the client measures the
-    times.
-    """
+    """Return a report as JSON values, without token counts, which OpenAI's `usage` has, and without clients' times."""
     facts = {name: value for name, value in report.as_dict().items() if name not in _OF_THE_CLIENT}
     return {"version": PARAMS_VERSION, **facts}
 

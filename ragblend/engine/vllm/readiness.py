@@ -49,7 +49,7 @@ class Readiness:
         self._client = engine_client
         self._disk = _CachedProbe(lambda: _disk_state([disk for tier in tiers if (disk := tier.disk_tier) is not None]))
         remote = [remote for tier in tiers for remote in tier.remote_tiers]
-        self._remote = _CachedProbe(lambda: _remote_state(remote)) if remote else None
+        self._remote = _CachedProbe(lambda: _remote_state(remote))
         shutdown = engine_client.shutdown
 
         def draining(*given: Any, **named: Any) -> Any:
@@ -84,9 +84,7 @@ class Readiness:
     async def state(self) -> dict[str, Any]:
         """Return the body of the readiness response."""
         engine = "stopping" if self.is_stopping else await self._engine_state()
-        disk, remote = await asyncio.gather(
-            asyncio.to_thread(self._disk.state), asyncio.to_thread(self._remote.state if self._remote else _no_remote)
-        )
+        disk, remote = await asyncio.gather(asyncio.to_thread(self._disk.state), asyncio.to_thread(self._remote.state))
         is_ready = engine == "ok" and disk in ("ok", "full")
         return {"ready": is_ready, "engine": engine, "store": disk, "remote": remote}
 
@@ -156,8 +154,6 @@ def _disk_state(disks: Sequence[DiskStore]) -> str:
 
 
 def _remote_state(tiers: Sequence[RemoteStore]) -> str:
+    if not tiers:
+        return "none"
     return "ok" if all(tier.status().reachable for tier in tiers) else "unreachable"
-
-
-def _no_remote() -> str:
-    return "none"

@@ -218,7 +218,7 @@ class BlendScheduler:
         state = _RequestState(params, BlendReport(params.reported_mode))
         state.is_ours = PARAMS_KEY in (request.kv_transfer_params or {})
         if params.mode in ("full", "prefix"):
-            self._settle_rule(request, state)
+            self._resolve_rule(request, state)
             return state
         find_rule(params.rule)
         if reason := _no_reuse_reason(request):
@@ -228,7 +228,7 @@ class BlendScheduler:
             state.report = _as_prefill(state.report, WEIGHTS_UPDATED)
         return state
 
-    def _settle_rule(self, request: Any, state: _RequestState) -> None:
+    def _resolve_rule(self, request: Any, state: _RequestState) -> None:
         """Resolve rule and ratio, and start the report, once the request's runs are known."""
         ids, params, runs = request.prompt_token_ids, state.params, state.runs or ()
         rule = self.config.rule if params.rule == "auto" else params.rule
@@ -290,7 +290,7 @@ class BlendScheduler:
             elif not state.is_ours:
                 state.is_ours = True
                 self.metrics.add(requests=1)
-        self._settle_rule(request, state)
+        self._resolve_rule(request, state)
         state.report.match_s = result.match_s
 
     def _plan_fill(
