@@ -96,9 +96,9 @@ class VllmLayers:
             reject_unsupported_attention(found[0].impl)
             self._attention.append(found[0])
         self._names = [attention.layer_name for attention in self._attention]
-        self._sights = [_attention_params(attention) for attention in self._attention]
-        seeing_all = tuple(layer for layer, sight in enumerate(self._sights) if sight.window is None)
-        self.global_layers = seeing_all if len(seeing_all) < len(self._layers) else ()
+        self._attention_params = [_attention_params(attention) for attention in self._attention]
+        without_window = tuple(layer for layer, params in enumerate(self._attention_params) if params.window is None)
+        self.global_layers = without_window if len(without_window) < len(self._layers) else ()
         """As `TransformersLayers.global_layers`."""
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self.block_size: int = spec.block_size
@@ -147,15 +147,15 @@ class VllmLayers:
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
         """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. Its attention does not run."""
-        pieces = []
+        projected = []
         for part in torch.split(hidden, self.max_rows):
             positions = torch.zeros(len(part), dtype=torch.int64, device=self.device)
             with self._capture(layer, _stop) as kept:
                 try:
                     self._call(layer, positions, part)
                 except _StopError:
-                    pieces.append(self._as_heads(layer, *kept))
-        return _joined(pieces)
+                    projected.append(self._as_heads(layer, *kept))
+        return _concatenate(projected)
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Return pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R] by the model's own rotary module."""
@@ -166,17 +166,17 @@ class VllmLayers:
     def rotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> None:
         """Rotate `keys` [R, H, D], contiguous, in place to positions `rows` [R]."""
         flat = keys.view(len(keys), -1)
-        turned, _ = self._layers[layer].self_attn.rotary_emb(rows, flat, None)
-        if turned.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
-            flat.copy_(turned)
+        rotated, _ = self._layers[layer].self_attn.rotary_emb(rows, flat, None)
+        if rotated.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
+            flat.copy_(rotated)
 
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshKVHook | None = None
     ) -> Tensor:
         """Run a decoder layer over `rows` [R], and write their KV to the paged cache. Return its output."""
         together = fused.should_attend_together(layer, rows, hook is not None)
-        pieces = fused.attention_calls(rows, together)
-        return self._run_pieces(layer, hidden, pieces, [hook] if hook is not None else [], [fused])
+        calls = fused.attention_calls(rows, together)
+        return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
 
     def run_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
         """Run one layer for several requests in one call. Return the output of each, as `run_layer` does."""
@@ -188,16 +188,16 @@ class VllmLayers:
             each.should_attend_together(run.layer, run.rows, run.hook is not None)
             for each, run in zip(fused, runs, strict=True)
         )
-        known, were_together, pieces = self._joined
+        known, were_together, calls = self._joined
         is_known = len(known) == len(rows) and all(mine is each for mine, each in zip(known, rows, strict=True))
         if not is_known or were_together != together:
             if together:
-                pieces = self.split_shared_calls(rows)
+                calls = self.split_shared_calls(rows)
             else:
                 tables = pad_sequence([each.blocks for each in fused], batch_first=True)
                 owners = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(counts)).to(self.device)
-                pieces = self.split_calls(torch.cat(rows), tables, owners)
-            self._joined = rows, together, pieces
+                calls = self.split_calls(torch.cat(rows), tables, owners)
+            self._joined = rows, together, calls
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
         firsts = itertools.accumulate(counts[:-1], initial=0)
         hooks = [
@@ -205,7 +205,7 @@ class VllmLayers:
             for run, first in zip(runs, firsts, strict=True)
             if run.hook
         ]
-        return list(torch.split(self._run_pieces(layer, hidden, pieces, hooks, fused), counts))
+        return list(torch.split(self._run_calls(layer, hidden, calls, hooks, fused), counts))
 
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
@@ -222,18 +222,18 @@ class VllmLayers:
             queries += seen
         if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
-            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._sights[layer])
+            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer])
             probe_hook(probe_queries, fused.keys(layer)[:, : on_host(rows)[-1] + 1])
         return torch.cat(outputs)
 
     def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
         """Run a layer as `run_layer`. Return its hidden states, and the rows' pre-RoPE keys and values [H, R, D]."""
-        outputs, pieces = [], []
-        for piece in fused.attention_calls(rows):
+        outputs, kvs = [], []
+        for call in fused.attention_calls(rows):
             with self._capture(layer) as kept:
-                outputs.append(self._run(layer, hidden[piece.span], piece, [fused]))
-            pieces.append(self._as_heads(layer, *kept))
-        return torch.cat(outputs), _joined(pieces)
+                outputs.append(self._run(layer, hidden[call.span], call, [fused]))
+            kvs.append(self._as_heads(layer, *kept))
+        return torch.cat(outputs), _concatenate(kvs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raise NotImplementedError, because vLLM itself computes the last token and samples."""
@@ -284,7 +284,7 @@ class VllmLayers:
         """
         apart = rows + owners * _APART
         return [
-            self._piece(slice(runs[0][0], runs[-1][1]), runs, rows, tables, owners)
+            self._make_call(slice(runs[0][0], runs[-1][1]), runs, rows, tables, owners)
             for runs in cut_runs(apart.tolist(), self.max_rows, self.max_runs)
         ]
 
@@ -292,7 +292,7 @@ class VllmLayers:
         """Split the rows of several requests, [R] each, into calls over resident layers, each of at most `max_rows`."""
         joined = torch.cat(list(rows)) if len(rows) > 1 else rows[0]
         starts = list(itertools.accumulate((len(each) for each in rows), initial=0))
-        pieces = []
+        calls = []
         for first in range(0, len(joined), self.max_rows):
             span, parts = slice(first, min(first + self.max_rows, len(joined))), []
             for owner, (start, end) in enumerate(itertools.pairwise(starts)):
@@ -300,8 +300,8 @@ class VllmLayers:
                 if mine.start < mine.stop:
                     here = slice(mine.start + start - first, mine.stop + start - first)
                     parts.append(RequestRows(owner, here, rows[owner][mine], on_host(rows[owner])[mine]))
-            pieces.append(AttentionCall(span, joined[span], parts=tuple(parts)))
-        return pieces
+            calls.append(AttentionCall(span, joined[span], parts=tuple(parts)))
+        return calls
 
     def should_share_reads(self, rows: Tensor) -> bool:
         """Return True if rows [R], ascending, are faster attended together than as separate runs."""
@@ -355,32 +355,32 @@ class VllmLayers:
 
     # -- helpers
 
-    def _context(self, num_tokens: int, piece: AttentionCall | None = None) -> AbstractContextManager[None]:
-        """Set the forward context that vLLM's layers read. Without `piece` it contains no paged cache."""
+    def _context(self, num_tokens: int, call: AttentionCall | None = None) -> AbstractContextManager[None]:
+        """Set the forward context that vLLM's layers read. Without `call` it contains no paged cache."""
         from vllm.forward_context import set_forward_context
 
         context: AbstractContextManager[None] = set_forward_context(
-            dict.fromkeys(self._names, piece.metadata) if piece is not None else None,
+            dict.fromkeys(self._names, call.metadata) if call is not None else None,
             self._vllm_config,
             num_tokens=num_tokens,
-            slot_mapping=dict.fromkeys(self._names, piece.slots) if piece is not None else None,
+            slot_mapping=dict.fromkeys(self._names, call.slots) if call is not None else None,
         )
         return context
 
-    def _run_pieces(
+    def _run_calls(
         self,
         layer: int,
         hidden: Tensor,
-        pieces: Sequence[AttentionCall],
+        calls: Sequence[AttentionCall],
         hooks: Sequence[FreshKVHook],
         fused: Sequence[Any],
     ) -> Tensor:
-        if len(pieces) > 1:  # every hook must have all of its rows before the first call attends
+        if len(calls) > 1:  # every hook must have all of its rows before the first call attends
             for each in hooks:
                 each.callback(self.project_kv(layer, hidden[each.row_indices]))
-            return torch.cat([self._run(layer, hidden[piece.span], piece, fused) for piece in pieces])
+            return torch.cat([self._run(layer, hidden[call.span], call, fused) for call in calls])
         if not hooks:
-            return self._run(layer, hidden, pieces[0], fused)
+            return self._run(layer, hidden, calls[0], fused)
 
         def call_hooks() -> None:
             fresh = self._as_heads(layer, *kept)
@@ -388,14 +388,14 @@ class VllmLayers:
                 callback(LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices]))
 
         with self._capture(layer, call_hooks) as kept:
-            return self._run(layer, hidden, pieces[0], fused)
+            return self._run(layer, hidden, calls[0], fused)
 
-    def _run(self, layer: int, hidden: Tensor, piece: AttentionCall, fused: Sequence[Any]) -> Tensor:
-        if piece.parts:
-            with self._attending_over(layer, piece.parts, fused), self._context(len(hidden)):
-                return self._call(layer, piece.positions, hidden)
-        with self._context(len(hidden), piece):
-            return self._call(layer, piece.positions, hidden)
+    def _run(self, layer: int, hidden: Tensor, call: AttentionCall, fused: Sequence[Any]) -> Tensor:
+        if call.parts:
+            with self._attending_over(layer, call.parts, fused), self._context(len(hidden)):
+                return self._call(layer, call.positions, hidden)
+        with self._context(len(hidden), call):
+            return self._call(layer, call.positions, hidden)
 
     def _call(self, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
         """Run vLLM's layer on copies of `hidden`, because the layer may write into its arguments."""
@@ -403,10 +403,10 @@ class VllmLayers:
         residual = parts[1] if len(parts) > 1 else None
         return torch.stack(self._layers[layer](positions, parts[0], residual), dim=1)
 
-    def forward(self, token_ids: Tensor, piece: AttentionCall) -> Tensor:
+    def forward(self, token_ids: Tensor, call: AttentionCall) -> Tensor:
         """Return the normed output [R, hidden size] of vLLM's own uncompiled forward pass over consecutive tokens."""
-        with self._context(len(token_ids), piece):
-            output: Tensor = self._decoder.forward(token_ids, piece.positions, None)
+        with self._context(len(token_ids), call):
+            output: Tensor = self._decoder.forward(token_ids, call.positions, None)
         return output
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -452,7 +452,7 @@ class VllmLayers:
         receives each part's queries [Hq, R, D].
         """
         attention, seen = self._attention[layer], []
-        sight, scale = self._sights[layer], attention.impl.scale
+        params, scale = self._attention_params[layer], attention.impl.scale
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any) -> Tensor:
             fresh = self._as_heads(layer, key, value)
@@ -462,10 +462,10 @@ class VllmLayers:
                 theirs, mine, end = fused[owner], states[:, span], positions[-1] + 1
                 theirs.write(layer, rows, fresh.keys[:, span], fresh.values[:, span])
                 keys, values = theirs.keys(layer)[:, :end], theirs.values(layer)[:, :end]
-                probe_queries = ProbeQueries(mine, rows, scale, sight, positions)
+                probe_queries = ProbeQueries(mine, rows, scale, params, positions)
                 output = hook(probe_queries, keys, values) if hook is not None else None
                 if output is None:
-                    output = attend_rows(mine[None], keys[None], values[None], rows, scale, sight, positions)[0]
+                    output = attend_rows(mine[None], keys[None], values[None], rows, scale, params, positions)[0]
                 outputs.append(output)
                 seen.append(mine)
             return (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]).transpose(0, 1).flatten(1)
@@ -484,7 +484,7 @@ class VllmLayers:
             values.reshape(-1, attention.num_kv_heads, attention.head_size_v).transpose(0, 1),
         )
 
-    def _piece(
+    def _make_call(
         self, span: slice, runs: Sequence[tuple[int, int]], rows: Tensor, tables: Tensor, owners: Tensor
     ) -> AttentionCall:
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -548,7 +548,7 @@ def _num_weights(module: Any) -> int:
     return count
 
 
-def _joined(pieces: list[LayerKV]) -> LayerKV:
-    if len(pieces) == 1:
-        return pieces[0]
-    return LayerKV(torch.cat([piece.keys for piece in pieces], 1), torch.cat([piece.values for piece in pieces], 1))
+def _concatenate(parts: list[LayerKV]) -> LayerKV:
+    if len(parts) == 1:
+        return parts[0]
+    return LayerKV(torch.cat([part.keys for part in parts], 1), torch.cat([part.values for part in parts], 1))
