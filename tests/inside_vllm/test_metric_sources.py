@@ -145,7 +145,7 @@ def test_every_series_reaches_prometheus_by_engine() -> None:
 
     stats, other = BlendStats(), BlendStats()
     stats.merge({"requests": 1, f"tier_hits{LABEL}disk": 2, "blend_queue": 5, "request_load_seconds": [0.2]})
-    other.take({"requests": 2, f"tier_hits{LABEL}disk": 3, "blend_queue": 1, "request_load_seconds": [0.4]})
+    other.merge({"requests": 2, f"tier_hits{LABEL}disk": 3, "blend_queue": 1, "request_load_seconds": [0.4]})
     stats.aggregate(other)
     assert stats.reduce() == {"requests": 3, "tier_hits|disk": 5, "blend_queue": 1, "request_load_seconds": 0.3}
     registry = CollectorRegistry()

@@ -68,7 +68,7 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        ({"version": 1}, "version 1"),
+        ({"version": 1}, "parameters is 1, but this server reads 2"),
         ({"mode": "guess"}, "'guess'"),
         ({"ratio": 1.5}, "1.5"),
         ({"ratio": True}, "True"),
