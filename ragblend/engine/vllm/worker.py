@@ -421,10 +421,8 @@ class BlendWorker:
         kept = {check.layer for check in plan.checks}
         if self.layers.can_share_reads and 0 < plan.checks[-1].ratio < 1:
             kept.update(range(self.layers.num_layers))
-        if not plan.probe_layers:
-            return PagedKV(self.layers, job.block_ids, job.end, kept, num_resident=job.num_resident)
-        kept.update(range(plan.probe_layers[-1] + 1))
-        num_probe_rows = len(job.token_ids) - job.end
+        num_probe_rows = len(job.token_ids) - job.end if plan.probe_layers else 0
+        kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())
         return PagedKV(self.layers, job.block_ids, job.end, kept, num_probe_rows, job.num_resident)
 
     def _source(self, placements: Sequence[Placement], paged: PagedKV, *, corrects_drift: bool = False) -> PagedSource:
@@ -469,22 +467,15 @@ class BlendWorker:
         found: list[ChunkKV | None] = []
         for span in job.stored:
             kv = self._store.get(span.key, span.chunk_ids) if span.key not in damaged else None
-            if kv is not None and not self._is_ours(kv.header, job):
-                kv = None
-            found.append(kv)
+            found.append(kv if kv is not None and self._is_ours(kv.header, job) else None)
         # Each rank reads separately. A chunk that one rank cannot read is a miss on all, so that all compute the same.
         counts = self.layers.count_ranks([kv is not None for kv in found])
-        found = [kv if count == self.layers.num_ranks else None for kv, count in zip(found, counts, strict=True)]
-        return tuple(
-            Placement(
-                rows_of(self.layers.own_heads(kv), span.chunk_start, span.chunk_start + span.end - span.start),
-                span.start,
-                span.exact,
-                span.policy != "none",
-            )
-            for span, kv in zip(job.stored, found, strict=True)
-            if kv is not None
-        )
+        placements = []
+        for span, kv, count in zip(job.stored, found, counts, strict=True):
+            if kv is not None and count == self.layers.num_ranks:
+                rows = rows_of(self.layers.own_heads(kv), span.chunk_start, span.chunk_start + span.end - span.start)
+                placements.append(Placement(rows, span.start, span.exact, span.policy != "none"))
+        return tuple(placements)
 
     def _is_ours(self, header: KVHeader, job: BlendJob) -> bool:
         """Return True if an entry belongs to this model. Its key should ensure that; this check does not rely on it."""
