@@ -47,9 +47,9 @@ class PendingFetch:
 class RemoteFetcher:
     """Copies chunks from `remote` into the `local` store in background threads. No method waits for either store.
 
-    A chunk that several requests need at the same time is fetched once. A chunk stays a miss if the remote tier is slow
-    or down, if it sends a damaged entry, or if the local store is full or cannot be written. A chunk that `listener`
-    reports as deleted during its fetch is not kept. `close` ends the threads.
+    A chunk that several requests need at the same time is fetched once. It stays a miss if the remote tier is slow or
+    down, or sends a damaged entry, or if the local store cannot be written. A chunk that `listener` reports as deleted
+    during its fetch is not kept. `close` ends the threads.
     """
 
     def __init__(

@@ -230,10 +230,8 @@ def server_command(
     if has_vllm_command():
         command = [python, "-m", CLI_MODULE, "serve", str(checkpoint.path)]
         if not given & {"--api-server-count", "-asc", "--headless"}:
-            command += [
-                "--api-server-count",
-                "1",
-            ]  # the default is one per data-parallel engine, with separate counters
+            # The default is one server process per data-parallel engine, each with separate counters.
+            command += ["--api-server-count", "1"]
     else:
         command = [python, "-m", DEPRECATED_SERVER_MODULE, "--model", str(checkpoint.path)]
     command += ["--dtype", checkpoint.dtype]

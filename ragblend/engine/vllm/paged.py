@@ -141,7 +141,7 @@ class PagedKV:
         if layer not in self._kept:
             return LayerKV(*(self._nothing.new_empty(rows.stop - rows.start, *shape) for shape in shapes))
         if self._resident_layer is None or self._resident_layer[0] != layer:
-            # All layers use the same memory, which is in the cache already.
+            # All layers use the same buffer, which the processor's cache contains already.
             kept = self._resident_layer[1] if self._resident_layer is not None else None
             kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
             self._resident_layer, self.fully_resident_layer = (layer, kept), None

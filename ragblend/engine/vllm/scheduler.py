@@ -1,8 +1,8 @@
 """Scheduler's half of the connector: plans each request, queues its job for the workers, and completes its report.
 
-A request's plan consists of its parameters, the stored chunks in its prompt, the rule and the ratio, the part that
-vLLM's own prefix cache has, and the end of the context that the connector will fill. Nothing here waits for the disk or
-the network, because vLLM's scheduler would wait, too: threads look chunks up (`lookup`) and fetch them (`fetch`).
+A plan consists of the request's parameters, rule and ratio, the stored chunks in its prompt, the tokens that vLLM's own
+prefix cache has, and the end of the context to fill. Nothing here waits for the disk or the network, because vLLM's
+scheduler would wait, too. Threads look chunks up (`lookup`) and fetch them (`fetch`).
 Depends on the attributes of vLLM's requests; does not import vLLM.
 """
 
