@@ -21,7 +21,7 @@ import typer
 from ragblend.cli.options import json_object
 from ragblend.cli.printing import print_json, print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
-from ragblend.engine.vllm.base_engine import INGEST_AT_ONCE
+from ragblend.engine.vllm.base_engine import INGEST_CONCURRENCY
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
 from ragblend.lab.bench.common.workloads import make_prompts
@@ -76,7 +76,7 @@ def bench_ingest_vllm(
         torch.set_num_threads(threads)
     rounds: list[tuple[_Taken, _Taken]] = []
     length = PREFIX_TOKENS + chunk_tokens + 2
-    with open_vllm(config, num_prompts=INGEST_AT_ONCE, prompt_tokens=length, store=store) as (
+    with open_vllm(config, num_prompts=INGEST_CONCURRENCY, prompt_tokens=length, store=store) as (
         engine,
         vocab_size,
     ):
@@ -134,7 +134,7 @@ def _prefill(engine: VllmEngine, chunks: tuple[Chunk, ...]) -> Iterator[Any]:
             for _ in deltas:
                 pass
 
-    with ThreadPoolExecutor(INGEST_AT_ONCE) as pool:
+    with ThreadPoolExecutor(INGEST_CONCURRENCY) as pool:
         yield from pool.map(one, chunks)
 
 

@@ -17,7 +17,7 @@ from ragblend.cli.printing import FlagFormatter, print_message, print_notice
 from ragblend.config import Settings, flag_name, with_flags
 from ragblend.engine.load import load_engine
 from ragblend.engine.vllm.admin import _fields
-from ragblend.engine.vllm.client import events
+from ragblend.engine.vllm.client import sse_events
 from ragblend.errors import NotFoundError, RagblendError
 from ragblend.prompt.render import Renderer
 from ragblend.server.requests import read_documents
@@ -114,7 +114,7 @@ def test_the_tokenizer_does_not_warn_of_a_long_document(make_tokenizer):
     "read",
     [
         lambda text: json_object(text, "--vllm-options"),
-        lambda text: list(events([f"data: {text}"])),
+        lambda text: list(sse_events([f"data: {text}"])),
         lambda text: read_documents(text.encode(), "application/json", None),
         lambda text: _fields(text.encode()),
     ],

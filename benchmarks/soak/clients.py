@@ -20,8 +20,8 @@ import httpx
 from benchmarks.soak.deployment import Replica, key_of
 from benchmarks.soak.ledger import Attempt, Ledger, Outcome, is_stored
 from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, exclude_tokens
-from ragblend.engine.vllm.client import events
-from ragblend.engine.vllm.params import VllmMode, report_from, sampling
+from ragblend.engine.vllm.client import sse_events
+from ragblend.engine.vllm.params import VllmMode, report_from, vllm_sampling
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.types import Prompt
@@ -218,7 +218,7 @@ class Client(threading.Thread):
         if attempt.mode == "ingest":
             return {"model": "demo", "max_tokens": 1}
         options = GenerationOptions(logit_bias=exclude_tokens(self._work.stop_ids))
-        return {"model": "demo", "max_tokens": ANSWER_TOKENS, **sampling(options)}
+        return {"model": "demo", "max_tokens": ANSWER_TOKENS, **vllm_sampling(options)}
 
     def _refused(self, response: httpx.Response, wish: PlannedRequest, attempt: Attempt) -> None:
         attempt.outcome = "refused"
@@ -234,7 +234,7 @@ class Client(threading.Thread):
             attempt.token_ids = list(response_body["choices"][0]["token_ids"])
             attempt.report = report_from(response_body.get("kv_transfer_params"))
             return "complete"
-        for event in events(response.iter_lines()):
+        for event in sse_events(response.iter_lines()):
             if "error" in event:
                 raise RagblendError(str(event["error"]))
             attempt.token_ids += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]

@@ -25,12 +25,12 @@ from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.engine.vllm.launch import (
     LOOPBACK,
     Checkpoint,
-    environment,
     find_checkpoint,
     require_vllm,
     server_command,
     split_flag,
     transfer_config,
+    vllm_environment,
 )
 from ragblend.errors import StoreNotWritableError, UsageError
 from ragblend.redaction import hide_secrets, redact_command
@@ -121,7 +121,7 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     own = ["--host", options.host, "--port", str(options.port)]
     own += ["--trust-remote-code"] if settings.trust_remote_code else []
     command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
-    added = environment()
+    added = vllm_environment()
     # Not as flags, which every user of the machine can read.
     if options.api_key:
         added[API_KEY] = options.api_key

@@ -1,1 +1,1 @@
-"""What `ragblend serve` adds to vLLM's HTTP server: documents, what is stored, API keys at the door, reports."""
+"""Additions of `ragblend serve` to vLLM's HTTP server: routes for documents and the store, API keys, reports."""

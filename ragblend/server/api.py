@@ -1,17 +1,18 @@
-"""What `ragblend serve` adds to vLLM's HTTP server: documents, facts for clients, and reports in streams.
+"""Middleware that adds ragblend's routes to vLLM's HTTP server, and reports to the streams of its answers.
 
     GET  /v1/ragblend          {"model", "fingerprint", "dtype", "num_layers", "bytes_per_token", "context_length",
-                               "context", "answer_lead", "knows_tools", "calls", "calls_shown"}, and with keys the
-                               "namespace" of the one that was sent
+                               "context", "answer_lead", "knows_tools", "calls", "calls_shown"}, and on a server with
+                               API keys the "namespace" of the request's key
     ...  /v1/ragblend/documents see `routes`
     ...  /v1/ragblend/store    see `admin`
     GET  /ragblend/ready       see `readiness`
 
-Loaded through vLLM's own `--middleware`, which puts it before everything else, vLLM's check of its API key included.
-The routes are added to vLLM's application, so that its key guards them; with `--api-keys-file` each request is let in
-here (`AuthGate`), and once more where it reaches the engine. Where a store is, is not told. Before 0.33, vLLM sends
-`kv_transfer_params` only when it does not stream, and never when a stop string ended the answer; for requests that
-carry ours, a stream without them ends here with one more event that has them.
+vLLM loads the middleware through `--middleware`, and calls it before everything else, including its own check of API
+keys. The routes are added to vLLM's application, so that vLLM's key guards them, too. With `--api-keys-file`,
+`AuthGate` checks each request here and again when it reaches the engine. No response contains the address of a store.
+
+Before 0.33, vLLM leaves `kv_transfer_params` out of streams and of answers that end at a stop string. A stream of a
+request with ragblend's parameters therefore ends with an additional event that contains the report.
 """
 
 from __future__ import annotations
@@ -26,30 +27,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
-from ragblend.engine.vllm.admin import add_admin
-from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of
+from ragblend.engine.vllm.admin import add_store_routes
+from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_for_app
 from ragblend.engine.vllm.base_engine import ServedModelInfo
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.engine.vllm.launch import Checkpoint, find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
-from ragblend.engine.vllm.readiness import Readiness, add_readiness
-from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
+from ragblend.engine.vllm.readiness import Readiness, add_readiness_route
+from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
 from ragblend.prompt.render import Renderer
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 10.0  # longest wait for the workers, which answer between two steps
+_ASK_S = 10.0  # longest wait for the workers, which respond between two engine steps
 
 
 class BlendMiddleware:
-    """ASGI middleware that equips vLLM's application at the first request, and then only lets requests in."""
+    """ASGI middleware that adds ragblend's routes to vLLM's application at the first request, and checks API keys."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -63,12 +63,12 @@ class BlendMiddleware:
             await self._app(scope, receive, send)
             return
         if not self._equipped:
-            self._gate = gate_of(scope["app"])  # an error here ends the request, and the next one tries again
+            self._gate = gate_for_app(scope["app"])  # an error here ends the request, and the next request tries again
             self._equipped = True
             try:
                 self._readiness = install_routes(scope["app"])
-            except Exception:  # vLLM serves on; clients then take it for one without ragblend
-                log.exception("this server cannot tell what is stored, and its streams have no reports")
+            except Exception:  # vLLM still serves; to clients it is a vLLM without ragblend
+                log.exception("this server has no routes under /v1/ragblend, and its streams have no reports")
         app = self._app if self._gate is None else self._gate.wrap_app(self._app)
         if self._readiness is None:
             await app(scope, receive, send)
@@ -77,67 +77,67 @@ class BlendMiddleware:
 
 
 def install_routes(app: Any) -> Readiness:
-    """Add the routes to `app`, and the report to its streams."""
+    """Add ragblend's routes to vLLM's application `app`, and reports to its streams. Return the server's Readiness."""
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
-    from ragblend.server.routes import responder
+    from ragblend.server.routes import make_request_handler
 
-    chunks = ServedChunks(app.state.vllm_config)
+    served = ServerResources(app.state.vllm_config)
 
     async def facts(request: Request) -> Response:
         grant = current_grant()
         namespace = {} if grant is None else {"namespace": grant.namespace}
-        found = await run_in_threadpool(lambda: {**chunks.facts(), **chunks.answer_facts()})
+        found = await run_in_threadpool(lambda: {**served.model_facts(), **served.answer_facts()})
         return JSONResponse({**found, **namespace})
 
-    respond = responder(chunks.config.for_clients)
+    respond = make_request_handler(served.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
-    add_admin(app, chunks.store, respond)
+    add_store_routes(app, served.store, respond)
     try:
-        add_documents(app, chunks, respond)
+        add_document_routes(app, served, respond)
     except Exception as error:
-        log.warning("this server takes no documents under /v1/ragblend/documents: %s", error)
-    count_reused_tokens(app.state.engine_client)
+        log.warning("this server has no routes under /v1/ragblend/documents: %s", error)
+    correct_cached_tokens(app.state.engine_client)
     for serving, name, place in (
         (getattr(app.state, "openai_serving_completion", None), "completion_stream_generator", 1),
         (getattr(app.state, "openai_serving_chat", None), "chat_completion_stream_generator", 0),
     ):
         if serving is not None:
-            report_in_streams(serving, name, place)
-    return add_readiness(app, chunks.store.tiers)
+            add_reports_to_streams(serving, name, place)
+    return add_readiness_route(app, served.store.tiers)
 
 
-def add_documents(app: Any, chunks: ServedChunks, respond: Any) -> None:
-    """Add the routes of documents to `app`, and go on storing those that are waiting."""
+def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None:
+    """Add the routes of documents to `app`, and start storing the documents that are waiting."""
     from ragblend.engine.vllm.front_end import FrontEndEngine
     from ragblend.server.documents import Documents
     from ragblend.server.routes import documents_router
 
     loop, client = asyncio.get_running_loop(), app.state.engine_client
-    store = _SharedStore(*chunks.store.tiers, kv_dtype=chunks.store.kv_dtype)
+    store = _SharedStore(*served.store.tiers, kv_dtype=served.store.kv_dtype)
 
     def make_engine(namespace: str) -> FrontEndEngine:
         return FrontEndEngine(
             client,
             loop,
-            chunks.renderer,
+            served.renderer,
             store,
-            chunks.served_model(),
-            chunks.prefix_ids,
+            served.model_info(),
+            served.prefix_ids,
             namespace=namespace,
-            context=chunks.config.context,
+            context=served.config.context,
         )
 
-    config = chunks.config
-    documents = Documents(Path(config.store), make_engine, config.for_clients, catalog=config.catalog)
+    config = served.config
+    documents = Documents(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
 
 
 class _SharedStore(TieredStore):
-    """A store whose other replicas are told what is deleted."""
+    """Store that publishes a tombstone for each deletion, so that other replicas delete the entry, too."""
 
     def delete(self, key: str) -> bool:
         for remote in self.remote_tiers:
@@ -145,43 +145,42 @@ class _SharedStore(TieredStore):
         return super().delete(key)
 
 
-class ServedChunks:
-    """The store of a vLLM, as its HTTP front end sees it."""
+class ServerResources:
+    """Store, model and tokenizer of a vLLM server, for its HTTP front end."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.config = config = ConnectorConfig.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._model = vllm_config.model_config
         self.store = config.open_shared()
-        self._disk = self.store.disk_tier
-        self._context = config.context
         self._fingerprint = model_fingerprint(self._model)
-        self.store.set_expected_spec(self._fingerprint, model_shape(self._model))
-        self._facts: dict[str, Any] = {}
+        self.store.set_expected_spec(self._fingerprint, model_kv_spec(self._model))
 
-    def _remembered(self) -> ContextPolicy | None:
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return find_checkpoint(self._model.model, vllm_model_options(self._model))
+
+    def _stored_context(self) -> ContextPolicy | None:
         try:
             return self.store.read_context()
-        except CorruptError as error:  # it was sound when the server started
+        except CorruptError as error:  # the file was valid when the server started
             log.warning("%s", error)
             return None
 
-    def facts(self) -> dict[str, Any]:
-        """What a client needs to tell people what is served."""
-        if self._facts:
-            return {**self._facts, "context": self._context or self._remembered()}
-        checkpoint = find_checkpoint(self._model.model, served_options(self._model))
-        self._facts = {
+    def model_facts(self) -> dict[str, Any]:
+        """Return the facts about model and store for GET /v1/ragblend."""
+        checkpoint = self._checkpoint
+        return {
             "model": checkpoint.name,
             "fingerprint": self._fingerprint,
             "dtype": checkpoint.dtype,
             "num_layers": checkpoint.num_layers,
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,
+            "context": self.config.context or self._stored_context(),
         }
-        return self.facts()
 
     def answer_facts(self) -> dict[str, Any]:
-        """What a client needs to read answers; nothing where the model's tokenizer cannot be had."""
+        """Return the facts with which a client parses answers; {} if the model's tokenizer cannot be loaded."""
         try:
             renderer = self.renderer
         except RagblendError:
@@ -191,36 +190,35 @@ class ServedChunks:
 
     @cached_property
     def renderer(self) -> Renderer:
-        """Text to ids, by the tokenizer that clients have: the model's own."""
-        options = served_options(self._model)
+        """Renderer with the model's own tokenizer, which is also that of clients."""
+        options = vllm_model_options(self._model)
         path = find_model(self._model.model, options=options)
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
         return Renderer(tokenizer)
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What chunks are stored after."""
-        config = self.config
-        return self._disk.read_prefix(config.prefix) if config.prefix and self._disk is not None else config.prefix_ids
+        """Prefix after which chunks are stored."""
+        config, disk = self.config, self.store.disk_tier
+        return disk.read_prefix(config.prefix) if config.prefix and disk is not None else config.prefix_ids
 
-    def served_model(self) -> ServedModelInfo:
-        """What an engine over this vLLM must know of its model."""
-        facts = self.facts()
-        narrower = 1 if self.store.kv_dtype == "auto" else DTYPES[facts["dtype"]].itemsize
+    def model_info(self) -> ServedModelInfo:
+        """Return the facts about the model that an engine over this vLLM needs."""
+        checkpoint = self._checkpoint
         return ServedModelInfo(
-            facts["model"],
+            checkpoint.name,
             self._fingerprint,
-            facts["context_length"],
-            facts["bytes_per_token"] // narrower,
-            num_layers=facts["num_layers"],
+            self._model.max_model_len,
+            checkpoint.stored_bytes_per_token(self.store.kv_dtype),
+            num_layers=checkpoint.num_layers,
         )
 
 
-def count_reused_tokens(engine_client: Any) -> None:
-    """Change `engine_client` in place: `cached_tokens` of a complete response are those reused and not recomputed.
+def correct_cached_tokens(engine_client: Any) -> None:
+    """Change `engine_client` in place: in a complete response, `cached_tokens` is the report's number of reused tokens.
 
-    vLLM counts all that the connector filled; it sends the number where it runs with --enable-prompt-tokens-details,
-    and in streams fixes it at the first token, when the report is still to come.
+    vLLM counts all tokens that the connector filled, also recomputed ones. It sends the number if it runs with
+    --enable-prompt-tokens-details. In streams, vLLM's own count stays, because it is fixed before the report arrives.
     """
     generate = engine_client.generate
 
@@ -235,37 +233,36 @@ def count_reused_tokens(engine_client: Any) -> None:
     engine_client.generate = counted
 
 
-def report_in_streams(serving: Any, name: str, place: int) -> None:
+def add_reports_to_streams(serving: Any, name: str, place: int) -> None:
     """Make the streams of `serving`, one of vLLM's handlers, end with an event that has `kv_transfer_params`.
 
-    `name`: the handler's method that turns results into the events of a stream. Its first argument is the request; of
-    the others, the one at `place` is the iterator of vLLM's results, and the next one is the request's id.
+    `name`: the handler's method that turns results into the events of a stream. Its first argument is the request. Of
+    its other arguments, the one at index `place` is the iterator of vLLM's results, and the next one the request's id.
     """
     original = getattr(serving, name)
 
-    def with_report(request: Any, *given: Any, **more: Any) -> Any:
-        asked = (getattr(request, "kv_transfer_params", None) or {}).get(PARAMS_KEY)
-        if asked is None:
-            return original(request, *given, **more)
-        found: dict[str, Any] = {}
-        names: set[str] = set()
+    def with_report(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if (getattr(request, "kv_transfer_params", None) or {}).get(PARAMS_KEY) is None:
+            return original(request, *args, **kwargs)
+        params: dict[str, Any] = {}
+        request_ids: set[str] = set()
 
         async def watched() -> AsyncIterator[Any]:
-            async for each in given[place]:
+            async for each in args[place]:
                 result = each[1] if isinstance(each, tuple) else each
-                names.add(result.request_id)
-                found.update(getattr(result, "kv_transfer_params", None) or {})
+                request_ids.add(result.request_id)
+                params.update(getattr(result, "kv_transfer_params", None) or {})
                 yield each
 
         async def events() -> AsyncIterator[str]:
-            has_report = False  # from vLLM itself, as from 0.33 on
-            async for event in original(request, *given[:place], watched(), *given[place + 1 :], **more):
+            has_report = False  # True from vLLM 0.33 on
+            async for event in original(request, *args[:place], watched(), *args[place + 1 :], **kwargs):
                 has_report = has_report or _has_report(event)
                 done = event.startswith("data: [DONE]") and not has_report
-                if done and not found and len(names) == 1:  # a stop string ended it, and vLLM has dropped the report
-                    found.update(await workers_report(serving, names.pop()))
-                if done and found:
-                    last = {"id": given[place + 1], "choices": [], "kv_transfer_params": found}
+                if done and not params and len(request_ids) == 1:  # after a stop string, vLLM drops the report
+                    params.update(await report_from_workers(serving, request_ids.pop()))
+                if done and params:
+                    last = {"id": args[place + 1], "choices": [], "kv_transfer_params": params}
                     yield f"data: {json.dumps(last)}\n\n"
                 yield event
 
@@ -275,7 +272,7 @@ def report_in_streams(serving: Any, name: str, place: int) -> None:
 
 
 def _has_report(event: str) -> bool:
-    """True for an event of a stream, `data: {...}`, whose `kv_transfer_params` contain a report."""
+    """Return True if the `kv_transfer_params` of a stream's event, `data: {...}`, contain a report."""
     if "kv_transfer_params" not in event:  # nearly all of them
         return False
     try:
@@ -285,21 +282,24 @@ def _has_report(event: str) -> bool:
     return isinstance(params, dict) and PARAMS_KEY in params
 
 
-async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:
-    """`kv_transfer_params` as the workers know them; empty when they had nothing to do, or cannot be asked."""
+async def report_from_workers(serving: Any, request_id: str) -> dict[str, Any]:
+    """Request a report from the workers, and return it as `kv_transfer_params`; {} without a report or a response."""
     try:
         reports = await _call_all_workers(serving.engine_client, "ragblend_report", request_id)
     except Exception as error:  # the answer is complete without it
-        log.warning("no report on %s: %s", request_id, error)
+        log.warning("request %s has no report: %s", request_id, error)
         return {}
     found = next(filter(None, reports), None)
     return {PARAMS_KEY: found} if found is not None else {}
 
 
 async def _call_all_workers(engine_client: Any, method: str, *args: Any) -> list[Any]:
-    """What the workers of all engines answer: `collective_rpc` asks them all, and keeps the first answer."""
-    ask_all = getattr(getattr(engine_client, "engine_core", None), "call_utility_all_async", None)
-    if ask_all is None:
+    """Call a method on the workers of all engines, and return all results.
+
+    vLLM's own `collective_rpc` also calls all engines, but returns the results of one.
+    """
+    call_all = getattr(getattr(engine_client, "engine_core", None), "call_utility_all_async", None)
+    if call_all is None:
         return list(await engine_client.collective_rpc(method, timeout=_ASK_S, args=args))
-    engines = await ask_all("collective_rpc", method, _ASK_S, args, {})
-    return [answer for workers in engines for answer in workers]
+    engines = await call_all("collective_rpc", method, _ASK_S, args, {})
+    return [result for workers in engines for result in workers]

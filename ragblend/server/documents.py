@@ -1,9 +1,9 @@
-"""The documents of a server: taken over HTTP, stored in the background, found again after a restart.
+"""Documents of a server: recorded when they are sent, and stored by a background thread, also after a restart.
 
-Read `Documents._store` first. One thread, of one process among those that share the store's folder, chunks, embeds and
-prefills what is waiting, by `precompute_documents` as in any program, and rests while requests generate. Servers that
-share a catalogue divide the documents: each holds leases on those that it works on. Knows an engine for each namespace;
-knows no HTTP and no vLLM.
+Read `Documents._store` first. One thread chunks, embeds and prefills the waiting documents with `precompute_documents`,
+and pauses while requests generate. Among the processes that share a store's folder, a lock lets one store documents at
+a time. Servers that share a catalogue divide the documents: each holds leases on the documents that it stores.
+Depends on an engine per namespace, not on HTTP or vLLM.
 """
 
 from __future__ import annotations
@@ -49,21 +49,22 @@ from ragblend.prompt.types import Chunk
 log = logging.getLogger(__name__)
 
 LOCK_FILE = "documents.lock"
-MAX_REASONS = 1000  # documents whose failure one answer tells
-NO_ROOM = "the store does not hold all of its chunks: give it a larger budget, and send the document again"
+MAX_REASONS = 1000  # documents with a reason in one response
+BUDGET_TOO_SMALL = (
+    "the store's budget is too small for all of its chunks; set a larger one, and send the document again"
+)
 
-_BATCH, _BATCH_CHARS = 1000, 32 << 20  # documents whose chunks may be computed after each other from the beginning
-_SHARED_BATCH = 16  # the same where other servers take others at the same time
-_LOOK_S = 1.0  # between looks for documents that another process of this folder was sent
+_BATCH, _BATCH_CHARS = 1000, 32 << 20  # most documents, and their characters, in one batch
+_SHARED_BATCH = 16  # most documents in one batch if other servers store documents at the same time
+_LOOK_S = 1.0  # between two checks for documents that were sent to another process with this folder
 _RETRY_S = 5.0
-_REMOVAL_WAIT_S = 60.0  # for a process that is storing: one chunk here, its batch elsewhere
-_QUESTION_TOKENS = 64  # left free beside a chunk
-# While others generate, a chunk is computed at most as often: their tokens wait for it, so few of them may.
-_REST_S, _REST_SHARE = 1.0, 4.0
+_REMOVAL_WAIT_S = 60.0  # longest wait of a removal for another process that is storing documents
+_QUESTION_TOKENS = 64  # least tokens of the context length that a chunk leaves free
+_REST_S, _REST_SHARE = 1.0, 4.0  # least pause after a chunk while requests generate: seconds, multiple of its duration
 
 
 class _InterruptedError(Exception):
-    """Somebody removes documents; what is being stored is taken up again afterwards."""
+    """Interrupts storing for a removal of documents or for `close`. The documents stay waiting."""
 
 
 class _BusyError(BackendUnreachableError):
@@ -71,10 +72,9 @@ class _BusyError(BackendUnreachableError):
 
 
 class Documents:
-    """The documents that a server with the store folder `root` was sent, or another one with its `catalog`. `start`
-    begins to store them.
+    """Documents sent to the servers that share the store folder `root` or the `catalog`. `start` begins to store them.
 
-    `make_engine` loads the engine of a namespace; `describe` words an error for clients.
+    `make_engine` returns the engine for a namespace. `describe` returns an error's message for clients.
     """
 
     def __init__(
@@ -94,35 +94,36 @@ class Documents:
         self._engines: dict[str, Engine] = {}
         self._lock = threading.Lock()
         self._num_removing = 0
-        self._progress = ("", 0, 0)  # the namespace whose chunks are prefilled, and how many of how many are
+        self._progress = ("", 0, 0)  # namespace whose chunks are being prefilled, number done, total number
         self._new_kv: Counter[str] = Counter()
         self._new_bytes: Counter[str] = Counter()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ragblend-documents", daemon=True)
 
     def start(self) -> None:
-        """Begin to store what is waiting."""
+        """Start the thread that stores waiting documents."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the chunk that is being computed; what is waiting is stored after the next start."""
+        """End the thread after its current chunk. Documents that are still waiting are stored after the next start."""
         self._closed.set()
         self._wake.set()
         self._thread.join()
 
-    # -- what clients ask
+    # -- requests of clients
 
     def add(self, namespace: str, documents: Sequence[SentDocument]) -> str:
-        """Take documents, to be stored in the background. Return a name for this ingestion."""
+        """Record documents, which are then stored in the background. Return a name for this ingestion."""
         ingestion = self._table.add(namespace, documents)
         self._wake.set()
         return ingestion
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str] | None) -> tuple[int, int]:
-        """Remove documents, those of a whole collection without `ids`: their texts, and the KV that no other document
-        of the namespace needs. Return how many documents and entries went.
+        """Remove a collection's documents with these `ids`, or all of them for None.
 
-        Raises BackendUnreachableError when another process is storing for long, or a remote tier could not be told.
+        Also delete the KV that no other document of the namespace needs. Return the numbers of removed documents and of
+        deleted entries. Raises BackendUnreachableError if another process is storing documents for long, or a remote
+        tier is unreachable.
         """
         with self._lock:
             self._num_removing += 1
@@ -144,9 +145,11 @@ class Documents:
                 self._num_removing -= 1
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
-        """Return how many documents of which collection are stored, pending and failed, and why."""
+        """Return a `requests.Summary` of a namespace's documents: of one collection, of one ingestion, or for None of
+        all.
+        """
         storing, done, total = self._progress
-        if storing != namespace:  # of others nothing is told
+        if storing != namespace:  # clients do not learn about other namespaces
             done = total = 0
         return {
             "collections": self._table.summarize(namespace, collection, ingestion),
@@ -155,7 +158,7 @@ class Documents:
         }
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any]:
-        """Return what is known of a document, and how many of its entries the store has now."""
+        """Return the `requests.DocumentStatus` of a document. Raises NotFoundError without such a document."""
         found = self._table.get(namespace, collection, document_id)
         if found is None:
             raise NotFoundError(f"there is no document {document_id!r} in the collection {collection!r}")
@@ -173,41 +176,37 @@ class Documents:
                     pass
             except _InterruptedError:
                 continue
-            except Exception as error:  # what it was storing is still waiting
+            except Exception as error:  # the documents stay waiting
                 log.warning("documents are not stored at the moment: %s", error)
                 self._closed.wait(_RETRY_S)
             self._wake.wait(_LOOK_S)
             self._wake.clear()
 
     def _store_batch(self) -> bool:
-        """Store the documents that are next. False: there are none, or another process is storing."""
-        if self._num_removing or self._closed.is_set():
+        """Store the next documents. Return False if none are waiting, or another process is storing."""
+        if self._num_removing:
             time.sleep(0.01)
-            raise _InterruptedError
+        self._check_interrupted()
         try:
             with self._alone(0.0):
                 if self._leases is None:
                     batch = self._table.waiting(_BATCH, _BATCH_CHARS)
-                    self._store_by_embedder(batch)
-                    return bool(batch)
-                batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.others())
+                else:
+                    batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.others())
                 if not batch:
                     return False
                 with self._leased([row.name for row in batch]) as leased:
                     mine = self._table.still_waiting(row for row in batch if row.name in leased)
-                    self._store_by_embedder(mine)
+                    for _, rows in groupby(mine, lambda row: row.body.get("embedder", "")):
+                        self._store([*rows])
                 return True
         except _BusyError:
             return False
         finally:
             self._progress = ("", 0, 0)
 
-    def _store_by_embedder(self, batch: Sequence[WaitingDocument]) -> None:
-        for _, rows in groupby(batch, lambda row: row.body.get("embedder", "")):
-            self._store([*rows])
-
     def _store(self, rows: Sequence[WaitingDocument]) -> None:
-        """Chunk, embed, record and prefill documents of one collection, and note of each what became of it."""
+        """Chunk, embed, register and prefill documents of one collection, and record the result for each of them."""
         first = rows[0]
         engine = self._engine(first.namespace)
         self._new_kv.clear()
@@ -225,7 +224,7 @@ class Documents:
                 prefill=self._prefill,
                 embedder=_SentVectors.of(rows),
             )
-        except (_InterruptedError, EngineClosedError, BackendUnreachableError):  # they are still waiting
+        except (_InterruptedError, EngineClosedError, BackendUnreachableError):  # the documents stay waiting
             raise
         except Exception as error:
             if len(rows) == 1:
@@ -243,7 +242,7 @@ class Documents:
             num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in found)
             counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, self._new_bytes[row.id])
             has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
-            reason = reason_of.get(row.id, "") if has_all or row.id in failed else NO_ROOM
+            reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
             self._table.finish(row, StoredCounts(*counts), reason, is_stored=is_stored)
 
@@ -251,7 +250,9 @@ class Documents:
         self._progress = (namespace, done, total or 0)
 
     def _prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """A `workers.Prefill`: one chunk after the other, with rests while requests generate."""
+        """Prefill chunks in sequence, with pauses while requests generate. Yield the bytes stored for each (a
+        `workers.Prefill`).
+        """
         is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()
@@ -262,8 +263,7 @@ class Documents:
             end_s = time.monotonic()
             end_s += max(_REST_S, _REST_SHARE * (end_s - start_s))
             while True:
-                if self._num_removing or self._closed.is_set():
-                    raise _InterruptedError
+                self._check_interrupted()
                 if time.monotonic() > end_s or not is_generating():
                     break
                 time.sleep(0.02)
@@ -271,13 +271,12 @@ class Documents:
             self._renew_leases()
 
     def _prefill_once(self, chunk: Chunk, engine: Engine) -> int:
-        """Prefill a chunk; where another server is prefilling it, wait for that one. Return the bytes stored."""
+        """Prefill a chunk, but first wait while another server prefills it. Return the bytes stored."""
         if self._leases is None:
             return engine.precompute(chunk)
         name = f"kv {engine.key(chunk)}"
         while not self._leases.take([name]):
-            if self._num_removing or self._closed.is_set():
-                raise _InterruptedError
+            self._check_interrupted()
             time.sleep(0.05)
             self._renew_leases()
         try:
@@ -286,7 +285,11 @@ class Documents:
             with suppress(BackendUnreachableError):
                 self._leases.release([name])
 
-    # -- inside
+    # -- helpers
+
+    def _check_interrupted(self) -> None:
+        if self._num_removing or self._closed.is_set():
+            raise _InterruptedError
 
     def _engine(self, namespace: str) -> Engine:
         with self._lock:
@@ -296,7 +299,7 @@ class Documents:
 
     @contextmanager
     def _leased(self, names: Sequence[str], timeout_s: float = 0.0) -> Iterator[set[str]]:
-        """Hold leases on documents, as many as other servers release within `timeout_s`; yield their names."""
+        """Hold leases on those of the documents that other servers release within `timeout_s`. Yield their names."""
         if self._leases is None:
             yield {*names}
             return
@@ -308,18 +311,21 @@ class Documents:
             yield leased
         finally:
             self._held = set()
-            with suppress(BackendUnreachableError):  # they end by themselves
+            with suppress(BackendUnreachableError):  # leases expire
                 self._leases.release(leased)
 
     def _renew_leases(self) -> None:
         if self._held and self._leases is not None and time.monotonic() > self._renew_at_s:
             self._renew_at_s = time.monotonic() + LEASE_S / 4
             if self._leases.take(self._held) < self._held:
-                raise _InterruptedError  # this process was halted for so long that another one has taken over
+                raise _InterruptedError  # a lease has expired, and another process has taken it
 
     @contextmanager
     def _alone(self, timeout_s: float) -> Iterator[None]:
-        """Hold the lock of those who change what the folder's documents have: threads and processes."""
+        """Hold the folder's lock on changes of documents, against other threads and processes.
+
+        Raises _BusyError if it is not free within `timeout_s`.
+        """
         end_s = time.monotonic() + timeout_s
         with open(self._lock_path, "ab", opener=_open_private) as file:
             while True:
@@ -328,7 +334,7 @@ class Documents:
                     break
                 except BlockingIOError:
                     if time.monotonic() >= end_s:
-                        raise _BusyError("documents are being stored; try again") from None
+                        raise _BusyError("another process is storing documents; try again") from None
                 time.sleep(0.02)
             yield
 
@@ -338,24 +344,24 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _cut(row: WaitingDocument, engine: Engine) -> list[Chunk]:
-    """The chunks of a document: those that it was sent in, or its text in pieces that the model has room for."""
+    """Return the chunks of a document: those that were sent, or its text split to fit the model's context length."""
     if "chunks" in row.body:
         chunks = [Chunk(text.strip(), row.id) for text in row.body["chunks"]]
     else:
         most = engine.context_length - _QUESTION_TOKENS
         size = min(row.body.get("chunk_size") or DEFAULT_CHUNK_TOKENS, most)
         chunks = split(Document(row.body["text"], row.id), engine.renderer.count_tokens, size)
-    return chunks or [Chunk("", row.id)]  # a document that has nothing to store now loses what it had
+    return chunks or [Chunk("", row.id)]  # an empty document still replaces its earlier chunks
 
 
 def _stored_keys(chunks: Iterable[Chunk], engine: Engine) -> set[str]:
-    """The keys of these chunks' entries, in all variants of the store's context, that the store has now."""
+    """Return the keys of the chunks' stored entries, in all variants of the store's context policy."""
     keys = [*dict.fromkeys(map(engine.key, chunk_variants(chunks, engine.context)))]
-    return {key for key, there in zip(keys, engine.store.contains_many(keys), strict=True) if there}
+    return {key for key, is_stored in zip(keys, engine.store.contains_many(keys), strict=True) if is_stored}
 
 
 class _SentVectors:
-    """An Embedder whose vectors came with the texts."""
+    """Embedder that returns the vectors that were sent with the texts."""
 
     def __init__(self, name: str, vectors: Mapping[str, Sequence[float]]) -> None:
         self.name = f"sent {name}"
@@ -364,7 +370,7 @@ class _SentVectors:
 
     @classmethod
     def of(cls, rows: Sequence[WaitingDocument]) -> _SentVectors | None:
-        """That of documents which were sent with vectors; None for those without."""
+        """Return the embedder for documents that were sent with vectors; None for documents without."""
         vectors = {
             text.strip(): vector
             for row in rows
@@ -373,5 +379,5 @@ class _SentVectors:
         return cls(rows[0].body["embedder"], vectors) if vectors else None
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """[n, dim] float32 unit rows."""
+        """Return the vectors of `texts` as unit rows [n, dim] float32."""
         return normalize_rows(np.array([self._vectors[text.strip()] for text in texts], np.float32))

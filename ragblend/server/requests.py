@@ -1,6 +1,6 @@
 """Pydantic models of requests and responses under `/v1/ragblend/documents`, and the parsers of request bodies.
 
-Strict: a field of another type, or an unknown one, is rejected by its name. Depends on neither HTTP nor documents.
+Parsing is strict: the error for a field that is unknown or has another type names the field. Does not depend on HTTP.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.errors import UsageError
 
-MAX_BODY_BYTES = 32 << 20  # reading one keeps the front end from sending tokens meanwhile
-_MAX_REASONS = 3  # of one refused body
+MAX_BODY_BYTES = 32 << 20  # while a body is parsed, the front end sends no tokens
+_MAX_REASONS = 3  # most problems in the error for one body
 _DIGEST_CHARS = 32
 
 T = TypeVar("T")
@@ -33,22 +33,27 @@ class _Strict(BaseModel):
 class DocumentInput(_Strict):
     """One document: a `text`, which the server cuts, or the `chunks` that prompts will contain."""
 
-    id: Name | None = Field(None, description="Sent again, it replaces the document. Default: a digest of the texts.")
+    id: Name | None = Field(
+        None, description="A document with the id of an earlier one replaces it. Default: a digest of the texts."
+    )
     text: Text | None = None
     chunks: Annotated[list[Text], Field(min_length=1, max_length=100_000)] | None = None
     chunk_size: Annotated[int, Field(ge=16, le=1 << 20)] | None = Field(
-        None, description="Most tokens of a chunk of `text`, in the model's own. Default: 512."
+        None, description="Most tokens of a chunk of `text`, by the model's tokenizer. Default: 512."
     )
     version: Name | None = Field(
         None,
-        description="Names these texts. With the version that the document has, `chunks` come to those it has already; "
-        "default: a digest of the texts, so that a document which has not changed costs nothing.",
+        description="Version of the document. With the document's current version, `chunks` are added to its chunks; "
+        "another one replaces them. Default: a digest of the texts, so that an unchanged document is not stored again.",
     )
-    metadata: dict[str, Any] = Field(default_factory=dict, description="Given back as it is.")
+    metadata: dict[str, Any] = Field(default_factory=dict, description="Returned unchanged with the document.")
     vectors: list[Annotated[list[FiniteFloat], Field(min_length=1, max_length=1 << 16)]] | None = Field(
-        None, description="One for each chunk, by which similar chunks are found. Default: the server's own embedder's."
+        None,
+        description="One embedding vector per chunk, to find similar chunks. Default: the server computes them.",
     )
-    embedder: Name | None = Field(None, description="Names what made `vectors`: those of one name are compared.")
+    embedder: Name | None = Field(
+        None, description="Name of the embedder of `vectors`. Only vectors of the same embedder are compared."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -67,10 +72,10 @@ class DocumentInput(_Strict):
         try:
             json.dumps(self.metadata, allow_nan=False)
         except ValueError as error:
-            raise ValueError(f"`metadata` has what JSON cannot give back: {error}") from None
+            raise ValueError(f"`metadata` contains a value that JSON does not have: {error}") from None
         return self
 
-    def to_sent(self, collection: str) -> SentDocument:
+    def to_sent_document(self, collection: str) -> SentDocument:
         """Return the document as the server records it."""
         body = self.model_dump(include={"text", "chunks", "chunk_size", "vectors"}, exclude_none=True)
         texts = json.dumps([self.text, self.chunks, self.chunk_size])
@@ -90,7 +95,7 @@ class DocumentsInput(_Strict):
 
 
 class DeletionInput(_Strict):
-    """Documents to delete: those of these `ids`; without `ids`, all documents of the `collection`."""
+    """Documents to delete: the collection's documents with these `ids`; without `ids`, all of the `collection`."""
 
     collection: Collection = "default"
     ids: Annotated[list[Name], Field(min_length=1, max_length=100_000)] | None = None
@@ -98,19 +103,19 @@ class DeletionInput(_Strict):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.ids is None and "collection" not in self.model_fields_set:
-            raise ValueError("give `ids`, or the `collection` that is to be removed")
+            raise ValueError("give `ids`, or the `collection` to remove")
         return self
 
 
 class Accepted(BaseModel):
-    """Response to a POST whose documents are recorded for ingestion. GET with this `ingestion` returns progress."""
+    """Response to a POST whose documents were recorded. GET with this `ingestion` returns their progress."""
 
     ingestion: str
     num_documents: int
 
 
 class StoredCounts(BaseModel):
-    """Numbers of chunks, of their tokens, of entries stored before and by this ingestion, and the latter's bytes."""
+    """Numbers of stored chunks, of their tokens, and of entries stored before (known) and by (new) this ingestion."""
 
     num_chunks: int
     num_tokens: int
@@ -120,7 +125,7 @@ class StoredCounts(BaseModel):
 
 
 class CollectionCounts(StoredCounts):
-    """Numbers of stored, pending and failed documents, and of those that are still being processed."""
+    """Numbers of stored, pending and failed documents, and of those that are still waiting to be stored."""
 
     num_stored: int
     num_pending: int
@@ -129,7 +134,7 @@ class CollectionCounts(StoredCounts):
 
 
 class DocumentReason(BaseModel):
-    """Reason why a document is not stored, or is stored without a chunk."""
+    """Status of a document, and the reason why it is not stored or has no chunk; "" without such a reason."""
 
     collection: str
     id: str
@@ -140,7 +145,7 @@ class DocumentReason(BaseModel):
 class Summary(BaseModel):
     """Documents of a namespace, by collection. `reasons` has at most 1,000 entries.
 
-    `batch` has the number of chunks of the namespace that the server prefills now, and the number done.
+    `batch`: progress of the current batch, if it belongs to the namespace: chunks prefilled, and chunks in all.
     """
 
     collections: dict[str, CollectionCounts]
@@ -149,7 +154,7 @@ class Summary(BaseModel):
 
 
 class DocumentStatus(StoredCounts, DocumentReason):
-    """One document. `num_kv`: number of its entries in the store now, in every variant."""
+    """Status of one document. `num_kv`: number of its entries in the store at present, in all variants."""
 
     version: str
     ingestion: str
@@ -158,7 +163,7 @@ class DocumentStatus(StoredCounts, DocumentReason):
 
 
 class Removed(BaseModel):
-    """Numbers of deleted documents, and of entries that no document needs any more."""
+    """Numbers of deleted documents, and of deleted entries, which no other document needs."""
 
     num_documents: int
     num_kv: int
@@ -181,16 +186,16 @@ def read_documents(body: bytes, content_type: str, collection: str | None) -> li
         read = [
             _validated(partial(DocumentInput.model_validate_json, line), f"line {number}") for number, line in lines
         ]
-        documents = [document.to_sent(named) for document in read]
+        documents = [document.to_sent_document(named) for document in read]
     else:
         if collection is not None:
-            raise UsageError("`collection` stands in the body, not in the address, unless that is JSON lines")
+            raise UsageError("?collection= is only for JSON lines; put `collection` into the JSON object")
         given = _validated(lambda: DocumentsInput.model_validate_json(body), "the body")
-        documents = [document.to_sent(given.collection) for document in given.documents]
+        documents = [document.to_sent_document(given.collection) for document in given.documents]
     seen: set[str] = set()
     for document in documents:
         if document.id in seen and "adds" not in document.body:
-            raise UsageError(f"the id {document.id[:80]!r} stands there twice; send each document once")
+            raise UsageError(f"the id {document.id[:80]!r} is given twice; send each document once")
         seen.add(document.id)
     return documents
 
@@ -205,6 +210,6 @@ def _validated(read: Callable[[], T], what: str) -> T:
         return read()
     except ValidationError as error:
         problems = error.errors(include_input=False, include_url=False, include_context=False)
-        said = [": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in problems]
-        more = f" (and {len(said) - _MAX_REASONS} more)" if len(said) > _MAX_REASONS else ""
-        raise UsageError(f"{what} is refused: {'; '.join(said[:_MAX_REASONS])}{more}") from None
+        reasons = [": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in problems]
+        more = f" (and {len(reasons) - _MAX_REASONS} more)" if len(reasons) > _MAX_REASONS else ""
+        raise UsageError(f"{what} is invalid: {'; '.join(reasons[:_MAX_REASONS])}{more}") from None

@@ -1,11 +1,11 @@
-"""The routes under `/v1/ragblend/documents`: documents in, how far they are, and out again.
+"""HTTP routes under `/v1/ragblend/documents`: add documents, return their progress, and remove them.
 
     POST   /v1/ragblend/documents       documents to store: JSON, or JSON lines -> 202, {"ingestion", "num_documents"}
     GET    /v1/ragblend/documents       counts by collection, and reasons; ?collection=NAME&ingestion=NAME
     GET    /v1/ragblend/documents/ID    one document; ?collection=NAME
-    DELETE /v1/ragblend/documents       {"ids": [...]}, or {"collection": NAME} for all of it
+    DELETE /v1/ragblend/documents       {"ids": [...]}, or {"collection": NAME} for all of its documents
 
-Each acts in the namespace of the API key; on a server without keys in `?namespace=NAME`. Knows FastAPI.
+Each request acts in the namespace of its API key, or on a server without keys in `?namespace=NAME`. Depends on FastAPI.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ragblend.server.requests import (
 log = logging.getLogger(__name__)
 
 Respond = Callable[..., Awaitable[Response]]
-"""Runs a function in a thread; a response comes of what it returns, with a status (200), or of its error."""
+"""Calls a function in a thread, and returns its result with a status (200), or its error, as a response."""
 _STATUS = {ForbiddenError: 403, NotFoundError: 404, UsageError: 400, BackendUnreachableError: 503}
 
 
@@ -47,9 +47,10 @@ class _BodyTooLargeError(Exception):
     """The body has more bytes than a request may have."""
 
 
-def responder(describe: Callable[[BaseException], str]) -> Respond:
-    """Return a function that runs the work of a request and turns errors into responses; `describe` words an error for
-    clients.
+def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
+    """Return a function that runs the work of a request in a thread, and makes a response of its result or error.
+
+    `describe` returns an error's message for clients.
     """
 
     async def respond(answer: Callable[[], dict[str, Any]], status: int = 200) -> Response:
@@ -58,14 +59,14 @@ def responder(describe: Callable[[BaseException], str]) -> Respond:
         except (RagblendError, OSError) as error:
             status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
             if status == 500:
-                log.error("a request of the store failed: %s", error)
+                log.error("a request to the store failed: %s", error)
             return JSONResponse({"error": {"message": describe(error), "code": status}}, status)
 
     return respond
 
 
 def documents_router(documents: Documents, respond: Respond) -> APIRouter:
-    """The routes over `documents`, for a FastAPI application."""
+    """Return a FastAPI router with the routes of `documents`."""
 
     async def respond_to_body(request: Request, answer: Callable[[bytes], dict[str, Any]], status: int) -> Response:
         try:
@@ -76,9 +77,11 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
         return await respond(lambda: answer(body), status)
 
     async def add(request: Request, collection: str | None = None, namespace: str = "") -> Response:
-        """Store documents, in the background: chunk, embed, prefill. Sent again unchanged, a document costs nothing.
+        """Record documents; a background thread chunks, embeds and prefills them. Unchanged documents are skipped.
 
-        JSON lines (`content-type: application/x-ndjson`) have one document in each line, and `?collection=`."""
+        JSON lines (`content-type: application/x-ndjson`) have one document per line; their collection is
+        `?collection=`.
+        """
         content_type = request.headers.get("content-type", "")
 
         def answer(body: bytes) -> dict[str, Any]:
@@ -88,15 +91,15 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
         return await respond_to_body(request, answer, 202)
 
     async def summarize(collection: str | None = None, ingestion: str | None = None, namespace: str = "") -> Response:
-        """How many documents are stored, pending and failed, and why; of one collection, or of one POST."""
+        """Return the numbers of stored, pending and failed documents, and the reasons, of a collection or one POST."""
         return await respond(lambda: documents.summary(_namespace(namespace), collection, ingestion))
 
     async def get(document_id: str, collection: str = "default", namespace: str = "") -> Response:
-        """One document."""
+        """Return the status of one document."""
         return await respond(lambda: documents.get(_namespace(namespace), collection, document_id))
 
     async def remove(request: Request, namespace: str = "") -> Response:
-        """Remove documents, their texts, and the KV that no other document of the namespace needs."""
+        """Remove documents, and delete the KV that no other document of the namespace needs."""
 
         def answer(body: bytes) -> dict[str, Any]:
             given = read_deletion(body)
@@ -115,21 +118,17 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
 
 
 def _namespace(named: str) -> str:
-    """The namespace of a request: its key's. Raises ForbiddenError for another one than that."""
+    """Return the API key's namespace, without keys `named`. Raises ForbiddenError if both differ."""
     check_namespace(named)
     grant = current_grant()
     if grant is None:
         return named
-    if named not in ("", grant.namespace):
-        raise ForbiddenError(
-            f"the request names the namespace {named!r}, and its API key is bound to {grant.namespace!r}: leave the "
-            "namespace out, or send a key of that namespace"
-        )
+    grant.check_namespace(named)
     return grant.namespace
 
 
 async def _read_body(request: Request) -> bytes:
-    """The body. Raises _BodyTooLargeError as soon as it is too large."""
+    """Return the body. Raises _BodyTooLargeError as soon as it is too large."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise _BodyTooLargeError
@@ -142,8 +141,8 @@ async def _read_body(request: Request) -> bytes:
 
 
 def _body_of(model: type[DocumentsInput | DeletionInput]) -> dict[str, Any]:
-    """How a body looks, for the OpenAPI page; it is read here, not by FastAPI, which would read all of a large one."""
+    """Return a body's schema for the OpenAPI page. FastAPI must not parse bodies, because it reads large ones whole."""
     schema = model.model_json_schema()
-    if schema.pop("$defs", None):  # a reference inside of a path's schema would lead nowhere
+    if schema.pop("$defs", None):  # a reference in a path's schema would point outside of the path
         schema["properties"]["documents"]["items"] = DocumentInput.model_json_schema()
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -20,7 +20,7 @@ class Continued(Reference):
         self._alone: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
 
     def alone(self, behind: list[int], ids: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """As in Reference, computed once: what stands behind tokens changes nothing of theirs."""
+        """As in Reference, computed once, because later tokens do not change the KV of earlier ones."""
         wanted = (*behind, *ids)
         known = next((known for known in self._alone if known[: len(wanted)] == wanted), wanted)
         if known not in self._alone:
@@ -36,7 +36,7 @@ class Continued(Reference):
         question: int | None = None,
         global_layers: Sequence[int] = (),
     ) -> Blended:
-        """Blend at `ratio`; `random` is told the selection, which its own tests check.
+        """Blend at `ratio`; `random` is given the selection, which its own tests check.
 
         `ask` asks in every layer: the question starts at `question`. The others measure at layer 1. Beside layers that
         see a window, those are the global ones, and the first of them.

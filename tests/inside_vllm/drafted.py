@@ -1,4 +1,4 @@
-"""Answers over stored chunks with and without drafts, told as JSON. A process of its own, because vLLM's drafts from
+"""Answers over stored chunks with and without drafts, as JSON. A separate process, because vLLM's drafts from
 text load numba, after which no other engine of vLLM's can be made in the process.
 
     python drafted.py STORE SPECULATIVE_CONFIG

@@ -91,7 +91,7 @@ def ask(
     *,
     forgets: bool = True,
 ) -> Any:
-    """One greedy answer: vLLM's RequestOutput. `forgets`: nothing of earlier requests is in vLLM's prefix cache."""
+    """Return the RequestOutput of one greedy answer. `forgets`: clear vLLM's prefix cache first."""
     return ask_all(llm, [(ids, params)], max_tokens, logprobs, forgets=forgets)[0]
 
 
@@ -155,14 +155,14 @@ def free_blocks(llm: Any) -> int:
 
 
 def watch_counts(half: Any) -> Any:
-    """A `BlendStats` of what a half of the connector counts for `/metrics` from now on; vLLM takes it at each step."""
+    """Return a `BlendStats` that sums the later metrics of a half of the connector, which vLLM takes at each step."""
     from ragblend.engine.vllm.metrics import BlendStats
 
     take, total = half.get_kv_connector_stats, BlendStats()
 
     def watching() -> Any:
         stats = take()
-        total.take(stats.data if stats is not None else {})
+        total.merge(stats.data if stats is not None else {})
         return stats
 
     half.get_kv_connector_stats = watching

@@ -1,4 +1,4 @@
-"""`ragblend serve demo` as a process of its own, on a CPU, for tests that talk to a server over HTTP."""
+"""`ragblend serve demo` as a separate process, on a CPU, for tests that send requests over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_PASSED_ON = (
 
 
 def environment(**own: str) -> dict[str, str]:
-    """What a server on this machine is started with: one thread, on no core of its own."""
+    """Return the environment of a server on this machine: one thread, bound to no core."""
     passed_on = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     return {**passed_on, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **own}
 

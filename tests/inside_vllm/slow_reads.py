@@ -51,7 +51,7 @@ class LagExtension:
     rank: int
 
     def lag(self, rank: int, read_s: float, damaged_tokens: int = 0, damaged_at: int | None = None) -> int:
-        """From now on rank `rank` takes `read_s` seconds per layer and chunk; its chunk of `damaged_tokens` tokens
+        """Make rank `rank` take `read_s` seconds per layer and chunk; its chunk of `damaged_tokens` tokens
         breaks off at layer `damaged_at`. Every rank forgets what it had in memory. Returns the rank."""
         from harness import connector_worker
 

@@ -173,7 +173,7 @@ def test_ratio_one_gives_vllms_own_tokens(served):
 
 
 def test_what_asks_first_gives_them_as_well_where_all_that_is_not_exact_is_recomputed(served):
-    """Nobody is left to be moved."""
+    """With ratio 1, no token is left to be corrected."""
     _, llm = served
     prompt = plain_prompt()
     blended = ask(llm, prompt.ids, blend_params(0.97, "ask"))
@@ -211,7 +211,7 @@ def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(kind, serve
 
 @pytest.mark.parametrize(("rule", "alone"), [("ask", 1), ("cacheblend", 0), ("cacheblend_k", 0)])
 def test_scattered_rows_attend_together_where_that_reads_less(kind, served, rule, alone):
-    """All layers but the first, whose keys are not at hand any more once the question was asked in others."""
+    """All layers but the first, whose keys are no longer resident once the query probe has run through later layers."""
     _, llm = served
     prompt = patchy_prompt()
     with counted_together() as counts:
@@ -243,7 +243,7 @@ def test_a_batch_equals_its_requests_one_by_one(served):
         (plain.ids, {"mode": "reuse"}),
         (patchy.ids[1:], None),
         (plain.ids, {"mode": "full"}),
-        (plain.ids, blend_params(0.15, "ask")),  # each carries by what its own tokens tell
+        (plain.ids, blend_params(0.15, "ask")),  # each is corrected by its own recomputed tokens
         (patchy.ids, blend_params(0.3, "ask")),
     ]
     alone = [tokens(ask(llm, ids, params)) for ids, params in prompts]

@@ -42,7 +42,7 @@ def test_reports_of_several_ranks_become_one():
 def test_counters_add_up_and_reach_prometheus():
     stats = BlendStats()
     assert stats.is_empty()
-    stats.add(chunk_hits=2, fuse_seconds=0.5)
+    stats.merge({"chunk_hits": 2, "fuse_seconds": 0.5})
 
     def sent(stats: BlendStats) -> dict[str, Any]:
         """What vLLM takes to the front end; 0.28 as it is."""

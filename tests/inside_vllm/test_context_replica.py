@@ -1,4 +1,4 @@
-"""A vLLM whose disk remembers nothing finds versions of chunks in a shared remote tier: those it is told of, and those
+"""A vLLM with an empty disk finds variants of chunks in a shared remote tier: those of its configured policy, and those
 that are the default for its model."""
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def deep_model(make_tokenizer: Callable[..., Any], tmp_path: Path) -> str:
     return str(tmp_path / "deep")
 
 
-@pytest.mark.parametrize("told", ["similar", None])
+@pytest.mark.parametrize("configured", ["similar", None])
 def test_a_replica_with_an_empty_disk_finds_versions(
-    told: str | None,
+    configured: str | None,
     checkpoint: Callable[[str], Path],
     deep_model: str,
     tmp_path: Path,
@@ -42,11 +42,11 @@ def test_a_replica_with_an_empty_disk_finds_versions(
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    model, url = deep_model if told is None else str(checkpoint("llama")), f"file://{tmp_path}/shared"
+    model, url = deep_model if configured is None else str(checkpoint("llama")), f"file://{tmp_path}/shared"
     (tmp_path / "docs").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "docs" / f"{number}.txt").write_text(text)
-    options = {"dtype": "float32", "remote": url, "context": told, "on_miss": "inline"}
+    options = {"dtype": "float32", "remote": url, "context": configured, "on_miss": "inline"}
     with load_engine(model, tmp_path / "first", **options) as ours:
         ingest(tmp_path / "docs", ours, tmp_path / "index", chunk_size=64, embedder="hashing")
         ours.store.flush()

@@ -63,7 +63,7 @@ class Pod:
         """Every name that is there to be asked for, counted yet or not."""
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
         named = {match[1] for line in lines if (match := re.match(r"(vllm:\w+)[{ ]", line))}
-        # A series with a label of its own is there from its first event on, announced before.
+        # A series with its own label appears with its first event; its type and help are exported before.
         kinds = [match.groups() for line in lines if (match := re.match(r"# TYPE (vllm:\w+) (\w+)", line))]
         return named | {name + end for name, kind in kinds for end in SAMPLES[kind]}
 
@@ -146,7 +146,7 @@ def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_no
     pod.store.rename(away)
     assert eventually(lambda: pod.probe("readinessProbe").status_code == 503)
     assert pod.probe("readinessProbe").json()["store"] == "missing"
-    assert pod.probe("livenessProbe").status_code == 200  # a start would not mend it
+    assert pod.probe("livenessProbe").status_code == 200  # a restart would not repair it
     if pod.store.exists():
         pod.store.rmdir()
     away.rename(pod.store)
@@ -155,7 +155,7 @@ def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_no
 
 def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod: Pod, engine: Any) -> None:
     prompt = Prompt([TEXT], "Where does George Keller live?")
-    body = engine.body(prompt, GenerationOptions(max_tokens=1500)) | {"ignore_eos": True}
+    body = engine.request_body(prompt, GenerationOptions(max_tokens=1500)) | {"ignore_eos": True}
     events: list[str] = []
     has_begun = threading.Event()
 

@@ -12,7 +12,7 @@ from typing import Any
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
-def told(store: Path, drafts: dict[str, Any]) -> dict[str, Any]:
+def answers(store: Path, drafts: dict[str, Any]) -> dict[str, Any]:
     program = Path(__file__).with_name("drafted.py")
     command = [sys.executable, str(program), str(store), json.dumps(drafts)]
     shared_modules = os.environ | {"PYTHONPATH": str(program.parents[1])}  # tests/, where `tiny_models` is
@@ -23,7 +23,7 @@ def told(store: Path, drafts: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_answers_are_those_without_drafts_in_fewer_steps(tmp_path: Path) -> None:
-    plain, drafted = told(tmp_path / "plain", {}), told(tmp_path / "drafted", DRAFTS)
+    plain, drafted = answers(tmp_path / "plain", {}), answers(tmp_path / "drafted", DRAFTS)
     full, reuse, *_, everything = plain["answers"]
     assert everything == full != reuse, "stale KV changes this answer, ratio 1.0 does not"
     assert drafted["answers"] == plain["answers"]

@@ -72,7 +72,7 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "skip_tokenizer_init": True}
     with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
         assert_exact(llm, stock)
-        # The disk is so slow that nothing would be reused from there; the ranks, in other processes, tell of memory.
+        # The disk is too slow for reuse from there; the ranks, in other processes, report their memory.
         blended = report(ask(llm, IDS, {"mode": "blend"}))
         assert (blended["num_chunk_hits"], blended["refused_reason"]) == (3, "")
         assert blended["recompute_ratio"] == DEFAULT_RATIO

@@ -51,7 +51,7 @@ def served(
 
 def forget_memory(*but: str) -> None:
     """Leave only the keys `but` in the worker's memory tier."""
-    gc.collect()  # an entry that somebody still holds is shared, and would not be read again
+    gc.collect()  # an entry with another reference is shared, and would not be read again
     memory = connector_worker()._store.tiers[0]
     for key in [key for key in memory.keys() if key not in but]:  # noqa: SIM118 (a store is not a dict)
         memory.delete(key)
@@ -124,7 +124,7 @@ def assert_same_answer(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_from_disk_as_from_memory_and_as_the_independent_cacheblend(served, stock, rule, monkeypatch):
-    """What is read of layer 0 is NaN, so nothing of it can have been used."""
+    """Layer 0 as read is NaN, so that a use of it would show in the answer."""
     family, llm = served
     reference = Continued(stock(family))
     for ratio in (0.0, 0.15, 0.5):
@@ -155,7 +155,7 @@ def test_computing_layer_0_is_charged_once_and_reported_as_the_rest_is(served, s
     layer = stock(family).model.layers[0]
     made = [weight.numel() for name, weight in layer.named_parameters() if name.split(".")[1][:4] in QKV]
     assert len(made) == (1 if family == "phi3" else 3)
-    # vLLM computes Q with K and V. On a CPU it packs the weights away, and they count all the same; it pads experts.
+    # vLLM computes Q with K and V. On a CPU it packs the weights away, and they are counted, too; it pads experts.
     everything, padding = sum(weight.numel() for weight in layer.parameters()), 0.2 if "moe" in family else 1e-3
     assert share == pytest.approx(sum(made) / everything, rel=padding)
     for mode in ("blend", "reuse"):
@@ -229,7 +229,7 @@ def test_damage_in_layer_0_is_a_miss_although_nobody_needed_it(served):
 
 
 def test_the_work_counts_between_two_engine_steps(served, monkeypatch):
-    """Slices of one token: computing layer 0 takes one of its own, and no slice has more than a layer's work."""
+    """Slices of one token: computing layer 0 takes a separate one, and no slice has more than a layer's work."""
     _, llm = served
     expected = ask(llm, IDS, params())
     worker, slices = connector_worker(), []
@@ -241,7 +241,7 @@ def test_the_work_counts_between_two_engine_steps(served, monkeypatch):
     forget_memory()
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_slice", NUM_LAYERS)
-        patch.setattr(worker, "run_slice", lambda *told: (slices.append([]), run_slice(*told))[1])
+        patch.setattr(worker, "run_slice", lambda *args: (slices.append([]), run_slice(*args))[1])
         patch.setattr(worker.layers, "run_layer", noting("run", run_layer))
         patch.setattr(worker.layers, "project_kv", noting("kv", project))
         found = ask(llm, IDS, params())

@@ -35,7 +35,7 @@ WAIT_S = 120.0  # far more than the few seconds between two looks: this machine 
 
 
 class Replica:
-    """`ragblend serve demo` with a disk of its own; it can be stopped, and started again on the same disk."""
+    """`ragblend serve demo` with a separate disk; it can be stopped, and started again on the same disk."""
 
     def __init__(self, home: Path, cache: RedisServer) -> None:
         home.mkdir()
@@ -201,15 +201,15 @@ def test_after_an_update_of_the_weights_nothing_is_loaded_or_stored(
     before = engine.generate(prompt, mode="full", max_tokens=8)
     one.rpc("reload_weights", weights_path=str(other_weights(tmp_path / "new")))
     one.post("/reset_prefix_cache")
-    # The scheduler hears of the update with the first request's step: what the workers got until then, they refuse.
+    # The scheduler learns of the update with the first request's step; the workers reject the jobs before that.
     modes = ("blend", "reuse", "prefix", "full")
     answers = {mode: engine.generate(prompt, mode=mode, max_tokens=8) for mode in modes}
     for mode, answer in answers.items():
         assert (answer.token_ids, answer.report.num_chunk_hits) == (answers["full"].token_ids, 0)
         assert ("weights were updated" in answer.report.refused_reason) == (mode in ("blend", "reuse"))
     assert answers["full"].token_ids != before.token_ids
-    with pytest.raises(RagblendError, match=r"not stored: the model's weights were updated.* until vLLM is started"):
-        engine.precompute("Nobody has stored this.")
+    with pytest.raises(RagblendError, match=r"not stored: the model's weights were updated.* restart vLLM"):
+        engine.precompute("This text is not stored.")
     one.rpc("reload_weights", weights_path=str(find_checkpoint("demo").path))
     one.post("/reset_prefix_cache")
     again = engine.generate(prompt, max_tokens=8)
@@ -248,8 +248,8 @@ def test_after_an_update_answers_are_those_of_vllm_alone(tmp_path: Path, caplog:
         worker, num_under_way = connector_worker(), []
         run_slice = worker.run_slice
 
-        def updating(*told: Any) -> Any:
-            finished = run_slice(*told)
+        def updating(*args: Any) -> Any:
+            finished = run_slice(*args)
             if worker._jobs and not num_under_way:
                 num_under_way.append(len(worker._jobs))
                 llm.collective_rpc("reload_weights", **update)

@@ -18,7 +18,7 @@ from ragblend.engine.fusion.rules import RULES
 def looks(
     kind: str, num_layers: int, prompt: Prompt, make_tokenizer: Callable[..., object], place: Path
 ) -> dict[str, Counter[str]]:
-    """By rule, and place in the house, while a prompt is blended by a model of so many layers."""
+    """Count device reads by rule and by source line, while a model of `num_layers` layers blends a prompt."""
     config_class, model_class, changes = FAMILIES["llama"]
     model = place / "model"
     made = make_model(config_class, model_class, **{**SIZES, **changes, "num_hidden_layers": num_layers})

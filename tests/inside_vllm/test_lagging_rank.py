@@ -1,6 +1,6 @@
 """Two ranks of which one reads its KV slowly, or alone meets damage: they place the same layers in the same step.
 
-A rank that went on by itself would leave the other waiting in an all-reduce, or add numbers of different rows.
+A rank that went on alone would leave the other waiting in an all-reduce, or add numbers of different rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness import PREFIX, ask, ask_all, engine, ingest, random_ids, report, tokens
 
-pytestmark = pytest.mark.timeout(900)  # each rank imports vLLM anew
+pytestmark = pytest.mark.timeout(900)  # each rank imports vLLM
 
 CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]
@@ -56,7 +56,7 @@ def test_one_slow_rank_changes_nothing_and_another_request_ends_meanwhile(llm: A
     found, expected = report(lagging), report(even)
     assert found["num_recomputed_tokens"] == expected["num_recomputed_tokens"]
     assert (found["num_chunk_hits"], expected["num_chunk_hits"]) == (2, 2)
-    assert found["stall_s"] > 2 * READ_S, "the slow rank was not slow, or nobody waited for it"
+    assert found["stall_s"] > 2 * READ_S, "the slow rank was not slow, or the other did not wait for it"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -53,7 +53,7 @@ def nothing_in_memory(request: pytest.FixtureRequest) -> None:
 
 
 def forget_memory(ours: Any, reference: Any) -> None:
-    gc.collect()  # an entry that somebody still holds is shared, and does not come up from the disk again
+    gc.collect()  # an entry with another reference is shared, and is not read from the disk again
     for memory in (worker_store().tiers[0], reference.store.tiers[0]):
         for key in memory.keys():  # noqa: SIM118
             memory.delete(key)

@@ -44,7 +44,7 @@ def llm(checkpoint: Callable[[str], Path], store: Path) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def forgotten(llm: Any) -> None:
-    """Nothing of an earlier test is in vLLM's prefix cache."""
+    """Clear vLLM's prefix cache before each test."""
     assert llm.reset_prefix_cache()
 
 
@@ -82,10 +82,10 @@ def test_ratio_one_is_full_prefill_also_after_cached_history(llm):
     assert answer == tokens(ask(llm, turn, {"mode": "full"}))
     later = [*turn, *answer, *LABEL, *third, *fourth[:70], *QUESTION[::-1]]
     blended, full = ask(llm, later, wish), ask(llm, later, {"mode": "full"})
-    told = report(blended)
-    assert (told["mode"], told["num_chunk_hits"]) == ("blend", 4)
-    assert told["num_prefix_tokens"] == len([*turn, *answer]) // BLOCK * BLOCK
-    assert [chunk["exact"] for chunk in told["chunks"]] == [True, True, False, False]
+    got = report(blended)
+    assert (got["mode"], got["num_chunk_hits"]) == ("blend", 4)
+    assert got["num_prefix_tokens"] == len([*turn, *answer]) // BLOCK * BLOCK
+    assert [chunk["exact"] for chunk in got["chunks"]] == [True, True, False, False]
     assert tokens(blended) == tokens(full)
     for mine, theirs in zip(blended.outputs[0].logprobs, full.outputs[0].logprobs, strict=True):
         for token in mine.keys() & theirs.keys():
@@ -113,11 +113,11 @@ def test_a_later_turn_finds_its_conversation_and_nobody_else_does(llm):
     turn = [*PREFIX, *LABEL, *first, *second, *QUESTION]
     answer = tokens(ask(llm, turn))
     later, other = [*turn, *answer, *LABEL], [*turn[: -len(QUESTION)], *LABEL, *QUESTION[::-1]]
-    told = report(ask(llm, later))
+    got = report(ask(llm, later))
     cached = len([*turn, *answer]) // BLOCK * BLOCK
-    assert (told["mode"], told["num_reused_tokens"], told["num_recomputed_tokens"]) == ("blend", cached, 0)
-    assert (told["num_chunks"], told["num_chunk_hits"]) == (2, 2)
-    assert not any(chunk["exact"] for chunk in told["chunks"])
+    assert (got["mode"], got["num_reused_tokens"], got["num_recomputed_tokens"]) == ("blend", cached, 0)
+    assert (got["num_chunks"], got["num_chunk_hits"]) == (2, 2)
+    assert not any(chunk["exact"] for chunk in got["chunks"])
     for wish in ({"ratio": 0.5}, {"rule": "cacheblend_k"}, {"mode": "reuse"}, {"seed": 1}):
         assert report(ask(llm, later, wish))["num_prefix_tokens"] <= len([*PREFIX, *LABEL]), wish
     assert report(ask(llm, other))["num_prefix_tokens"] <= len([*PREFIX, *LABEL])  # another question
@@ -131,10 +131,10 @@ def test_what_vllm_has_exactly_is_left_to_it_where_blending_would_compute_no_les
     turn = [*PREFIX, *LABEL, *first, *second, *third, *QUESTION]
     prefilled = ask(llm, turn, {"mode": "prefix"})
     again = ask(llm, [*turn, *LABEL])
-    told = report(again)
-    assert (told["mode"], told["rule"], told["refused_reason"]) == ("prefix", "none", "")
-    assert told["num_reused_tokens"] == again.num_cached_tokens == len(turn) // BLOCK * BLOCK
-    assert [(chunk["hit"], chunk["exact"]) for chunk in told["chunks"]] == [(True, True)] * 3
+    got = report(again)
+    assert (got["mode"], got["rule"], got["refused_reason"]) == ("prefix", "none", "")
+    assert got["num_reused_tokens"] == again.num_cached_tokens == len(turn) // BLOCK * BLOCK
+    assert [(chunk["hit"], chunk["exact"]) for chunk in got["chunks"]] == [(True, True)] * 3
     assert tokens(again) == tokens(ask(llm, [*turn, *LABEL], {"mode": "full"}))
     assert prefilled.num_cached_tokens == 0
     short = [*turn[: len(PREFIX) + 40], *second, *third, *QUESTION]  # a block is cached, two chunks are not
@@ -144,15 +144,15 @@ def test_what_vllm_has_exactly_is_left_to_it_where_blending_would_compute_no_les
 def test_a_question_that_quotes_a_chunk_stays_fresh(llm, renderer):
     first, second, *_ = CHUNKS
     quote = [*PREFIX, *second, *LABEL, *first[10:50]]
-    told = report(ask(llm, [*quote, *renderer.tail_ids]))
-    assert [chunk["num_tokens"] for chunk in told["chunks"]] == [70]
-    told = report(ask(llm, [*quote, *LABEL, *renderer.tail_ids]))
-    assert [chunk["num_tokens"] for chunk in told["chunks"]] == [70, 40]
+    got = report(ask(llm, [*quote, *renderer.tail_ids]))
+    assert [chunk["num_tokens"] for chunk in got["chunks"]] == [70]
+    got = report(ask(llm, [*quote, *LABEL, *renderer.tail_ids]))
+    assert [chunk["num_tokens"] for chunk in got["chunks"]] == [70, 40]
 
 
 def test_a_prompt_that_ends_with_a_chunk_leaves_its_last_token_to_vllm(llm):
-    told = report(ask(llm, [*PREFIX, *LABEL, *CHUNKS[0]]))
-    assert [(chunk["num_tokens"], chunk["hit"]) for chunk in told["chunks"]] == [(89, True)]
+    got = report(ask(llm, [*PREFIX, *LABEL, *CHUNKS[0]]))
+    assert [(chunk["num_tokens"], chunk["hit"]) for chunk in got["chunks"]] == [(89, True)]
 
 
 def test_what_has_no_stored_chunk_or_no_plain_ids_is_left_alone_and_counted(llm):
@@ -171,7 +171,7 @@ def test_what_has_no_stored_chunk_or_no_plain_ids_is_left_alone_and_counted(llm)
         scheduler.on_new_request(request)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         assert scheduler.request_finished(request, []) == (False, None)
-        assert scheduler.scheduler.counting.counts[f"left_requests|{reason}"] == 1
+        assert scheduler.scheduler.metrics.counts[f"left_requests|{reason}"] == 1
     assert len(counts.data["request_match_seconds"]) == 1
 
 
@@ -182,12 +182,12 @@ def test_namespaces_match_and_share_nothing(llm):
     for name, chunk in (("a", first), ("a", second), ("b", second)):
         ingest(llm, PREFIX, chunk, name)
     for name, hits in (("a", 2), ("b", 1), ("c", 0)):
-        told = report(ask(llm, turn, {"namespace": name}))
-        assert (told["num_chunk_hits"], told["num_prefix_tokens"] > len([*PREFIX, *LABEL, *first])) == (hits, False)
+        got = report(ask(llm, turn, {"namespace": name}))
+        assert (got["num_chunk_hits"], got["num_prefix_tokens"] > len([*PREFIX, *LABEL, *first])) == (hits, False)
     cached = [report(ask(llm, turn, {"namespace": name}))["num_prefix_tokens"] for name in ("a", "b")]
     assert cached == [len(turn) // BLOCK * BLOCK] * 2  # each finds its own
     llm.reset_prefix_cache()
-    for name, salt in (("a", "s3cret"), ("nobody", None)):
+    for name, salt in (("a", "s3cret"), ("unknown", None)):
         request = SimpleNamespace(**{**vars(plain_request(turn)), "cache_salt": salt})
         request.kv_transfer_params = {"ragblend": {"namespace": name}}
         connector = llm.llm_engine.engine_core.engine_core.scheduler.connector

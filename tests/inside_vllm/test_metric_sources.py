@@ -1,4 +1,4 @@
-"""What `/metrics` counts is what requests were told: hits, misses, tokens, seconds, tiers. Engine in this process."""
+"""The counts of `/metrics` are those of the requests' reports: hits, misses, tokens, seconds, tiers. In process."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def llm(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 
 
 def counted(llm: Any) -> dict[str, Any]:
-    """What was counted since the last call. A step for nobody takes what came after the last request's own."""
+    """Return the metrics since the last call. A request without chunks takes the last ones."""
     ask(llm, random_ids(8, 5), max_tokens=2)
     found = BlendStats()
     for half in llm.taken:
-        found.take(half.data)
+        found.merge(half.data)
         half.reset()
     return found.data
 
@@ -66,11 +66,11 @@ def test_modes_that_look_for_nothing_miss_nothing(llm: Any, mode: str) -> None:
 def test_a_chunk_that_is_not_stored_is_one_miss(llm: Any, mode: str) -> None:
     counted(llm)
     ids = prompt([*CHUNKS[:2], UNSTORED, CHUNKS[2]])
-    told = report(ask(llm, ids, {"mode": mode}))
+    got = report(ask(llm, ids, {"mode": mode}))
     found = counted(llm)
-    assert (told["num_chunk_hits"], told["num_chunks"]) == (3, 4)
+    assert (got["num_chunk_hits"], got["num_chunks"]) == (3, 4)
     assert (found["chunk_hits"], found["chunk_misses"]) == (3, 1)
-    assert found["reused_tokens"] == told["num_reused_tokens"]
+    assert found["reused_tokens"] == got["num_reused_tokens"]
 
 
 def test_an_aborted_request_adds_no_miss_for_what_is_stored(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_an_aborted_request_adds_no_miss_for_what_is_stored(llm: Any, monkeypatc
     found = Counter({name: value for name, value in counted(llm).items() if name in COUNTERS})
     assert found["requests"] == 3
     assert (found["chunk_misses"], found["ingested_chunks"]) == (2, 0)  # the unstored one, twice
-    assert found["chunk_hits"] in (0, 3)  # the second request's, if its context was filled by then
+    assert found["chunk_hits"] in (0, 3)  # 3 if the second request's context was filled
 
 
 def give_up(llm: Any, name: str, ids: list[int], params: dict[str, Any], num_steps: int) -> None:
@@ -111,9 +111,9 @@ def test_a_stored_chunk_that_ends_the_prompt_is_no_miss(llm: Any) -> None:
 
 def test_every_chunk_is_told_what_was_recomputed_of_it(llm: Any) -> None:
     ids = prompt(CHUNKS)
-    told = report(ask(llm, ids, {"mode": "blend", "ratio": 0.5}))
-    each = [chunk["num_recomputed_tokens"] for chunk in told["chunks"]]
-    assert sum(each) == told["num_recomputed_tokens"] > 0
+    got = report(ask(llm, ids, {"mode": "blend", "ratio": 0.5}))
+    each = [chunk["num_recomputed_tokens"] for chunk in got["chunks"]]
+    assert sum(each) == got["num_recomputed_tokens"] > 0
     assert each[0] == 0  # exact
     assert all(each[1:])
 
@@ -121,11 +121,11 @@ def test_every_chunk_is_told_what_was_recomputed_of_it(llm: Any) -> None:
 def test_histograms_gauges_and_tiers_are_filled(llm: Any) -> None:
     counted(llm)
     ids = prompt(CHUNKS)
-    told = [report(ask(llm, ids, {"mode": mode})) for mode in ("blend", "reuse")]
+    got = [report(ask(llm, ids, {"mode": mode})) for mode in ("blend", "reuse")]
     ask(llm, ids, {"mode": "prefix"})
     found = counted(llm)
     for name in ("load", "fuse", "stall"):
-        assert found[f"request_{name}_seconds"] == [each[f"{name}_s"] for each in told]
+        assert found[f"request_{name}_seconds"] == [each[f"{name}_s"] for each in got]
     for mode in ("blend", "reuse", "prefix"):
         (ttft_s,) = found[f"request_ttft_seconds{LABEL}{mode}"]
         assert 0 < ttft_s < 600
@@ -144,8 +144,8 @@ def test_every_series_reaches_prometheus_by_engine() -> None:
     from vllm.config import VllmConfig
 
     stats, other = BlendStats(), BlendStats()
-    stats.take({"requests": 1, f"tier_hits{LABEL}disk": 2, "blend_queue": 5, "request_load_seconds": [0.2]})
-    other.take({"requests": 2, f"tier_hits{LABEL}disk": 3, "blend_queue": 1, "request_load_seconds": [0.4]})
+    stats.merge({"requests": 1, f"tier_hits{LABEL}disk": 2, "blend_queue": 5, "request_load_seconds": [0.2]})
+    other.merge({"requests": 2, f"tier_hits{LABEL}disk": 3, "blend_queue": 1, "request_load_seconds": [0.4]})
     stats.aggregate(other)
     assert stats.reduce() == {"requests": 3, "tier_hits|disk": 5, "blend_queue": 1, "request_load_seconds": 0.3}
     registry = CollectorRegistry()

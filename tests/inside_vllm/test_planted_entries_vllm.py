@@ -1,4 +1,4 @@
-"""Entries that somebody planted in the store of a vLLM server that has a key: none is used, `verify` names them all.
+"""Forged entries in the store of a vLLM server with a store key: none is used, `verify` names them all.
 
 The same kinds as tests/faults/test_planted_entries.py plants under transformers (tests/forgery.py), as the first chunk
 of a prompt, over the disk tier of a running engine.
@@ -26,7 +26,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"mode": "blend", "ratio": 0.15, "rule": "cacheblend_k"},
     {"mode": "reuse"},
 )  # mode `prefix` reads vLLM's own prefix cache, never the store
-PASSPHRASE, FOREIGN = "correct horse battery staple", StoreKey.parse("another passphrase of some length")
+PASSPHRASE, OTHER_KEY = "correct horse battery staple", StoreKey.parse("another passphrase of some length")
 
 
 class Server:
@@ -36,7 +36,7 @@ class Server:
         self.llm, self.root, self.own = llm, root, StoreKey.parse(PASSPHRASE)
         kvs = [self._stored(chunk) for chunk in (*CHUNKS, LIE)]
         self.key = kvs[0].header.key
-        self.victim = Victim(kvs[0], MemoryKV(kvs[0].header, kvs[-1].layers), kvs[1], self.own, FOREIGN)
+        self.victim = Victim(kvs[0], MemoryKV(kvs[0].header, kvs[-1].layers), kvs[1], self.own, OTHER_KEY)
         self.clear()
         self.missed = [self.answer(params) for params in ASKED]
 
@@ -102,7 +102,7 @@ def test_the_truth_would_have_been_used_and_the_lie_would_have_shown(server: Ser
     for params, (hits, *_) in zip(ASKED, server.missed, strict=True):
         assert server.answer(params)[0] == hits + 1, params["mode"]
     server.clear()
-    server.disk().put(server.victim.lie)  # signed by the key itself: whoever has it is believed
+    server.disk().put(server.victim.lie)  # signed by the key itself, which a reader accepts
     for params, (_, _, best) in zip(ASKED, server.missed, strict=True):
         first = server.answer(params)[2][0]
         assert any(abs(first.get(id, -99.0) - number) > 1e-2 for id, number in best[0].items()), params["mode"]

@@ -1,4 +1,4 @@
-"""Chunks of requests that wait in vLLM's queue: read from the disk meanwhile, while the disk has nothing else to do."""
+"""Chunks of requests in vLLM's waiting queue are read from the disk while it is idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas with disks of their own and one Redis between them: the same chunks and answers, whatever Redis does."""
+"""Replicas with separate disks and a shared Redis: the same chunks and answers, also when Redis fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture(scope="module")
 def first(redis_server: RedisServer, checkpoint: Callable[[str], Path], tmp_path_factory: Any) -> dict[str, Any]:
-    """What the replica that ingested the chunks answers, and its store's directory. Redis has them all by then."""
+    """Return the answers of the replica that ingested the chunks, and its store's directory. Redis has all chunks."""
     store = tmp_path_factory.mktemp("first")
     with engine(checkpoint("llama"), store, {"remote": redis_server.url}, skip_tokenizer_init=True) as llm:
         for chunk in CHUNKS:
@@ -90,7 +90,7 @@ def connector(llm: Any) -> Any:
 
 
 def watched_counters(llm: Any) -> dict[str, float]:
-    """What the scheduler's half counts for `/metrics` from now on."""
+    """Return the later metrics of the scheduler's half."""
     counts: dict[str, float] = watch_counts(connector(llm)).data
     return counts
 
@@ -112,7 +112,7 @@ def test_a_replica_with_an_empty_disk_answers_as_the_one_that_ingested(
         assert counters["remote_hits"] == len(asked)
         again = ask_all(llm, requests())
         assert [tokens(output) for output in again] == first["blended"]
-        assert counters["remote_hits"] == len(asked)  # from the disk by now
+        assert counters["remote_hits"] == len(asked)  # now from the disk
         assert [tokens(ask(llm, ids)) for ids, _ in requests()] == first["plain"]  # nothing leaked into plain requests
 
 

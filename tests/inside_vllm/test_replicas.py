@@ -159,7 +159,7 @@ def engine(deployment: Deployment) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The transformers engine in this process, over a store of its own: what the right answers are."""
+    """Return the transformers engine in this process, over a separate store, for the reference answers."""
     with load_engine("demo", tmp_path_factory.mktemp("alone"), on_miss="inline") as alone:
         for text in TEXTS.values():
             alone.precompute(text)
@@ -237,7 +237,7 @@ def test_streams_come_through_as_they_are_made_and_so_does_hanging_up(
         assert "".join(pieces).strip() == ask(expected, prompt).text
         assert stream.result.report.num_chunk_hits == len(prompt.chunks)
     limit = 3000  # seconds of work, of which the client that hangs up after its first piece wants none
-    body = engine.body(prompts(1, 2)[0], GenerationOptions(max_tokens=limit)) | {"ignore_eos": True}
+    body = engine.request_body(prompts(1, 2)[0], GenerationOptions(max_tokens=limit)) | {"ignore_eos": True}
     before = num_generated(deployment)
     headers, url = {"Authorization": f"Bearer {KEY}"}, f"{deployment.balancer.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as response:
@@ -324,7 +324,7 @@ def test_without_the_cache_replicas_answer_from_what_they_have(
                 ask(direct, Prompt([text], f"Where does {person} live?"))
         end_s = time.monotonic() + 60
         while len(deployment.keys(name)) < len(TEXTS) and time.monotonic() < end_s:
-            time.sleep(0.1)  # what came from the cache is written in the background
+            time.sleep(0.1)  # entries from the remote tier are written in the background
     deployment.cache.kill()
     for prompt in prompts(6, 3):
         assert_same(ask(engine, prompt), ask(expected, prompt))

@@ -31,7 +31,7 @@ def swapped_kv(layers: VllmLayers, *args: Any) -> LayerKV:
 
 def one_request(layers: VllmLayers, rows: Any, *whose: Any) -> Any:
     """Scattered rows as one request: what a causal flag would do, right-aligned."""
-    return [layers._piece(slice(0, len(rows)), [(0, len(rows))], rows, *whose)]
+    return [layers._make_call(slice(0, len(rows)), [(0, len(rows))], rows, *whose)]
 
 
 def earlier_question(layers: VllmLayers, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`ragblend serve` for real: vLLM's own server, its processes, its HTTP. Everybody who asks gets the same answer."""
+"""`ragblend serve` with vLLM's own server, processes and HTTP. Every kind of client gets the same answer."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_an_openai_request_says_what_it_wishes(openai: OpenAI) -> None:
 
 def test_the_openai_client_streams_as_ever_and_with_the_report_where_it_asks(openai: OpenAI) -> None:
     asked: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 8, "temperature": 0, "stream": True}
-    # No event of ours in the stream of somebody who did not ask for it: `choices[0]` must always be there.
+    # A stream without ragblend's parameters has no additional event: every event must have `choices[0]`.
     stream = openai.chat.completions.create(**asked)
     assert "".join(event.choices[0].delta.content or "" for event in stream).strip() == "Kinport"
     *said, last = openai.chat.completions.create(**asked, extra_body={"kv_transfer_params": {"ragblend": {}}})
@@ -270,7 +270,7 @@ def test_many_at_once_get_what_one_alone_gets(engine: Any) -> None:
 
 def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:
     stream = engine.stream(PROMPT, max_tokens=900)
-    body = engine.body(stream._prompt, stream._options) | {"ignore_eos": True}
+    body = engine.request_body(stream._prompt, stream._options) | {"ignore_eos": True}
     with httpx.stream(
         "POST", f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
     ) as response:

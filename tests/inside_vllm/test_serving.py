@@ -182,7 +182,7 @@ def test_a_damaged_file_is_a_miss(serving):
     assert [chunk["prefix_match"] for chunk in report(damaged)["chunks"]] == ["exact", None, "exact", "exact"]
     again = ask(llm, ids, {"mode": "blend", "ratio": 0.15})
     assert tokens(again) == tokens(damaged)
-    assert report(again)["num_damaged_entries"] == 0  # set aside: a plain miss by now
+    assert report(again)["num_damaged_entries"] == 0  # quarantined, so that it is a plain miss now
     assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0})) == tokens(ask(llm, ids))
 
 
@@ -195,11 +195,11 @@ def test_a_damaged_file_starts_only_its_own_requests_again(serving):
         header = DiskStore(store).header(path.stem)
         if header is not None and header.token_ids == tuple(STORED[1]):
             data = bytearray(path.read_bytes())
-            data[-5] ^= 1  # in the last layer: the others are ahead by then
+            data[-5] ^= 1  # in the last layer, which is read after the others were fused
             path.write_bytes(data)
     together = ask_all(llm, asked)
     found = [report(output) for output in together]
-    # The third has read the file by then, or its turn comes when it was set aside already.
+    # The third has read the file before, or it starts when the file is already quarantined.
     assert [each["num_damaged_entries"] for each in found[:2]] == [1, 0]
     assert [each["num_chunk_hits"] for each in found] == [2, len(STORED) - 3, 2]
     assert tokens(together[1]) == untouched
@@ -223,12 +223,12 @@ def test_the_store_pulled_away_while_serving(how, serving):
     worker = connector_worker()
     run_slice, pulled = worker.run_slice, []
 
-    def pulling(*told: Any) -> Any:
+    def pulling(*args: Any) -> Any:
         if worker._jobs and not pulled:  # found by the scheduler, gone before the worker reads
             pulled.append(shutil.rmtree(store))
-            if how == "unreadable":  # no directory any more, whoever asks, root included
+            if how == "unreadable":  # no longer a directory, also for root
                 store.write_bytes(b"")
-        return run_slice(*told)
+        return run_slice(*args)
 
     worker.run_slice = pulling
     output = ask(llm, ids, {"mode": "reuse"})
@@ -266,7 +266,7 @@ def test_a_pass_that_fails_is_computed_by_vllm_for_all_who_shared_it(serving):
     layers.run_together = lambda runs: [layers.run_layer(*run) for run in runs] if len(runs) == 1 else 1 / 0
     asked = [(ids, {"mode": "blend", "ratio": 0.1}) for ids in prompts]
     outputs = ask_all(llm, asked)
-    # One whose KV came late, as on a busy machine, has a pass of its own, which does not fail.
+    # A job whose KV was read late, as on a busy machine, has a separate pass, which does not fail.
     failed = [place for place, output in enumerate(outputs) if report(output)["refused_reason"]]
     assert len(failed) >= 2
     for place in failed:
@@ -337,8 +337,8 @@ def test_a_blend_is_cut_into_slices(store, checkpoint):
         worker = connector_worker()
         run_slice, left = worker.run_slice, []
 
-        def counting(*told: Any) -> Any:
-            finished = run_slice(*told)
+        def counting(*args: Any) -> Any:
+            finished = run_slice(*args)
             left.append(len(worker._jobs))
             return finished
 

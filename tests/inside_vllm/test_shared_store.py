@@ -1,4 +1,4 @@
-"""KV stored by one engine is the other's: same keys, same files, same numbers; and the embedded model answers alike."""
+"""Both engines reuse each other's stored KV: same keys, same files, same numbers, and the same answers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_stopped_engine_lets_go_of_its_model(connector: bool, checkpoint: Call
         held = weakref.ref(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model())
         assert isinstance(held(), LlamaForCausalLM)
         ask(llm, random_ids(20, 1))
-    assert llm is not None  # whoever still holds the engine
+    assert llm is not None  # the engine may still be referenced
     assert held() is None
 
 

@@ -31,7 +31,7 @@ class Slow:
         self._changed, self._num_allowed, self._is_free = threading.Condition(), 0, False
 
     def wait(self) -> None:
-        """Read; after LONG_S nobody is going to allow it."""
+        """Wait for permission to read, at most LONG_S."""
         with self._changed:
             begun = self._num_allowed
             answered = self._changed.wait_for(lambda: self._is_free or self._num_allowed > begun, LONG_S)
@@ -56,7 +56,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, damaged_at: int | None = None) ->
     """Each layer of each chunk is read slowly from the worker's disk; the first chunk may be damaged."""
     for done in connector_worker()._readers:  # of a request that left
         done.wait()
-    gc.collect()  # an entry that somebody still holds is shared, and would not be read again
+    gc.collect()  # an entry with another reference is shared, and would not be read again
     disk, slow = emptied(connector_worker()._store), Slow()
     get = disk.get
 

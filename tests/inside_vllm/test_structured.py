@@ -60,7 +60,7 @@ class Found(BaseModel):
 
 @tool
 def look_up(who: Literal["George Keller", "Julia Bishop"]) -> str:
-    """Where somebody lives."""
+    """Where a person lives."""
     return "Kinport"
 
 
@@ -77,7 +77,7 @@ def search_documents(about: str) -> str:
 
 
 def live(who: str) -> str:
-    """Where somebody lives."""
+    """Where a person lives."""
     return "Kinport"
 
 
@@ -157,7 +157,7 @@ def test_what_is_left_to_the_model_may_be_text_and_results_are_read(chat: ChatBl
     assert message.content or message.tool_calls
 
 
-PLAN = ("search", "look_up", "none")  # the demo model knows no tools: what is next is said, as users do it
+PLAN = ("search", "look_up", "none")  # the demo model was not trained on tools, so the test forces the next call
 
 
 def test_an_agent_calls_two_tools_and_answers_from_blended_documents(chat: ChatBlend) -> None:
@@ -181,7 +181,7 @@ def test_an_agent_calls_two_tools_and_answers_from_blended_documents(chat: ChatB
 
 
 class Demanding(BlendLLM):
-    """LlamaIndex has no middleware: what is next is said where its agents prepare a call."""
+    """LlamaIndex has no middleware, so the next call is forced where its agents prepare a call."""
 
     def _prepare_chat_with_tools(self, tools: Any, chat_history: Any = None, **kwargs: Any) -> dict[str, Any]:
         num_results = sum(message.role == MessageRole.TOOL for message in chat_history or [])
@@ -201,6 +201,6 @@ async def test_a_function_agent_does_it_too(chat: ChatBlend, streaming: bool) ->
 
 
 def test_what_vllm_cannot_follow_it_says(chat: ChatBlend) -> None:
-    with pytest.raises(RagblendError, match=r"(refuses the request|Grammar error|egex)"):
+    with pytest.raises(RagblendError, match=r"(rejects the request|Grammar error|egex)"):
         chat.invoke("What?", structured_outputs={"regex": "("})
     assert chat.invoke("What?", max_tokens=2).content is not None

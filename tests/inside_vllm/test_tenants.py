@@ -36,7 +36,7 @@ KEYS = {
 ROUTES = """
 import json
 from pathlib import Path
-class Told:
+class RecordRoutes:
     def __init__(self, app):
         self.app = app
     async def __call__(self, scope, receive, send):
@@ -67,9 +67,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys = home / "keys.json"
     keys.write_text(json.dumps({"keys": KEYS, "open": ["/health"]}))
     keys.chmod(0o600)
-    (home / "told_routes.py").write_text(ROUTES)
+    (home / "recorded_routes.py").write_text(ROUTES)
     options = ("--api-keys-file", str(keys), "--max-model-len", "1024", "--block-size", "32", "--enable-scale-out")
-    options += ("--middleware", "told_routes.Told")
+    options += ("--middleware", "recorded_routes.RecordRoutes")
     path = os.pathsep.join([str(home), str(Path(__file__).parents[2])])
     with (
         served_demo(home, *options, PYTHONPATH=path) as server,
@@ -92,8 +92,8 @@ def num_matched(served: Served, key: str) -> int:
     body = {"model": "demo", "messages": messages, "max_tokens": 4, "temperature": 0}
     answer = served.ask(key, "/v1/chat/completions", body)
     assert answer.status_code == 200, answer.text
-    told = answer.json().get("kv_transfer_params")
-    return int(told["ragblend"]["num_chunk_hits"]) if told else 0
+    got = answer.json().get("kv_transfer_params")
+    return int(got["ragblend"]["num_chunk_hits"]) if got else 0
 
 
 def test_two_keys_find_nothing_of_each_others_chunks(served: Served) -> None:
@@ -124,21 +124,21 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", PROMPTS)
 def test_a_forged_namespace_is_refused_with_the_reason(served: Served, path: str) -> None:
-    own, foreign = (
+    own, forged = (
         {"kv_transfer_params": {"ragblend": {"mode": "prefix", "namespace": name}}} for name in ("acme", "globex")
     )
     assert (answer := served.ask(ACME, path, PROMPTS[path])).status_code == 200, answer.text  # plain vLLM goes on
     assert served.ask(ACME, path, {**PROMPTS[path], **own}).status_code == 200
     for more in ({}, {"stream": True}):
-        answer = served.ask(ACME, path, {**PROMPTS[path], **foreign, **more})
+        answer = served.ask(ACME, path, {**PROMPTS[path], **forged, **more})
         assert answer.status_code == 403, answer.text
         assert "'globex'" in answer.json()["error"]["message"]
         assert "'acme'" in answer.json()["error"]["message"]
 
 
 def test_parameters_that_come_another_way_are_bound_too(served: Served) -> None:
-    foreign = {"kv_transfer_params": {"ragblend": {"mode": "prefix", "namespace": "globex"}}}
-    hidden = {"max_tokens": 1, "extra_args": foreign}
+    forged = {"kv_transfer_params": {"ragblend": {"mode": "prefix", "namespace": "globex"}}}
+    hidden = {"max_tokens": 1, "extra_args": forged}
     body = {**PROMPTS["/inference/v1/generate"], "sampling_params": hidden}
     answer = served.ask(ACME, "/inference/v1/generate", body)
     assert (answer.status_code, "'globex'" in answer.text) == (403, True)
@@ -230,13 +230,13 @@ def test_where_the_store_is_is_not_told(served: Served) -> None:
     for folder in [store, *(path for path in store.rglob("*") if path.is_dir())]:
         folder.chmod(0o500)
     try:
-        told = served.ask(ACME, "/v1/completions", {**body, **params})
+        got = served.ask(ACME, "/v1/completions", {**body, **params})
     finally:
         for folder in [store, *(path for path in store.rglob("*") if path.is_dir())]:
             folder.chmod(0o700)
     if os.getuid():  # root writes everywhere
-        assert "not stored" in told.json()["kv_transfer_params"]["ragblend"]["refused_reason"]
-    assert str(served.home) not in told.text
+        assert "not stored" in got.json()["kv_transfer_params"]["ragblend"]["refused_reason"]
+    assert str(served.home) not in got.text
 
 
 def test_openai_clients_need_no_more_than_their_key(served: Served) -> None:

@@ -20,7 +20,7 @@ ASKED = Prompt(TEXTS, "Where does George Keller live?")
 OPTIONS = {"tensor_parallel_size": 2, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 
-@pytest.mark.timeout(1200)  # each rank imports vLLM anew
+@pytest.mark.timeout(1200)  # each rank imports vLLM
 def test_an_engine_of_two_ranks_leaves_nothing_behind_and_the_next_one_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from ragblend.engine.vllm.connector import BlendConnector
 CHUNK, QUESTION = random_ids(40, 2), random_ids(6, 3)
 IDS = [*PREFIX, *CHUNK, *CHUNK, *QUESTION]
 
-# Worker processes that start afresh: the others have imported the connector, and with it the plugin, in time.
+# Spawned worker processes: forked ones have imported the connector, and with it the plugin, in time.
 WITHOUT_PLUGINS = {"VLLM_PLUGINS": "", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 SCRIPT = """
 import sys
@@ -48,7 +48,7 @@ def run_without_plugins(model: Path, store: Path, **options: Any) -> subprocess.
 def test_without_the_plugin_the_worker_class_shows_the_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     refused = run_without_plugins(checkpoint("llama"), tmp_path / "a")
     assert refused.returncode != 0
-    advice = re.search(r"does not know the model .* --worker-cls ([\w.]+)", refused.stdout + refused.stderr)
+    advice = re.search(r"has no access to the model .* --worker-cls ([\w.]+)", refused.stdout + refused.stderr)
     assert advice is not None, refused.stderr[-2000:]
     shown = run_without_plugins(checkpoint("llama"), tmp_path / "b", worker_cls=advice[1])
     assert "hits 2 True" in shown.stdout, shown.stderr[-2000:]

@@ -160,12 +160,12 @@ def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path: Path) 
 
 
 def test_vllm_does_not_take_all_memory_of_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(vllm_launch, "is_cuda", lambda: False)
+    monkeypatch.setattr(vllm_launch, "has_cuda", lambda: False)
     assert int(value(launch(store=str(tmp_path)).command, "--kv-cache-memory-bytes")) == 256 << 20
     assert launch("--gpu-memory-utilization=0.5", store=str(tmp_path)).command.count("--kv-cache-memory-bytes") == 0
     checkpoint = vllm_launch.find_checkpoint("demo")
     assert checkpoint.bytes_per_token == 5 * 2 * 4 * 32 * 4
-    monkeypatch.setattr(vllm_launch, "is_cuda", lambda: True)
+    monkeypatch.setattr(vllm_launch, "has_cuda", lambda: True)
     assert kv_memory_bytes(checkpoint) is None
 
 
@@ -191,7 +191,7 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_no_command_lin
     read = ConnectorConfig.read(config)  # as vLLM's processes read it
     assert (read.remote, read.catalog) == (url, catalog)
     error = BackendUnreachableError("the catalogue postgresql://***@db/kv does not answer")
-    assert read.for_clients(error) == "the catalogue CATALOG does not answer"
+    assert read.message_for_clients(error) == "the catalogue CATALOG does not answer"
     without = launch(store=str(tmp_path))
     assert ConnectorConfig.read(extra(without.command)).remote is None
 

@@ -39,7 +39,7 @@ def test_reasons_say_where() -> None:
     for content_type, body, said in [
         (JSON, b'{"documents": [{"text": "a"}, {"text": 7}]}', r"documents\.1\.text: Input should be a valid string"),
         (JSON, b'{"documents": [{"id": "a"}]}', "give either `text` or `chunks`"),
-        (LINES, b'{"text": "a"}\n\n{"text": 7}', "line 3 is refused: text"),
+        (LINES, b'{"text": "a"}\n\n{"text": 7}', "line 3 is invalid: text"),
     ]:
         with pytest.raises(UsageError, match=said):
             read_documents(body, content_type, None)
@@ -55,5 +55,5 @@ def test_the_least_that_is_needed() -> None:
     assert (same.collection, same.id) == ("kb", one.id)
     (other,) = read_documents(b'{"documents": [{"text": "a", "chunk_size": 64}]}', JSON, None)
     assert other.version != one.version
-    with pytest.raises(UsageError, match="stands in the body"):
+    with pytest.raises(UsageError, match="only for JSON lines"):
         read_documents(b'{"documents": [{"text": "a"}]}', JSON, "kb")

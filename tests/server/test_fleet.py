@@ -1,4 +1,4 @@
-"""Servers with stores of their own, one catalogue in PostgreSQL and one remote tier: what one stores, all find."""
+"""Servers with separate stores, one catalogue in PostgreSQL and one remote tier: all find what one stores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def catalog(postgres: PostgresServer) -> Iterator[str]:
 
 
 class Replica(Server):
-    """A server with a folder of its own."""
+    """Server with a separate store folder."""
 
     def __init__(self, folder: Path, name: str, catalog: str, context: str = "none") -> None:
         super().__init__(folder / name, context)

@@ -1,4 +1,4 @@
-"""A server's documents over real engines, without HTTP: what becomes of them, in order, again, at once, killed."""
+"""A server's documents over real engines, without HTTP: stored in order, again, at the same time, after a kill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUESTION = "Where does George Keller live?"
 
 @pytest.fixture(autouse=True)
 def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is alike does not hang on which extras are installed."""
+    """Make similarity independent of the installed extras."""
     monkeypatch.setattr(registered_similar, "_default_embedder", registered_similar.HashingEmbedder)
 
 
@@ -333,7 +333,7 @@ def test_others_wait_while_one_process_stores_for_long(server: Server, monkeypat
     monkeypatch.setattr("ragblend.server.documents._REMOVAL_WAIT_S", 0.2)
     with (server.root / "documents.lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(BackendUnreachableError, match="being stored; try again"):
+        with pytest.raises(BackendUnreachableError, match="is storing documents; try again"):
             server.documents.remove("", "kb", ["a"])
         ingestion = server.send({"id": "a", "chunks": [A]})
         time.sleep(0.3)
@@ -342,7 +342,7 @@ def test_others_wait_while_one_process_stores_for_long(server: Server, monkeypat
 
 
 class Busy:
-    """An engine beside which others generate, as a vLLM's front end tells it."""
+    """Engine whose front end reports that requests generate."""
 
     def __init__(self, engine: Any) -> None:
         self._inner, self.until_s, self.times = engine, 0.0, list[float]()

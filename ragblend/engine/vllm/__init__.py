@@ -1,1 +1,1 @@
-"""The engine on stock vLLM: the only place that imports vllm."""
+"""Engine on unmodified vLLM: the KV connector, and engines over it. Only this package imports vllm."""

@@ -1,12 +1,12 @@
-"""The store over HTTP, for who runs the server: what is in it, and forgetting all of a namespace.
+"""HTTP routes for a server's operator: list the contents of the store, and delete a namespace from it.
 
-    GET  /v1/ragblend/store          what it holds, by namespace; its budget, its pins, its remote tier
+    GET  /v1/ragblend/store          numbers of chunks and bytes by namespace; budget, pins, status of the remote tier
     GET  /v1/ragblend/store/chunks   ?namespace=NS&after=KEY&limit=N -> {"chunks": [...], "next": KEY or null}
-    POST /v1/ragblend/store/clear    {"namespace"}: from every replica's disk and the remote tier ->
-                                     {"num_removed", "num_unread"} of this disk and the remote tier, the latter damaged
-                                     or not to be had in the remote
+    POST /v1/ragblend/store/clear    {"namespace"} -> {"num_removed", "num_unread"}
 
-Knows the tiers. Other replicas are told over the remote tier (see `forgotten`); without one, ask each of them.
+`clear` deletes from this server's disk and from the remote tier, and counts the deleted entries of both. `num_unread`
+counts remote entries that are damaged or could not be read. Other replicas that share the remote tier delete theirs
+through `tombstones`; without a remote tier, send the request to each replica. Depends on the tiers, not on vLLM.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ragblend.engine.vllm.params import belongs_to
 from ragblend.errors import UsageError
 
 PATH = "/v1/ragblend/store"
-MAX_CHUNKS = 1000  # of one answer
+MAX_CHUNKS = 1000  # chunks in one response
 
 Respond = Callable[[Callable[[], dict[str, Any]]], Awaitable[Any]]
 
 
-def add_admin(app: Any, store: TieredStore, respond: Respond) -> None:
-    """Add the routes to `app`. `respond` runs what it is given in a thread; a response comes of it, or of its error."""
+def add_store_routes(app: Any, store: TieredStore, respond: Respond) -> None:
+    """Add the routes to `app`. `respond` calls a function in a thread and returns a response of its result or error."""
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -43,13 +43,13 @@ def add_admin(app: Any, store: TieredStore, respond: Respond) -> None:
 
         app.router.add_route(PATH + path, handle, methods=[method])
 
-    route("", usage, "GET")
-    route("/chunks", chunks, "GET")
-    route("/clear", clear, "POST")
+    route("", store_usage, "GET")
+    route("/chunks", list_chunks, "GET")
+    route("/clear", clear_namespace, "POST")
 
 
-def usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """What the disk tier holds, and how the remote one is doing."""
+def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of chunks and bytes in the disk tier, its budget and pins, and the remote tier's status."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for entry in _entries(store):
@@ -58,7 +58,7 @@ def usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     disk = store.disk_tier
     statuses = [tier.status()._asdict() for tier in store.remote_tiers]
     for status in statuses:
-        del status["url"]  # where the store is, is not told
+        del status["url"]  # clients do not learn where the store is
     return {
         "num_chunks": counts.total(),
         "nbytes": sizes.total(),
@@ -69,8 +69,8 @@ def usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Chunks on disk in the order of their keys, of one namespace or of all."""
+def list_chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a page of the chunks on disk, of one namespace or of all, in the order of their keys."""
     limit, after = str(fields.get("limit", MAX_CHUNKS)), str(fields.get("after", ""))
     if not limit.isdecimal() or not 0 < int(limit) <= MAX_CHUNKS:
         raise UsageError(f"limit is {limit!r}; choose 1 to {MAX_CHUNKS}")
@@ -92,10 +92,14 @@ def chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Forget all of a namespace, with a cache salt or without. What only the remote tier has is fetched, since its name
-    does not tell whose it is."""
-    namespace = _text(fields, "namespace")
+def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
+    """Delete all entries of a namespace, with and without a cache salt.
+
+    Entries that only the remote tier has are read first, because a key does not reveal the namespace.
+    """
+    namespace = fields.get("namespace")
+    if not isinstance(namespace, str):
+        raise UsageError('send {"namespace": "..."}')
     for remote in store.remote_tiers:
         publish_tombstone(remote, namespace=namespace)
     local_keys = [entry.key for entry in _entries(store) if belongs_to(entry.header.namespace, namespace)]
@@ -122,13 +126,6 @@ def _fields(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise UsageError("send a JSON object")
     return fields
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise UsageError(f'send {{"{name}": "..."}}')
-    return value
 
 
 def _entries(store: TieredStore) -> Iterator[StoreEntry]:

@@ -1,6 +1,6 @@
 """API keys of a vLLM server, each bound to a namespace and to rights.
 
-    open = ["/health"]                 # answered without a key; by default nothing is
+    open = ["/health"]                 # paths that need no key; by default there are none
 
     [keys."a key of the tenant's"]     # or its SHA-256, so that the file holds no key: [keys."sha256:9f86d0..."]
     namespace = "acme"
@@ -38,7 +38,7 @@ _MAX_FILE_BYTES = 8 << 20
 _ANY_KEY = frozenset(
     {("GET", path) for path in ("/health", "/ping", "/version", "/v1/models", "/v1/ragblend", "/ragblend/ready")}
 )
-# What these are asked to compute is judged at the door to the engine.
+# The engine requests of these routes are checked by `bind_namespace`.
 _ENGINE = frozenset(
     {
         "/v1/completions",
@@ -74,10 +74,18 @@ class Grant:
         return right in self.rights or "admin" in self.rights
 
     def require_right(self, right: Right, what: str) -> None:
-        """Raise ForbiddenError unless the key has `right`, which `what` needs."""
+        """Raise ForbiddenError unless the key has `right`. `what`: the action that needs it, for the message."""
         if not self.has_right(right):
             has = ", ".join(sorted(self.rights)) or "none"
             raise ForbiddenError(f"{what} needs the right {right!r}, and this API key has: {has}")
+
+    def check_namespace(self, named: str) -> None:
+        """Raise ForbiddenError if a request names another namespace than the key's; `named` is "" for none."""
+        if named not in ("", self.namespace):
+            raise ForbiddenError(
+                f"the request names the namespace {named!r}, but its API key is bound to {self.namespace!r}; leave the "
+                "namespace out, or send a key of that namespace"
+            )
 
 
 @dataclass(slots=True)
@@ -88,13 +96,14 @@ class AuthContext:
     rejection_reason: str = ""
 
 
-current_auth: ContextVar[AuthContext | None] = ContextVar("ragblend_asking", default=None)
-"""Request that the current task serves. Set before vLLM gets the request; tasks that vLLM starts for it inherit it."""
+current_auth: ContextVar[AuthContext | None] = ContextVar("ragblend_auth", default=None)
+"""HTTP request that the current task serves. It is set before vLLM gets the request, and tasks that vLLM starts for the
+request inherit it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """API keys of a server. The server reads them when it starts, so that removing a key requires a restart."""
+    """API keys of a server. The server reads them when it starts, so removing a key requires a restart."""
 
     grants: Mapping[bytes, Grant]  # by the key's SHA-256
     open_paths: frozenset[str] = field(default_factory=frozenset)
@@ -111,9 +120,7 @@ class ApiKeys:
         return self.grants.get(hashlib.sha256(key).digest()) if key else None
 
     def check_route(self, grant: Grant, method: str, path: str) -> None:
-        """Raise ForbiddenError if the key may not call the route. Routes that are not listed here require the right
-        admin.
-        """
+        """Raise ForbiddenError if the key may not call the route. A route unknown to this module requires "admin"."""
         if ("GET" if method == "HEAD" else method, path) in _ANY_KEY:
             return
         if method == "POST" and path in _ENGINE and (grant.has_right("ask") or grant.has_right("ingest")):
@@ -127,7 +134,8 @@ class ApiKeys:
 def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
     """Return the `kv_transfer_params` for the engine: `transfer_params` with the key's namespace.
 
-    Raises ForbiddenError for another namespace, or if the key lacks the right. Fields of other connectors are dropped.
+    Raises ForbiddenError if the request names another namespace, or the key lacks the right for the request's mode.
+    Fields of other connectors are dropped.
 
     >>> acme = Grant("acme", frozenset({"ask"}))
     >>> bind_namespace({"ragblend": {"mode": "prefix"}}, acme)
@@ -140,19 +148,15 @@ def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
     if own is None:
         return sent
     if isinstance(own, Mapping):
-        named = own.get("namespace") or grant.namespace
-        if named != grant.namespace:
-            raise ForbiddenError(
-                f"the request names the namespace {named!r}, and its API key is bound to {grant.namespace!r}: leave "
-                "the namespace out, or send a key of that namespace"
-            )
+        grant.check_namespace(own.get("namespace") or "")
         own = {**own, "namespace": grant.namespace}
     return {**sent, PARAMS_KEY: own}
 
 
 def read_keys(path: str | Path) -> ApiKeys:
-    """Return the keys of a TOML or JSON file. Raises NotFoundError, and UsageError also if other users can read the
-    file.
+    """Return the keys of a TOML or JSON file.
+
+    Raises NotFoundError without the file, and UsageError for an invalid file or one that other users can read.
     """
     path = user_path(path, "--api-keys-file")
     try:
@@ -164,7 +168,7 @@ def read_keys(path: str | Path) -> ApiKeys:
     except OSError as error:
         raise UsageError(f"the keys file {path} cannot be read: {error.strerror or error}") from error
     if facts.st_mode & (stat.S_IRWXO | stat.S_IWGRP) or facts.st_uid not in (os.getuid(), 0):
-        raise UsageError(f"others may read or change the keys file {path}; make it yours alone: chmod 600 {path}")
+        raise UsageError(f"other users can read or change the keys file {path}; run: chmod 600 {path}")
     if len(data) > _MAX_FILE_BYTES:
         raise UsageError(f"the keys file {path} holds more than {_MAX_FILE_BYTES} bytes")
     try:
@@ -173,17 +177,19 @@ def read_keys(path: str | Path) -> ApiKeys:
         return parse_keys(values)
     except UsageError as error:
         raise UsageError(f"the keys file {path}: {error}") from None
-    except (ValueError, RecursionError):  # the parser's own words may quote a key
+    except (ValueError, RecursionError):  # the parser's message may quote a key
         raise UsageError(f"the keys file {path} is neither TOML nor JSON") from None
 
 
 def parse_keys(values: object) -> ApiKeys:
     """Return the keys in a file's contents. Raises UsageError, whose message contains no key."""
     if not isinstance(values, dict) or not isinstance(values.get("keys"), dict) or not values["keys"]:
-        raise UsageError('give it a table per key: [keys."KEY"], namespace = "NAME", rights = ["ask", "ingest"]')
+        raise UsageError(
+            'it contains no keys; write a table for each: [keys."KEY"], namespace = "NAME", rights = ["ask", "ingest"]'
+        )
     unknown = sorted(set(values) - {"keys", "open"})
     if unknown:
-        raise UsageError(f"it has {', '.join(unknown)}; known: keys, open")
+        raise UsageError(f"it contains {', '.join(unknown)}; known: keys, open")
     opened = values.get("open", [])
     if not isinstance(opened, list) or not all(isinstance(path, str) and path.startswith("/") for path in opened):
         raise UsageError(f'open is {opened!r}; give paths, such as ["/health"]')
@@ -191,7 +197,7 @@ def parse_keys(values: object) -> ApiKeys:
     for number, (key, facts) in enumerate(values["keys"].items(), start=1):
         digest = _digest_of(key, number)
         if digest in grants:
-            raise UsageError(f"key {number} is there twice, once as its SHA-256")
+            raise UsageError(f"key {number} is given twice, once as its SHA-256; remove one of them")
         grants[digest] = _grant(facts, number)
     return ApiKeys(grants, frozenset(opened))
 
@@ -199,14 +205,14 @@ def parse_keys(values: object) -> ApiKeys:
 def _digest_of(key: str, number: int) -> bytes:
     if not key.startswith(_SHA256):
         if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-            raise UsageError(f"key {number} is no API key: 8 letters or more, ASCII, without blanks")
+            raise UsageError(f"key {number} is no API key; use 8 or more ASCII characters without blanks")
         return hashlib.sha256(key.encode()).digest()
     try:
         digest = bytes.fromhex(key.removeprefix(_SHA256))
     except ValueError:
         digest = b""
     if len(digest) != hashlib.sha256().digest_size:
-        raise UsageError(f"key {number} is no SHA-256: write sha256: and 64 hex digits")
+        raise UsageError(f"key {number} is no SHA-256; write sha256: and 64 hex digits")
     return digest
 
 
@@ -218,5 +224,5 @@ def _grant(facts: object, number: int) -> Grant:
         raise UsageError(f"the namespace of key {number} is {namespace!r}; it must be text")
     check_namespace(namespace)
     if not isinstance(rights, list) or not rights or not all(right in RIGHTS for right in rights):
-        raise UsageError(f"the rights of key {number} are {rights!r}; choose of {', '.join(RIGHTS)}")
+        raise UsageError(f"the rights of key {number} are {rights!r}; choose from {', '.join(RIGHTS)}")
     return Grant(namespace, frozenset(rights))

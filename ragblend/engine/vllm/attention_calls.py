@@ -1,8 +1,9 @@
-"""How scattered rows are cut into calls of a layer, and what reading their keys and values costs either way.
+"""Splitting of scattered rows into attention calls, and the number of keys and values that the calls read.
 
-To vLLM's backend each run of rows is a request of its own, so each reads all that stands before it once more. Where the
-layer is at hand, many rows can share one reading instead (`attention.attend_rows`): that is the cheaper way where there
-are many short runs far down a prompt, and a device waits for its memory. Knows positions, nothing of tensors' contents.
+vLLM's backend runs each run of adjacent rows as a separate request, which reads all KV before the run again. If the
+layer's KV is resident as a tensor, many rows can share one reading instead (`attention.attend_rows`). Sharing is
+cheaper for many short runs late in a long prompt, on a device whose speed is limited by its memory. Depends on
+positions only.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from torch import Tensor
 _WORKSPACE_BYTES = 1 << 22
 
 TILE_ROWS = 64
-"""Rows that share one reading of keys: in attention kernels, and in `attention.attend_rows` on a CPU."""
+"""Rows that share one reading of keys, in attention kernels and in `attention.attend_rows` on a CPU."""
 
 
 class RequestRows(NamedTuple):
-    """One request's rows of a piece."""
+    """Rows of one request in an attention call."""
 
-    owner: int  # which request
-    span: slice  # of the piece's rows
-    rows: Tensor  # positions [R] int64
-    places: Sequence[int]  # the same, on the host
+    owner: int  # index of the request
+    span: slice  # indices among the call's rows
+    rows: Tensor  # positions in the request's prompt, [R] int64
+    positions: Sequence[int]  # the same positions, on the host
 
 
 class AttentionCall(NamedTuple):
-    """Rows that go through a layer in one call: over the paged cache, or with `parts` over what is at hand."""
+    """Rows that one call runs through a layer, over the paged cache or, with `parts`, over resident tensors."""
 
-    span: slice  # of the rows
+    span: slice  # indices of the call's rows among all rows
     positions: Tensor  # [R] int64
-    slots: Tensor | None = None  # [R] int64, places in the paged cache
-    metadata: Any = None  # what the attention backend wants to know
+    slots: Tensor | None = None  # [R] int64, indices into the paged cache
+    metadata: Any = None  # the attention backend's
     parts: tuple[RequestRows, ...] = ()
 
 
 def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tuple[int, int]]]:
-    """Indices [start, end) of runs of consecutive positions, grouped into calls of bounded size.
+    """Return index pairs [start, end) of runs of consecutive positions, grouped into calls of bounded size.
 
-    A run longer than `max_rows` is cut; its parts are consecutive, so each still sees all that comes before it.
+    A run longer than `max_rows` is cut into consecutive parts, so each part still attends to everything before it.
 
     >>> cut_runs([0, 1, 2, 7, 9], max_rows=2, max_runs=2)
     [[(0, 2)], [(2, 3), (3, 4)], [(4, 5)]]
@@ -63,10 +64,10 @@ def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tup
     return groups
 
 
-def plan_state(metadata: Any) -> object:
-    """Return what `metadata` of an attention backend contains, to compare with what it contains later.
+def metadata_snapshot(metadata: Any) -> object:
+    """Return the contents of an attention backend's `metadata` as a value that can be compared with later contents.
 
-    Small tensors are compared by their bytes, larger ones by their place: those are workspaces.
+    Small tensors are represented by their bytes, larger ones by their address, because those are workspaces.
     """
     seen: set[int] = set()
 
@@ -93,23 +94,27 @@ def plan_state(metadata: Any) -> object:
     return state(metadata)
 
 
-def kv_reads_per_run(places: Sequence[int]) -> int:
-    """Tokens whose keys and values are read where every run of `places`, ascending, reads for itself.
+def kv_reads_per_run(positions: Sequence[int]) -> int:
+    """Return the number of tokens whose KV is read if every run of the ascending positions reads separately.
 
-    A long run is read for in tiles, as in attention kernels.
+    A long run reads once per tile, as in attention kernels.
 
     >>> kv_reads_per_run([9, 19, 20, 21])
     32
     """
     return sum(
-        places[end - 1] + 1 for group in cut_runs(places, max_rows=TILE_ROWS, max_runs=len(places)) for _, end in group
+        positions[end - 1] + 1
+        for group in cut_runs(positions, max_rows=TILE_ROWS, max_runs=len(positions))
+        for _, end in group
     )
 
 
-def kv_reads_shared(places: Sequence[int]) -> int:
-    """Tokens whose keys and values are read where TILE_ROWS of the rows, ascending, share one reading.
+def kv_reads_shared(positions: Sequence[int]) -> int:
+    """Return the number of tokens whose KV is read if every TILE_ROWS of the ascending positions share one reading.
 
     >>> kv_reads_shared([9, 19, 20, 21])
     22
     """
-    return sum(places[min(start + TILE_ROWS, len(places)) - 1] + 1 for start in range(0, len(places), TILE_ROWS))
+    return sum(
+        positions[min(start + TILE_ROWS, len(positions)) - 1] + 1 for start in range(0, len(positions), TILE_ROWS)
+    )

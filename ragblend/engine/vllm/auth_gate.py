@@ -2,7 +2,7 @@
 
 vLLM has many routes that end in its engine, and several ways to put `kv_transfer_params` into a request. All of them
 call the engine's `generate`. The namespace is therefore checked there, with the key of the request that the current
-task serves. Some responses have begun by then, so `kv_transfer_params` at the top level of a body are also checked
+task serves. Some responses begin earlier, so `kv_transfer_params` at the top level of a body are also checked
 before vLLM reads the body. Depends on ASGI and vLLM's engine client; `api_keys` defines the rights.
 """
 
@@ -32,8 +32,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def gate_of(app: Any) -> AuthGate | None:
-    """Return the gate of vLLM's application; None for a server without keys."""
+def gate_for_app(app: Any) -> AuthGate | None:
+    """Return a gate for vLLM's application with the keys of its configuration; None for a server without keys."""
     transfer = app.state.vllm_config.kv_transfer_config
     path = ((transfer.kv_connector_extra_config if transfer is not None else None) or {}).get("keys")
     return AuthGate(read_keys(path), app.state.engine_client) if path else None
@@ -59,7 +59,7 @@ class AuthGate:
         """Return `app` with a check of each request: 401 without a valid key, 403 without the right."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            method, path = scope.get("method", "WEBSOCKET"), path_of(scope)
+            method, path = scope.get("method", "WEBSOCKET"), route_path(scope)
             if self._keys.is_open(method, path) or _is_preflight(scope):
                 await app(scope, receive, send)
                 return
@@ -69,9 +69,8 @@ class AuthGate:
                 return
             try:
                 self._keys.check_route(grant, method, path)
-                if (
-                    method == "POST" and path != DOCUMENTS_PATH
-                ):  # which takes no parameters for the engine, and much text
+                # Documents are large and contain no parameters for the engine.
+                if method == "POST" and path != DOCUMENTS_PATH:
                     receive = await _validate_body(receive, grant)
             except ForbiddenError as error:
                 await _send_error(scope, send, 403, str(error))
@@ -101,7 +100,7 @@ def guard_engine(engine_client: Any) -> None:
         return generate(prompt, sampling_params, *rest, **more)
 
     def guarded_encode(*given: Any, **more: Any) -> Any:
-        _bind_params(None)  # nothing to stamp there: the engine keeps such a request to itself
+        _bind_params(None)  # checks the right; an embedding request has no parameters to bind
         return encode(*given, **more)
 
     engine_client.generate, engine_client.encode = stamped_generate, guarded_encode
@@ -110,7 +109,7 @@ def guard_engine(engine_client: Any) -> None:
 def _bind_params(transfer_params: object) -> dict[str, Any]:
     request = current_auth.get()
     if request is None:
-        raise ForbiddenError("this prompt came from no request with an API key")
+        raise ForbiddenError("this prompt belongs to no request with an API key")
     try:
         return bind_namespace(transfer_params, request.grant)
     except ForbiddenError as error:
@@ -128,7 +127,7 @@ async def _validate_body(receive: Receive, grant: Grant) -> Receive:
         messages.append(await receive())
     if PARAMS_KEY.encode() in body:
         values: Any = None
-        with suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
+        with suppress(ValueError, RecursionError):  # vLLM reports the error
             values = json.loads(body)
         if isinstance(values, dict) and isinstance(values.get("kv_transfer_params"), dict):
             bind_namespace(values["kv_transfer_params"], grant)
@@ -167,7 +166,7 @@ async def _send_error(scope: Scope, send: Send, status: int, reason: str) -> Non
     await send({"type": "http.response.body", "body": body})
 
 
-def path_of(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
     """Return the route's path without the prefix of a proxy (vLLM's --root-path)."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 

@@ -1,7 +1,8 @@
-"""Code of both engines beside vLLM's own: a prompt to token ids and parameters, tokens back to text and a report.
+"""Shared base of the two engines that call vLLM directly: prompts to token ids, output tokens to text and reports.
 
-`VllmEngineBase` is the Engine without a connection to vLLM; `engine` (in this process) and `front_end` (a server's
-ingestion) add that. Text is tokenized and detokenized here, never by vLLM; the connector finds the chunks in the ids.
+`VllmEngineBase` implements the Engine protocol except for the calls to vLLM. `engine` (vLLM in this process) and
+`front_end` (ingestion inside a vLLM server) add those. Text is tokenized and detokenized here, never by vLLM; the
+connector finds the chunks in the ids.
 
 Depends on prompts, reports and the connector's parameters, not on HTTP or vLLM.
 """
@@ -19,11 +20,11 @@ from typing import Any, Unpack
 
 from ragblend.engine.base import LocalEngine
 from ragblend.engine.decoding import AnswerText
-from ragblend.engine.report import BlendReport, FinishReason, Generation
+from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.vllm.params import BlendParams
-from ragblend.engine.vllm.streams import AnswerStream, checked_options
+from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.render import Renderer
@@ -31,47 +32,49 @@ from ragblend.prompt.types import Chunk, Part, Prompt
 
 log = logging.getLogger(__name__)
 
-INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
+INGEST_CONCURRENCY = 8  # chunks sent to vLLM at the same time; vLLM batches them as far as they fit
 
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
-    """Token ids with the connector's parameters and the generation options.
+    """Token ids of one request, with the connector's parameters and the generation options.
 
-    `prompt` is what the ids were rendered from, in `render_s` seconds; None for an ingestion.
+    The ids were rendered from `prompt` in `render_s` seconds. `prompt` is None for an ingestion.
     """
 
     token_ids: Sequence[int]
     params: BlendParams
-    options: GenerationOptions  # how long it may be, and how it is chosen and ended
+    options: GenerationOptions
     prompt: Prompt | None = None
     render_s: float = 0.0
 
 
 @dataclass(slots=True)
 class OutputDelta:
-    """Output of one step of vLLM. The last one has `finish_reason`; `report` is set if the connector sent one."""
+    """Output of one engine step for a request. The last one has a `finish_reason` and the connector's `report`."""
 
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
     report: BlendReport | None = None
-    num_cached_tokens: int = 0  # prompt tokens that vLLM did not have to compute, where it tells
+    num_cached_tokens: int = 0  # prompt tokens that vLLM did not compute; 0 if vLLM does not report them
 
 
 @dataclass(slots=True)
 class ServedModelInfo:
-    """Facts about the served model. `stop_ids` end an answer and are not part of it."""
+    """Facts about the served model. `bytes_per_token`: stored KV, all layers. `stop_ids` end an answer, which excludes
+    them.
+    """
 
     name: str
     fingerprint: str
     context_length: int
     bytes_per_token: int
     stop_ids: frozenset[int] = field(default_factory=frozenset)
-    num_layers: int = 0  # 0 where a server does not tell
+    num_layers: int = 0  # 0: unknown
 
 
 class VllmStream(AnswerStream):
-    """An answer in progress, over vLLM's own output.
+    """Answer in progress of an engine that calls vLLM directly.
 
     When the engine is closed, the answer ends at the next token with its text so far, finish reason "cancelled" and no
     error.
@@ -99,7 +102,7 @@ class VllmStream(AnswerStream):
                     shown = ""
                     for token in delta.token_ids:
                         if text.stopped or token in engine.facts.stop_ids:
-                            break  # vLLM sends the end token, too, and stops there by itself
+                            break  # vLLM sends the end token, too, and then ends the request
                         result.token_ids.append(token)
                         shown += text.push(token)
                     if shown:
@@ -107,19 +110,19 @@ class VllmStream(AnswerStream):
                         yield shown
                     finished = delta.finish_reason or finished
                     if text.stopped and delta.finish_reason is None and request.options.stops:
-                        break  # vLLM did not see the stop string in its own reading of the tokens
+                        break  # closing the deltas aborts the request: vLLM does not detokenize, so does not stop
             if rest := text.flush():
                 result.text += rest
                 yield rest
-            result.finish_reason = _finish_reason("stop" if text.stopped else finished)
+            result.finish_reason = finish_reason("stop" if text.stopped else finished)
         finally:
             self._set_report(received, len(request.token_ids), ttft_s, first_s)
-            if received is not None:  # else nothing tells a miss from a vLLM that does not blend
+            if received is not None:  # without a report, a miss looks like a vLLM without the connector
                 received.match_s += request.render_s
-                if received.mode == "prefix" and not received.num_prefix_tokens:  # vLLM prefilled it by itself
+                if received.mode == "prefix" and not received.num_prefix_tokens:  # vLLM prefilled it alone
                     received.num_prefix_tokens = received.num_reused_tokens = num_cached
                     received.charged_budget = received.charged_budget_32 = 1 - num_cached / len(request.token_ids)
-                engine.on_answer(request, result)
+                engine.after_answer(request, result)
 
     def _until_closed(self, deltas: Iterator[OutputDelta]) -> Iterator[OutputDelta]:
         """Yield `deltas` until the engine is closed."""
@@ -131,50 +134,47 @@ class VllmStream(AnswerStream):
 
 
 class VllmEngineBase(LocalEngine):
-    """The Engine protocol over a vLLM that runs the ragblend connector. Safe to share between threads.
+    """Engine over a vLLM that runs the ragblend connector. Safe to share between threads.
 
-    A missing chunk is precomputed alone, by a request in the background, unless `on_miss` is "inline". A conversation
-    is an ordinary prompt: chunks of earlier turns are fused again. `options` are those of `LocalEngine`.
+    A separate request precomputes a missing chunk in the background, unless `on_miss` is "inline". Every turn of a
+    conversation is an ordinary prompt: the connector finds what it can reuse. `options` are those of `LocalEngine`.
     """
 
     def __init__(self, renderer: Renderer, store: KVStore, facts: ServedModelInfo, **options: Any) -> None:
-        self.facts, self.context_length = facts, facts.context_length
+        self.facts = facts
+        self.context_length, self.bytes_per_token = facts.context_length, facts.bytes_per_token
         super().__init__(
             renderer, store, name=facts.name, fingerprint=facts.fingerprint, num_layers=facts.num_layers, **options
         )
 
     @abstractmethod
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """Send `request` and yield its output as it arrives. Closing the generator aborts the request."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of stored KV per chunk token, all layers."""
-        return self.facts.bytes_per_token
+        """Send `request` to vLLM and yield its output as it arrives. Closing the generator aborts the request."""
 
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """Yield `precompute`'s result for each chunk, several requests at once; chunks with an ingestion context come
-        last.
+        """Precompute chunks with several requests at once, and yield the bytes stored for each.
+
+        Chunks with an ingestion context come last, because they reuse the KV of the chunks in it.
         """
         self.add_known(chunks)
-        behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
-        first = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.context_texts)]
-        with ThreadPoolExecutor(INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
+        in_context = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
+        alone = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.context_texts)]
+        with ThreadPoolExecutor(INGEST_CONCURRENCY, thread_name_prefix="ragblend-ingest") as pool:
             try:
-                yield from pool.map(self.precompute, first)
-                yield from pool.map(self.precompute, behind)
+                yield from pool.map(self.precompute, alone)
+                yield from pool.map(self.precompute, in_context)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Do nothing: vLLM's workers read ahead what waiting requests will need."""
+        """Do nothing, because vLLM's workers read ahead the chunks of waiting requests."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after the ingestion context `behind`. Return the bytes stored.
+        """Prefill a chunk's token ids after the ingestion context `behind`, and store the KV.
 
-        Returns 0 if it was stored already. Raises RagblendError if vLLM did not store it.
+        Return the bytes stored, 0 if the chunk was stored already. Raises RagblendError if vLLM did not store it.
         """
         key = self.key_of(token_ids, behind)
         if not token_ids or self.store.contains(key):
@@ -187,18 +187,16 @@ class VllmEngineBase(LocalEngine):
                 report = delta.report or report
         if report is not None and report.refused_reason:
             raise RagblendError(f"the chunk was not stored: {report.refused_reason}")
-        # A report says that it was stored, if not here: behind a balancer the next question may reach another replica.
+        # A report proves that a replica stored the chunk. Behind a load balancer, that may be another replica.
         if report is None and not self.store.contains(key):
             raise RagblendError(
-                f"vLLM answered, but the chunk's KV is not in the store (key {key}); look for ragblend in the server's "
-                "log, and check its setup: ragblend doctor"
+                f"vLLM answered, but the chunk's KV is not in the store (key {key}); search vLLM's log for ragblend, "
+                "and check the setup: ragblend doctor"
             )
         return len(token_ids) * self.bytes_per_token
 
     def _ingestion(self, token_ids: tuple[int, ...], behind: IngestionContext) -> VllmRequest:
-        """Return the request that computes a variant: behind the prefix, the chunks of the ingestion context and the
-        chunk itself.
-        """
+        """Return the request that ingests a variant: the prefix, the chunks of the ingestion context, and the chunk."""
         behind.validate()
         num_joint = len(self.renderer.separator_ids)
         ids, spans = [*self.default_prefix_ids], list[tuple[int, int]]()
@@ -207,27 +205,24 @@ class VllmEngineBase(LocalEngine):
             ids += part
         spans.append((len(ids), len(ids) + len(token_ids)))
         params = BlendParams("ingest", namespace=self.namespace, spans=tuple(spans), context=behind.policy)
-        # One token more, because vLLM samples from the last one; which, does not matter.
+        # vLLM samples from the last token, so any one token follows the chunk.
         return VllmRequest([*ids, *token_ids, token_ids[-1]], params, GenerationOptions(max_tokens=1))
 
     # -- answering
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
-        """Answer `prompt`; `options` are GenerationOptions. Ends at the model's end token or a stop string."""
-        stream = self.stream(prompt, **options)
-        for _ in stream:
-            pass
-        return stream.result
+        """Return the answer to `prompt`, up to the model's end token or a stop string. `options`: GenerationOptions."""
+        return self.stream(prompt, **options).finish()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmStream:
-        """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.
+        """Start an answer and return its stream. Iterating yields text; afterwards `.result` has answer and report.
 
         Options are checked before the request is sent. Closing the stream early aborts the request.
         """
         return VllmStream(self, self.request(prompt, **options))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmRequest:
-        """Return a checked request: the prompt's token ids with its parameters. `options` are GenerationOptions.
+        """Return the request for a prompt: its token ids and parameters. `options`: GenerationOptions.
 
         The connector resolves a `recompute_ratio` of None or "auto", because it has access to the store. Raises
         PromptTooLongError beyond the model's context length, UsageError for invalid values.
@@ -243,8 +238,8 @@ class VllmEngineBase(LocalEngine):
         params = BlendParams.of(checked, self.namespace)
         return VllmRequest(token_ids, params, replace(checked, max_tokens=max_tokens), prompt, render_s)
 
-    def on_answer(self, request: VllmRequest, answer: Generation) -> None:
-        """Do what follows an answer of a vLLM that blends: warnings, missed chunks, a shadow comparison."""
+    def after_answer(self, request: VllmRequest, answer: Generation) -> None:
+        """After an answer, warn if no chunk was reused, store missing chunks, and start a shadow comparison."""
         report = answer.report
         if request.prompt is None or request.params.mode not in ("blend", "reuse"):
             return
@@ -259,14 +254,10 @@ class VllmEngineBase(LocalEngine):
             self._shadow.sample_repeat(lambda: VllmStream(self, full), answer)
 
     def _backfill_missed(self, prompt: Prompt) -> None:
-        """Store the chunks of a prompt that are not stored, in the background, unless `on_miss` is "inline"."""
+        """Precompute the missing chunks of a prompt in the background, unless `on_miss` is "inline"."""
         if self._backfill is None or self.closed:
             return
         try:
             self.backfill(run for run in self.match(prompt).runs if not self.has_kv(run.chunk_ids))
-        except RagblendError as error:  # the answer is out already
+        except RagblendError as error:  # the answer is complete already
             log.warning("missed chunks are not stored: %s", error)
-
-
-def _finish_reason(reason: str | None) -> FinishReason:
-    return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"

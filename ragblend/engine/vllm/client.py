@@ -1,8 +1,8 @@
-"""Engine over HTTP: an OpenAI client of a vLLM server, started by `ragblend serve`.
+"""Engine over HTTP: an OpenAI client of a vLLM server that `ragblend serve` started.
 
-Messages go to `/v1/chat/completions` as they are, plain text to `/v1/completions`, documents to
-`/v1/ragblend/documents`. The server renders, tokenizes and finds the chunks; here are neither ids nor a tokenizer.
-Read `ServedStream._run` first. Depends on HTTP, server-sent events and vLLM's fields.
+Messages go to `/v1/chat/completions`, plain text to `/v1/completions`, documents to `/v1/ragblend/documents`. The
+server renders and tokenizes prompts and finds the chunks in them; the client needs no token ids for that. Read
+`ServedStream._run` first. Depends on HTTP, server-sent events and vLLM's fields.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import httpx
 from ragblend.engine.base import EngineBase
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.vllm.params import BlendParams, report_from, sampling, vllm_structure
-from ragblend.engine.vllm.streams import AnswerStream, checked_options
+from ragblend.engine.vllm.params import BlendParams, report_from, vllm_sampling, vllm_structured_outputs
+from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import (
     BackendUnreachableError,
     EngineClosedError,
@@ -49,15 +49,15 @@ log = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "RAGBLEND_API_KEY"
 CONNECT_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 600.0  # a long prompt behind a full queue may be silent for minutes
+READ_TIMEOUT_S = 600.0  # a long prompt in a full queue may get no byte for minutes
 MAX_RETRIES = 2
 RETRY_STATUS = frozenset({408, 429, 502, 503, 504})
 CHUNK_COLLECTION = "langchain"
-"""Collection of chunks that are stored without a document; `precompute_documents` puts texts without ids there, too."""
-_FIRST_PAUSE_S = 0.5  # doubled with every retry
-_BATCH_CHARS = 8 << 20  # of documents in one request, as JSON in ASCII
-_POLL_S = 0.2  # between looks how far the server is
-_LOST_S = 30.0  # after which documents that no replica knows are taken to be gone
+"""Collection of chunks that are stored without a document. `precompute_documents` uses it for texts without ids."""
+_FIRST_PAUSE_S = 0.5  # before the first retry; doubled with every retry
+_BATCH_CHARS = 8 << 20  # most characters of the documents in one request, as JSON in ASCII
+_POLL_S = 0.2  # between two requests for the progress of an ingestion
+_LOST_S = 30.0  # an ingestion that every replica reports as unknown for so long has failed
 
 
 def _is_address(url: str) -> bool:
@@ -71,21 +71,24 @@ def _is_address(url: str) -> bool:
 class ServerFacts(NamedTuple):
     """Facts that a server reports about itself. `fingerprint` is empty for a vLLM without ragblend."""
 
-    model: str  # the name requests must give
-    root: str  # where the server has it from
+    model: str  # the name that requests must contain
+    root: str  # the model's Hugging Face id or path, as the server was started with
     context_length: int
     fingerprint: str = ""
     bytes_per_token: int = 0
-    context: ContextPolicy = "none"  # what its store's chunks are computed behind
-    namespace: str = ""  # that the API key is bound to
+    context: ContextPolicy = "none"  # of the server's store
+    namespace: str = ""  # the API key's
     answer_lead: str = ""  # whitespace that the model writes before an answer
-    knows_tools: bool = True  # whether the model's template shows tools
-    calls: Mapping[str, str | None] | None = None  # how the model writes tool calls, and how they look in its text
-    calls_shown: Mapping[str, str | None] | None = None
+    knows_tools: bool = True  # True if the model's chat template supports tools
+    calls: Mapping[str, str | None] | None = None  # CallFormat of tool calls in the model's tokens
+    calls_shown: Mapping[str, str | None] | None = None  # CallFormat of tool calls in its text without special tokens
 
 
 class Connection:
-    """Connection to one server: sends the API key, retries, raises readable errors. Safe to share between threads."""
+    """Connection to one server. Sends the API key, retries, and raises a RagblendError for every failure.
+
+    Safe to share between threads.
+    """
 
     def __init__(
         self,
@@ -94,19 +97,18 @@ class Connection:
         api_key: str | None = None,
         timeout: float = READ_TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
-        first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
         if not _is_address(url):
             raise UsageError(f"backend is {redact(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
         RETRIES.validate("max_retries", max_retries)
         SECONDS.validate("timeout", timeout)
         base_url = url.rstrip("/").removesuffix("/v1")
-        self.url = redact(base_url)  # for people
+        self.url = redact(base_url)  # for messages
         key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
         self._max_retries = max_retries
-        self._first_pause_s = first_pause_s
+        self._first_pause_s = _FIRST_PAUSE_S
         self._closed = threading.Event()
-        self._streams: WeakSet[Any] = WeakSet()  # network streams that were opened, to wake whoever reads from them
+        self._streams: WeakSet[Any] = WeakSet()  # open network streams, whose readers `close` wakes
         self._http = httpx.Client(
             base_url=base_url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -116,8 +118,9 @@ class Connection:
 
     @contextmanager
     def open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
-        """Yield a response whose body is not read yet. The request is retried until the head has arrived, not
-        afterwards.
+        """Send a request and yield its response, whose body is still unread.
+
+        A failed request is retried until the response's headers have arrived, not afterwards.
         """
         with self._translated():
             response = self._send(method, path, body)
@@ -131,9 +134,15 @@ class Connection:
             response.close()
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object that a request answers with."""
+        """Send a request and return the JSON object in its response. Raises RagblendError for another response."""
         with self.open(method, path, body) as response:
-            return self._object(response.read(), path)
+            try:
+                value = json.loads(response.read())
+            except (ValueError, RecursionError):
+                value = None
+            if not isinstance(value, dict):
+                raise RagblendError(f"{self.url}{path} returned no JSON object; is it a vLLM server?")
+            return value
 
     def close(self) -> None:
         """Close the sockets. Threads that wait for the server get EngineClosedError at once."""
@@ -158,7 +167,7 @@ class Connection:
                 request = self._http.build_request(method, path, json=body, extensions={"trace": self._note_stream})
                 response = self._http.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError) as error:
-                # Nothing of an answer has come: sending it again cannot give two.
+                # No part of a response has arrived, so a second request cannot give a second answer.
                 if not left or self._closed.is_set():
                     raise
                 log.info("%s: %s; trying again", self.url, error)
@@ -177,71 +186,55 @@ class Connection:
             yield
         except EngineClosedError:
             raise
-        except Exception as error:  # of whatever kind: what a socket raises that is shut down while it is read
+        except Exception as error:  # a socket that is shut down during a read raises several kinds of errors
             if self._closed.is_set():
-                raise EngineClosedError(f"the engine over {self.url} was closed while it was answering") from error
-            named = self._map_network_error(error)
-            if named is None:
+                raise EngineClosedError(f"the engine over {self.url} was closed during an answer") from error
+            if isinstance(error, httpx.TimeoutException):
+                reason = (
+                    f"{self.url} did not answer in time ({type(error).__name__}); see its log, or set timeout=SECONDS"
+                )
+            elif isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
+                reason = f"{self.url} ended the connection during an answer ({error}); look at its log and try again"
+            elif isinstance(error, httpx.TransportError):
+                reason = f"no server answers at {self.url} ({error}); start one: ragblend serve MODEL --store DIR"
+            else:
                 raise
-            raise named from error
-
-    def _map_network_error(self, error: Exception) -> RagblendError | None:
-        """Return the RagblendError for a network failure; None for any other error."""
-        if isinstance(error, httpx.TimeoutException):
-            found = (
-                f"did not answer in time ({type(error).__name__}); look at its log, or wait longer (timeout=SECONDS)"
-            )
-            return BackendUnreachableError(f"{self.url} {found}")
-        if isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
-            found = f"went away in the middle of an answer ({error}); look at its log and ask again"
-            return BackendUnreachableError(f"{self.url} {found}")
-        if isinstance(error, httpx.TransportError):
-            found = f"no server answers at {self.url} ({error}); start one: ragblend serve MODEL --store DIR"
-            return BackendUnreachableError(found)
-        return None
+            raise BackendUnreachableError(reason) from error
 
     def _error(self, response: httpx.Response, path: str) -> RagblendError:
-        status, said = response.status_code, _message(response.text)
-        if status == 403 and said:
-            return RagblendError(f"{self.url} refuses what this API key may not: {said}")
+        status, message = response.status_code, _message(response.text)
+        if status == 403 and message:
+            return RagblendError(f"{self.url} does not allow the request for this API key: {message}")
         if status in (401, 403):
             return RagblendError(
-                f"{self.url} refuses the API key ({status}); give the server's: export {API_KEY_VARIABLE}=KEY, or "
+                f"{self.url} rejects the API key ({status}); set the server's key: export {API_KEY_VARIABLE}=KEY, or "
                 "api_key=..."
             )
         if status == 404:
             return NotFoundError(
-                f"{self.url} has no {path} ({said}); is it a vLLM server? Start one: ragblend serve MODEL --store DIR"
+                f"{self.url} has no {path} ({message}); is it a vLLM server? Start one: ragblend serve MODEL "
+                "--store DIR"
             )
         if status in RETRY_STATUS:
             return BackendUnreachableError(
-                f"{self.url} is busy or starting ({status}: {said}); try again, or add replicas behind it"
+                f"{self.url} is busy or starting ({status}: {message}); try again, or add replicas"
             )
-        if status == 400 and "context length" in said:
+        if status == 400 and "context length" in message:
             fix = "retrieve fewer chunks (`k`), or start the server with a larger --max-model-len"
-            return PromptTooLongError(f"{said}; {fix}")
+            return PromptTooLongError(f"{message}; {fix}")
         if status < 500:
-            return UsageError(f"{self.url} refuses the request ({status}): {said}")
-        return RagblendError(f"{self.url} failed ({status}): {said}; look at the server's log")
-
-    def _object(self, text: bytes | str, path: str) -> dict[str, Any]:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise RagblendError(f"{self.url}{path} answered no JSON object; is it a vLLM server?")
-        return value
+            return UsageError(f"{self.url} rejects the request ({status}): {message}")
+        return RagblendError(f"{self.url} failed ({status}): {message}; look at the server's log")
 
 
 def server_facts(connection: Connection, model: str = "") -> ServerFacts:
-    """Return the facts of the server that `connection` leads to. `model` selects one of several served names.
+    """Request a server's facts, and return them. `model` selects one of several served models by name or root.
 
     Raises BackendUnreachableError if nothing answers.
     """
     models = connection.json("GET", "/v1/models").get("data")
     if not isinstance(models, list) or not models or not all(isinstance(entry, dict) for entry in models):
-        raise RagblendError(f"{connection.url}/v1/models names no model; is it a vLLM server?")
+        raise RagblendError(f"{connection.url}/v1/models lists no model; is it a vLLM server?")
     first = next((entry for entry in models if model in (entry.get("id"), entry.get("root"))), models[0])
     length = first.get("max_model_len")
     facts = ServerFacts(
@@ -265,8 +258,10 @@ def server_facts(connection: Connection, model: str = "") -> ServerFacts:
 
 
 class ServedRenderer:
-    """What a server tells of its model's Renderer. The rest is the tokenizer's, which `load` loads when it is needed:
-    to cut documents and to count tokens, not to ask.
+    """Renderer of a server's model. Its call formats are those that the server reports.
+
+    For every other attribute, `load` loads the model's tokenizer at first use. Splitting documents and counting tokens
+    need it; prompts do not.
     """
 
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:
@@ -285,13 +280,13 @@ class ServedRenderer:
 
 
 class ServerStore(MemoryStore):
-    """The store of an engine over HTTP, empty: KV and the registry of its chunks are the server's."""
+    """Empty store of an engine over HTTP. The KV and the chunk registry are on the server."""
 
     is_remote = True
 
 
 class ServedStream(AnswerStream):
-    """An answer in progress, over server-sent events.
+    """Answer in progress, received as server-sent events.
 
     When the engine is closed, the answer ends at once with its text so far, finish reason "cancelled" and no error.
     """
@@ -310,15 +305,15 @@ class ServedStream(AnswerStream):
         try:
             with (
                 suppress(EngineClosedError),
-                engine.connection.open("POST", path, engine.body(self._prompt, self._options)) as response,
+                engine.connection.open("POST", path, engine.request_body(self._prompt, self._options)) as response,
             ):
-                for event in events(response.iter_lines()):
+                for event in sse_events(response.iter_lines()):
                     if not engine.is_usable:
                         return
                     if "error" in event:
-                        said = _message(json.dumps(event))
+                        message = _message(json.dumps(event))
                         raise RagblendError(
-                            f"{engine.connection.url} failed while answering: {said}; look at the server's log"
+                            f"{engine.connection.url} failed during an answer: {message}; look at the server's log"
                         )
                     report = report_from(event.get("kv_transfer_params")) or report
                     num_prompt = (event.get("usage") or {}).get("prompt_tokens", num_prompt)
@@ -328,7 +323,7 @@ class ServedStream(AnswerStream):
                             ttft_s, first_s = perf_counter() - self._start_s, perf_counter()
                         result.token_ids += choice.get("token_ids") or ()
                         if reason := choice.get("finish_reason"):
-                            result.finish_reason = reason if reason in ("length", "stop") else "cancelled"
+                            result.finish_reason = finish_reason(reason)
                             if reason == "stop" and not isinstance(choice.get("stop_reason"), str):
                                 result.token_ids = result.token_ids[:-1]  # the token that ended it
                         if not result.text:
@@ -341,15 +336,15 @@ class ServedStream(AnswerStream):
                 result.report = BlendReport("full", "none", 1.0)
             self._set_report(report, num_prompt, ttft_s, first_s)
             if report is not None and result.finish_reason != "cancelled":
-                engine.on_answer(self._prompt, self._options, result)
+                engine.after_answer(self._prompt, self._options, result)
 
 
 class VllmClient(EngineBase):
-    """Engine over a vLLM server. Made by `load_engine(model, backend="http://HOST:PORT")`.
+    """Engine over a vLLM server, as `load_engine(model, backend="http://HOST:PORT")` returns it.
 
-    A server without ragblend answers as ordinary vLLM. `load_renderer` loads the model's tokenizer, which is needed to
-    cut documents into chunks and to count tokens. Chunks that a prompt names and the server has not are sent to it as
-    documents, in the background, unless `on_miss` is "inline".
+    A vLLM server without ragblend answers without reuse. `load_renderer` loads the model's tokenizer, which splitting
+    documents and counting tokens need. A prompt's chunks that the server has not stored are sent to it as documents, in
+    the background, unless `on_miss` is "inline".
     """
 
     def __init__(
@@ -363,15 +358,16 @@ class VllmClient(EngineBase):
         context: ContextPolicy | None = None,
         **options: Any,
     ) -> None:
-        self.connection, self.facts, self.context_length = connection, facts, facts.context_length
+        self.connection, self.facts = connection, facts
+        self.context_length, self.bytes_per_token = facts.context_length, facts.bytes_per_token
         self.blends = bool(facts.fingerprint)
         if not self.blends:
             log.warning(
-                "the server at %s is vLLM without ragblend and reuses no chunks; start it with: ragblend serve %s",
+                "the server at %s is a vLLM without ragblend and reuses no chunks; start it with: ragblend serve %s",
                 connection.url,
                 facts.root,
             )
-        options["namespace"] = options.get("namespace") or facts.namespace  # another one is refused by the server
+        options["namespace"] = options.get("namespace") or facts.namespace  # the server rejects any other
         super().__init__(
             name=name, fingerprint=facts.fingerprint or f"served-{facts.model}", on_miss=on_miss, **options
         )
@@ -381,42 +377,34 @@ class VllmClient(EngineBase):
         if context is not None:
             self.set_context_policy(context)
         self._sends_missing = on_miss == "store" and self.blends
-        self._sent: set[str] = set()  # ids of the chunks that were sent because the server lacked them
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of stored KV per chunk token, all layers."""
-        return self.facts.bytes_per_token
+        self._sent: set[str] = set()  # ids of the missing chunks that were sent
 
     def set_context_policy(self, policy: ContextPolicy) -> None:
-        """Raise UsageError for another policy than the server's."""
+        """Raise UsageError unless `policy` is the server's own, which a client cannot change."""
         if policy != self.context:
             raise UsageError(
-                f"the store of the server at {self.connection.url} keeps its chunks in the context {self.context!r}; "
-                f"change it where the server runs: ragblend precompute --context {policy} --store DIR"
+                f"the context policy is {policy!r}, but the store of the server at {self.connection.url} has "
+                f"{self.context!r}; on the server's machine run: ragblend precompute --context {policy} --store DIR"
             )
 
     # -- answering
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
-        """Answer `prompt`; `options` are GenerationOptions. Ends at the model's end token or a stop string."""
-        stream = self.stream(prompt, **options)
-        for _ in stream:
-            pass
-        return stream.result
+        """Return the answer to `prompt`, up to the model's end token or a stop string. `options`: GenerationOptions."""
+        return self.stream(prompt, **options).finish()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> ServedStream:
-        """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.
+        """Start an answer and return its stream. Iterating yields text; afterwards `.result` has answer and report.
 
-        Options are checked before the request is sent, the prompt's length by the server. Closing the stream early
+        Options are checked before the request is sent; the server checks the prompt's length. Closing the stream early
         aborts the request.
         """
         checked = checked_options(options)
         self._check_prompt(prompt, checked.stops)
         return ServedStream(self, prompt, checked)
 
-    def body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
-        """Return the JSON body of a request, with vLLM's own fields beside OpenAI's."""
+    def request_body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
+        """Return the JSON body of a completion request, with OpenAI's fields and vLLM's own."""
         if prompt.uses_tools and not self.facts.knows_tools:
             prompt = without_tools(prompt)
         body: dict[str, Any] = {
@@ -427,11 +415,11 @@ class VllmClient(EngineBase):
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            **sampling(options),
+            **vllm_sampling(options),
         }
         if prompt.is_chat:
             body["messages"] = [_openai_message(message) for message in prompt.messages]
-            if prompt.tools:  # calls are read here, and what holds the answer to them is in structured_outputs
+            if prompt.tools:  # the client parses calls itself, and constrains them with structured_outputs
                 body |= {"tools": list(prompt.tools), "tool_choice": "none"}
         else:
             body["prompt"] = prompt.messages[0].content
@@ -440,15 +428,13 @@ class VllmClient(EngineBase):
         if options.stops:
             body["stop"] = list(options.stops)
         if options.structured_outputs is not None:
-            body["structured_outputs"] = vllm_structure(options.structured_outputs)
+            body["structured_outputs"] = vllm_structured_outputs(options.structured_outputs)
         if self.blends:
             body["kv_transfer_params"] = BlendParams.of(options, self.namespace).as_dict()
         return body
 
-    def on_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
-        """After a complete answer of a server that blends, log warnings, send chunks that the prompt names and the
-        server lacks, and start a shadow comparison.
-        """
+    def after_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
+        """After an answer, warn if no chunk was reused, send missing chunks, and start a shadow comparison."""
         report = answer.report
         if options.mode not in ("blend", "reuse") or report.refused_reason:
             return
@@ -462,10 +448,10 @@ class VllmClient(EngineBase):
     # -- documents
 
     def precompute(self, chunk: Part) -> int:
-        """Have the server store one chunk, as a document of its own. Return the bytes stored, 0 if it was stored
-        already.
+        """Send one chunk as a separate document, and wait until the server has stored it.
 
-        Raises RagblendError if the server did not store it, or is a vLLM without ragblend.
+        Return the bytes stored, 0 if the chunk was stored already. Raises RagblendError if the server did not store it,
+        or is a vLLM without ragblend.
         """
         text = as_chunk(chunk).text.strip()
         counts, reasons = self.send_documents(CHUNK_COLLECTION, [{"id": _chunk_id(text), "chunks": [text]}])
@@ -474,7 +460,7 @@ class VllmClient(EngineBase):
         return counts["new_kv_bytes"]
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the server has stored the chunk as a document of its own."""
+        """Return True if the server has stored the chunk as a separate document."""
         if not self.blends:
             return False
         path = self._documents_path(_chunk_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)
@@ -484,17 +470,17 @@ class VllmClient(EngineBase):
             return False
 
     def forget(self, chunk: Part) -> bool:
-        """Delete the chunk that was stored as a document of its own. Return True if it was there."""
+        """Delete the chunk that was stored as a separate document. Return True if an entry was deleted."""
         return self.remove_documents(CHUNK_COLLECTION, [_chunk_id(as_chunk(chunk).text)]) > 0
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Do nothing: a server reads what waiting requests will need by itself."""
+        """Do nothing, because the server reads ahead the chunks of waiting requests."""
 
     def add_known(self, chunks: Iterable[Part]) -> None:
-        """Do nothing: the server knows the chunks of its documents."""
+        """Do nothing, because the server finds its documents' chunks."""
 
     def flush(self) -> None:
-        """Wait until the chunks that prompts named are stored."""
+        """Wait until the missing chunks of earlier prompts are stored."""
         self._worker.submit(lambda: None).result()
 
     def _send_missing(self, prompt: Prompt) -> None:
@@ -508,13 +494,13 @@ class VllmClient(EngineBase):
                 _, reasons = self.send_documents(CHUNK_COLLECTION, documents)
                 for reason in reasons:
                     log.warning("a missed chunk was not stored: %s", reason["reason"])
-            except RagblendError as error:  # the answer is out already; the next miss sends them again
+            except RagblendError as error:  # the answer is complete already; the next miss sends them again
                 self._sent -= new
                 level = logging.DEBUG if isinstance(error, EngineClosedError) else logging.WARNING
                 log.log(level, "a missed chunk was not stored: %s", error)
 
         if documents:
-            with suppress(RuntimeError):  # the engine is closed, or the interpreter ends
+            with suppress(RuntimeError):  # the engine is closed, or the interpreter exits
                 self._worker.submit(send)
 
     def send_documents(
@@ -525,10 +511,14 @@ class VllmClient(EngineBase):
     ) -> tuple[Counter[str], list[dict[str, str]]]:
         """Send documents to `POST /v1/ragblend/documents`, and wait until the server has stored them.
 
-        Return its counts, and the `reasons` of documents that are not stored or have no chunk. Raises RagblendError for
-        a server without ragblend, and the errors of the requests.
+        Return the server's counts (`CollectionCounts`), and a DocumentReason for each document that is not stored or
+        has no chunk. Raises RagblendError for a server without ragblend, and for a failed request.
         """
-        self._check_blends()
+        if not self.blends:
+            raise RagblendError(
+                f"the server at {self.connection.url} is a vLLM without ragblend and stores no KV; "
+                "start it with: ragblend serve MODEL --store DIR"
+            )
         total, reasons = Counter[str](), list[dict[str, str]]()
         bodies = [{"collection": collection, "documents": batch} for batch in _batches(documents)]
         waiting = [self.connection.json("POST", self._documents_path(), body)["ingestion"] for body in bodies]
@@ -536,7 +526,7 @@ class VllmClient(EngineBase):
         while waiting:
             path = self._documents_path(collection=collection, ingestion=waiting[0])
             summary = self.connection.json("GET", path)
-            if counts := summary["collections"].get(collection):  # else behind a balancer another replica has answered
+            if counts := summary["collections"].get(collection):  # none if another replica answered
                 seen_s = time.monotonic()
                 progress("prefill", summary["batch"]["num_done"], summary["batch"]["num_chunks"])
                 if not counts["num_waiting"]:
@@ -546,8 +536,8 @@ class VllmClient(EngineBase):
                     continue
             elif time.monotonic() - seen_s > _LOST_S:
                 raise BackendUnreachableError(
-                    f"{self.connection.url} knows no more of documents that it took; were they sent again, or removed "
-                    "meanwhile? Send them again to be sure"
+                    f"{self.connection.url} no longer reports documents that it accepted, because they were sent again "
+                    "or removed, or another server answers; send them again"
                 )
             time.sleep(_POLL_S)
         return total, reasons
@@ -564,42 +554,35 @@ class VllmClient(EngineBase):
         place = "/v1/ragblend/documents" + (f"/{document}" if document else "")
         return place + (f"?{urlencode(given)}" if given else "")
 
-    def _check_blends(self) -> None:
-        if not self.blends:
-            raise RagblendError(
-                f"the server at {self.connection.url} is vLLM without ragblend and stores no KV; "
-                "start it with: ragblend serve MODEL --store DIR"
-            )
-
-    # -- what needs the tokenizer, and the ids that a prompt becomes
+    # -- what needs token ids, which only the server has
 
     def match(self, prompt: Prompt) -> MatchedPrompt:
-        """Raise UsageError: the server finds the chunks of a prompt."""
-        self._refuse("finding chunks in a prompt's ids")
+        """Raise UsageError, because only the server matches prompts."""
+        self._reject("matching a prompt's chunks")
 
     def key(self, chunk: Part) -> str:
-        """Raise UsageError: keys are made of ids."""
-        self._refuse("the key of a chunk")
+        """Raise UsageError, because a chunk's key is computed from its token ids."""
+        self._reject("computing a chunk's key")
 
     def has_kv(self, chunk_ids: Sequence[int]) -> bool:
-        """Raise UsageError: ids are the server's."""
-        self._refuse("looking for the KV of token ids")
+        """Raise UsageError, because a lookup needs token ids."""
+        self._reject("looking up the KV of token ids")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _reject(self, what: str) -> NoReturn:
         raise UsageError(
-            f"{what} is done where the KV is, not through {self.connection.url}; run it on that machine, with its "
+            f"{what} is not possible through {self.connection.url}; run it on the server's machine, with the server's "
             "store and backend='transformers' or 'vllm'"
         )
 
     def close(self) -> None:
-        """Close the sockets, which ends what waits for the server, and the threads of background work."""
-        if self.is_usable:  # not in a forked process: the sockets are its parent's as well
+        """Close the sockets and end the background threads. Pending requests end with EngineClosedError."""
+        if self.is_usable:  # not in a forked process, which shares the sockets with its parent
             self.connection.close()
         super().close()
 
 
 def _chunk_id(text: str) -> str:
-    """Return the id of a text that is stored without a document: that of the chunk registry."""
+    """Return the id of a text that is stored without a document, as the chunk registry computes it."""
     return hashlib.blake2b(text.strip().encode(), digest_size=16).hexdigest()
 
 
@@ -635,10 +618,10 @@ def _batches(documents: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[st
         yield batch
 
 
-def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def sse_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a server-sent event stream. Raises BackendUnreachableError if it ends without `[DONE]`.
 
-    >>> list(events(['data: {"a": 1}', '', ': keep-alive', 'data: [DONE]']))
+    >>> list(sse_events(['data: {"a": 1}', '', ': keep-alive', 'data: [DONE]']))
     [{'a': 1}]
     """
     for line in lines:
@@ -653,13 +636,13 @@ def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict):
-            raise BackendUnreachableError(f"the server sent {value[:80]!r} instead of JSON; ask again")
+            raise BackendUnreachableError(f"the server sent {value[:80]!r} instead of JSON; send the request again")
         yield event
-    raise BackendUnreachableError("the server ended the answer before it was complete; look at its log and ask again")
+    raise BackendUnreachableError("the server ended the answer early; look at its log and send the request again")
 
 
 def _message(text: str) -> str:
-    """Return the message in an error's body, in vLLM's or OpenAI's form, else the beginning of the body.
+    """Return the message in the body of an error response in vLLM's or OpenAI's form, else the body's beginning.
 
     >>> _message('{"error": {"message": "too long"}}'), _message("oops")
     ('too long', 'oops')
@@ -669,5 +652,5 @@ def _message(text: str) -> str:
     except (ValueError, RecursionError):
         return " ".join(text.split())[:300]
     inner = body.get("error", body) if isinstance(body, dict) else body
-    said = inner.get("message", inner.get("detail", inner)) if isinstance(inner, dict) else inner
-    return str(said)[:300]
+    message = inner.get("message", inner.get("detail", inner)) if isinstance(inner, dict) else inner
+    return str(message)[:300]

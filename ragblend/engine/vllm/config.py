@@ -1,4 +1,4 @@
-"""What the connector is told: `kv_connector_extra_config`, and which tiers of the store follow from it.
+"""Configuration of the connector (`kv_connector_extra_config`), and the stores that it configures.
 
 Shared by vLLM's scheduler, its workers, its HTTP front end and `engine`, so it does not import vllm.
 """
@@ -27,24 +27,28 @@ from ragblend.redaction import redact
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig(TierOptions):
-    """`kv_connector_extra_config`, checked at start. The memory tier is each worker's own."""
+    """`kv_connector_extra_config`, checked when vLLM starts.
 
-    store: str = DEFAULT_STORE  # a directory that all of this vLLM's processes see
-    mode: Mode = copy_option(GenerationOptions, "mode")  # for requests that name none; "prefix": they are vLLM's alone
-    rule: str = copy_option(GenerationOptions, "rule")  # for requests that name none
-    ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # for the same
-    namespace: str = ""  # for the same
-    prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
-    prefix: str = ""  # names those ids in the store (`DiskStore.put_prefix`), where a command line would be long
-    context: ContextPolicy | None = copy_option(Settings, "context")  # None: what the store remembers
+    `memory_gib` is the size of each worker's memory tier. `mode`, `rule`, `ratio` and `namespace` are the defaults of
+    requests without them.
+    """
+
+    store: str = DEFAULT_STORE  # a directory that all processes of this vLLM can access
+    mode: Mode = copy_option(GenerationOptions, "mode")  # "prefix": requests without parameters are left to vLLM
+    rule: str = copy_option(GenerationOptions, "rule")
+    ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
+    namespace: str = ""
+    prefix_ids: tuple[int, ...] = ()  # the prefix after which chunks are ingested
+    prefix: str = ""  # name of a prefix in the store (`DiskStore.put_prefix`), instead of ids too long for a command
+    context: ContextPolicy | None = copy_option(Settings, "context")  # None: the store's own
     slice_tokens: int = option(
-        0, "Work between two engine steps, as a prefill of so many tokens; 0: max_num_batched_tokens.", at_least(0)
+        0, "Work between two engine steps, in tokens of an equal prefill. 0: max_num_batched_tokens.", at_least(0)
     )
     max_runs: int = option(  # backends size their buffers by max_num_seqs
-        0, "Pseudo requests per attention call; 0: max_num_seqs.", at_least(0)
+        0, "Most runs of rows per attention call. 0: max_num_seqs.", at_least(0)
     )
     self_check: bool = True
-    keys: str = ""  # the API keys' file; then requests without a key's namespace are left to vLLM
+    keys: str = ""  # path of the API keys file; with one, only requests that its gate has checked reuse KV
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -53,20 +57,23 @@ class ConnectorConfig(TierOptions):
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
-        """From `kv_connector_extra_config`, then the environment. Raises UsageError for names it does not know."""
+        """Return the configuration in `kv_connector_extra_config`; tiers that it lacks come from the environment.
+
+        Raises UsageError for unknown names and invalid values.
+        """
         unknown = sorted(set(extra) - set(cls.__dataclass_fields__))
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
             raise UsageError(f"kv_connector_extra_config has {', '.join(unknown)}; known: {known}")
         lists = {"prefix_ids": tuple(extra.get("prefix_ids", ()))}
-        # Tiers that are left out are taken from `RAGBLEND_*`: a remote's URL may hold a password, and everybody on the
-        # machine can read a command line.
+        # A remote tier's URL may contain a password, and every user of the machine can read a command line. So tiers
+        # may also come from `RAGBLEND_*` variables.
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
 
-    def for_clients(self, error: BaseException) -> str:
-        """An error in words that may leave the server: places of this machine and of the remote tier left out."""
+    def message_for_clients(self, error: BaseException) -> str:
+        """Return an error's message without paths on this machine and addresses of remote tier and catalogue."""
         if not isinstance(error, RagblendError):
-            return f"{type(error).__name__}; the server's log says more"
+            return f"{type(error).__name__}; see the server's log"
         text = str(error)
         for place in filter(None, (self.kv_dir, self.store)):
             for store in {str(Path(place).resolve()), str(Path(place).absolute()), place}:
@@ -83,17 +90,17 @@ class ConnectorConfig(TierOptions):
         return int(self.memory_gib * GIB)
 
     def open_local(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
-        """The store on this machine: the disk tier, behind a memory tier if asked for."""
+        """Open the store on this machine: the disk tier and, if `memory`, a memory tier above it."""
         tiers = {**self.tiers, "memory_gib": self.memory_gib if memory else 0.0, "remote": None}
         store = open_store(self.store, fsync=fsync, **tiers)  # type: ignore[arg-type]
         record_entries(store)
         return store
 
     def open_remote(self) -> RemoteStore | None:
-        """The remote tier, if there is one; nothing is asked of it yet."""
+        """Open the remote tier without a request to it. None if none is configured."""
         return None if self.remote is None else open_remote(self.remote, timeout_s=self.remote_timeout_s)
 
     def open_shared(self) -> TieredStore:
-        """Disk and remote: what is stored for every process, as a client of this vLLM asks about it."""
+        """Open the tiers that all processes of this vLLM share: the disk tier and the remote tier."""
         remote = self.open_remote()
         return TieredStore(*self.open_local().tiers, *([remote] if remote is not None else []), kv_dtype=self.kv_dtype)

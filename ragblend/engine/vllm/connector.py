@@ -1,12 +1,13 @@
-"""CacheBlend on stock vLLM: a KV connector that fills a prompt's context with fused KV, and stores new chunks.
+"""KV connector for CacheBlend on unmodified vLLM: fills a prompt's context with fused KV, and stores new chunks.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "BlendConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "ragblend.engine.vllm.connector", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"store": "DIR"}}'
 
-To vLLM a blended context is a remote prefix: the scheduler's half (`scheduler`) claims the tokens up to the end of the
-last stored chunk, the worker's half (`worker`) fuses them into the request's blocks between engine steps, and vLLM
-computes the rest of the prompt and samples. What a request may ask for is in `params`. Here is only what vLLM calls.
+vLLM treats a blended context as a remote prefix. The scheduler's half (`scheduler`) claims the tokens up to the end of
+the last stored chunk. The worker's half (`worker`) fuses them into the request's blocks between engine steps. vLLM
+computes the rest of the prompt and samples. `params` describes the parameters of requests. This module contains the
+methods that vLLM calls.
 """
 
 from __future__ import annotations
@@ -14,27 +15,25 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.store.base import StoreCounters
 from ragblend.engine.store.remote.breaker import CircuitBreaker
-from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import AppliedTombstones
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.loading import MemoryTierDelta, MemoryTierTracker
-from ragblend.engine.vllm.metric_sources import TierMetrics
+from ragblend.engine.vllm.metric_sources import RequestMetrics, TierMetrics
 from ragblend.engine.vllm.params import belongs_to, report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
 from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler
 from ragblend.engine.vllm.support import (
     model_fingerprint,
-    model_shape,
+    model_kv_spec,
     reject_unsupported_config,
     require_supported_version,
 )
@@ -42,7 +41,7 @@ from ragblend.engine.vllm.worker import BlendJob, BlendWorker, JobResult
 from ragblend.errors import RagblendError
 
 require_supported_version()
-register()  # for processes that were told to load no plugins; too late for a worker whose model is there already
+register()  # for processes without plugins; too late for a worker that has loaded its model
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
@@ -58,59 +57,56 @@ from ragblend.engine.vllm.metrics import BlendPromMetrics, BlendStats  # noqa: E
 
 log = logging.getLogger(__name__)
 
-_REPORTS_KEPT = 1024  # for requests that a stop string ends; see extension
+_REPORTS_KEPT = 1024  # for requests that end at a stop string; see `extension`
 
 
 @dataclass
 class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """Scheduler to workers: what to blend next, what to read into memory, whether to tell what is there, whether vLLM
-    itself computes nothing in this step, what to forget, and whether to drop what is in memory."""
+    """Message of one engine step from the scheduler to the workers."""
 
-    jobs: list[BlendJob] = field(default_factory=list)
-    prefetch_keys: list[str] = field(default_factory=list)
-    needs_memory_report: bool = False
-    is_idle: bool = False
-    tombstones: AppliedTombstones = field(default_factory=AppliedTombstones)
-    drops_memory: bool = False
+    jobs: list[BlendJob] = field(default_factory=list)  # new ones
+    prefetch_keys: list[str] = field(default_factory=list)  # entries to read into memory
+    needs_memory_report: bool = False  # the workers must report the contents of their memory tier
+    is_idle: bool = False  # vLLM schedules no tokens in this step
+    tombstones: AppliedTombstones = field(default_factory=AppliedTombstones)  # entries to delete
+    drops_memory: bool = False  # the workers must clear their memory tier
 
 
 @dataclass
 class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler: what was done, by request, what the first rank's memory tier holds since then, and whether
-    the model's weights were updated."""
+    """Message of one engine step from the workers to the scheduler."""
 
-    reports: dict[str, BlendReport] = field(default_factory=dict)
-    memory: MemoryTierDelta | None = None
-    weights_updated: bool = False
+    reports: dict[str, BlendReport] = field(default_factory=dict)  # of finished jobs, by request id
+    memory: MemoryTierDelta | None = None  # changes of the first rank's memory tier
+    weights_updated: bool = False  # the model's weights have changed since it was loaded
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Of several ranks' reports on one request the first counts: they agree but for the seconds."""
+        """Return the combined message of two ranks, whose reports on one request differ only in their seconds."""
         memory = self.memory if self.memory is not None else other.memory
         updated = self.weights_updated or other.weights_updated
         return BlendReports({**other.reports, **self.reports}, memory, updated)
 
 
 class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """vLLM makes one in the scheduler's process and one in every worker; they talk through vLLM.
+    """KV connector. vLLM creates one in the scheduler's process and one in every worker, and passes their messages.
 
-    It does not declare SupportsHMA, because it fills one group of blocks. vLLM then turns its hybrid cache manager off,
-    so that models with sliding windows have one group, too.
+    The class does not declare SupportsHMA, because it fills one group of blocks. vLLM then disables its hybrid cache
+    manager, so that models with sliding windows have one group, too.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         reject_unsupported_config(vllm_config)
         self.config = ConnectorConfig.read(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
-        self.scheduler: BlendScheduler | None = None
-        self._remote: RemoteStore | None = None  # of the half that this one is
-        self._remote_seen = StoreCounters()
-        # The workers' half
+        self.scheduler: BlendScheduler  # set in the scheduler's half
+        self._metric_sources: list[RequestMetrics | TierMetrics] = []
+        self._closeables: list[BlendScheduler | BlendWorker | TieredStore] = []
+        # The workers' half. `register_kv_caches` sets the first three.
+        self._worker: BlendWorker
+        self._store: TieredStore
+        self._through: TieredStore
         self._model: Any | None = None
-        self._worker: BlendWorker | None = None
-        self._store: TieredStore | None = None
-        self._through: TieredStore | None = None
         self._watch: MemoryTierTracker | None = None
-        self._tiers: TierMetrics | None = None
         self._must_report_memory = False
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -118,83 +114,86 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._recent_reports: OrderedDict[str, BlendReport] = OrderedDict()
         if role.name == "SCHEDULER":
             self.scheduler = BlendScheduler(vllm_config, self.config)
-            self._remote = self.scheduler.remote
+            self._metric_sources = [self.scheduler.metrics, self.scheduler.tier_metrics]
+            self._closeables = [self.scheduler]
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-                log.warning('set "kv_load_failure_policy": "recompute", or a failed blend fails its request')
+                log.warning(
+                    'kv_load_failure_policy is %r, so a failed blend fails its request; set "kv_load_failure_policy": '
+                    '"recompute"',
+                    self._kv_transfer_config.kv_load_failure_policy,
+                )
 
-    # -- the scheduler's half: what a request asks for, and what can be done for it
+    # -- the scheduler's half: plans requests
 
     def on_new_request(self, request: Any) -> None:
-        """Read what a request asks for, look its chunks up, and keep its KV out of the exact prefix cache."""
-        assert self.scheduler is not None
+        """Parse a request's parameters, start the lookup of its chunks, and hide its KV in vLLM's prefix cache."""
         self.scheduler.on_new_request(request)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Know what vLLM's own prefix cache has."""
+        """Pass vLLM's cache manager, which contains the prefix cache, to the scheduler's half."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self.scheduler is not None:
-            self.scheduler.kv_cache_manager = kv_cache_manager
+        self.scheduler.kv_cache_manager = kv_cache_manager
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of context tokens that the connector fills between vLLM's steps; None while it is not
-        known. After a preemption the number is the same.
-        """
-        assert self.scheduler is not None
+        """Return the number of context tokens that the connector will fill (None: unknown yet), and True if any."""
         return self.scheduler.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The blocks are there: the workers can start."""
-        if self.scheduler is not None and num_external_tokens > 0:
+        """Queue a request's job once vLLM has allocated the blocks."""
+        if num_external_tokens > 0:
             self.scheduler.on_blocks_allocated(request, blocks.get_block_ids()[0])
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """The jobs that came up in this step, and what to read for requests that it left waiting."""
-        assert self.scheduler is not None
+        """Return the message of this step to the workers."""
         is_idle = not scheduler_output.total_num_scheduled_tokens
         if is_idle:
             self.scheduler.wait_for_pending()
         jobs, ahead = self.scheduler.take_jobs()
-        asks, forgotten, drops = (
-            self.scheduler.loading.needs_refresh, self.scheduler.take_tombstones(), self.scheduler.take_reset()
-        )  # fmt: skip
-        return BlendMetadata(jobs, ahead, asks, is_idle, forgotten, drops)
+        return BlendMetadata(
+            jobs,
+            ahead,
+            self.scheduler.loading.needs_refresh,
+            is_idle,
+            self.scheduler.take_tombstones(),
+            self.scheduler.take_memory_reset(),
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the workers' reports."""
+        """Pass the workers' message to the scheduler's half."""
         meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, BlendReports) and self.scheduler is not None:
+        if isinstance(meta, BlendReports):
             if meta.weights_updated:
                 self.scheduler.stop_reuse()
             self.scheduler.take_reports(meta.reports, meta.memory)
 
     def reset_cache(self) -> bool:
-        """vLLM's caches are reset, external ones too: the workers' memory is dropped with the next step. What is on
-        disk is the KV of the weights in its key, and stays."""
-        if self.scheduler is not None:
-            self.scheduler.reset()
+        """Clear the workers' memory tiers with the next step, because vLLM resets its caches. Return True.
+
+        Entries on disk stay, because their keys contain the fingerprint of the weights.
+        """
+        self.scheduler.reset_worker_memory()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The report goes out with the answer; vLLM may free the blocks."""
-        assert self.scheduler is not None
+        """Return False, so that vLLM frees the blocks, and the report that vLLM sends with the answer."""
         return False, self.scheduler.on_request_finished(request.request_id)
 
-    # -- the workers' half: fuse
+    # -- the workers' half: runs jobs
 
     def register_model(self, model: Any) -> None:
-        """For a vLLM that shows its connector the model (vllm-project/vllm#37339)."""
+        """Keep the model. Only a vLLM with vllm-project/vllm#37339 calls this method."""
         self._model = model
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Model and cache are there, and no request yet: the time for the self-check."""
+        """Run the self-check and open the store. vLLM calls this once it has model and cache, before any request."""
         from ragblend.engine.vllm.layers import VllmLayers
         from ragblend.engine.vllm.self_check import self_check
 
         model = self._model if self._model is not None else loaded_model()
         if model is None:
             raise RagblendError(
-                "ragblend does not know the model of this vLLM worker: its plugin did not run. Add ragblend to "
-                "VLLM_PLUGINS, or start vLLM with --worker-cls ragblend.engine.vllm.connector.BlendWorkerClass"
+                "ragblend has no access to the model of this vLLM worker, because its plugin did not run. Add ragblend "
+                "to VLLM_PLUGINS, or start vLLM with --worker-cls ragblend.engine.vllm.connector.BlendWorkerClass"
             )
         model_config, limits = self._vllm_config.model_config, self._vllm_config.scheduler_config
         batched = limits.max_num_batched_tokens
@@ -208,30 +207,30 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self.config.self_check:
             blocks = self._kv_cache_config.num_blocks
             self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
-        # Read from this machine alone: the scheduler has had fetched what a job needs. Written through to the remote.
+        # Reads use this machine's tiers only, because the scheduler has fetched a job's entries from the remote tier.
+        # Writes go to the remote tier, too.
         self._store = store = self.config.open_local(memory=True)
-        store.set_expected_spec(model_fingerprint(model_config), model_shape(model_config))
-        self._watch = MemoryTierTracker(store) if layers.rank == 0 else None
-        self._tiers = TierMetrics(store, shows_bytes=True) if layers.rank == 0 else None
-        self._remote = self.config.open_remote() if layers.rank == 0 else None
+        store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
         self._through = store
-        if self._remote is not None:
-            self._remote.breaker = CircuitBreaker(threshold=1)  # writes wait for the next probe, instead of being spent
-            self._through = TieredStore(*store.tiers, self._remote, kv_dtype=self.config.kv_dtype)
+        if layers.rank == 0:
+            self._watch, remote = MemoryTierTracker(store), self.config.open_remote()
+            self._metric_sources = [TierMetrics(store, remote, shows_bytes=True)]
+            if remote is not None:
+                remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
+                self._through = TieredStore(*store.tiers, remote, kv_dtype=self.config.kv_dtype)
         slice_tokens = self.config.slice_tokens or batched
-        self._worker = BlendWorker(layers, store, slice_tokens, self._through.put, self.config.for_clients)
+        self._worker = BlendWorker(layers, store, slice_tokens, self._through.put, self.config.message_for_clients)
+        self._closeables = [self._worker, store, self._through]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Once per engine step, after its forward pass: take new jobs, work on the oldest ones for one slice."""
-        assert self._worker is not None
-        assert self._store is not None
+        """Queue the step's new jobs and run one slice of work. vLLM calls this after each step's forward pass."""
         meta = self._get_connector_metadata()
         self._must_report_memory = meta.needs_memory_report
-        if meta.drops_memory:
-            self._drop_memory()
+        if meta.drops_memory and (memory := self._store.memory_tier) is not None:
+            memory.clear()
         if any(meta.tombstones):
             self._apply_tombstones(meta.tombstones)
-        if weights_updated.is_set():  # on every rank between the same two steps
+        if weights_updated.is_set():  # all ranks see it between the same two steps
             self._record_finished(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
         else:
             if meta.prefetch_keys:
@@ -240,30 +239,23 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._worker.submit(job)
         self._record_finished(self._worker.run_slice(meta.is_idle))
 
-    def _drop_memory(self) -> None:
-        assert self._store is not None
-        if (memory := self._store.memory_tier) is not None:
-            memory.clear()
-
     def _apply_tombstones(self, tombstones: AppliedTombstones) -> None:
-        """Let go of what this disk has forgotten. What was told while this process wrote goes from the remote tier
-        again: a write of ours may have come after the teller's."""
-        assert self._worker is not None
-        assert self._store is not None
-        assert self._through is not None
+        """Delete the entries of `tombstones` from this machine's tiers.
+
+        Keys deleted while this process was running are deleted from the remote tier again. A write of this process may
+        have arrived there after the deletion.
+        """
         keys = {*tombstones.keys}
         if (memory := self._store.memory_tier) is not None:
             headers = memory.headers()
             keys.update(h.key for h in headers if any(belongs_to(h.namespace, n) for n in tombstones.namespaces))
         for key in keys:
             self._store.delete_local(key)
-        fresh = tombstones.recent_keys if self._remote is not None else ()
-        if fresh:
-            self._worker.run_after_writes(partial(_delete_each, self._through, fresh))
+        if tombstones.recent_keys and self._through.remote_tiers:
+            self._worker.run_after_writes(partial(_delete_each, self._through, tombstones.recent_keys))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose context is filled. Those that ended meanwhile are dropped, which frees their blocks."""
-        assert self._worker is not None
+        """Drop the jobs of ended requests. Return None, and the ids of the requests whose jobs are over."""
         for request_id in finished_req_ids:
             self._record_finished(self._worker.cancel(request_id))
         done, self._finished = self._finished, set()
@@ -276,19 +268,21 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if len(self._recent_reports) > _REPORTS_KEPT:
                 self._recent_reports.popitem(last=False)
             if failed:
-                assert self._worker is not None
-                # What vLLM had found of it is sound, and maybe others' as well.
+                # The resident blocks are valid, and other requests may share them.
                 self._failed_blocks.update(job.block_ids[job.num_resident // self._worker.layers.block_size :])
 
     def report_for(self, request_id: str) -> dict[str, Any] | None:
-        """The report on one of the latest jobs. Front ends know a request's id without the part vLLM adds to it."""
+        """Return the report of a recent job as JSON values; None if there is none.
+
+        `request_id` may lack the suffix that vLLM appends to a front end's id.
+        """
         for known, report in reversed(self._recent_reports.items()):
             if known == request_id or known.rpartition("-")[0] == request_id:
                 return report_to_json(report)
         return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Reports of the jobs that ended in this step, and what came into memory or left it."""
+        """Return the message of this step to the scheduler; None if nothing has changed."""
         reports, self._reports = self._reports, {}
         change = None
         if self._watch is not None:
@@ -297,60 +291,43 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return BlendReports(reports, change, weights_updated.is_set()) if is_news else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose fusing failed: vLLM computes them itself."""
+        """Return the blocks of failed jobs since the last call. vLLM computes them itself."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded while vLLM computes."""
+        """Do nothing, because blocks are filled between engine steps."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """vLLM's own KV is not stored: it was computed inside somebody's prompt."""
+        """Do nothing, because KV computed inside a user's prompt is never stored."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved while vLLM computes."""
+        """Do nothing, because nothing is saved during a forward pass."""
 
     def shutdown(self) -> None:
-        """Finish what is being stored; what is on its way to the remote tier has ten seconds."""
-        if self.scheduler is not None:
-            self.scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
-        for store in (self._store, self._through):
-            if store is not None:
-                store.close()
+        """Finish pending writes and close the stores. Writes to the remote tier get ten seconds."""
+        for each in self._closeables:
+            each.close()
 
     # -- counters
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call. The scheduler's half counts for all but the workers' remote writes."""
+        """Return this half's metrics since the last call; None if nothing has changed."""
         stats = BlendStats()
-        if self.scheduler is not None:
-            stats.take(self.scheduler.counting.take())
-            stats.take(self.scheduler.tiers.take())
-        if self._tiers is not None:
-            stats.take(self._tiers.take())
-        if self._remote is not None:
-            now, seen = replace(self._remote.counters), self._remote_seen
-            self._remote_seen = now
-            stats.add(
-                remote_hits=now.num_hits - seen.num_hits,
-                remote_failures=now.num_failures - seen.num_failures,
-                remote_dropped_writes=now.num_dropped - seen.num_dropped,
-                damaged_entries=now.num_damaged - seen.num_damaged,
-            )
+        for source in self._metric_sources:
+            stats.merge(source.take())
         return None if stats.is_empty() else stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Counts as they arrive in the front end."""
+        """Return the metrics that arrived in the front end as BlendStats."""
         return BlendStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KVConnectorPromMetrics:
-        """Counters, histograms and gauges for `/metrics`."""
+        """Return the exporter of ragblend's counters, histograms and gauges to `/metrics`."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
@@ -359,11 +336,14 @@ def _delete_each(store: TieredStore, keys: Sequence[str]) -> None:
         try:
             store.delete(key)
         except RagblendError as error:
-            log.warning("KV %s was forgotten, and may be in the remote tier: %s", key, error)
+            log.warning("KV %s was deleted here, but may still be in the remote tier: %s", key, error)
 
 
 def __getattr__(name: str) -> Any:
-    """`BlendWorkerClass`, for `--worker-cls`: the platform's own worker class, with the plugin sure to have run."""
+    """Return the platform's worker class for the name `BlendWorkerClass` (vLLM's `--worker-cls`).
+
+    Importing this module runs the plugin, which vLLM skips if VLLM_PLUGINS excludes it.
+    """
     if name != "BlendWorkerClass":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.platforms import current_platform

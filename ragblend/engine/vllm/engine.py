@@ -1,7 +1,7 @@
-"""An engine with vLLM in this process: `load_engine(..., backend="vllm")`.
+"""Engine with vLLM in this process: `load_engine(..., backend="vllm")`.
 
-vLLM's synchronous engine runs on one thread of its own; requests from any thread join its batch. Read
-`_EngineLoop.run`. Knows vLLM's engine by its arguments and outputs. The connector does the blending.
+A separate thread runs vLLM's synchronous engine; requests from any thread join its batch. Read `_EngineLoop.run` first.
+Depends on the arguments and outputs of vLLM's engine. The connector blends.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
+from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, has_cuda, kv_memory_bytes, vllm_environment
 from ragblend.engine.vllm.loading import machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, report_from, sampling, vllm_structure
+from ragblend.engine.vllm.params import PARAMS_KEY, report_from, vllm_sampling, vllm_structured_outputs
 from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.render import Renderer
@@ -33,15 +32,15 @@ from ragblend.redaction import has_secret
 
 log = logging.getLogger(__name__)
 
-_YIELD_S = 0.0005  # after a step without a token: threads that load and fetch may be what it waits for
+_YIELD_S = 0.0005  # sleep after a step without a token, which lets loading and fetching threads run
 _OURS = ("model", "revision", "dtype", "kv_transfer_config", "served_model_name")
 
 
 class VllmEngine(VllmEngineBase):
     """Engine over a vLLM in this process. `vllm_options` are vLLM's own engine arguments, such as `max_model_len`.
 
-    `store` is the directory that `transfer` names; a temporary one goes away with the engine. Use as a context manager,
-    or `close()` it.
+    `transfer`: vLLM's KV transfer configuration (`transfer_config`). `store`: the directory that it contains; a
+    temporary one is deleted with the engine. Use the engine as a context manager, or `close()` it.
     """
 
     def __init__(
@@ -62,16 +61,15 @@ class VllmEngine(VllmEngineBase):
         ends = renderer.stop_ids() | _generation_stops(engine)
         self.vllm_config = engine.vllm_config
         self.hardware = machine_facts_of(engine.vllm_config)
-        # As the connector reads it: vllm_options may change the model (hf_overrides, quantization).
+        # Computed as in the connector, because vllm_options may change the model (hf_overrides, quantization).
         fingerprint = model_fingerprint(engine.model_config)
-        narrower = 1 if shared.kv_dtype == "auto" else DTYPES[checkpoint.dtype].itemsize
-        stored = checkpoint.bytes_per_token // narrower
+        stored = checkpoint.stored_bytes_per_token(shared.kv_dtype)
         facts = ServedModelInfo(checkpoint.name, fingerprint, length, stored, ends, checkpoint.num_layers)
         super().__init__(renderer, shared, facts, **options)
         self._loop = _EngineLoop(engine)
 
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """Run one request in vLLM's batch. Closing the generator aborts it."""
+        """Add `request` to vLLM's batch and yield its output as it arrives. Closing the generator aborts it."""
         answers: queue.SimpleQueue[OutputDelta | BaseException] = queue.SimpleQueue()
         request_id = f"ragblend-{uuid4().hex}"
         self._loop.submit(partial(self._loop.add, request_id, request, sorted(self.facts.stop_ids), answers), answers)
@@ -86,17 +84,12 @@ class VllmEngine(VllmEngineBase):
                 yield answer
         finally:
             if not finished:
-                with suppress(RagblendError):  # the loop has ended, and the request with it
+                with suppress(RagblendError):  # the loop has ended, so the request has ended, too
                     self._loop.submit(partial(self._loop.abort, request_id))
 
     def reset_prefix_cache(self) -> bool:
-        """Have vLLM forget the prefixes it has cached; False, and nothing forgotten, while a request holds some."""
-        answer: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
-        self._loop.submit(partial(self._loop.reset_prefix_cache, answer), answer)
-        done = answer.get()
-        if isinstance(done, BaseException):
-            raise done
-        return done
+        """Clear vLLM's prefix cache. Return False, without clearing it, while a request uses it."""
+        return self._loop.reset_prefix_cache()
 
     def close(self) -> None:
         """Finish background work and shut vLLM down."""
@@ -112,22 +105,25 @@ class VllmEngine(VllmEngineBase):
 def start_vllm(
     checkpoint: Checkpoint, transfer: Mapping[str, Any], options: Mapping[str, Any], trust_remote_code: bool = False
 ) -> Any:
-    """A vLLM LLMEngine over `checkpoint` with the connector `transfer` describes."""
+    """Start a vLLM LLMEngine over `checkpoint`, with the connector that `transfer` configures.
+
+    Raises UsageError for options that ragblend sets itself or that vLLM does not have.
+    """
     taken = [name for name in _OURS if name in options]
     if taken:
         raise UsageError(
-            f"vllm_options sets {taken[0]}, which ragblend sets itself; leave it out, or give it to load_engine "
+            f"vllm_options contains {taken[0]}, which ragblend sets itself; leave it out, or pass it to load_engine "
             "(model, revision, dtype)"
         )
-    # In one process, the engine starts in seconds and needs no guarded __main__; what the user set stays.
+    # In one process, the engine starts in seconds and needs no guarded __main__. The user's own setting has priority.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.update(environment())
+    os.environ.update(vllm_environment())
     from vllm import EngineArgs
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # vLLM logs its configuration; a URL with a password reaches the connector by the environment.
+    # vLLM logs its configuration, so a URL with a password is passed to the connector in the environment.
     extra = dict(transfer["kv_connector_extra_config"])
     secret = [name for name in ("remote", "catalog") if has_secret(extra.get(name) or "")]
     hidden = {f"RAGBLEND_{name.upper()}": extra.pop(name) for name in secret}
@@ -143,7 +139,7 @@ def start_vllm(
         "worker_extension_cls": EXTENSION,
         **options,
     }
-    if not is_cuda():
+    if not has_cuda():
         arguments.setdefault("enforce_eager", True)  # on a CPU, compiling takes longer than most sessions
     memory = kv_memory_bytes(checkpoint, options.get("max_model_len"))
     if memory is not None and not {"gpu_memory_utilization", "num_gpu_blocks_override"} & set(options):
@@ -151,14 +147,14 @@ def start_vllm(
     try:
         known = EngineArgs(**arguments)
     except TypeError as error:
-        raise UsageError(f"vllm_options has what this vLLM does not take: {error}") from error
+        raise UsageError(f"this vLLM does not have all of vllm_options: {error}") from error
     with _environment(hidden):
         return LLMEngine.from_engine_args(known)
 
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Variables for what is started inside, and for nothing that is started later."""
+    """Set environment variables for the processes that are started inside the context."""
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -172,7 +168,7 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def stop_vllm(engine: Any) -> None:
-    """Shut `engine` down, and where it ran in this process leave that ready for another one."""
+    """Shut `engine` down. If it ran in this process, another engine can be started here afterwards."""
     engine.engine_core.shutdown()
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -183,19 +179,21 @@ def stop_vllm(engine: Any) -> None:
 
 
 def sampling_params(request: VllmRequest, stop_ids: list[int]) -> Any:
-    """vLLM's SamplingParams of a request; its outputs are what is new in each step."""
+    """Return vLLM's SamplingParams for a request. Each output then has only the step's new tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    options, held = request.options, request.options.structured_outputs
+    options, structure = request.options, request.options.structured_outputs
     return SamplingParams(
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
-        **sampling(options),
+        **vllm_sampling(options),
         max_tokens=options.max_tokens,
         stop_token_ids=stop_ids,
-        structured_outputs=StructuredOutputsParams(**vllm_structure(held)) if held is not None else None,
+        structured_outputs=StructuredOutputsParams(**vllm_structured_outputs(structure))
+        if structure is not None
+        else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": request.params.as_dict()},
@@ -203,35 +201,37 @@ def sampling_params(request: VllmRequest, stop_ids: list[int]) -> Any:
 
 
 def _generation_stops(engine: Any) -> frozenset[int]:
-    """End tokens that the model's generation config names."""
+    """Return the end tokens in the model's generation config."""
     config = engine.model_config.try_get_generation_config() or {}
     ends = config.get("eos_token_id")
     return frozenset(ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else [])
 
 
 class _Task(NamedTuple):
-    """Something to do between two engine steps, and where somebody waits for what becomes of it."""
+    """Function to call between two engine steps, and the queue whose reader waits for its result, if any."""
 
     run: Callable[[], None]
     answers: queue.SimpleQueue[Any] | None = None
 
 
 class _EngineLoop:
-    """The thread that owns vLLM's engine: takes requests in, steps, hands tokens out."""
+    """Thread that owns vLLM's engine. It adds requests, runs engine steps, and delivers the output tokens."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[OutputDelta | BaseException]] = {}
-        self._may_stop: set[str] = set()  # requests that may end before vLLM has told the report
+        self._may_stop: set[str] = set()  # requests with stop strings, which may end before vLLM returns the report
         self._failure: BaseException | None = None
-        self._lock = threading.Lock()  # nothing is queued once the loop has ended
+        self._lock = threading.Lock()  # guards that no task is queued once the loop has ended
         self._thread = threading.Thread(target=self.run, name="ragblend-vllm", daemon=True)
         self._thread.start()
 
     def submit(self, run: Callable[[], None], answers: queue.SimpleQueue[Any] | None = None) -> None:
-        """Have the thread do it; `answers` gets the error if it does not come to that. Raises RagblendError when the
-        engine has stopped."""
+        """Queue `run` for the thread. `answers` receives the error if the thread ends before it calls `run`.
+
+        Raises RagblendError if the engine has stopped.
+        """
         with self._lock:
             if not self._thread.is_alive() or self._failure is not None:
                 if self._failure is None or isinstance(self._failure, EngineClosedError):
@@ -239,13 +239,22 @@ class _EngineLoop:
                 raise RagblendError(f"the vLLM engine has stopped ({self._failure}); load it again")
             self._tasks.put(_Task(run, answers))
 
+    def reset_prefix_cache(self) -> bool:
+        """Clear vLLM's prefix cache between two engine steps. Return True if it was cleared."""
+        answer: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
+        self.submit(lambda: answer.put(bool(self._engine.reset_prefix_cache())), answer)
+        done = answer.get()
+        if isinstance(done, BaseException):
+            raise done
+        return done
+
     def close(self) -> None:
-        """End the thread and vLLM with it. Requests under way end with EngineClosedError."""
+        """End the thread and vLLM. Unfinished requests end with EngineClosedError."""
         self._tasks.put(None)
         self._thread.join()
 
     def run(self) -> None:
-        """Until closed: new requests in, one step, outputs out."""
+        """Until closed, add new requests, run one engine step and deliver its outputs, again and again."""
         try:
             while self._run_queued_tasks():
                 outputs = self._engine.step()
@@ -253,7 +262,7 @@ class _EngineLoop:
                     self._deliver(output)
                 if not outputs:
                     time.sleep(_YIELD_S)
-            failure: BaseException = EngineClosedError("the vLLM engine was closed while it was answering")
+            failure: BaseException = EngineClosedError("the vLLM engine was closed during an answer")
         except BaseException as error:
             failure = RagblendError(f"vLLM failed: {type(error).__name__}: {error}; load the engine again")
             failure.__cause__ = error
@@ -269,7 +278,7 @@ class _EngineLoop:
         self._engine = None
 
     def _run_queued_tasks(self) -> bool:
-        """Do what is queued, waiting for something when vLLM is idle. False: close."""
+        """Run the queued tasks; while vLLM is idle, wait for one. Return False if the engine is to be closed."""
         while not (self._engine.has_unfinished_requests() and self._tasks.empty()):
             task = self._tasks.get()
             if task is None:
@@ -286,35 +295,31 @@ class _EngineLoop:
         stop_ids: list[int],
         answers: queue.SimpleQueue[OutputDelta | BaseException],
     ) -> None:
-        """Hand a request to vLLM; its tokens, or why vLLM refuses it, go to `answers`."""
+        """Add a request to vLLM. `answers` receives its tokens, or the error with which vLLM rejects it."""
         try:
             params = sampling_params(request, stop_ids)
             self._engine.add_request(request_id, {"prompt_token_ids": request.token_ids}, params)
         except Exception as error:
-            answers.put(RagblendError(f"vLLM refuses the request: {error}"))
+            answers.put(RagblendError(f"vLLM rejects the request: {error}"))
             return
         self._answers[request_id] = answers
         if request.options.stops:
             self._may_stop.add(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request, if it has not ended."""
+        """Abort a request. Does nothing if it has ended."""
         self._may_stop.discard(request_id)
         if self._answers.pop(request_id, None) is not None:
             self._engine.abort_request([request_id])
 
-    def reset_prefix_cache(self, answer: queue.SimpleQueue[bool | BaseException]) -> None:
-        """Have vLLM forget its cached prefixes; whether it did goes to `answer`."""
-        answer.put(bool(self._engine.reset_prefix_cache()))
-
-    # -- what comes back
+    # -- outputs
 
     def _deliver(self, output: Any) -> None:
         may_stop = output.request_id in self._may_stop
         self._may_stop.discard(output.request_id)
         answers = self._answers.get(output.request_id)
         if answers is None:
-            return  # aborted in the meantime
+            return  # the request was aborted
         (completion,) = output.outputs
         report = report_from(getattr(output, "kv_transfer_params", None))
         if report is None and may_stop:
@@ -325,9 +330,9 @@ class _EngineLoop:
             del self._answers[output.request_id]
 
     def _early_report(self, request_id: str) -> BlendReport | None:
-        """The report as the workers have it; None when they had nothing to do, or know no such question."""
+        """Return the workers' report on a request that is still running; None if there is none."""
         try:
             return report_from({PARAMS_KEY: self._engine.collective_rpc("ragblend_report", args=(request_id,))[0]})
-        except Exception as error:  # somebody's own worker_extension_cls, or another release: counts are missing then
+        except Exception as error:  # e.g. the user's own worker_extension_cls; the report then lacks its counts
             log.debug("no report on %s: %s", request_id, error)
             return None

@@ -1,7 +1,7 @@
-"""Chunks on their way from the remote tier to this machine's disk, where all processes of one vLLM find them.
+"""Background fetches of chunks from the remote tier to this machine's disk, which all processes of a vLLM read.
 
-The scheduler asks for a request's chunks when the request arrives, and looks again at each of its steps: neither its
-steps nor the workers ever wait for the network. Knows stores and keys; knows neither vLLM nor prompts.
+The scheduler starts a fetch when a request arrives, and polls it at each step. So neither the scheduler nor the workers
+wait for the network. Depends on stores and keys, not on vLLM or prompts.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ log = logging.getLogger(__name__)
 
 
 class PendingFetch:
-    """Several chunks under way. Over when all have arrived or missed, at the remote's time limit at the latest."""
+    """Fetch of a request's chunks. It is over once every chunk has arrived or is a miss, or after `timeout_s`."""
 
-    def __init__(self, coming: Sequence[Future[None]], timeout_s: float) -> None:
-        self._coming = coming
+    def __init__(self, fetches: Sequence[Future[None]], timeout_s: float) -> None:
+        self._fetches = fetches
         self._started_s = monotonic()
         self._timeout_s = timeout_s
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to wait for. What comes later serves later requests."""
+        """True if the request need not wait any longer. A chunk that arrives later serves later requests."""
         return self.waited_s >= self._timeout_s or not self.pending
 
     @property
     def pending(self) -> list[Future[None]]:
-        """What has neither arrived nor missed."""
-        return [future for future in self._coming if not future.done()]
+        """Fetches of single chunks that have not ended."""
+        return [future for future in self._fetches if not future.done()]
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the chunks were asked for."""
+        """Seconds since the fetch began."""
         return monotonic() - self._started_s
 
 
 class RemoteFetcher:
-    """Brings chunks from `remote` into the `local` store in the background. Nothing here waits for either.
+    """Copies chunks from `remote` into the `local` store in background threads. No method waits for either store.
 
-    Requests that want the same chunk at the same time fetch it once. A remote that is slow, down or lying, and a local
-    store that is full or cannot be written, cost those chunks: they stay misses. `listener` hears what is forgotten
-    meanwhile. `close` ends the threads.
+    A chunk that several requests need at the same time is fetched once. It stays a miss if the remote tier is slow or
+    down, or sends a damaged entry, or if the local store cannot be written. A chunk that `listener` reports as deleted
+    during its fetch is not kept. `close` ends the threads.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class RemoteFetcher:
         self._lock = threading.Lock()
 
     def start(self, keys: Sequence[str]) -> PendingFetch:
-        """Ask for `keys`, side by side."""
+        """Start fetching the entries of `keys`, several at the same time."""
         until_s = monotonic() + self._timeout_s
-        num_applied = self._num_applied()  # before the first byte is asked for
+        num_applied = self._num_applied()  # before the first request, so that no later tombstone is overlooked
         self.remote.start_fetches(keys)
         with self._lock:
             for key in keys:
@@ -73,7 +73,7 @@ class RemoteFetcher:
             return PendingFetch([self._in_flight[key] for key in keys], self._timeout_s)
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the fetches that have not begun, and close the remote tier."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.remote.close(timeout_s=0.0)
 
@@ -82,16 +82,16 @@ class RemoteFetcher:
 
     def _fetch_one(self, key: str, until_s: float, num_applied: int) -> None:
         try:
-            # It came between the question and this; or nobody waits for it any more, and a slow remote is left alone.
+            # Skip an entry that has arrived since, and one past its deadline: a slow remote gets no further requests.
             if self._local.contains(key) or monotonic() > until_s:
                 return
             kv = self.remote.fetch_many([key], until_s).get(key)
             if kv is not None:
                 self._local.put(kv)
-                if self._num_applied() != num_applied:  # it may be what was forgotten while it was on its way
+                if self._num_applied() != num_applied:  # this entry may have been deleted during the fetch
                     self._local.delete(key)
         except RagblendError as error:
-            log.warning("KV %s came from %s and found no place here: %s", key, self.remote.values.url, error)
+            log.warning("KV %s was not copied from %s to this machine: %s", key, self.remote.values.url, error)
         finally:
             with self._lock:
                 self._in_flight.pop(key, None)

@@ -1,6 +1,6 @@
-"""The engine that stores a server's documents: vLLM as its own HTTP front end reaches it.
+"""Engine that ingests documents inside a vLLM server's HTTP front end.
 
-Ingestion alone goes this way; answers are vLLM's to give. Knows vLLM's asynchronous engine client.
+It only ingests; vLLM itself answers prompts. Depends on vLLM's asynchronous engine client.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ragblend.engine.vllm.params import report_from
 from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.prompt.render import Renderer
 
-_LOOK_S = 1.0
-_PRIORITY = 1 << 20  # after every request of anybody, where vLLM's scheduler goes by priority
+_LOOK_S = 1.0  # between two checks that the server still runs
+_PRIORITY = 1 << 20  # after all requests of clients, if vLLM's scheduling policy is "priority"
 
 
 class FrontEndEngine(VllmEngineBase):
-    """Engine over `client`, vLLM's engine client, which runs on the event loop `loop`. Called from other threads.
+    """Engine over vLLM's engine client, which runs on the event loop `loop`. Call it from other threads only.
 
-    `prefix_ids`: what the server's chunks are stored after.
+    `prefix_ids`: the prefix after which the server's chunks are stored.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class FrontEndEngine(VllmEngineBase):
         self._priority = _PRIORITY if scheduler.policy == "priority" else 0
 
     def is_generating(self) -> bool:
-        """Whether this front end has requests of others under way; asked between two chunks."""
+        """Return True if this front end has unfinished requests. Called between two chunks, so they are clients'."""
         return bool(self._client.output_processor.get_num_unfinished_requests())
 
     def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """Run one request; what came of it, once it has ended. Closing the generator aborts it."""
+        """Run one request, and yield all of its output once it has ended. Closing the generator aborts it."""
         if self._client.errored:
             raise EngineClosedError("vLLM's engine has stopped; start the server again")
         future = asyncio.run_coroutine_threadsafe(self._collect(request), self._event_loop)
@@ -66,12 +66,12 @@ class FrontEndEngine(VllmEngineBase):
                 except (CancelledError, Exception) as error:
                     if self._client.errored or isinstance(error, CancelledError):
                         raise EngineClosedError(f"vLLM's engine has stopped: {error}") from error
-                    raise RagblendError(f"vLLM refuses the chunk: {error}") from error
+                    raise RagblendError(f"vLLM rejects the chunk: {error}") from error
         finally:
             future.cancel()
 
     async def _collect(self, request: VllmRequest) -> list[OutputDelta]:
-        # What a server with API keys lets to its engine: a request with a grant of the namespace.
+        # The gate of a server with API keys requires a grant of the namespace.
         current_auth.set(AuthContext(Grant(self.namespace, frozenset({"ingest"}))))
         outputs: AsyncIterator[Any] = self._client.generate(
             {"prompt_token_ids": request.token_ids},

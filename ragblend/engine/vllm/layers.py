@@ -1,16 +1,16 @@
-"""A model loaded by vLLM as a LayerwiseModel: its own decoder layers and attention backend, over its own paged cache.
+"""LayerwiseModel over a model that vLLM loaded: runs vLLM's decoder layers and attention backend over its paged cache.
 
-The trick: tokens at scattered positions are given to the attention backend as several requests, one for each run of
-consecutive positions, which all share the blended request's block table and end at the run's last position. Every
-backend for batches of varying lengths then applies precisely the causal mask, whatever it is made of. The paged
-cache is never indexed, its layout differs between devices and releases: keys and values are written by the backend's
-own `do_kv_cache_update`, and only what is needed again is kept aside.
+Tokens at scattered positions are passed to the attention backend as several requests, one for each run of consecutive
+positions. They all share the blended request's block table, and each ends at its run's last position. Every backend
+that supports batches of varying lengths then applies exactly the causal mask. Keys and values are written by the
+backend's own `do_kv_cache_update`, because the layout of the paged cache differs between devices and releases. Layers
+that are read again are also kept as tensors (`paged.PagedKV`, the resident layer).
 
-The question has no blocks while its context is fused. It is run ahead over what was kept aside: for that call the
-layer's attention is ours (`attention.attend_weighing`), and `self_check` compares the two.
+The question's tokens have no blocks while the context is fused. A query probe therefore runs them over the resident
+layer, with ragblend's own attention in place of the layer's. `self_check` compares both.
 
-`hidden` is what vLLM's layers hand on: [R, 1, hidden size] before the first layer, then [R, 2, hidden size], the
-output and the residual, so that a sum is rounded exactly where vLLM rounds it.
+`hidden` has the shape [R, 1, hidden size] before the first layer, then [R, 2, hidden size]: the output and the residual
+that vLLM's layers return. They stay separate, so that their sum is rounded exactly where vLLM rounds it.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from ragblend.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from ragblend.engine.vllm.paged import PagedKV
 
-_DIGITS = 128  # of one number in the paged cache: bfloat16 has all whole numbers up to 256
-_APART = 1 << 32  # between the positions of two requests, so that no run spans both
+_DIGITS = 128  # base of the numbers written into the paged cache; bfloat16 represents all integers up to 256
+_APART = 1 << 32  # distance between the positions of two requests, so that no run spans both
 
-# How many times more of the cache rows must read as runs than together, for ours to attend instead of the backend. On a
-# CPU never: its kernel is quicker than ours on few rows and on many (`benchmarks.scattered`). On a GPU a reckoning, not
-# a measurement: what reads eight times less is not slower by as much (docs/vllm.md).
+# Rows attend together if their separate runs would read at least this many times as much KV. On a CPU they never do:
+# the backend's kernel is faster for few and for many rows (`benchmarks.scattered`). The GPU's value is an estimate:
+# ragblend's attention is less than eight times as slow as the backend's (docs/vllm.md).
 _TOGETHER_CPU, _TOGETHER_GPU = math.inf, 8.0
 
 
 class _StopError(Exception):
-    """Ends a layer once its keys and values are known."""
+    """Ends a layer's forward pass once its keys and values are computed."""
 
 
 def _stop() -> None:
@@ -60,12 +60,10 @@ def _stop() -> None:
 
 
 class VllmLayers:
-    """LayerwiseModel over `model` as a vLLM worker holds it, with this rank's share of the KV heads.
+    """LayerwiseModel over the `model` of a vLLM worker, with this rank's share of the KV heads.
 
-    max_rows, max_runs: rows and pseudo requests of one call at most; both exact, they bound the workspace. Scattered
-    rows that would read `together_from` times as much of the cache as together attend together, over what is at hand;
-    None: what suits the device. Raises UnsupportedModelError for layers or an attention backend that cannot be driven
-    from outside.
+    max_rows, max_runs: limits on the rows and runs of one attention call, which bound the workspace and do not change
+    results. Raises UnsupportedModelError for layers or an attention backend that the connector cannot call directly.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class VllmLayers:
         *,
         max_rows: int = 8192,
         max_runs: int = 1024,
-        together_from: float | None = None,
     ) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -93,15 +90,15 @@ class VllmLayers:
                 raise UnsupportedModelError(f"layer {index} of {type(model).__name__} is no RoPE attention layer")
             if not hasattr(found[0].impl, "do_kv_cache_update"):
                 raise UnsupportedModelError(
-                    f"vLLM's attention backend {type(found[0].impl).__name__} offers no do_kv_cache_update; choose "
-                    "another with --attention-backend, such as FLASH_ATTN"
+                    f"vLLM's attention backend {type(found[0].impl).__name__} has no do_kv_cache_update; choose "
+                    "another one, such as --attention-backend FLASH_ATTN"
                 )
             reject_unsupported_attention(found[0].impl)
             self._attention.append(found[0])
         self._names = [attention.layer_name for attention in self._attention]
-        self._sights = [_attention_params(attention) for attention in self._attention]
-        seeing_all = tuple(layer for layer, sight in enumerate(self._sights) if sight.window is None)
-        self.global_layers = seeing_all if len(seeing_all) < len(self._layers) else ()
+        self._attention_params = [_attention_params(attention) for attention in self._attention]
+        without_window = tuple(layer for layer, params in enumerate(self._attention_params) if params.window is None)
+        self.global_layers = without_window if len(without_window) < len(self._layers) else ()
         """As `TransformersLayers.global_layers`."""
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self.block_size: int = spec.block_size
@@ -109,14 +106,13 @@ class VllmLayers:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.max_rows, self.max_runs = max_rows, max_runs
-        usual = _TOGETHER_CPU if self.device.type == "cpu" else _TOGETHER_GPU
-        self.together_from = usual if together_from is None else together_from
+        self._together_from = _TOGETHER_CPU if self.device.type == "cpu" else _TOGETHER_GPU
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
-        self._joined: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []  # the rows that ran together last
-        # A kernel that does not take the manager's blocks splits each into several, which follow each other: a token's
-        # slot is the same number in both, and only the tables that the kernel reads by count its own blocks.
+        self._joined: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []  # last calls of `run_together`
+        # A kernel with smaller blocks than the cache manager's splits each of those into consecutive ones. A token's
+        # slot number is the same in both; only the block tables passed to the kernel count its own blocks.
         shape, num_blocks = self._attention[0].kv_cache.shape, kv_cache_config.num_blocks
         self._kernel_blocks = kernel_blocks_per_block(shape, num_blocks, self.block_size)
         self._block_dim = list(shape[:2]).index(num_blocks * self._kernel_blocks)
@@ -128,45 +124,41 @@ class VllmLayers:
         attention = self._layers[0].self_attn
         self._num_heads: int = self._attention[0].num_kv_heads
         self._num_all_heads: int = getattr(attention, "total_num_kv_heads", self._num_heads * self.num_ranks)
-        # The whole fused projection runs where a token is probed, and so does the norm before it.
-        self._kv_share = _num_weights(attention.qkv_proj) / _num_weights(self._layers[0])
+        # For a probed token, the whole fused projection and the norm before it run.
+        self.kv_share = _num_weights(attention.qkv_proj) / _num_weights(self._layers[0])
+        """Share of one layer's parameters that computes keys and values, for charged budgets."""
 
     # -- LayerwiseModel
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self._layers)
 
     @property
-    def kv_share(self) -> float:
-        """Share of one layer's parameters that runs where a token is probed, for charged budgets."""
-        return self._kv_share
-
-    @property
-    def may_attend(self) -> bool:
-        """Whether rows ever attend together here, so that every layer is worth being kept at hand."""
-        return self.together_from < math.inf
+    def can_share_reads(self) -> bool:
+        """True if rows can attend together on this device, so that keeping every layer resident pays."""
+        return self._together_from < math.inf
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[R, 1, hidden size] for ids [R]."""
+        """Return the hidden states [R, 1, hidden size] of token ids [R]."""
         hidden: Tensor = self._decoder.embed_input_ids(token_ids)
         return hidden[:, None]
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
-        """Pre-RoPE keys (after QK-norm) and values, [H, R, D]; the layer is left before its attention."""
-        pieces = []
+        """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. Its attention does not run."""
+        projected = []
         for part in torch.split(hidden, self.max_rows):
             positions = torch.zeros(len(part), dtype=torch.int64, device=self.device)
             with self._capture(layer, _stop) as kept:
                 try:
                     self._call(layer, positions, part)
                 except _StopError:
-                    pieces.append(self._as_heads(layer, *kept))
-        return _joined(pieces)
+                    projected.append(self._as_heads(layer, *kept))
+        return _concatenate(projected)
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
-        """Pre-RoPE `keys` [H, R, D] rotated to `rows` [R] by the model's own rotary module, as its prefill does."""
+        """Return pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R] by the model's own rotary module."""
         placed = keys.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         self.rotate_keys(layer, placed, rows)
         return placed.transpose(0, 1)
@@ -174,20 +166,20 @@ class VllmLayers:
     def rotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> None:
         """Rotate `keys` [R, H, D], contiguous, in place to positions `rows` [R]."""
         flat = keys.view(len(keys), -1)
-        turned, _ = self._layers[layer].self_attn.rotary_emb(rows, flat, None)
-        if turned.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
-            flat.copy_(turned)
+        rotated, _ = self._layers[layer].self_attn.rotary_emb(rows, flat, None)
+        if rotated.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
+            flat.copy_(rotated)
 
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshKVHook | None = None
     ) -> Tensor:
-        """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
+        """Run a decoder layer over `rows` [R], and write their KV to the paged cache. Return its output."""
         together = fused.should_attend_together(layer, rows, hook is not None)
-        pieces = fused.attention_calls(rows, together)
-        return self._run_pieces(layer, hidden, pieces, [hook] if hook is not None else [], [fused])
+        calls = fused.attention_calls(rows, together)
+        return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
 
     def run_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
-        """`run_layer` of the same layer for several requests in one call; their outputs."""
+        """Run one layer for several requests in one call. Return the output of each, as `run_layer` does."""
         if len(runs) == 1:
             return [self.run_layer(*runs[0])]
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
@@ -196,16 +188,16 @@ class VllmLayers:
             each.should_attend_together(run.layer, run.rows, run.hook is not None)
             for each, run in zip(fused, runs, strict=True)
         )
-        known, were_together, pieces = self._joined
+        known, were_together, calls = self._joined
         is_known = len(known) == len(rows) and all(mine is each for mine, each in zip(known, rows, strict=True))
         if not is_known or were_together != together:
             if together:
-                pieces = self.split_shared_calls(rows)
+                calls = self.split_shared_calls(rows)
             else:
                 tables = pad_sequence([each.blocks for each in fused], batch_first=True)
                 owners = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(counts)).to(self.device)
-                pieces = self.split_calls(torch.cat(rows), tables, owners)
-            self._joined = rows, together, pieces
+                calls = self.split_calls(torch.cat(rows), tables, owners)
+            self._joined = rows, together, calls
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
         firsts = itertools.accumulate(counts[:-1], initial=0)
         hooks = [
@@ -213,49 +205,49 @@ class VllmLayers:
             for run, first in zip(runs, firsts, strict=True)
             if run.hook
         ]
-        return list(torch.split(self._run_pieces(layer, hidden, pieces, hooks, fused), counts))
+        return list(torch.split(self._run_calls(layer, hidden, calls, hooks, fused), counts))
 
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
     ) -> Tensor:
-        """`run_layer` for rows that need no blocks: their attention is over what `fused` keeps of the layer."""
+        """Run a decoder layer over `rows` without blocks, which attend over the resident layer of `fused`."""
         outputs, queries = [], []
         fits = len(rows) <= self.max_rows
-        alone = probe_hook if fits else None  # then it can attend too
+        alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention
         split = zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True)
-        for part, places in [(hidden, rows)] if fits else split:
-            whole = RequestRows(0, slice(0, len(part)), places, on_host(places))
+        for part, positions in [(hidden, rows)] if fits else split:
+            whole = RequestRows(0, slice(0, len(part)), positions, on_host(positions))
             with self._attending_over(layer, [whole], [fused], alone) as seen, self._context(len(part)):
-                outputs.append(self._call(layer, places, part))
+                outputs.append(self._call(layer, positions, part))
             queries += seen
         if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
-            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._sights[layer])
+            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer])
             probe_hook(probe_queries, fused.keys(layer)[:, : on_host(rows)[-1] + 1])
         return torch.cat(outputs)
 
     def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
-        """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
-        outputs, pieces = [], []
-        for piece in fused.attention_calls(rows):
+        """Run a layer as `run_layer`. Return its hidden states, and the rows' pre-RoPE keys and values [H, R, D]."""
+        outputs, kvs = [], []
+        for call in fused.attention_calls(rows):
             with self._capture(layer) as kept:
-                outputs.append(self._run(layer, hidden[piece.span], piece, [fused]))
-            pieces.append(self._as_heads(layer, *kept))
-        return torch.cat(outputs), _joined(pieces)
+                outputs.append(self._run(layer, hidden[call.span], call, [fused]))
+            kvs.append(self._as_heads(layer, *kept))
+        return torch.cat(outputs), _concatenate(kvs)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Not offered: vLLM itself computes the question, and samples."""
-        raise NotImplementedError("the connector leaves the last token to vLLM; give the plan a num_fused")
+        """Raise NotImplementedError, because vLLM itself computes the last token and samples."""
+        raise NotImplementedError("vLLM computes the prompt's last token; set the plan's num_fused")
 
     # -- the paged cache
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rotated `keys` and `values` [R, H, D] into the paged cache at `slots` [R]."""
+        """Write rotated `keys` and `values` [R, H, D] to the paged cache at `slots` [R]."""
         attention = self._attention[layer]
         attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
 
     def read(self, layer: int, blocks: Tensor) -> LayerKV:
-        """Rotated keys and values [R, H, D] of all tokens of `blocks` [B], out of the paged cache."""
+        """Return the rotated keys and values [R, H, D] of all tokens in `blocks` [B] of the paged cache."""
         parts = torch.arange(self._kernel_blocks, device=self.device)
         numbers = (blocks[:, None] * self._kernel_blocks + parts).flatten()
         cache = self._attention[layer].kv_cache.index_select(self._block_dim, numbers)
@@ -264,10 +256,10 @@ class VllmLayers:
 
     @cached_property
     def _block_layout(self) -> Tensor:
-        """Where a flattened block of the paged cache has its keys and values, [2, tokens, H, D].
+        """Indices [2, tokens, H, D] of a block's keys and values in the flattened block.
 
-        The layout is the backend's own affair. So numbers are written into vLLM's null block, which holds nothing, in
-        digits that every dtype has, and looked for there.
+        Every backend has its own layout. It is found by writing a number for each element into vLLM's null block, which
+        contains no token's KV. The numbers are written digit by digit, because small dtypes represent only small ones.
         """
         attention, size = self._attention[0], self.block_size // self._kernel_blocks
         shape = (2, size, self._num_heads, attention.head_size)
@@ -281,26 +273,26 @@ class VllmLayers:
             found += block.flatten().to(torch.int64) * unit
             unit *= _DIGITS
         block.zero_()
-        places = torch.full((len(found) + 1,), -1, device=self.device)
-        places[found] = torch.arange(len(found), device=self.device)
-        return places[numbers]
+        indices = torch.full((len(found) + 1,), -1, device=self.device)
+        indices[found] = torch.arange(len(found), device=self.device)
+        return indices[numbers]
 
     def split_calls(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[AttentionCall]:
-        """`rows` [R] in pieces of at most `max_rows` rows and `max_runs` runs, ascending, each ready to be run.
+        """Split `rows` [R] into calls over the paged cache, each with at most `max_rows` rows and `max_runs` runs.
 
-        `tables` [N, B] are the blocks of N requests, `owners` [R] says whose each row is; one after the other.
+        `tables` [N, B]: the block tables of N requests. `owners` [R]: the index of each row's request, ascending.
         """
-        places = rows + owners * _APART
+        apart = rows + owners * _APART
         return [
-            self._piece(slice(runs[0][0], runs[-1][1]), runs, rows, tables, owners)
-            for runs in cut_runs(places.tolist(), self.max_rows, self.max_runs)
+            self._make_call(slice(runs[0][0], runs[-1][1]), runs, rows, tables, owners)
+            for runs in cut_runs(apart.tolist(), self.max_rows, self.max_runs)
         ]
 
     def split_shared_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
-        """The rows [R] of each of several requests, one after the other, in pieces that attend over what is at hand."""
+        """Split the rows of several requests, [R] each, into calls over resident layers, each of at most `max_rows`."""
         joined = torch.cat(list(rows)) if len(rows) > 1 else rows[0]
         starts = list(itertools.accumulate((len(each) for each in rows), initial=0))
-        pieces = []
+        calls = []
         for first in range(0, len(joined), self.max_rows):
             span, parts = slice(first, min(first + self.max_rows, len(joined))), []
             for owner, (start, end) in enumerate(itertools.pairwise(starts)):
@@ -308,25 +300,25 @@ class VllmLayers:
                 if mine.start < mine.stop:
                     here = slice(mine.start + start - first, mine.stop + start - first)
                     parts.append(RequestRows(owner, here, rows[owner][mine], on_host(rows[owner])[mine]))
-            pieces.append(AttentionCall(span, joined[span], parts=tuple(parts)))
-        return pieces
+            calls.append(AttentionCall(span, joined[span], parts=tuple(parts)))
+        return calls
 
     def should_share_reads(self, rows: Tensor) -> bool:
-        """Whether rows [R], ascending, had better attend together."""
-        if not self.may_attend or not len(rows):
+        """Return True if rows [R], ascending, are faster attended together than as separate runs."""
+        if not self.can_share_reads or not len(rows):
             return False
-        places = on_host(rows)
-        return kv_reads_per_run(places) >= self.together_from * kv_reads_shared(places)
+        positions = on_host(rows)
+        return kv_reads_per_run(positions) >= self._together_from * kv_reads_shared(positions)
 
     def own_heads(self, kv: ChunkKV) -> ChunkKV:
-        """This rank's heads of a stored chunk."""
+        """Return a stored chunk's KV with this rank's heads only."""
         if self.num_ranks == 1:
             return kv
         first = self.rank * self._num_all_heads // self.num_ranks
         return HeadSlice(kv, slice(first, first + self._num_heads))
 
     def all_heads(self, layer: LayerKV) -> LayerKV:
-        """The heads of every rank, [H, T, D]. All ranks must call it; on the CPU, as they are stored."""
+        """Gather the heads of every rank, and return them as [H, T, D] on the CPU. All ranks must call this."""
         if self.num_ranks == 1:
             return layer
         from vllm.distributed import tensor_model_parallel_all_gather
@@ -339,7 +331,7 @@ class VllmLayers:
         return LayerKV(keys, values)
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        """Elementwise sum over the tensor-parallel ranks; all of them must call it."""
+        """Return the elementwise sum over the tensor-parallel ranks. All ranks must call this."""
         if self.num_ranks == 1:
             return numbers
         from vllm.distributed import tensor_model_parallel_all_reduce
@@ -348,7 +340,10 @@ class VllmLayers:
         return summed
 
     def count_ranks(self, flags: Sequence[bool]) -> list[int]:
-        """On how many tensor-parallel ranks each of `flags` holds; all of them must call it. No device waits for it."""
+        """Return for each flag the number of tensor-parallel ranks on which it is True. All ranks must call this.
+
+        The ranks exchange the flags on the host, so that no device waits.
+        """
         if self.num_ranks == 1:
             return [int(flag) for flag in flags]
         from vllm.distributed import get_tp_group
@@ -360,32 +355,32 @@ class VllmLayers:
 
     # -- helpers
 
-    def _context(self, num_tokens: int, piece: AttentionCall | None = None) -> AbstractContextManager[None]:
-        """What vLLM's layers look up while they run; without a `piece` there is no paged cache for them."""
+    def _context(self, num_tokens: int, call: AttentionCall | None = None) -> AbstractContextManager[None]:
+        """Set the forward context that vLLM's layers read. Without `call` it contains no paged cache."""
         from vllm.forward_context import set_forward_context
 
         context: AbstractContextManager[None] = set_forward_context(
-            dict.fromkeys(self._names, piece.metadata) if piece is not None else None,
+            dict.fromkeys(self._names, call.metadata) if call is not None else None,
             self._vllm_config,
             num_tokens=num_tokens,
-            slot_mapping=dict.fromkeys(self._names, piece.slots) if piece is not None else None,
+            slot_mapping=dict.fromkeys(self._names, call.slots) if call is not None else None,
         )
         return context
 
-    def _run_pieces(
+    def _run_calls(
         self,
         layer: int,
         hidden: Tensor,
-        pieces: Sequence[AttentionCall],
+        calls: Sequence[AttentionCall],
         hooks: Sequence[FreshKVHook],
         fused: Sequence[Any],
     ) -> Tensor:
-        if len(pieces) > 1:  # all are to be told before the first piece attends
+        if len(calls) > 1:  # every hook must have all of its rows before the first call attends
             for each in hooks:
                 each.callback(self.project_kv(layer, hidden[each.row_indices]))
-            return torch.cat([self._run(layer, hidden[piece.span], piece, fused) for piece in pieces])
+            return torch.cat([self._run(layer, hidden[call.span], call, fused) for call in calls])
         if not hooks:
-            return self._run(layer, hidden, pieces[0], fused)
+            return self._run(layer, hidden, calls[0], fused)
 
         def call_hooks() -> None:
             fresh = self._as_heads(layer, *kept)
@@ -393,42 +388,44 @@ class VllmLayers:
                 callback(LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices]))
 
         with self._capture(layer, call_hooks) as kept:
-            return self._run(layer, hidden, pieces[0], fused)
+            return self._run(layer, hidden, calls[0], fused)
 
-    def _run(self, layer: int, hidden: Tensor, piece: AttentionCall, fused: Sequence[Any]) -> Tensor:
-        if piece.parts:
-            with self._attending_over(layer, piece.parts, fused), self._context(len(hidden)):
-                return self._call(layer, piece.positions, hidden)
-        with self._context(len(hidden), piece):
-            return self._call(layer, piece.positions, hidden)
+    def _run(self, layer: int, hidden: Tensor, call: AttentionCall, fused: Sequence[Any]) -> Tensor:
+        if call.parts:
+            with self._attending_over(layer, call.parts, fused), self._context(len(hidden)):
+                return self._call(layer, call.positions, hidden)
+        with self._context(len(hidden), call):
+            return self._call(layer, call.positions, hidden)
 
     def _call(self, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
-        """vLLM's layer on [R, 1 or 2, hidden size]; it may write into what it is given, so it is given copies."""
+        """Run vLLM's layer on copies of `hidden`, because the layer may write into its arguments."""
         parts = [part.clone(memory_format=torch.contiguous_format) for part in torch.unbind(hidden, 1)]
         residual = parts[1] if len(parts) > 1 else None
         return torch.stack(self._layers[layer](positions, parts[0], residual), dim=1)
 
-    def forward(self, token_ids: Tensor, piece: AttentionCall) -> Tensor:
-        """vLLM's own uncompiled forward over consecutive tokens: normed output [R, hidden size], to compare with."""
-        with self._context(len(token_ids), piece):
-            output: Tensor = self._decoder.forward(token_ids, piece.positions, None)
+    def forward(self, token_ids: Tensor, call: AttentionCall) -> Tensor:
+        """Return the normed output [R, hidden size] of vLLM's own uncompiled forward pass over consecutive tokens."""
+        with self._context(len(token_ids), call):
+            output: Tensor = self._decoder.forward(token_ids, call.positions, None)
         return output
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """The final norm: [R, 2, hidden size] to [R, hidden size]."""
+        """Apply the final norm to hidden states [R, 2, hidden size], and return [R, hidden size]."""
         output, _ = self._decoder.norm(*(part.contiguous() for part in torch.unbind(hidden, 1)))
         normed: Tensor = output
         return normed
 
     @contextmanager
     def _capture(self, layer: int, then: Callable[[], None] | None = None) -> Iterator[list[Tensor]]:
-        """Filled with the layer's keys (after QK-norm, before RoPE) and values; `then`, before it writes or attends,
-        called."""
+        """Yield a list that receives the layer's keys (after QK-norm, before RoPE) and values, [R, H * D] each.
+
+        `then` is called before the layer writes KV and attends.
+        """
         kept: list[Tensor] = []
 
         def before_rotary(_module: Any, args: tuple[Any, ...]) -> None:
-            if not kept:  # it also turns what `then` places
-                kept.append(args[2].clone())  # the rotary kernels turn in place
+            if not kept:  # `then` may call the rotary module, too
+                kept.append(args[2].clone())  # the rotary kernels work in place
 
         def before_attention(_module: Any, args: tuple[Any, ...]) -> None:
             kept.append(args[2].clone())
@@ -447,44 +444,47 @@ class VllmLayers:
 
     @contextmanager
     def _attending_over(
-        self, layer: int, parts: Sequence[RequestRows], fused: Sequence[Any], watch: QueryProbeHook | None = None
+        self, layer: int, parts: Sequence[RequestRows], fused: Sequence[Any], hook: QueryProbeHook | None = None
     ) -> Iterator[list[Tensor]]:
-        """The layer's attention gives the rows' KV of each part to its owner's `fused` and reads there, or has `watch`
-        read; filled with each part's queries [Hq, R, D]."""
+        """Replace the layer's attention by ragblend's own over the resident layer of each part's owner in `fused`.
+
+        It writes the rows' keys and values there first. `hook` may compute the attention instead. Yield a list that
+        receives each part's queries [Hq, R, D].
+        """
         attention, seen = self._attention[layer], []
-        sight, scale = self._sights[layer], attention.impl.scale
+        params, scale = self._attention_params[layer], attention.impl.scale
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any) -> Tensor:
             fresh = self._as_heads(layer, key, value)
             states = query.reshape(len(query), attention.num_heads, attention.head_size).transpose(0, 1)
             outputs = []
-            for owner, span, rows, places in parts:
-                theirs, mine, end = fused[owner], states[:, span], places[-1] + 1
+            for owner, span, rows, positions in parts:
+                theirs, mine, end = fused[owner], states[:, span], positions[-1] + 1
                 theirs.write(layer, rows, fresh.keys[:, span], fresh.values[:, span])
                 keys, values = theirs.keys(layer)[:, :end], theirs.values(layer)[:, :end]
-                probe_queries = ProbeQueries(mine, rows, scale, sight, places)
-                output = watch(probe_queries, keys, values) if watch is not None else None
+                probe_queries = ProbeQueries(mine, rows, scale, params, positions)
+                output = hook(probe_queries, keys, values) if hook is not None else None
                 if output is None:
-                    output = attend_rows(mine[None], keys[None], values[None], rows, scale, sight, places)[0]
+                    output = attend_rows(mine[None], keys[None], values[None], rows, scale, params, positions)[0]
                 outputs.append(output)
                 seen.append(mine)
             return (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]).transpose(0, 1).flatten(1)
 
-        attention.forward = attend  # on the instance, so before the class's own
+        attention.forward = attend  # an attribute of the instance hides the class's method
         try:
             yield seen
         finally:
             del attention.forward
 
     def _as_heads(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
-        """[R, H * D] each, to [H, R, D]."""
+        """Reshape keys and values [R, H * D] to [H, R, D]."""
         attention = self._attention[layer]
         return LayerKV(
             keys.reshape(-1, attention.num_kv_heads, attention.head_size).transpose(0, 1),
             values.reshape(-1, attention.num_kv_heads, attention.head_size_v).transpose(0, 1),
         )
 
-    def _piece(
+    def _make_call(
         self, span: slice, runs: Sequence[tuple[int, int]], rows: Tensor, tables: Tensor, owners: Tensor
     ) -> AttentionCall:
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -511,32 +511,35 @@ class VllmLayers:
             seq_lens_cpu_upper_bound=lengths_cpu,
             is_prefilling=torch.ones(len(runs), dtype=torch.bool),
         )
-        # fast_build: no shortcuts that only pay when a batch is replayed many times.
+        # fast_build skips preparations that only pay if a batch runs many times.
         return AttentionCall(span, positions, slots, self._builder.build(0, common, fast_build=True))
 
     def _kernel_tables(self, tables: Tensor) -> Tensor:
-        """Block tables [N, B] of vLLM's cache manager in the attention kernel's blocks."""
+        """Return block tables [N, B] of vLLM's cache manager in terms of the attention kernel's blocks."""
         if self._kernel_blocks == 1:
             return tables
         split = tables[..., None] * self._kernel_blocks + torch.arange(self._kernel_blocks, device=tables.device)
         return split.flatten(1)
 
-    def _plans(self, places: Sequence[int]) -> list[Any]:
-        """The backend's metadata of the calls for rows at `places`, in vLLM's null block."""
-        rows = torch.tensor(places, device=self.device)
-        tables = rows.new_zeros(1, places[-1] // self.block_size + 1)
+    def _plans(self, positions: Sequence[int]) -> list[Any]:
+        """Return the backend's metadata of the calls for rows at `positions`, in vLLM's null block."""
+        rows = torch.tensor(positions, device=self.device)
+        tables = rows.new_zeros(1, positions[-1] // self.block_size + 1)
         return [call.metadata for call in self.split_calls(rows, tables, torch.zeros_like(rows))]
 
 
 def _attention_params(attention: Any) -> AttentionParams:
-    """How vLLM's attention layer attends, for ours to do alike."""
+    """Return sliding window, softcap and sinks of vLLM's attention layer."""
     impl = attention.impl
-    softcap = getattr(impl, "logits_soft_cap", None) or None  # 0 in some backends, where there is none
+    softcap = getattr(impl, "logits_soft_cap", None) or None  # some backends have 0 for no softcap
     return AttentionParams(attention.sliding_window, softcap, getattr(impl, "sinks", None))
 
 
 def _num_weights(module: Any) -> int:
-    """Weights of `module`, on a CPU too, where vLLM packs those of linear layers elsewhere and leaves none behind."""
+    """Return the number of weights of `module`.
+
+    It is computed from sizes, because on a CPU vLLM moves the weights of linear layers out of their parameters.
+    """
     count = 0
     for part in module.modules():
         inputs = getattr(part, "input_size_per_partition", getattr(part, "input_size", 0))
@@ -545,7 +548,7 @@ def _num_weights(module: Any) -> int:
     return count
 
 
-def _joined(pieces: list[LayerKV]) -> LayerKV:
-    if len(pieces) == 1:
-        return pieces[0]
-    return LayerKV(torch.cat([piece.keys for piece in pieces], 1), torch.cat([piece.values for piece in pieces], 1))
+def _concatenate(parts: list[LayerKV]) -> LayerKV:
+    if len(parts) == 1:
+        return parts[0]
+    return LayerKV(torch.cat([part.keys for part in parts], 1), torch.cat([part.values for part in parts], 1))

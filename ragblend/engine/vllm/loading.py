@@ -1,9 +1,9 @@
-"""What vLLM's scheduler knows about loading: whether reuse pays, at which ratio, and what to read before its turn.
+"""Loading decisions of vLLM's scheduler: whether reuse is faster, its recompute ratio, and which chunks to read ahead.
 
-Stored KV is read by the workers, maybe in other processes; what each request does is decided in the scheduler. So a
-worker tells which chunks are in its memory tier (`MemoryTierTracker`), `LoadingController` follows
-`pipeline.decide_reuse` with that, and `ReadAheadQueue` names chunks that the workers may read while their disk has
-nothing to do. Knows chunks by key and stores; knows no requests, no prompts and no vLLM.
+Workers read the stored KV, possibly in other processes, but the scheduler decides about requests. So a worker reports
+the contents of its memory tier (`MemoryTierTracker`). `LoadingController` passes them to
+`loading_controller.decide_reuse`. `ReadAheadQueue` selects chunks that the workers read while their disk is idle.
+Depends on stores and keys, not on prompts or vLLM.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class MemoryTierDelta(NamedTuple):
-    """Keys that came into a worker's memory tier and that left it, since it last told."""
+    """Keys added to and removed from a worker's memory tier since its last report."""
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
 
 
 class MemoryTierTracker:
-    """What of `store` is in memory, as seen by the worker that owns it."""
+    """Tracks the keys in a worker's memory tier, and reports changes."""
 
     def __init__(self, store: TieredStore) -> None:
         self._memory = store.memory_tier
@@ -36,7 +36,7 @@ class MemoryTierTracker:
         self._seen = (0, 0)
 
     def take_delta(self, is_forced: bool) -> MemoryTierDelta | None:
-        """What is new since the last call, at every engine step; None where nothing is, unless `is_asked`."""
+        """Return the changes since the last call. Without changes, None, or an empty delta if `is_forced`."""
         seen = (self._memory.counters.num_puts, self._memory.nbytes()) if self._memory is not None else (0, 0)
         if self._memory is None or seen == self._seen:
             return MemoryTierDelta() if is_forced else None
@@ -47,12 +47,11 @@ class MemoryTierTracker:
 
 
 class LoadingController:
-    """The loading controller of one scheduler: `pipeline.decide_reuse`, by what was measured on this machine.
+    """Loading controller of one scheduler: decides by the machine profile and by the contents of the workers' memory.
 
-    `machine` None: nothing was, and every request gets the ratio it asked for. What the workers hold is known from
-    their reports, which come with every step that changed something. While the engine rests, a prefetch changes it
-    unseen: after a rest `is_current` is False until the workers, asked with the next step (`needs_refresh`), have told
-    again.
+    With `machine` None there is no profile, and every request keeps its own ratio. Workers report changes of their
+    memory tier at each engine step. While the engine is idle there are no steps, and a prefetch may change the tier. So
+    `is_current` is False until the next report, which `needs_refresh` requests.
     """
 
     def __init__(self, machine: MachineProfile | None) -> None:
@@ -64,26 +63,26 @@ class LoadingController:
 
     @property
     def needs_refresh(self) -> bool:
-        """Whether the workers are to tell what they hold even if nothing has changed."""
+        """True if the workers must report their memory tier even without changes."""
         return self.machine is not None and not self.is_current
 
     def on_request_added(self, request_id: str) -> None:
-        """A request is in the engine, one of ours or not."""
+        """Record that a request has entered the engine, with or without ragblend's parameters."""
         self.is_current = self.is_current and bool(self._live)
         self._live.add(request_id)
 
     def on_request_finished(self, request_id: str) -> None:
-        """It is no more."""
+        """Record that a request has left the engine."""
         self._live.discard(request_id)
 
     def apply_delta(self, change: MemoryTierDelta) -> None:
-        """Take a worker's report."""
+        """Apply a worker's report."""
         self._held.difference_update(change.removed)
         self._held.update(change.added)
         self.is_current = True
 
-    def holds(self, key: str) -> bool:
-        """Whether the chunk is in the workers' memory."""
+    def is_in_memory(self, key: str) -> bool:
+        """Return True if the entry is in the workers' memory tier."""
         return key in self._held
 
     def decide(
@@ -94,67 +93,70 @@ class LoadingController:
         stored: Sequence[StoredSpan],
         probes_before_selection: bool = False,
     ) -> ReuseDecision:
-        """The ratio that hides behind loading `stored`, or why full prefill of the prompt is the faster way.
+        """Return the ratio whose recompute is hidden behind loading `stored`, or the reason why full prefill is faster.
 
-        r_star: the least ratio that answers well. num_prefix: the prompt's first tokens, whose KV the workers keep.
+        r_star: the lowest ratio with good answers. num_prefix: number of tokens of the prefix, whose KV the workers
+        hold in memory. Requires a machine profile.
         """
         assert self.machine is not None
-        # What the remote tier had is on the disk by now, as for the transformers engine.
+        # Entries of the remote tier have been fetched to the disk already.
         to_load = sum(span.nbytes for span in stored if span.key not in self._held)
         num_stored = num_prefix + sum(span.end - span.start for span in stored)
         decision = decide_reuse(
             self.machine, r_star, num_tokens, num_stored, {"disk": to_load}, probes_before_selection
         )
         if decision.fallback_reason and not self._has_refused:
-            log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", decision.fallback_reason)
+            log.warning(
+                "stored KV is not used: %s. A faster disk would help; compare: ragblend plan", decision.fallback_reason
+            )
             self._has_refused = True
         return decision
 
 
 class ReadAheadQueue:
-    """Chunks of requests that wait for their turn in vLLM's queue, to be read into the workers' memory meanwhile.
+    """Selects chunks of requests in vLLM's waiting queue, which the workers then read into memory.
 
-    Only while no other request is being fused: that one's own loading would have to share the disk. The oldest first,
-    and never more for requests that still wait than the memory tier holds.
+    Chunks are read ahead only while no request is being fused, because both would share the disk. The oldest request
+    comes first. The chunks read for waiting requests take at most half of the memory tier's `memory_bytes`.
     """
 
     def __init__(self, memory_bytes: int) -> None:
         self._limit = memory_bytes // 2
         self._waiting: dict[str, tuple[StoredSpan, ...]] = {}  # by request, oldest first
-        self._passed: str | None = None  # the oldest one, once a step has left it waiting
+        self._passed: str | None = None  # the oldest request at the last step
         self._running: set[str] = set()
-        self._read: dict[str, int] = {}  # bytes by request
+        self._read: dict[str, int] = {}  # bytes read ahead, by request
 
     @property
     def is_busy(self) -> bool:
-        """Whether the workers are at some request whose turn has come."""
+        """True while the workers fill the context of a request."""
         return bool(self._running)
 
     def on_request_queued(self, request_id: str, stored: Sequence[StoredSpan]) -> None:
-        """A request needs the chunks `stored` once its turn comes."""
+        """Add a waiting request, which will need the chunks `stored`."""
         if self._limit:
             self._waiting[request_id] = tuple(stored)
 
     def on_request_started(self, request_id: str) -> None:
-        """Its turn has come: the workers read what it needs."""
-        self.on_request_done(request_id)
+        """Record that the workers fill a request's context and read its chunks themselves."""
+        self.remove_request(request_id)
         self._running.add(request_id)
 
-    def on_request_done(self, request_id: str) -> None:
-        """Remove a request from the queue: its context is filled, or it was left to vLLM or aborted."""
+    def remove_request(self, request_id: str) -> None:
+        """Remove a request whose context is filled, or that was left to vLLM or aborted."""
         self._waiting.pop(request_id, None)
         self._read.pop(request_id, None)
         self._running.discard(request_id)
 
     def take(self, loading: LoadingController) -> list[str]:
-        """After each step's scheduling: what to read now, of the request that has waited for two of them."""
-        if loading.needs_refresh:  # it may wait for the answer alone
+        """Return the keys to read in this engine step: the oldest request's, once it has waited for two steps."""
+        if loading.needs_refresh:  # the request may only wait for the workers' report
             return []
         oldest = next(iter(self._waiting), None)
         is_due, self._passed = oldest == self._passed, oldest
         if oldest is None or not is_due or self._running or sum(self._read.values()) >= self._limit:
             return []
-        found = {span.key: span.nbytes for span in self._waiting.pop(oldest) if not loading.holds(span.key)}
+        found = {span.key: span.nbytes for span in self._waiting.pop(oldest) if not loading.is_in_memory(span.key)}
         if sum(found.values()) > self._limit:
             return []
         self._read[oldest] = sum(found.values())
@@ -162,9 +164,9 @@ class ReadAheadQueue:
 
 
 def machine_facts_of(vllm_config: Any) -> dict[str, Any]:
-    """What decides how fast this vLLM computes here: the same in all of its processes."""
+    """Return the facts about hardware and settings that identify this vLLM's machine profile."""
     from vllm.platforms import current_platform
 
-    # Not asked of torch: that would open a CUDA context in the scheduler's process.
+    # torch.cuda would open a CUDA context in the scheduler's process.
     gpu = str(current_platform.get_device_name()) if current_platform.is_cuda_alike() else None
     return serving_facts(gpu, int(vllm_config.parallel_config.world_size))

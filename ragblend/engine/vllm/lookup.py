@@ -1,8 +1,8 @@
-"""Lookup of a request's chunks on this machine, in threads next to vLLM's scheduler.
+"""Matching of a request's prompt and lookup of its chunks on this machine, in threads of vLLM's scheduler process.
 
-On a slow or network disk, reading a header takes as long as a layer's computation. Threads therefore read it. The
-scheduler waits for `PATIENCE_S`, which is enough for a local disk, and otherwise polls at a later step. Depends on
-keys, stores and the prompt matcher, not on vLLM.
+On a slow or network disk, reading a header takes as long as computing a layer, so threads read it. The scheduler waits
+for at most `PATIENCE_S`, which is enough for a local disk, and then polls at later steps. Depends on keys, stores and
+the prompt matcher, not on vLLM.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ragblend.prompt.types import ChunkRun
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.003
-NUM_LOOKUPS = 4  # requests that are looked up at the same time
+NUM_LOOKUPS = 4  # lookups that run at the same time
 
 
 class LookupResult(NamedTuple):
-    """Runs of chunks in a prompt, those of them that are stored, and keys that only the remote tier may have.
+    """Runs of chunks in a prompt, those that are stored, and keys that only the remote tier may have (`missing`).
 
-    `match_s`: seconds of finding the runs, where they were not known.
+    `match_s`: seconds that matching the prompt took.
     """
 
     runs: tuple[ChunkRun, ...]
@@ -43,10 +43,10 @@ class LookupResult(NamedTuple):
 
 
 class ChunkLookup:
-    """Looks chunks up in `disk`, in the ingestion contexts of the store's policy and of `config`.
+    """Finds a prompt's chunks with `matcher`, and their entries in `disk`. Without `matcher`, no chunks are found.
 
-    `fingerprint` is that of the model, whose `num_layers` determine the default policy. `matcher` finds the chunks of
-    prompts; without it, they have none. `close` ends the threads.
+    `config` or the store determines the context policy, else the model's default for its `num_layers`. `fingerprint` is
+    the model's. `close` ends the threads.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ChunkLookup:
             self.prefix_ids = matcher.prefix_ids
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
         if matcher is not None:
-            self._pool.submit(matcher.find_runs, (), config.namespace)  # the first request finds the index built
+            self._pool.submit(matcher.find_runs, (), config.namespace)  # builds the token index before any request
 
     def start(
         self,
@@ -77,8 +77,8 @@ class ChunkLookup:
     ) -> Future[LookupResult]:
         """Start the lookup of the prompt `ids`, and return the future of its result.
 
-        runs: those that an earlier lookup found. asks_remote: if the remote tier may have better entries than this
-        machine, the result has only their keys, `missing`.
+        runs: the result of an earlier matching of the same prompt. asks_remote: if the remote tier may have better
+        entries than this machine, the result contains their keys (`missing`) and no stored chunks.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 
@@ -94,14 +94,14 @@ class ChunkLookup:
             return self._config.context
         try:
             self._remembered = self._disk.read_context()
-        except RagblendError as error:  # it was sound when the server started
+        except RagblendError as error:  # the file was valid when the server started
             log.warning("%s", error)
         return self._remembered or self._default
 
     def _find(
         self, ids: Sequence[int], params: BlendParams, runs: tuple[ChunkRun, ...] | None, asks_remote: bool
     ) -> LookupResult:
-        if params.mode == "ingest":  # what is not here is computed, not asked for
+        if params.mode == "ingest":  # a chunk that is not on this machine is computed, not fetched
             self._persist_policy(params.context)
             runs = tuple(ChunkRun(tuple(ids[start:end]), 0, start, end) for start, end in params.spans)
             return LookupResult(runs, self._find_for_ingestion(ids, runs, params))
@@ -120,13 +120,13 @@ class ChunkLookup:
         try:
             return tuple(self._matcher.find_runs(ids, namespace)[:MAX_RUNS])
         except RagblendError as error:
-            log.warning("no chunks are looked for in a prompt: %s", error)
+            log.warning("a prompt was not searched for chunks: %s", error)
             return ()
 
     def _candidates(
         self, ids: Sequence[int], runs: Sequence[ChunkRun], namespace: str
     ) -> Iterator[tuple[ChunkRun, list[tuple[str, LookupContext]]]]:
-        """Yield each run with the keys that its chunk may be stored under, the best one first."""
+        """Yield each run with the keys under which its chunk may be stored, the best key first."""
         if not runs:
             return
         prefixes, policy = (tuple(ids[: runs[0].start]), self.prefix_ids), self.context()
@@ -135,7 +135,7 @@ class ChunkLookup:
             yield run, [(self._key(run, namespace, each.token_ids, each.name), each) for each in found]
 
     def _missing(self, candidates: Sequence[tuple[ChunkRun, list[tuple[str, LookupContext]]]]) -> tuple[str, ...]:
-        """Return the keys that are better than the best one on this machine."""
+        """Return the keys that are better than the best key whose entry is on this machine."""
         missing: dict[str, None] = {}
         for _, keys in candidates:
             for key, _ in keys:
@@ -147,7 +147,7 @@ class ChunkLookup:
     def _find_stored(
         self, candidates: Sequence[tuple[ChunkRun, list[tuple[str, LookupContext]]]]
     ) -> Iterator[StoredSpan]:
-        """Yield the stored chunks of the prompt, each from its best stored context."""
+        """Yield the stored chunks of the prompt, each in its best stored variant."""
         for run, keys in candidates:
             for key, context in keys:
                 kv = self._disk.peek(key)
@@ -159,16 +159,14 @@ class ChunkLookup:
     def _find_for_ingestion(
         self, ids: Sequence[int], runs: Sequence[ChunkRun], params: BlendParams
     ) -> tuple[StoredSpan, ...]:
-        """Return the stored entries for an ingestion: the chunk's own, else those of the chunks in its ingestion
-        context.
-        """
-        *behind, own = runs
+        """Return the chunk's own entry if it is stored, else the stored entries of its ingestion context's chunks."""
+        *before, own = runs
         prefix_ids = tuple(ids[: runs[0].start])
         own_key = self._key(own, params.namespace, prefix_ids, KEY_CONTEXTS[params.context])
         if self._disk.contains(own_key):
-            span = StoredSpan(own.start, own.end, own_key, "exact", not behind, params.context)
+            span = StoredSpan(own.start, own.end, own_key, "exact", not before, params.context)
             return (span._replace(chunk_ids=own.chunk_ids),)
-        keys = [(run, self._key(run, params.namespace, prefix_ids)) for run in behind]
+        keys = [(run, self._key(run, params.namespace, prefix_ids)) for run in before]
         return tuple(
             StoredSpan(run.start, run.end, key, "exact", run.start == len(prefix_ids), chunk_ids=run.chunk_ids)
             for run, key in keys
@@ -177,7 +175,7 @@ class ChunkLookup:
 
     def _persist_policy(self, policy: ContextPolicy) -> None:
         """Store the ingested chunk's context policy, unless one is configured or the store has "similar"."""
-        self.context()  # reads it again
+        self.context()  # reads the stored policy again
         if policy == "none" or self._config.context is not None or self._remembered not in (None, "none"):
             return
         try:

@@ -1,7 +1,7 @@
-"""Stored chunks in the token ids of prompts, whatever client they came from, and salts for vLLM's own prefix cache.
+"""Matching of prompts' token ids against stored chunks, and salts of blended KV in vLLM's own prefix cache.
 
-`PromptMatcher` does for the scheduler what `LocalEngine.match` does where the prompt is rendered here. Knows token ids,
-the store's registry and the template's last ids. Knows nothing of vLLM.
+`PromptMatcher` matches prompts that any client rendered; `LocalEngine.match` does the same where this process renders
+the prompt. Depends on token ids, the store's chunk registry and the chat template's last ids, not on vLLM.
 """
 
 from __future__ import annotations
@@ -11,33 +11,36 @@ import os
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
+from ragblend.catalog.known_chunks import open_known_chunks
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.base import LEAST_QUOTE, turn_end
 from ragblend.engine.store.base import KVStore
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun
 
-_NAMESPACES_OPEN = 64  # clients choose cache salts, and each is a namespace of its own
+_NAMESPACES_OPEN = 64  # token indexes in memory; every cache salt that a client chooses is a separate namespace
 _PROMPTS_KEPT = 1024
 
 
 class PromptMatcher:
-    """Finds runs of the chunks that the registry of `store` has of the tokenizer of `renderer`. Thread-safe."""
+    """Finds the runs of prompts among the chunks in the registry of `store`. Thread-safe.
+
+    Only chunks whose token ids come from the tokenizer of `renderer` are found.
+    """
 
     def __init__(self, store: KVStore, renderer: Renderer) -> None:
-        self._registry, self._fingerprint = open_registry(store), renderer.fingerprint
+        self._registry = open_registry(store)
         self.tail_ids = renderer.tail_ids
         self.prefix_ids = renderer.prefix_ids(pins_date=True)
-        self._known = lru_cache(_NAMESPACES_OPEN)(self._open)
+        self._known = lru_cache(_NAMESPACES_OPEN)(partial(open_known_chunks, self._registry, renderer.fingerprint))
 
     def find_runs(self, token_ids: Sequence[int], namespace: str) -> list[ChunkRun]:
-        """Return the runs of a namespace's chunks in a prompt, without a question that quotes one.
+        """Return the runs of a namespace's chunks in a prompt.
 
-        The prompt's last token is in none: vLLM must have one to sample from. Raises RagblendError for a damaged
-        registry.
+        A question that quotes a chunk briefly is no run. No run contains the prompt's last token, from which vLLM
+        samples. Raises RagblendError for a damaged registry.
         """
         runs = self._known(namespace).find_runs(token_ids)
         if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= turn_end(token_ids, self.tail_ids):
@@ -48,32 +51,29 @@ class PromptMatcher:
         return runs
 
     def close(self) -> None:
-        """Free the registry's file."""
+        """Close the registry."""
         self._known.cache_clear()
         self._registry.close()
 
-    def _open(self, namespace: str) -> KnownChunks:
-        return open_known_chunks(self._registry, self._fingerprint, namespace)
-
 
 class ConversationSalts:
-    """Salts under which blended KV is kept in vLLM's prefix cache, found there by prompts that go on from an earlier
-    one and by nobody else.
+    """Salts for blended KV in vLLM's prefix cache, so that only later turns of the same conversation reuse it.
 
-    A prompt that only begins with the same chunks gets another salt: which of their tokens were recomputed depends on
-    the question. `tail_ids`: what the template writes after the last user turn.
+    Another prompt that begins with the same chunks gets another salt, because the question determines which of their
+    tokens were recomputed. `tail_ids`: the ids that the chat template writes after the last user turn.
     """
 
     def __init__(self, tail_ids: Sequence[int]) -> None:
         self._tail_ids = tuple(tail_ids)
-        self._key = os.urandom(32)  # so that no client can name another's salt
+        self._key = os.urandom(32)  # so that no client can compute another client's salt
         self._salts: OrderedDict[bytes, tuple[int, str]] = OrderedDict()  # by digest: the prompt's length, and its salt
         self._lengths: Counter[int] = Counter()
 
     def salt_for(self, token_ids: Sequence[int], settings: tuple[object, ...]) -> str:
-        """Return the salt of a prompt that is blended by `settings`: everything that decides what its KV will be.
+        """Return a prompt's salt: the salt of the longest earlier prompt with which it begins, else a new one.
 
-        It is that of the longest earlier prompt with the same settings that this one begins with.
+        `settings`: all values that determine the blended KV, except the ids. Only prompts with the same settings share
+        a salt.
         """
         ids, end = array("Q", token_ids), turn_end(token_ids, self._tail_ids)
         digest = hashlib.blake2b(repr(settings).encode(errors="surrogatepass"), digest_size=16, key=self._key)
@@ -86,16 +86,14 @@ class ConversationSalts:
                 self._salts.move_to_end(digest.digest())
                 salt = known[1]
         digest.update(ids[start:end])
-        self._add(digest.digest(), end, salt or f"ragblend-{digest.hexdigest()}")
-        return self._salts[digest.digest()][1]
-
-    def _add(self, key: bytes, length: int, salt: str) -> None:
-        if key in self._salts:
-            return
-        self._salts[key] = length, salt
-        self._lengths[length] += 1
+        if digest.digest() in self._salts:
+            return self._salts[digest.digest()][1]
+        salt = salt or f"ragblend-{digest.hexdigest()}"
+        self._salts[digest.digest()] = end, salt
+        self._lengths[end] += 1
         if len(self._salts) > _PROMPTS_KEPT:
-            _, (gone, _) = self._salts.popitem(last=False)
-            self._lengths[gone] -= 1
-            if not self._lengths[gone]:
-                del self._lengths[gone]
+            _, (old_length, _) = self._salts.popitem(last=False)
+            self._lengths[old_length] -= 1
+            if not self._lengths[old_length]:
+                del self._lengths[old_length]
+        return salt

@@ -1,6 +1,6 @@
-"""What each half of the connector counts for `/metrics`, until vLLM takes it. The names are in `metrics`.
+"""Metrics of the connector's two halves, collected until vLLM takes them. `metrics` defines the names.
 
-Knows requests by their report and stores by their counters. Imports nothing of vLLM.
+Depends on reports and stores' counters, not on vLLM.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ragblend.engine.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
-LABEL = "|"  # between the name of a series and its label's value
-_LIST_SHARE = 0.05  # of a thread's time, to list the disk's files
-_LIST_EVERY_S = 2.0  # at most that often
+LABEL = "|"  # separates the name of a series from the value of its label
+_LIST_SHARE = 0.05  # largest share of a thread's time for listing the files on disk
+_LIST_EVERY_S = 2.0  # shortest time between two lists
 
 
 class RequestMetrics:
-    """What the scheduler's half counts: `counts` by name, and what it observed of single requests."""
+    """Metrics of requests, collected by the scheduler's half: counters (`counts`), and `observed` histogram values."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -36,7 +36,7 @@ class RequestMetrics:
         """Add to the named counters."""
         self.counts.update(counts)
 
-    def record_filled(self, report: BlendReport, *, observed: bool) -> None:
+    def record_filled_request(self, report: BlendReport, *, observed: bool) -> None:
         """Count a request whose context has been filled. If `observed`, also add it to the histograms."""
         self.add(
             refused_requests=bool(report.refused_reason),
@@ -50,19 +50,19 @@ class RequestMetrics:
             self.observe(f"request_{name}_seconds", getattr(report, f"{name}_s"))
 
     def record_first_token(self, mode: str, arrival_s: float) -> None:
-        """The first token is there of a request that arrived at `arrival_s`, since the epoch."""
+        """Record now as the first-token time of a request that arrived at `arrival_s` (seconds since the epoch)."""
         self.observe(f"request_ttft_seconds{LABEL}{mode}", max(0.0, time.time() - arrival_s))
 
     def set_queue_length(self, length: int) -> None:
-        """How many requests have a context that is still to be filled."""
+        """Set the number of requests whose context is not filled yet."""
         self._queue = length
 
     def observe(self, name: str, value: float) -> None:
-        """Add to a histogram."""
+        """Add a value to a histogram."""
         self.observed.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float | list[float]]:
-        """All of it since the last call."""
+        """Return the counts and values since the last call, and the queue length if it has changed."""
         taken: dict[str, float | list[float]] = {**self.counts, **self.observed}
         if self._queue != self._reported_queue:
             taken["blend_queue"] = self._reported_queue = self._queue
@@ -72,16 +72,17 @@ class RequestMetrics:
 
 
 class TierMetrics:
-    """What the memory and the disk tier of this process did since the last look, and how much they hold.
+    """Metrics of this process's memory and disk tiers (hits, evictions and sizes), and of its remote tier, if any.
 
-    The disk's files are listed in a thread, because the engine's steps wait for this one. `shows_bytes`: of several
-    processes over one disk, one reports its size, and whether its folder was deleted.
+    A thread lists the files on disk, because engine steps wait for `take`. `shows_bytes`: this process also reports the
+    sizes of the tiers and a deleted store folder. One of the processes that share a disk does so.
     """
 
-    def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:
+    def __init__(self, store: TieredStore, remote: KVStore | None = None, *, shows_bytes: bool) -> None:
         self._tiers: dict[str, KVStore] = {
             "disk" if tier.memory_tier is None else "memory": tier for tier in store.tiers
         }
+        self._remote, self._remote_seen = remote, StoreCounters()
         self._shows_bytes = shows_bytes
         self._seen = {name: StoreCounters() for name in self._tiers}
         self._nbytes: dict[str, int] = {}
@@ -89,12 +90,12 @@ class TierMetrics:
         self._listing: threading.Thread | None = None
         self._due_s = 0.0
         self._disk = store.disk_tier if shows_bytes else None
-        self._had_notes = False
-        self._is_missing: bool | None = None  # not looked for yet
+        self._had_models_dir = False
+        self._is_missing: bool | None = None  # None: not checked yet
         self._reported_missing: bool | None = None
 
     def take(self) -> dict[str, float]:
-        """Series that have changed since the last call."""
+        """Return the series that have changed since the last call."""
         found: dict[str, float] = {}
         for name, tier in self._tiers.items():
             now, seen = replace(tier.counters), self._seen[name]
@@ -105,6 +106,13 @@ class TierMetrics:
             ):
                 if count:
                     found[f"{series}{LABEL}{name}"] = count
+        if self._remote is not None:
+            now, seen = replace(self._remote.counters), self._remote_seen
+            self._remote_seen = now
+            found["remote_hits"] = now.num_hits - seen.num_hits
+            found["remote_failures"] = now.num_failures - seen.num_failures
+            found["remote_dropped_writes"] = now.num_dropped - seen.num_dropped
+            found["damaged_entries"] = now.num_damaged - seen.num_damaged
         if self._shows_bytes:
             self._update_sizes()
             nbytes = dict(self._nbytes)
@@ -127,28 +135,27 @@ class TierMetrics:
 
     def _list(self, name: str, tier: KVStore) -> None:
         start_s = time.monotonic()
-        self._look_for_folder()
+        self._check_folder()
         self._nbytes[name] = tier.nbytes()
         end_s = time.monotonic()
         self._due_s = end_s + max(_LIST_EVERY_S, (end_s - start_s) / _LIST_SHARE)
 
-    def _look_for_folder(self) -> None:
-        """Log when the store's folder is deleted, and when it is back.
+    def _check_folder(self) -> None:
+        """Log that the store's folder was deleted, or restored.
 
-        A writer makes the folder again, so the notes on models, which a store has from its first server on, are looked
-        for once they were seen.
+        A write creates the folder again, so its subfolder for models is checked, once it has been found.
         """
         if self._disk is None:
             return
-        has_notes = (self._disk.root / MODELS_DIR).is_dir()
-        self._had_notes = self._had_notes or has_notes
-        is_missing = not (has_notes if self._had_notes else self._disk.root.is_dir())
+        has_models_dir = (self._disk.root / MODELS_DIR).is_dir()
+        self._had_models_dir = self._had_models_dir or has_models_dir
+        is_missing = not (has_models_dir if self._had_models_dir else self._disk.root.is_dir())
         if is_missing and not self._is_missing:
             log.error(
-                "the store %s was deleted while this server runs. Requests whose chunks it lacks are computed in full. "
-                "Put it back, or start the server again and ingest again: ragblend ingest DOCS",
+                "the store %s was deleted while this server runs, so requests are computed in full. Restore it, or "
+                "restart the server and ingest again: ragblend ingest DOCS",
                 self._disk.root,
             )
         elif self._is_missing and not is_missing:
-            log.warning("the store %s is back", self._disk.root)
+            log.warning("the store %s was restored", self._disk.root)
         self._is_missing = is_missing

@@ -1,8 +1,8 @@
-"""One request's KV in vLLM's paged cache: stored chunks are placed in its blocks; layers that are read again are also
-kept as tensors.
+"""One request's KV in vLLM's paged cache.
 
-`PagedSource` reads the chunks ahead and places them in `PagedKV`. Depends on blocks, slots and `layers`, not on rules
-and plans.
+`PagedKV` writes a request's KV to its blocks, and also keeps a layer that is read again as a tensor. `PagedSource`
+reads the request's stored chunks ahead, and places them in a `PagedKV`. Depends on blocks, slots and `layers`, not on
+rules and plans.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
     from ragblend.engine.vllm.layers import VllmLayers
 
 
-def device_bytes(vllm_config: Any) -> int:
-    """Return the bytes that blending the longest prompt holds on a GPU beside vLLM's paged cache: the resident layer,
-    and those that are read ahead."""
+def blend_device_bytes(vllm_config: Any) -> int:
+    """Return the bytes of GPU memory that blending the longest prompt needs in addition to vLLM's paged cache.
+
+    They contain the resident layer and the layers that are read ahead.
+    """
     model = vllm_config.model_config
     heads = model.get_num_kv_heads(vllm_config.parallel_config)
     bytes_per_token = 2 * heads * model.get_head_size() * model.dtype.itemsize
     return int((DEPTH + 2) * model.max_model_len * bytes_per_token)
 
 
-class PlacedLayer(NamedTuple):
+class LayerPlacement(NamedTuple):
     """One layer of a stored chunk, keys before rotation, and its rows in the prompt."""
 
     rows: slice
@@ -44,13 +46,13 @@ class PlacedLayer(NamedTuple):
 
 
 class PagedKV:
-    """PromptKVBuffer over one request's blocks. `length` rows are valid.
+    """PromptKVBuffer over one request's blocks. The first `length` rows are valid.
 
-    Reading blocks back is slow. The most recently placed layer of those in `kept` is therefore also held as a tensor,
-    the resident layer, which `write` updates. The last `num_behind` rows, after the `num_rows` rows with blocks, exist
-    only in the resident layer: they are those of a query probe. The first `num_resident` rows are in the blocks
-    already. They are never written, and are copied from the blocks into the resident layer. `whole` is the layer whose
-    placed rows are all resident; None if there is none.
+    Reading KV from blocks is slow. A layer in `kept` is therefore also held as a tensor while it is the most recently
+    placed one: the resident layer, which `write` updates. The first `num_rows` rows have blocks. The `num_probe_rows`
+    rows after them exist only in the resident layer; a query probe uses them. The KV of the first `num_resident` rows
+    is in the blocks already: it is never overwritten, and is copied into the resident layer. `fully_resident_layer` is
+    the layer of which every placed row is resident, None if there is none.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class PagedKV:
         block_ids: Sequence[int],
         num_rows: int,
         kept: Collection[int] = (),
-        num_behind: int = 0,
+        num_probe_rows: int = 0,
         num_resident: int = 0,
     ) -> None:
         self.length = 0
@@ -68,35 +70,29 @@ class PagedKV:
         self._positions = torch.arange(num_rows, device=layers.device)
         self._slots = self.blocks[self._positions // layers.block_size] * layers.block_size
         self._slots += self._positions % layers.block_size
-        self._num_rows, self._capacity = num_rows, num_rows + num_behind
+        self._num_rows, self._capacity = num_rows, num_rows + num_probe_rows
         self._num_resident = num_resident
         self._kept = frozenset(kept)
-        # The layer, [capacity, H, D] as vLLM wants to be given it.
+        # The layer and its KV, [capacity, H, D] as vLLM's functions require it.
         self._resident_layer: tuple[int, LayerKV] | None = None
-        self.whole: int | None = None
+        self.fully_resident_layer: int | None = None
         self._last: tuple[Tensor, bool, list[AttentionCall]] | None = None
-        self._much: tuple[Tensor, bool] | None = None
+        self._shares_reads: tuple[Tensor, bool] | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
-        """Return the resident layer's keys [H, capacity, D], valid in placed and written rows; an empty tensor for
-        another layer.
-        """
-        kept = self._resident_kv(layer)
-        return kept.keys.transpose(0, 1) if kept is not None else self._nothing
+        """Return a layer's keys [H, capacity, D], valid in placed and written rows; empty if it is not resident."""
+        return self._resident_kv(layer).keys.transpose(0, 1)
 
     def values(self, layer: int) -> Tensor:
-        """Return the resident layer's values [H, capacity, D], valid in placed and written rows; an empty tensor for
-        another layer.
-        """
-        kept = self._resident_kv(layer)
-        return kept.values.transpose(0, 1) if kept is not None else self._nothing
+        """Return a layer's values [H, capacity, D], valid in placed and written rows; empty if it is not resident."""
+        return self._resident_kv(layer).values.transpose(0, 1)
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-        kept = self._resident_kv(layer)
-        if kept is not None:
+        if self._resident_layer is not None and self._resident_layer[0] == layer:
+            kept = self._resident_layer[1]
             kept.keys[rows], kept.values[rows] = keys, values
         if self._capacity > self._num_rows:
             count = bisect_left(on_host(rows), self._num_rows)
@@ -105,39 +101,37 @@ class PagedKV:
             self._layers.write(layer, self._slots[rows], keys, values)
 
     def place(
-        self, layer: int, stored: Sequence[PlacedLayer], drift: LayerKV | None = None, shares: Tensor | None = None
+        self, layer: int, stored: Sequence[LayerPlacement], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> None:
         """Write stored (pre-RoPE) KV to its rows in the blocks, and to the resident layer if `layer` is kept.
 
-        `shares` [T, M] times `drift` [H, M, D] is added to each row, before rotation.
+        `shares` [T, M] times `drift` [H, M, D] is added to the keys and values of the T prompt rows, before rotation.
         """
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
 
-    def place_resident_only(self, layer: int, stored: Sequence[PlacedLayer]) -> None:
-        """Write stored KV to the resident layer alone, if `layer` is kept. `place` fills the blocks once the drift is
-        known.
-        """
+    def place_resident_only(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
+        """Write stored KV to the resident layer only, if `layer` is kept. `place` fills the blocks later."""
         for _ in self._placed(layer, stored):
             pass
 
     def _placed(
-        self, layer: int, stored: Sequence[PlacedLayer], drift: LayerKV | None = None, shares: Tensor | None = None
+        self, layer: int, stored: Sequence[LayerPlacement], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> Iterator[tuple[slice, LayerKV]]:
-        """Yield runs of rows with their rotated keys and their values, [R, H, D]. In a kept layer, adjacent chunks are
-        one run.
+        """Yield ranges of rows with their rotated keys and their values, [R, H, D]. In a kept layer, adjacent chunks
+        form one range.
         """
         for rows, parts in _side_by_side(stored) if layer in self._kept else ((each.rows, [each]) for each in stored):
-            room = self._target_buffer(layer, rows, parts[0].kv)
+            target = self._target_buffer(layer, rows, parts[0].kv)
             for span, kv in parts:
                 here = slice(span.start - rows.start, span.stop - rows.start)
                 for index, tensor in enumerate(kv):
                     own = tensor.to(self._layers.device, non_blocking=True)
                     if shares is not None and drift is not None:
                         own = own + shares[span] @ drift[index]
-                    room[index][here] = own.transpose(0, 1)  # one copy, which turns the layout as well
-            self._layers.rotate_keys(layer, room.keys, self._positions[rows])
-            yield rows, room
+                    target[index][here] = own.transpose(0, 1)  # copies and transposes at once
+            self._layers.rotate_keys(layer, target.keys, self._positions[rows])
+            yield rows, target
 
     def _target_buffer(self, layer: int, rows: slice, like: LayerKV) -> LayerKV:
         """Return tensors [R, H, D] for those rows of the layer: views of the resident layer if `layer` is kept, else
@@ -147,98 +141,98 @@ class PagedKV:
         if layer not in self._kept:
             return LayerKV(*(self._nothing.new_empty(rows.stop - rows.start, *shape) for shape in shapes))
         if self._resident_layer is None or self._resident_layer[0] != layer:
-            # One room for all layers: memory that is warm already.
+            # All layers use the same buffer, which the processor's cache contains already.
             kept = self._resident_layer[1] if self._resident_layer is not None else None
             kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
-            self._resident_layer, self.whole = (layer, kept), None
+            self._resident_layer, self.fully_resident_layer = (layer, kept), None
             if self._num_resident:
-                there = self._layers.read(layer, self.blocks[: -(-self._num_resident // self._layers.block_size)])
-                for room, tensor in zip(kept, there, strict=True):
-                    room[: self._num_resident] = tensor[: self._num_resident]
+                in_blocks = self._layers.read(layer, self.blocks[: -(-self._num_resident // self._layers.block_size)])
+                for target, tensor in zip(kept, in_blocks, strict=True):
+                    target[: self._num_resident] = tensor[: self._num_resident]
         return LayerKV(*(tensor[rows] for tensor in self._resident_layer[1]))
 
-    def _resident_kv(self, layer: int) -> LayerKV | None:
-        return (
-            self._resident_layer[1] if self._resident_layer is not None and self._resident_layer[0] == layer else None
-        )
+    def _resident_kv(self, layer: int) -> LayerKV:
+        if self._resident_layer is None or self._resident_layer[0] != layer:
+            return LayerKV(self._nothing, self._nothing)
+        return self._resident_layer[1]
 
-    def place_all(self, placement: Placement) -> None:
-        """Place every layer of one chunk; the rows up to its end are valid afterwards."""
+    def place_all_layers(self, placement: Placement) -> None:
+        """Place every layer of one chunk. Afterwards all rows up to the chunk's end are valid."""
         for layer in range(self._layers.num_layers):
-            self.place(layer, [PlacedLayer(slice(placement.start, placement.end), placement.kv.layer(layer))])
+            self.place(layer, [LayerPlacement(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
     def should_attend_together(self, layer: int, rows: Tensor, has_hook: bool) -> bool:
         """Return True if `rows` can attend over the resident layer in one call, and that is faster than over the
         blocks.
         """
-        if layer not in self._kept or not (has_hook or self.whole == layer):
+        if layer not in self._kept or not (has_hook or self.fully_resident_layer == layer):
             return False
-        if self._much is None or self._much[0] is not rows:
-            self._much = rows, self._layers.should_share_reads(rows)
-        return self._much[1]
+        if self._shares_reads is None or self._shares_reads[0] is not rows:
+            self._shares_reads = rows, self._layers.should_share_reads(rows)
+        return self._shares_reads[1]
 
     def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
-        """Return the attention calls for `rows`; `together`: over the resident layer.
+        """Return the attention calls for `rows`: over the resident layer if `together`, else over the blocks.
 
         The result is cached, because most layers run the same rows as the layer before.
         """
         if self._last is None or self._last[0] is not rows or self._last[1] != together:
-            cut = self._layers.split_shared_calls([rows]) if together else self._cut(rows)
-            self._last = (rows, together, cut)
+            if together:
+                calls = self._layers.split_shared_calls([rows])
+            else:
+                calls = self._layers.split_calls(rows, self.blocks[None], torch.zeros_like(rows))
+            self._last = (rows, together, calls)
         return self._last[2]
-
-    def _cut(self, rows: Tensor) -> list[AttentionCall]:
-        return self._layers.split_calls(rows, self.blocks[None], torch.zeros_like(rows))
 
 
 class _ReadBuffer:
     """Layers that the reader has read and `wait` has not placed yet.
 
-    The loader references this buffer, not its owner: in a reference cycle, the owner and the request's layers would
-    stay in memory until the next garbage collection.
+    The loader references this buffer instead of its owner. In a reference cycle, the owner and the request's layers
+    would stay in memory until the next garbage collection.
     """
 
     def __init__(self) -> None:
-        self.layers: dict[int, list[PlacedLayer]] = {}
+        self.layers: dict[int, list[LayerPlacement]] = {}
 
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Store one chunk's layer. The loader calls it."""
-        self.layers.setdefault(layer, []).append(PlacedLayer(rows, LayerKV(keys, values)))
+        self.layers.setdefault(layer, []).append(LayerPlacement(rows, LayerKV(keys, values)))
 
 
 class PagedSource:
-    """LayerSource that reads ahead in a thread and places in the caller's thread, because vLLM's cache has one writer.
+    """LayerSource that reads ahead in a thread, and places in the caller's thread, because vLLM's cache has one writer.
 
-    Use as a context manager; leaving it stops the reader. Layer 0 of chunks that are not in memory is computed instead
-    of read, but only with a single rank. The embedding is a sum over ranks, which all ranks must call, and a chunk that
-    one rank has in memory may be on another rank's disk. An entry that one of several ranks cannot read counts as
-    damaged for all of them.
+    Use as a context manager; leaving it stops the reader. `done` is set once the reader has ended. Leaving with an
+    error does not wait for the current read, because the reader writes only to its own buffer. On a GPU the reader
+    copies layers to the device while the GPU computes.
 
-    On a GPU the reader copies layers to the device while the GPU computes. Leaving with an error does not wait for the
-    current read, because the reader writes only to its own buffer. `done` is set once the reader has ended.
+    Layer 0 of chunks that are not in memory is computed instead of read, but only with a single rank. The embedding is
+    a sum over ranks, which all ranks must call, and a chunk that one rank has in memory may be on another rank's disk.
+    An entry that one of several ranks cannot read counts as damaged for all of them.
 
-    `moves`: drift correction changes every layer but the first, so chunks that are not exact are placed in the blocks
-    only then. Until then all their layers are in host memory, because the query probe runs through them before the
-    first one is corrected. Chunks in the memory tier need no further memory; of those from disk this holds the layers
-    read and not yet corrected.
+    `corrects_drift`: the caller uses drift correction, which changes the chunks that are not exact, in every layer but
+    the first. Those layers are placed in the blocks once they are corrected. Until then they are in host memory,
+    because the query probe runs through several layers before the first one is corrected. This needs no further memory
+    for chunks in the memory tier; for chunks from disk, it needs memory for the layers read and not yet corrected.
     """
 
     def __init__(
-        self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, moves: bool = False
+        self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, corrects_drift: bool = False
     ) -> None:
         self._paged, self._layers, self._placements = paged, layers, tuple(placements)
         self._read = _ReadBuffer()
-        self._movable = {each.start for each in placements if moves and not each.exact}
-        self._waiting: dict[int, list[PlacedLayer]] = {}  # to be moved
-        self._staying: dict[int, list[PlacedLayer]] = {}  # beside them, wanted at hand again then
+        self._movable = {each.start for each in placements if corrects_drift and not each.exact}
+        self._waiting: dict[int, list[LayerPlacement]] = {}  # chunks to be corrected, by layer
+        self._staying: dict[int, list[LayerPlacement]] = {}  # the layer's other chunks, to make them resident again
         self._place_s = 0.0
         self._loader = LayerLoader(
             placements,
             layers.num_layers,
             lambda _layer, keys, _rows: keys,
             self._read,
-            torch.device("cpu") if moves else layers.device,
+            torch.device("cpu") if corrects_drift else layers.device,
             first_layer=partial(_first_layer, layers) if layers.num_ranks == 1 else None,
         )
         self.ready, self.done = self._loader.ready, self._loader.done
@@ -249,7 +243,7 @@ class PagedSource:
         return self._loader.num_computed
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """Return `LayerLoader.timeline`. A layer counts as loaded once it is read; placing it counts as fusing."""
+        """Return the load and fuse times of each layer as `LayerLoader.timeline`. Placing counts as fusing."""
         return self._loader.timeline(ends_s)
 
     @property
@@ -259,11 +253,11 @@ class PagedSource:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which fusing waited."""
+        """Seconds for which fusing waited for reading and placing."""
         return self._loader.stall_s + self._place_s
 
     def wait(self, layer: int) -> None:
-        """Block until `layer` is read, then place it. Raises DamagedEntryError for a damaged entry, on all ranks."""
+        """Wait until `layer` is read, then place it. Raises DamagedEntryError for a damaged entry, on all ranks."""
         if self._layers.num_ranks > 1:
             self._agree(layer)
         self._loader.wait(layer)
@@ -275,11 +269,11 @@ class PagedSource:
         self._paged.place(layer, staying)
         if waiting:
             self._waiting[layer] = waiting
-            if self._layers.may_attend:
+            if self._layers.can_share_reads:
                 self._staying[layer] = staying
             self._paged.place_resident_only(layer, waiting)
         elif read:
-            self._paged.whole = layer
+            self._paged.fully_resident_layer = layer
         self._place_s += perf_counter() - start_s
 
     def _agree(self, layer: int) -> None:
@@ -295,16 +289,16 @@ class PagedSource:
         if bad is None:
             raise error or RagblendError("another rank could not read what is stored; its log says why")
         own = error if isinstance(error, DamagedEntryError) and error.key == bad else None
-        raise own or DamagedEntryError(bad, "as another rank read it")
+        raise own or DamagedEntryError(bad, "as read by another rank")
 
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Return the pre-RoPE keys and values [H, R, D] at `rows` [R], ascending, of chunks not yet corrected (see
         CorrectableLayerSource).
         """
-        places, parts = on_host(rows), list[LayerKV]()
+        positions, parts = on_host(rows), list[LayerKV]()
         for span, kv in self._waiting[layer]:
-            mine = places[bisect_left(places, span.start) : bisect_left(places, span.stop)]
-            taken = torch.tensor(mine, dtype=torch.int64) - span.start  # what waits is in host memory
+            mine = positions[bisect_left(positions, span.start) : bisect_left(positions, span.stop)]
+            taken = torch.tensor(mine, dtype=torch.int64) - span.start  # on the CPU, as the waiting layers
             parts.append(LayerKV(kv.keys[:, taken], kv.values[:, taken]))
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
@@ -313,11 +307,10 @@ class PagedSource:
         rotation.
         """
         start_s = perf_counter()
-        self._paged.place_resident_only(
-            layer, self._staying.pop(layer, [])
-        )  # since then, another layer may have been at hand
+        # Another layer may have been the resident one since `wait`.
+        self._paged.place_resident_only(layer, self._staying.pop(layer, []))
         self._paged.place(layer, self._waiting.pop(layer), drift, shares)
-        self._paged.whole = layer
+        self._paged.fully_resident_layer = layer
         self._place_s += perf_counter() - start_s
 
     def __enter__(self) -> PagedSource:
@@ -329,7 +322,7 @@ class PagedSource:
             self._loader.stop()
             return
         self._loader.__exit__(*error)
-        assert not self._waiting, "a layer was not moved: its blocks are empty"
+        assert not self._waiting, "a layer was not corrected, so its blocks are empty"
 
 
 def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:
@@ -337,9 +330,9 @@ def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:
     return layers.project_kv(0, layers.embed(token_ids.to(layers.device)))
 
 
-def _side_by_side(stored: Sequence[PlacedLayer]) -> Iterator[tuple[slice, list[PlacedLayer]]]:
-    """Yield runs of adjacent chunks, in ascending order: the rows of the run, and its chunks."""
-    run: list[PlacedLayer] = []
+def _side_by_side(stored: Sequence[LayerPlacement]) -> Iterator[tuple[slice, list[LayerPlacement]]]:
+    """Yield groups of adjacent chunks in ascending order: the rows of the group, and its chunks."""
+    run: list[LayerPlacement] = []
     for each in stored:
         if run and run[-1].rows.stop != each.rows.start:
             yield slice(run[0].rows.start, run[-1].rows.stop), run

@@ -1,20 +1,20 @@
-"""What a request tells the vLLM connector, and what the connector tells back: `kv_transfer_params["ragblend"]`.
+"""Parameters of a request to the vLLM connector and its report in the response: `kv_transfer_params["ragblend"]`.
 
 Shared by the connector and by every client of a vLLM server, so it imports neither vLLM nor torch.
 
     request   {"version": 2, "mode": "blend", "rule": "auto", "ratio": 0.15, "namespace": "", "seed": 0}
     response  {"version": 2, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
 
-The connector finds the chunks in the request's token ids, also in those of a request that says nothing to ragblend; a
-server may be started with another mode for those that name none. All fields have defaults.
+All fields of a request have defaults, and a request without parameters gets the server's. The connector finds the
+chunks in the request's token ids. Keys are never sent; the connector computes them from the ids. Modes:
 
-- "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed. "auto" is
-  what was calibrated in the server's store; null is what the server was started with, else the same.
-- "full": nothing is reused, not even vLLM's prefix cache. "prefix": nothing but vLLM's own prefix cache.
-- "ingest": `spans` has the place [start, end) in the token ids of the chunk to store, with at least one id after it
-  (any: vLLM must have a token to sample from). The chunk is computed behind the ids before it, and stored. Ask for one
-  token and ignore it. `context` is the ingestion context that it is a version of; with "similar", the spans of the
-  chunks that it is computed behind come first. Keys are never sent: the connector computes them from the ids.
+- "blend", "reuse": stored chunks are placed, and the share `ratio` of their tokens (0 in "reuse") is recomputed. The
+  ratio "auto" is the one calibrated in the server's store. The ratio null is the server's own, by default "auto".
+- "full": nothing is reused, not even vLLM's prefix cache. "prefix": only vLLM's own prefix cache is reused.
+- "ingest": `spans` contains the positions [start, end) of the chunk to store in the token ids. The chunk is computed
+  after the ids before it, and stored. At least one id must follow it, because vLLM needs a token to sample from.
+  Request one token and ignore it. `context` is the context policy of the variant. With "similar", the spans of the
+  chunks after which it is computed come first.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ragblend.options import CONTEXT, MODES, ContextPolicy, GenerationOptions, M
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
 TENANT_KEY = "ragblend_tenant"
-"""Beside it, from a server's front end to its engine: the namespace that the request's API key is bound to."""
+"""Second key, which a server's front end adds for its engine: the namespace of the request's API key."""
 PARAMS_VERSION = 2
 MAX_RUNS = 1024
-"""Runs of chunks of one request. Each is looked up while vLLM schedules, and all other requests wait for that."""
+"""Most runs of chunks in one request. A lookup of more would delay other requests."""
 MAX_NAMESPACE = 256  # letters
 _SALTED = "#salt:"
 
@@ -47,20 +47,23 @@ VLLM_MODES: tuple[VllmMode, ...] = get_args(VllmMode)
 
 @dataclass(frozen=True, slots=True)
 class BlendParams:
-    """One request's wishes. Checked at birth as far as that goes without the prompt; see `check_length`."""
+    """Parameters of one request. Constructor and `check_length` raise UsageError for invalid ones."""
 
     mode: VllmMode = "blend"
     rule: str = "auto"
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # None: the server's
     namespace: str = ""
-    seed: int = 0  # of the rule "random"
-    spans: tuple[tuple[int, int], ...] = ()  # of "ingest": token positions [start, end) of the chunks
-    context: ContextPolicy = "none"  # of the version that is ingested
+    seed: int = 0  # for the rule "random"
+    spans: tuple[tuple[int, int], ...] = ()  # for mode "ingest": token positions [start, end) of the chunks
+    context: ContextPolicy = "none"  # of the ingested variant
     version: int = PARAMS_VERSION
 
     def __post_init__(self) -> None:
         if self.version != PARAMS_VERSION:
-            raise UsageError(f"ragblend parameters have version {self.version!r}; this server reads {PARAMS_VERSION}")
+            raise UsageError(
+                f"the version of the ragblend parameters is {self.version!r}, but this server reads {PARAMS_VERSION}; "
+                "install the same release of ragblend on client and server"
+            )
         if self.mode not in VLLM_MODES:
             raise UsageError(f"mode is {self.mode!r}; choose one of {', '.join(VLLM_MODES)}")
         if not isinstance(self.rule, str) or not isinstance(self.namespace, str):
@@ -74,39 +77,41 @@ class BlendParams:
                 raise UsageError(f"span {span!r} is not [start, end) with 0 <= start < end")
         for (_, end), (start, _) in pairwise(self.spans):
             if start < end:
-                raise UsageError(f"a span starts at {start}, before the one in front of it ends at {end}")
+                raise UsageError(f"a span starts at {start}, but the span before it ends at {end}; send them in order")
         if self.mode != "ingest" and self.spans:
-            raise UsageError(f"mode {self.mode!r} takes no spans: chunks are found in the token ids; leave spans out")
-        is_behind = self.mode == "ingest" and self.context == "similar"
-        if self.mode == "ingest" and (len(self.spans) < 2 if is_behind else len(self.spans) != 1):
-            takes = "the spans of the chunks to be behind, then one" if is_behind else "exactly one span"
-            raise UsageError(f"mode 'ingest' takes {takes}, {len(self.spans)} given")
+            raise UsageError(
+                f"mode {self.mode!r} has no spans; the server finds the chunks in the token ids; leave them out"
+            )
+        is_similar = self.mode == "ingest" and self.context == "similar"
+        if self.mode == "ingest" and (len(self.spans) < 2 if is_similar else len(self.spans) != 1):
+            needed = "the spans of the chunks in its context, then its own" if is_similar else "exactly one span"
+            raise UsageError(f"mode 'ingest' needs {needed}, but {len(self.spans)} spans are given")
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise UsageError where the spans do not fit a prompt of `num_tokens`."""
+        """Raise UsageError unless a prompt of `num_tokens` has a token after the last span."""
         if self.spans and self.spans[-1][1] >= num_tokens:
             raise UsageError(
-                f"the last span ends at {self.spans[-1][1]}, the prompt has {num_tokens} tokens; mode 'ingest' needs "
-                "at least one token after the span: append any"
+                f"the last span ends at {self.spans[-1][1]}, but the prompt has {num_tokens} tokens, and mode 'ingest' "
+                "needs at least one token after the span; append any token"
             )
 
     @classmethod
     def of(cls, options: GenerationOptions, namespace: str) -> BlendParams:
-        """Return the parameters of a request that is to be answered."""
+        """Return the parameters of a prompt with these generation options."""
         return cls(options.mode, options.rule, options.recompute_ratio, namespace, options.seed or 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the request's `kv_transfer_params`, plain JSON values."""
+        """Return the request's `kv_transfer_params` as JSON values."""
         return {PARAMS_KEY: {**asdict(self), "spans": [list(span) for span in self.spans]}}
 
     @property
     def reported_mode(self) -> Mode:
-        """The mode that reports name: what is ingested is prefilled in full."""
+        """Mode in the request's report: "full" for an ingestion, because it prefills in full."""
         return "full" if self.mode == "ingest" else self.mode
 
 
 def parse_params(raw: object) -> BlendParams:
-    """The parameters in `kv_transfer_params["ragblend"]`. Raises UsageError, and nothing else, whatever `raw` is.
+    """Return the parameters in `raw`, the value of `kv_transfer_params["ragblend"]`. Raises UsageError for any other.
 
     >>> parse_params({"mode": "ingest", "spans": [[1, 4]]}).spans
     ((1, 4),)
@@ -122,23 +127,23 @@ def parse_params(raw: object) -> BlendParams:
     if not _is_list(spans) or not all(map(_is_list, spans)):
         raise UsageError(f"spans is {_short(spans)}; send a list of [start, end) pairs of token positions")
     if len(spans) > MAX_RUNS:
-        raise UsageError(f"{len(spans)} spans are given; a request may have {MAX_RUNS}")
+        raise UsageError(f"{len(spans)} spans are given, but a request may have at most {MAX_RUNS}")
     return BlendParams(**{**raw, "spans": tuple(map(tuple, spans))})
 
 
 def check_namespace(namespace: str) -> None:
-    """Raise UsageError for text that is no namespace."""
+    """Raise UsageError for a namespace that is too long, is no valid Unicode, or contains the mark of cache salts."""
     if len(namespace) > MAX_NAMESPACE:
-        raise UsageError(f"the namespace has {len(namespace)} letters; {MAX_NAMESPACE} are enough")
+        raise UsageError(f"the namespace has {len(namespace)} characters, but at most {MAX_NAMESPACE} are allowed")
     check_unicode(namespace, "the namespace")
     if _SALTED in namespace:
-        raise UsageError(f"the namespace {namespace!r} has {_SALTED!r} in it, which marks those of cache salts")
+        raise UsageError(f"the namespace {namespace!r} contains {_SALTED!r}, which is reserved for cache salts")
 
 
 def salted_namespace(namespace: str, cache_salt: str | None) -> str:
-    """The namespace that chunks of a request with vLLM's `cache_salt` are stored and found in.
+    """Return the namespace in which the chunks of a request with vLLM's `cache_salt` are stored and found.
 
-    Salts are secrets, so it does not show them.
+    It contains a hash of the salt, because salts are secrets.
 
     >>> salted_namespace("acme", None), salted_namespace("acme", "s3cret")
     ('acme', 'acme#salt:43e5f7d9dcee38263874835a0396cefa')
@@ -150,12 +155,12 @@ def salted_namespace(namespace: str, cache_salt: str | None) -> str:
 
 
 def belongs_to(stored: str, namespace: str) -> bool:
-    """Whether KV stored under the namespace `stored` is of `namespace`, with a cache salt or without."""
+    """Return True if the namespace `stored` of an entry is `namespace`, with or without a cache salt."""
     return stored.partition(_SALTED)[0] == namespace
 
 
 def cache_salt_of(namespace: str) -> str:
-    """What keeps a namespace's blocks apart in vLLM's own prefix cache."""
+    """Return the cache salt that separates a namespace's blocks in vLLM's own prefix cache."""
     return f"ragblend-{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"
 
 
@@ -163,16 +168,13 @@ _OF_THE_CLIENT = frozenset({"ttft_s", "decode_s", "prompt_tokens", "completion_t
 
 
 def report_to_json(report: BlendReport) -> dict[str, Any]:
-    """Return the value of `kv_transfer_params["ragblend"]` in a response: plain JSON values.
-
-    What the connector does not measure is left out: OpenAI's `usage` has the token counts, and the client the times.
-    """
+    """Return a report as JSON values, without token counts, which OpenAI's `usage` has, and without clients' times."""
     facts = {name: value for name, value in report.as_dict().items() if name not in _OF_THE_CLIENT}
     return {"version": PARAMS_VERSION, **facts}
 
 
 def report_from(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | None:
-    """The connector's report in a response's `kv_transfer_params`; None where there is none this version reads."""
+    """Return the report in a response's `kv_transfer_params`; None without a report, or for another version of it."""
     raw = (kv_transfer_params or {}).get(PARAMS_KEY)
     if not isinstance(raw, Mapping) or raw.get("version") != PARAMS_VERSION or raw.get("mode") not in MODES:
         return None
@@ -182,10 +184,10 @@ def report_from(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | N
         return None
 
 
-def sampling(options: GenerationOptions) -> dict[str, Any]:
+def vllm_sampling(options: GenerationOptions) -> dict[str, Any]:
     """Return vLLM's sampling parameters for top-k, min-p, penalties and bias, all of them set.
 
-    vLLM would take an absent one from the model's generation_config, which the transformers engine does not use.
+    For an absent one vLLM would use the model's generation_config, which the transformers engine does not use.
     """
     bias = {int(token): float(value) for token, value in (options.logit_bias or {}).items()}
     return {
@@ -198,9 +200,11 @@ def sampling(options: GenerationOptions) -> dict[str, Any]:
     }
 
 
-def vllm_structure(structured_outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """GenerationOptions' `structured_outputs` as vLLM takes it: a structural tag is a string there, its JSON has
-    no more than one blank in a row: a small model would write nothing else."""
+def vllm_structured_outputs(structured_outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return GenerationOptions' `structured_outputs` in vLLM's form, which has a structural tag as a JSON string.
+
+    At most one blank in a row is allowed in JSON answers, because a small model may write only blanks.
+    """
     ((name, value),) = structured_outputs.items()
     if name != "structural_tag" or isinstance(value, str):
         return dict(structured_outputs)

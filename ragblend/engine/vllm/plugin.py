@@ -1,8 +1,8 @@
 """Entry point of vLLM's plugin group `vllm.general_plugins`, run in every vLLM process: front end, engine, workers.
 
-vLLM builds a connector after it has loaded the model and never shows it the model. So this remembers the model that
-a worker loaded, until vLLM hands it over itself (vllm-project/vllm#37339: `register_model`). Nothing heavy is
-imported, and without the connector nothing else happens, but for how ragblend's log lines look.
+vLLM does not pass the model to a connector (vllm-project/vllm#37339 would). So the plugin keeps a reference to the
+model that a worker loads. It also detects weight updates, reserves memory for blending, and formats ragblend's log
+lines as vLLM's. It imports no large module. Without the connector, only the format of the log lines has an effect.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import weakref
 from threading import Event
 from typing import Any
 
-# At most one: a worker process has one model. Weak, so that it goes with its engine: vLLM's linear layers call torch
-# when they are collected, and collected while a later engine in this process compiles they break what that one traces.
+# At most one, because a worker process has one model. The reference is weak, so that the model is freed with its
+# engine. vLLM's linear layers call torch when they are freed, which breaks a later engine that compiles at that time.
 _loaded: list[weakref.ref[Any]] = []
 
 
 weights_updated = Event()
-"""Set once this process's model has got other weights than it was loaded with. vLLM's own ways to update weights set
-it; code that writes into parameters by itself has to set it, in every worker."""
+"""Event that is set once the weights of this process's model may have changed since loading. vLLM's own methods
+for weight updates set it. Other code that changes parameters must set it in every worker."""
 
 
 def register() -> None:
-    """Wrap `Worker.load_model`, which the CPU and XPU workers inherit, and `Worker.determine_available_memory`.
+    """Wrap methods of vLLM's Worker, which the CPU and XPU workers inherit. Repeated calls do nothing.
 
-    Calling it again changes nothing.
+    Then `load_model` also keeps a reference to the model, `determine_available_memory` reserves memory, and
+    methods for weight updates set `weights_updated`.
     """
     log_as_vllm()
     from vllm.v1.worker.gpu_worker import Worker
@@ -41,69 +42,73 @@ def register() -> None:
         model = self.get_model()
         _loaded[:] = [weakref.ref(model)]
         weights_updated.clear()
-        model.load_weights = _noting(model.load_weights)
+        model.load_weights = _setting_weights_updated(model.load_weights)
         return result
 
     load_model.remembers_model = True  # type: ignore[attr-defined]
     Worker.load_model = load_model
-    Worker.determine_available_memory = reserving_memory(Worker.determine_available_memory)
-    # What may bring weights from elsewhere than `model.load_weights`.
+    Worker.determine_available_memory = reserve_blend_memory(Worker.determine_available_memory)
+    # Methods that may change weights without `model.load_weights`.
     for name in ("reload_weights", "update_weights", "finish_weight_update"):
         if hasattr(Worker, name):
-            setattr(Worker, name, _noting(getattr(Worker, name)))
+            setattr(Worker, name, _setting_weights_updated(getattr(Worker, name)))
 
 
-def reserving_memory(measure: Any) -> Any:
-    """Return `measure`, a worker's method that returns the bytes of its KV cache, less what blending allocates."""
+def reserve_blend_memory(measure: Any) -> Any:
+    """Return a wrapper of a worker's method `measure`, which returns the bytes available for the paged KV cache.
+
+    With the connector, the wrapper returns fewer, by the bytes that blending allocates.
+    """
 
     @functools.wraps(measure)
     def measuring(self: Any) -> int:
         from ragblend.engine.vllm.launch import CONNECTOR
-        from ragblend.engine.vllm.paged import device_bytes
+        from ragblend.engine.vllm.paged import blend_device_bytes
 
         available: int = measure(self)
         config, transfer = self.vllm_config, self.vllm_config.kv_transfer_config
         is_given = config.cache_config.kv_cache_memory_bytes is not None
         if is_given or transfer is None or transfer.kv_connector != CONNECTOR:
             return available
-        return available - device_bytes(config)
+        return available - blend_device_bytes(config)
 
     return measuring
 
 
-def _noting(update: Any) -> Any:
-    """`update`, which sets `weights_updated` when it has ended, well or not."""
+def _setting_weights_updated(update: Any) -> Any:
+    """Return a wrapper of `update` that sets `weights_updated` afterwards, also after an error."""
 
     @functools.wraps(update)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def updating(*args: Any, **kwargs: Any) -> Any:
         try:
             return update(*args, **kwargs)
         finally:
             weights_updated.set()
 
-    return noting
+    return updating
 
 
-class _AsVllm(logging.Handler):
-    """Hands records to vLLM's logger, however that is set up by then."""
+class _VllmLogHandler(logging.Handler):
+    """Handler that passes records to vLLM's logger, with the handlers that it has at that time."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        theirs = logging.getLogger("vllm")
-        if not logging.getLogger().handlers and theirs.isEnabledFor(record.levelno):  # else the root logger has it
-            theirs.handle(record)
+        vllm_logger = logging.getLogger("vllm")
+        # With handlers, the root logger receives the record itself.
+        if not logging.getLogger().handlers and vllm_logger.isEnabledFor(record.levelno):
+            vllm_logger.handle(record)
 
 
 def log_as_vllm() -> None:
-    """Have this process's ragblend lines look as vLLM's do, with time, level and process, and go where they go.
+    """Send ragblend's log records of this process to vLLM's logger, in its format: time, level and process.
 
-    Where logging is set up already, by a program that has vLLM in it, it stays as it is.
+    Does nothing if the program has configured logging for ragblend or for the root logger.
     """
     ours = logging.getLogger("ragblend")
     if not ours.handlers and not logging.getLogger().handlers:
-        ours.addHandler(_AsVllm())
-        ours.setLevel(logging.DEBUG)  # vLLM's own level decides
+        ours.addHandler(_VllmLogHandler())
+        ours.setLevel(logging.DEBUG)  # vLLM's level decides
 
 
 def loaded_model() -> Any | None:
-    """The model this process loaded last; None where there is none, or the plugin did not run."""
+    """Return the model that this worker process loaded last; None without a model, or if the plugin did not run."""
     return _loaded[0]() if _loaded else None

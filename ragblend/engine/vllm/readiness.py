@@ -1,14 +1,15 @@
-"""Whether a server should get requests: its engine lives, its store can be written, and it is not about to stop.
+"""Readiness route of a vLLM server, and its graceful shutdown.
 
-    GET /ragblend/ready   200 or 503, {"ready", "engine", "store", "remote"}; without a key, as vLLM's own /health
+    GET /ragblend/ready   200 or 503, {"ready", "engine", "store", "remote"}
 
-A remote tier that is down, or a disk that is full, is said and changes nothing: such a server answers as before, and
-taking all replicas away because their shared cache has died would turn a slow service into none.
+A server is ready if its engine runs, its store can be written, and it is not stopping. An unreachable remote tier or a
+full disk is reported, but the server stays ready, because it still answers. If a failure of the shared remote tier
+removed all replicas, a slow service would become an outage. As vLLM's own /health, the route ignores --api-key.
 
-Knows vLLM's application and the store. vLLM drains on SIGTERM where `--shutdown-timeout` says how long, but its engine
-ends when it has computed the last token, and what its front end has not sent by then is lost: streams of a busy server
-stay open without an end. And it goes on taking requests meanwhile, and fails them. So answers are sent to their end
-here before vLLM's own shutdown begins, and new requests are refused, so that a router asks another replica.
+On SIGTERM, vLLM waits for `--shutdown-timeout` until its engine has computed the last token. It then drops the tokens
+that the front end has not sent, and it accepts and fails new requests until then. So before vLLM's own shutdown begins,
+`Readiness` completes the answers in progress, and rejects new requests with 503, so that a router selects another
+replica. Depends on vLLM's application and the store.
 """
 
 from __future__ import annotations
@@ -28,15 +29,19 @@ from ragblend.errors import RagblendError, StoreFullError
 from ragblend.files.directory import Directory, unlink
 
 PATH = "/ragblend/ready"
-_WAIT_S = 2.0  # longest wait for one tier; one that takes longer is said to, and asked no second time meanwhile
-_LASTS_S = 2.0  # several who ask at the same time share an answer
-_CLOSING_S = 10.0  # for vLLM to stop, once answers have had their time: what is owed to the remote tier is written then
+_WAIT_S = 2.0  # longest wait for a probe of one tier, whose state is "slow" then; no second probe runs next to it
+_LASTS_S = 2.0  # longest age of a probe's result that is used again
+_CLOSING_S = 10.0  # for vLLM to stop after the answers are complete; pending writes to the remote tier end within it
 
-STOPPING = b'{"error": {"message": "this server is stopping; ask another replica", "code": 503}}'
+STOPPING = b'{"error": {"message": "this server is stopping; send the request to another replica", "code": 503}}'
 
 
 class Readiness:
-    """What `vLLM`'s engine client and the `tiers` of the store say, each asked in a thread of its own."""
+    """State of a server's engine and of its store's `tiers`, and graceful shutdown.
+
+    The constructor changes `engine_client`, which is vLLM's, in place: its `shutdown` first waits for the answers in
+    progress.
+    """
 
     def __init__(self, engine_client: Any, tiers: Sequence[KVStore]) -> None:
         self.is_stopping = False
@@ -44,7 +49,7 @@ class Readiness:
         self._client = engine_client
         self._disk = _CachedProbe(lambda: _disk_state([disk for tier in tiers if (disk := tier.disk_tier) is not None]))
         remote = [remote for tier in tiers for remote in tier.remote_tiers]
-        self._remote = _CachedProbe(lambda: _remote_state(remote)) if remote else None
+        self._remote = _CachedProbe(lambda: _remote_state(remote))
         shutdown = engine_client.shutdown
 
         def draining(*given: Any, **named: Any) -> Any:
@@ -54,10 +59,10 @@ class Readiness:
                 given, named = (), {"timeout": max(self._drain(timeout_s), _CLOSING_S)}
             return shutdown(*given, **named)
 
-        engine_client.shutdown = draining  # what vLLM calls first when it is told to stop, in a thread of its own
+        engine_client.shutdown = draining  # vLLM calls it first on SIGTERM, in a separate thread
 
     async def serve(self, app: Any, scope: Any, receive: Any, send: Any) -> None:
-        """Have `app` answer, or refuse a prompt that comes while the server is stopping."""
+        """Pass a request on to `app`, but reject a POST with 503 if the server is stopping."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await app(scope, receive, send)
         elif self.is_stopping:
@@ -70,38 +75,36 @@ class Readiness:
                 self._num_under_way -= 1
 
     def _drain(self, timeout_s: float) -> float:
-        """Wait until every answer is sent, for at most `timeout_s`; what is left of that."""
+        """Wait for at most `timeout_s` until every answer is sent. Return the seconds left."""
         end_s = time.monotonic() + timeout_s
         while self._num_under_way and time.monotonic() < end_s:
             time.sleep(0.05)
         return end_s - time.monotonic()
 
     async def state(self) -> dict[str, Any]:
-        """The answer's body."""
+        """Return the body of the readiness response."""
         engine = "stopping" if self.is_stopping else await self._engine_state()
-        disk, remote = await asyncio.gather(
-            asyncio.to_thread(self._disk.state), asyncio.to_thread(self._remote.state if self._remote else _no_remote)
-        )
+        disk, remote = await asyncio.gather(asyncio.to_thread(self._disk.state), asyncio.to_thread(self._remote.state))
         is_ready = engine == "ok" and disk in ("ok", "full")
         return {"ready": is_ready, "engine": engine, "store": disk, "remote": remote}
 
     async def _engine_state(self) -> str:
         try:
             await self._client.check_health()
-        except Exception:  # vLLM's own errors: which one is in its log
+        except Exception:  # vLLM logs the error itself
             return "dead"
         return "ok"
 
 
 async def send_unavailable(send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-    """Answer a request that came while the server is stopping."""
+    """Send the response 503 of a stopping server."""
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": STOPPING})
 
 
-def add_readiness(app: Any, tiers: Sequence[KVStore]) -> Readiness:
-    """Add the route to `app`, whose engine and store it tells of."""
+def add_readiness_route(app: Any, tiers: Sequence[KVStore]) -> Readiness:
+    """Add the readiness route to vLLM's application `app`, and return the object behind it."""
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -116,7 +119,7 @@ def add_readiness(app: Any, tiers: Sequence[KVStore]) -> Readiness:
 
 
 class _CachedProbe:
-    """A question that may hang, asked by one thread at a time."""
+    """Health check that may block. One thread at a time runs it."""
 
     def __init__(self, ask: Callable[[], str]) -> None:
         self._ask = ask
@@ -125,7 +128,7 @@ class _CachedProbe:
         self._asked_s = 0.0
 
     def state(self) -> str:
-        """Its answer, at most _LASTS_S old; "slow" where there is none within _WAIT_S."""
+        """Return the check's result, at most _LASTS_S old; "slow" after _WAIT_S, "failing" for an error."""
         future = self._future
         if future is None or (future.done() and time.monotonic() - self._asked_s > _LASTS_S):
             self._asked_s = time.monotonic()
@@ -151,8 +154,6 @@ def _disk_state(disks: Sequence[DiskStore]) -> str:
 
 
 def _remote_state(tiers: Sequence[RemoteStore]) -> str:
+    if not tiers:
+        return "none"
     return "ok" if all(tier.status().reachable for tier in tiers) else "unreachable"
-
-
-def _no_remote() -> str:
-    return "none"

@@ -1,9 +1,9 @@
-"""The scheduler's half of the connector: what a request asks for, and what can be done for it.
+"""Scheduler's half of the connector: plans each request, queues its job for the workers, and completes its report.
 
-For each request: its parameters, the chunks that it has and that are stored, the rule and the ratio, what vLLM's own
-prefix cache has of it, up to where its context will be filled, and the report. Nothing here waits for the disk or the
-network, because vLLM schedules meanwhile: chunks are looked up (`lookup`) and fetched (`fetch`) beside it.
-Knows vLLM's requests by their attributes; imports nothing of vLLM.
+A plan consists of the request's parameters, rule and ratio, the stored chunks in its prompt, the tokens that vLLM's own
+prefix cache has, and the end of the context to fill. Nothing here waits for the disk or the network, because vLLM's
+scheduler would wait, too. Threads look chunks up (`lookup`) and fetch them (`fetch`).
+Depends on the attributes of vLLM's requests; does not import vLLM.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ragblend.engine.vllm.params import (
     report_to_json,
     salted_namespace,
 )
-from ragblend.engine.vllm.support import model_fingerprint, model_shape, served_options
+from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.engine.vllm.worker import IDLE_PATIENCE_S, BlendJob, StoredSpan
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.render import Renderer
@@ -48,62 +48,62 @@ from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
 log = logging.getLogger(__name__)
 
-WEIGHTS_UPDATED = "the model's weights were updated; KV is neither stored nor reused until vLLM is started again"
-UNFIT = {
-    "embeddings": "the prompt consists of embeddings; ragblend needs token ids",
-    "multimodal": "the prompt has images or other media, which are no token ids; ragblend leaves it to vLLM",
-    "lora": "the request names an adapter, whose KV is not what is stored; ragblend leaves it to vLLM",
-    "prompt_logprobs": "the request wants every prompt token computed (prompt logprobs), so nothing is reused",
+WEIGHTS_UPDATED = "the model's weights were updated, so KV is neither stored nor reused; restart vLLM to reuse KV again"
+NO_REUSE_REASONS = {
+    "embeddings": "the prompt consists of embeddings, but ragblend needs token ids; send text or token ids",
+    "multimodal": "the prompt contains images or other media, which have no token ids, so nothing is reused",
+    "lora": "the request selects an adapter, but stored KV is the base model's, so nothing is reused",
+    "prompt_logprobs": "the request needs every prompt token computed (prompt logprobs), so nothing is reused",
 }
-"""Why no stored KV can be used for a request, by the reason that `left_requests` counts."""
+"""Messages why no stored KV can be used for a request, by the reason that `left_requests` counts."""
 
 
 @dataclass(slots=True)
 class _RequestState:
-    """One request as the scheduler's half sees it."""
+    """State of one request in the scheduler's half."""
 
     params: BlendParams
     report: BlendReport
-    end: int = 0  # tokens [0, end) are filled by the connector; 0: nothing is
+    end: int = 0  # the connector fills tokens [0, end); 0: none
     stored: tuple[StoredSpan, ...] = ()
-    pending_lookup: Future[LookupResult] | None = None  # what to do is settled after it
-    pending_fetch: PendingFetch | None = None  # chunks that the remote tier may send; they are looked for after it
-    waited_s: float = 0.0  # for those
-    choice: RequestTuning | None = None  # what a calibration says; None where nothing is fused
-    adapts_ratio: bool = False  # whether to reuse, and the ratio, are to be settled by what loading costs
-    is_new: bool = True  # nobody has waited for its lookup yet
-    is_ours: bool = True  # it has parameters, or chunks were found in it
-    is_salted: bool = False  # its blocks in vLLM's prefix cache are found by nobody, or by its own conversation
-    num_resident: int = 0  # tokens at the front that were in those blocks
-    runs: tuple[ChunkRun, ...] | None = None  # of chunks in its ids; None until they were looked for
-    num_missing: int = 0  # chunks that were looked for and not found
-    is_filled: bool = False  # the workers have told what became of it
-    request: Any = None  # vLLM's, until its first token is there
+    pending_lookup: Future[LookupResult] | None = None  # the plan is made from its result
+    pending_fetch: PendingFetch | None = None  # from the remote tier; a second lookup follows it
+    waited_s: float = 0.0  # for the fetch
+    choice: RequestTuning | None = None  # rule and ratio, resolved by the calibration; None before the lookup
+    adapts_ratio: bool = False  # the loading controller still has to choose the ratio, or full prefill
+    is_new: bool = True  # the scheduler has not waited for its lookup yet
+    is_ours: bool = True  # it has parameters, or its prompt has runs of chunks
+    is_salted: bool = False  # only its own conversation, or no request, finds its blocks in vLLM's prefix cache
+    num_resident: int = 0  # tokens at the prompt's start that vLLM's prefix cache has
+    runs: tuple[ChunkRun, ...] | None = None  # None before the prompt is matched
+    num_missing: int = 0  # runs without a stored entry
+    is_filled: bool = False  # the workers have reported the job
+    request: Any = None  # vLLM's, until its first token
 
 
 class BlendScheduler:
-    """Made once in the scheduler's process. `counting` is taken by whoever reports it."""
+    """Scheduler's half of the connector, one per vLLM engine. `metrics`: its metrics, which the connector reports."""
 
     def __init__(self, vllm_config: Any, config: ConnectorConfig) -> None:
         self.config = config
-        self.counting = RequestMetrics()
+        self.metrics = RequestMetrics()
         self.requests: dict[str, _RequestState] = {}
         self._new_jobs: list[BlendJob] = []
-        # What the remote tier has sent is there a second time, so nothing here waits for the disk.
+        # A fetched entry is also in the remote tier, so no write needs to wait until the disk has it (fsync).
         local = config.open_local(fsync=False)
-        self.tiers = TierMetrics(local, shows_bytes=False)
         disk = local.disk_tier
         assert disk is not None
         self.disk = disk
         self.remote = config.open_remote()
+        self.tier_metrics = TierMetrics(local, self.remote, shows_bytes=False)
         self._fetch: RemoteFetcher | None = None
         self.listener: TombstoneWatcher | None = None
         if self.remote is not None:
             self.listener = TombstoneWatcher(self.disk, self.remote, belongs_to)
-            self.listener.start()  # before the first request: this replica may have been down when others forgot
+            self.listener.start()  # before the first request, because this replica may have been down at a deletion
             self._fetch = RemoteFetcher(self.remote, self.disk, config.remote_timeout_s, self.listener)
         model = vllm_config.model_config
-        self.fingerprint, shape = model_fingerprint(model), model_shape(model)
+        self.fingerprint, shape = model_fingerprint(model), model_kv_spec(model)
         for tier in (self.disk, self.remote):
             if tier is not None:
                 tier.set_expected_spec(self.fingerprint, shape)
@@ -117,38 +117,38 @@ class BlendScheduler:
         self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, matcher)
         self._salts = ConversationSalts(matcher.tail_ids if matcher is not None else ())
         self._cache_config = vllm_config.cache_config
-        self.kv_cache_manager: Any = None  # vLLM's, from when it is there
+        self.kv_cache_manager: Any = None  # vLLM's, once vLLM has passed it
         self._drops_memory = False
         self._reuses = True
-        self._note_model(str(model.model), shape)
+        self._record_model(str(model.model), shape)
 
     def stop_reuse(self) -> None:
-        """The workers compute with other weights from here on, so every request is left to vLLM."""
+        """Leave every later request to vLLM, because the workers' weights have changed."""
         if self._reuses:
             log.warning("%s", WEIGHTS_UPDATED)
         self._reuses = False
 
-    def reset(self) -> None:
-        """Have the workers drop what they hold in memory."""
+    def reset_worker_memory(self) -> None:
+        """Make the workers clear their memory tiers in the next step."""
         self._drops_memory = True
 
-    def take_reset(self) -> bool:
-        """Whether they are to, since the last call."""
+    def take_memory_reset(self) -> bool:
+        """Return True if `reset_worker_memory` was called since the last call."""
         drops, self._drops_memory = self._drops_memory, False
         return drops
 
     def _make_matcher(self, model: Any) -> PromptMatcher | None:
-        """What finds chunks in requests; None where the model's tokenizer cannot be had."""
+        """Return the matcher of prompts; None if the model's tokenizer cannot be loaded."""
         try:
             place = str(model.tokenizer or model.model)
-            tokenizer, _ = load_tokenizer(place, served_options(model, place))
+            tokenizer, _ = load_tokenizer(place, vllm_model_options(model, place))
             return PromptMatcher(self.disk, Renderer(tokenizer))
         except (RagblendError, OSError, ValueError) as error:
-            log.warning("no chunks are found in prompts: %s", error)
+            log.warning("prompts are not searched for chunks, because the tokenizer cannot be loaded: %s", error)
             return None
 
     def on_new_request(self, request: Any) -> None:
-        """Read what a request asks for, look its chunks up, and settle which blocks of vLLM's prefix cache it sees."""
+        """Parse a request's parameters, salt its blocks in vLLM's prefix cache, and start the lookup of its chunks."""
         self.loading.on_request_added(request.request_id)
         try:
             params = self._params(request, self._bound_namespace(request))
@@ -156,14 +156,15 @@ class BlendScheduler:
                 return
             state = self._make_state(request, params)
         except RagblendError as error:
-            # Whatever a client sends, it gets an answer: by ordinary prefill.
+            # A request with invalid parameters is answered, too.
             log.warning("request %s is served by ordinary prefill: %s", request.request_id, error)
             state = _RequestState(
-                BlendParams("prefix"), BlendReport("prefix", refused_reason=self.config.for_clients(error), failed=True)
+                BlendParams("prefix"),
+                BlendReport("prefix", refused_reason=self.config.message_for_clients(error), failed=True),
             )
         self.requests[request.request_id] = state
         state.request = request
-        self.counting.add(requests=state.is_ours, refused_requests=bool(state.report.refused_reason))
+        self.metrics.add(requests=state.is_ours, refused_requests=bool(state.report.refused_reason))
         if state.params.mode == "full":
             _hide_from_prefix_cache(request, state)
         elif not state.report.refused_reason and state.params.mode != "prefix":
@@ -171,22 +172,23 @@ class BlendScheduler:
             self._is_plan_ready(request, state)
 
     def _bound_namespace(self, request: Any) -> str | None:
-        """The namespace that the request's API key is bound to; None where there are no keys.
+        """Return the namespace of the request's API key; None on a server without keys.
 
-        Its blocks in vLLM's own prefix cache are then that namespace's alone, whatever the request asks for.
+        With keys, requests of any mode share blocks in vLLM's own prefix cache only within that namespace.
         """
         if not self.config.keys:
             return None
         tenant = (request.kv_transfer_params or {}).get(TENANT_KEY)
-        if not isinstance(tenant, str):  # it has not come through the front end's door
+        if not isinstance(tenant, str):  # the request did not pass the front end's gate
             _hide(request)
-            raise UsageError("the server has keys, and the request came without one")
+            raise UsageError("the server requires API keys, but the request has none; send Authorization: Bearer KEY")
         namespace = salted_namespace(tenant, request.cache_salt)
-        _salt_with_namespace(request, namespace)
+        if namespace:
+            _salt(request, cache_salt_of(namespace))
         return namespace
 
     def _params(self, request: Any, bound: str | None) -> BlendParams | None:
-        """The request's parameters, or the server's for one that has none; None: it is left to vLLM."""
+        """Return the request's parameters, or the server's defaults; None if the request is left to vLLM."""
         given = request.kv_transfer_params
         if isinstance(given, dict) and PARAMS_KEY in given:
             params = parse_params(given[PARAMS_KEY])
@@ -200,40 +202,40 @@ class BlendScheduler:
         if bound is None:
             bound = salted_namespace(params.namespace, request.cache_salt)
             if params.namespace:
-                _salt_with_namespace(request, bound)
+                _salt(request, cache_salt_of(bound))
         return replace(params, namespace=bound)
 
     def _reason_to_leave(self, request: Any) -> str:
-        """Why no chunks are looked for in a request without parameters; "" where they are."""
+        """Return the reason why the prompt of a request without parameters is not matched; "" if it is matched."""
         if self.config.mode not in ("blend", "reuse"):
             return "mode"
-        return "weights_updated" if not self._reuses else _unfit(request)
+        return "weights_updated" if not self._reuses else _no_reuse_reason(request)
 
     def _count_left(self, reason: str) -> None:
-        self.counting.add(**{f"left_requests{LABEL}{reason}": 1})
+        self.metrics.add(**{f"left_requests{LABEL}{reason}": 1})
 
     def _make_state(self, request: Any, params: BlendParams) -> _RequestState:
         state = _RequestState(params, BlendReport(params.reported_mode))
         state.is_ours = PARAMS_KEY in (request.kv_transfer_params or {})
         if params.mode in ("full", "prefix"):
-            self._settle_rule(request, state)
+            self._resolve_rule(request, state)
             return state
         find_rule(params.rule)
-        if reason := _unfit(request):
-            raise UsageError(UNFIT[reason])
+        if reason := _no_reuse_reason(request):
+            raise UsageError(NO_REUSE_REASONS[reason])
         params.check_length(len(request.prompt_token_ids))
         if not self._reuses:
             state.report = _as_prefill(state.report, WEIGHTS_UPDATED)
         return state
 
-    def _settle_rule(self, request: Any, state: _RequestState) -> None:
-        """Settle rule and ratio, and begin the report, once the request's chunks are known."""
+    def _resolve_rule(self, request: Any, state: _RequestState) -> None:
+        """Resolve rule and ratio, and start the report, once the request's runs are known."""
         ids, params, runs = request.prompt_token_ids, state.params, state.runs or ()
         rule = self.config.rule if params.rule == "auto" else params.rule
         ratio = self.config.ratio if params.ratio is None else params.ratio
         prefix_ids, default = tuple(ids[: runs[0].start]) if runs else (), tuple(self._lookup.prefix_ids)
         if prefix_ids[: len(default)] == default:
-            prefix_ids = default  # what stands before the first chunk is a label as well, or a turn
+            prefix_ids = default  # labels or turns may follow it before the first chunk
         choice = self._calibrations.resolve_request_tuning(prefix_ids, rule, ratio)
         state.params = params = replace(params, rule=rule, ratio=choice.ratio)
         blends = params.mode == "blend"
@@ -253,7 +255,7 @@ class BlendScheduler:
         state.pending_lookup = self._lookup.start(ids, params, state.runs, asks_remote=asks_remote)
 
     def _is_plan_ready(self, request: Any, state: _RequestState) -> bool:
-        """Whether it is known what is to be done. Goes on with what has become known since the last call."""
+        """Continue with the results of lookup and fetch. Return True once both are complete."""
         if state.pending_fetch is not None:
             if not state.pending_fetch.is_over:
                 return False
@@ -276,10 +278,10 @@ class BlendScheduler:
         return True
 
     def _take_runs(self, request: Any, state: _RequestState, result: LookupResult) -> None:
-        """Go on with the chunks that were found in a request; without any it is vLLM's, as it came."""
+        """Record the runs in a request's prompt. Without runs or parameters, the request is left to vLLM."""
         state.runs = result.runs
         if state.params.mode != "ingest":
-            self.counting.observe("request_match_seconds", result.match_s)
+            self.metrics.observe("request_match_seconds", result.match_s)
             if not result.runs:
                 self._count_left("no_chunks")
                 if not state.is_ours:
@@ -287,14 +289,14 @@ class BlendScheduler:
                     return
             elif not state.is_ours:
                 state.is_ours = True
-                self.counting.add(requests=1)
-        self._settle_rule(request, state)
+                self.metrics.add(requests=1)
+        self._resolve_rule(request, state)
         state.report.match_s = result.match_s
 
     def _plan_fill(
         self, request: Any, state: _RequestState, runs: Sequence[ChunkRun], stored: tuple[StoredSpan, ...]
     ) -> None:
-        """Decide up to where the request's context will be filled."""
+        """Set the end of the context that the connector fills, from the stored chunks."""
         state.stored = stored
         if state.params.mode == "ingest":
             state.end = runs[-1].end
@@ -304,13 +306,14 @@ class BlendScheduler:
         state.end = stored[-1].end if stored else 0
         if stored:
             self._read_ahead.on_request_queued(request.request_id, stored)
-        if state.end and not state.adapts_ratio:  # otherwise it may become an ordinary prefill
+        if state.end and not state.adapts_ratio:  # the loading controller may still choose full prefill
             self._share_conversation(request, state)
 
     def _share_conversation(self, request: Any, state: _RequestState) -> None:
-        """Have a request see what was blended for earlier turns of its conversation, and later turns what is for it.
+        """Salt a request so that it shares blended blocks with earlier and later turns of its conversation.
 
-        It is left to vLLM where vLLM's exact cache has so much of it that blending would compute no fewer tokens.
+        Leave the request to vLLM instead if vLLM's prefix cache has enough exact tokens of it that blending would
+        compute no fewer.
         """
         ids, params, choice = request.prompt_token_ids, state.params, state.choice
         assert choice is not None
@@ -321,7 +324,7 @@ class BlendScheduler:
         ratio = params.ratio if params.mode == "blend" else 0.0
         assert isinstance(ratio, float | int)
         num_resident = self._num_cached(request)
-        num_stored = sum(span.end - span.start for span in _behind(state.stored, num_resident))
+        num_stored = sum(span.end - span.start for span in _from(state.stored, num_resident))
         if num_exact and num_exact >= num_resident + (1 - ratio) * num_stored:
             _salt(request, salt)
             state.is_salted = False
@@ -329,14 +332,14 @@ class BlendScheduler:
             self._count_left("prefix_cache")
 
     def _num_cached(self, request: Any) -> int:
-        """Tokens at a request's front that vLLM's prefix cache has, under the request's salt."""
+        """Return the number of leading tokens that vLLM's prefix cache has under the request's salt."""
         return 0 if self.kv_cache_manager is None else int(self.kv_cache_manager.get_computed_blocks(request)[1])
 
     def _leave(self, request: Any, state: _RequestState, num_cached: int) -> None:
-        """Leave the rest of a prompt to vLLM, which has `num_cached` tokens of it."""
+        """Leave the rest of a prompt to vLLM, whose prefix cache has its first `num_cached` tokens."""
         report = state.report
         if not state.is_salted:
-            report = replace(report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None)
+            report = _as_prefill(report)
         is_exact, runs = report.mode == "prefix" or report.recompute_ratio >= 1, state.runs or ()
         report.chunks = [
             replace(chunk, hit=True, prefix_match="exact", exact=is_exact) if run.start < num_cached else chunk
@@ -348,22 +351,22 @@ class BlendScheduler:
         cached = sum(max(0, min(run.end, num_cached) - run.start) for run in runs)
         report.charged_budget = report.charged_budget_32 = 1 - cached / total
         state.report, state.end, state.stored, state.num_missing = report, 0, (), 0
-        self.counting.add(reused_tokens=num_cached)
-        self._read_ahead.on_request_done(request.request_id)
+        self.metrics.add(reused_tokens=num_cached)
+        self._read_ahead.remove_request(request.request_id)
 
     def _adapt_ratio(self, request: Any, state: _RequestState) -> None:
-        """Settle the ratio by what loading costs, or leave the request to vLLM, where full prefill is faster."""
+        """Set the ratio that the loading controller chooses, or leave the request to vLLM if full prefill is faster."""
         assert state.choice is not None
         assert state.runs
         num_tokens, num_prefix = len(request.prompt_token_ids), state.runs[0].start
-        asks_first = find_rule(state.choice.rule).probes_before_selection
-        decision = self.loading.decide(state.choice.ratio, num_tokens, num_prefix, state.stored, asks_first)
+        probes_first = find_rule(state.choice.rule).probes_before_selection
+        decision = self.loading.decide(state.choice.ratio, num_tokens, num_prefix, state.stored, probes_first)
         state.adapts_ratio = False
         if decision.fallback_reason:
             state.report = _as_prefill(state.report, decision.fallback_reason)
             state.stored, state.end = (), 0
-            self._read_ahead.on_request_done(request.request_id)
-            self.counting.add(refused_requests=1)
+            self._read_ahead.remove_request(request.request_id)
+            self.metrics.add(refused_requests=1)
             return
         state.report.recompute_ratio = decision.ratio
         if state.choice.fit is not None:
@@ -371,7 +374,10 @@ class BlendScheduler:
         self._share_conversation(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The context's tokens, to be filled between steps; None: not known yet. After a preemption the same again."""
+        """Return the number of context tokens that the connector will fill, and True if it fills them between steps.
+
+        The number is None while it is unknown. After a preemption it is the same.
+        """
         state = self.requests.get(request.request_id)
         if state is None:
             return 0, False
@@ -380,17 +386,17 @@ class BlendScheduler:
             return None, False
         if state.end and state.adapts_ratio:
             if not self.loading.is_current:
-                return None, False  # the workers tell with this step what is in their memory
+                return None, False  # the workers report the contents of their memory with this step
             self._adapt_ratio(request, state)
         if state.is_salted != was_salted and num_computed_tokens != self._num_cached(request):
-            return None, False  # vLLM has looked under another salt; it looks again at the next step
+            return None, False  # vLLM counted under the previous salt, and counts again at the next step
         if not state.end:
             return 0, False
         if request.num_preemptions and num_computed_tokens > state.num_resident:
-            # What is left of its own blocks is computed again with the rest, so that the outcome does not depend on it.
+            # Its own blocks that survived the preemption are filled again, so that they do not change the result.
             _hide_blocks(request, state.num_resident // self._cache_config.block_size)
             return None, False
-        num_stored = sum(span.end - span.start for span in _behind(state.stored, num_computed_tokens))
+        num_stored = sum(span.end - span.start for span in _from(state.stored, num_computed_tokens))
         if num_computed_tokens and num_stored < MIN_RUN and state.params.mode != "ingest":
             self._leave(request, state, num_computed_tokens)
             return 0, False
@@ -398,7 +404,7 @@ class BlendScheduler:
         return state.end - num_computed_tokens, True
 
     def on_blocks_allocated(self, request: Any, block_ids: Sequence[int]) -> None:
-        """The blocks are there: the workers can start."""
+        """Queue the request's job, because vLLM has allocated its blocks."""
         state = self.requests.get(request.request_id)
         if state is None:
             return
@@ -412,7 +418,7 @@ class BlendScheduler:
                 tuple(request.prompt_token_ids),
                 tuple((run.start, run.end) for run in state.runs or ()),
                 state.end,
-                _behind(state.stored, state.num_resident),
+                _from(state.stored, state.num_resident),
                 tuple(block_ids),
                 self.fingerprint,
                 fit.rule_and_layer if fit is not None else None,
@@ -421,54 +427,54 @@ class BlendScheduler:
         )
 
     def wait_for_pending(self) -> None:
-        """Nothing is computed in this step: where the workers have nothing to do either, wait a little for what is
-        looked up or fetched, or empty steps would ask for it over and over."""
+        """Wait at most `IDLE_PATIENCE_S` for a pending lookup or fetch.
+
+        Called in steps that schedule no tokens, so that the scheduler does not poll in a busy loop. Returns at once
+        while the workers are busy.
+        """
         if self._read_ahead.is_busy:
             return
-        left: list[Future[Any]] = [
-            state.pending_lookup for state in self.requests.values() if state.pending_lookup is not None
-        ]
-        left += [
-            future
-            for asked in self.requests.values()
-            if asked.pending_fetch is not None
-            for future in asked.pending_fetch.pending
-        ]
-        if left:
-            wait(left, IDLE_PATIENCE_S, FIRST_COMPLETED)
+        pending: list[Future[Any]] = []
+        for state in self.requests.values():
+            if state.pending_lookup is not None:
+                pending.append(state.pending_lookup)
+            if state.pending_fetch is not None:
+                pending += state.pending_fetch.pending
+        if pending:
+            wait(pending, IDLE_PATIENCE_S, FIRST_COMPLETED)
 
     def take_jobs(self) -> tuple[list[BlendJob], list[str]]:
-        """The jobs that came up in this step, and what to read for requests that it left waiting."""
+        """Return the new jobs of this step, and the keys of entries to read ahead for waiting requests."""
         for state in self.requests.values():
             self._time_first_token(state)
         waiting = (
             bool(each.end or each.pending_fetch or each.pending_lookup) and not each.is_filled
             for each in self.requests.values()
         )
-        self.counting.set_queue_length(sum(waiting))
+        self.metrics.set_queue_length(sum(waiting))
         jobs, self._new_jobs = self._new_jobs, []
         return jobs, self._read_ahead.take(self.loading)
 
     def take_reports(self, reports: Mapping[str, BlendReport], memory: MemoryTierDelta | None) -> None:
-        """What the workers did, by request, and what is in their memory since then."""
+        """Record the workers' reports, by request id, and the changes of their memory tier."""
         if memory is not None:
             self.loading.apply_delta(memory)
         for request_id, report in reports.items():
-            self._read_ahead.on_request_done(request_id)
+            self._read_ahead.remove_request(request_id)
             state = self.requests.get(request_id)
-            if state is not None:  # what it waited for the remote tier is part of loading, and fusing waited too
+            if state is not None:  # waiting for the remote tier is both a load time and a stall
                 report.load_s, report.stall_s = report.load_s + state.waited_s, report.stall_s + state.waited_s
-            self.counting.record_filled(report, observed=state is not None and state.params.mode != "ingest")
+            self.metrics.record_filled_request(report, observed=state is not None and state.params.mode != "ingest")
             if state is not None:
                 report.predicted_agreement, report.match_s = state.report.predicted_agreement, state.report.match_s
                 state.report, state.is_filled = report, True
                 if report.refused_reason:
-                    state.end = 0  # or what failed once would be tried for ever
+                    state.end = 0  # so that a failed blend is not repeated forever
 
     def on_request_finished(self, request_id: str) -> dict[str, Any] | None:
-        """What goes out with its answer; None for a request that was not for us."""
+        """Remove a request. Return the `kv_transfer_params` of its response; None for a request left to vLLM."""
         self.loading.on_request_finished(request_id)
-        self._read_ahead.on_request_done(request_id)
+        self._read_ahead.remove_request(request_id)
         state = self.requests.pop(request_id, None)
         if state is None or not state.is_ours:
             return None
@@ -477,48 +483,48 @@ class BlendScheduler:
         if report.refused_reason:
             pass
         elif state.params.mode == "ingest" and not report.num_chunk_hits:
-            self.counting.add(ingested_chunks=state.is_filled)
+            self.metrics.add(ingested_chunks=state.is_filled)
         else:
-            # What was found and could not be read is a miss, too; what nobody looked for, or waited for, is none.
-            num_lost = len(state.stored) - report.num_chunk_hits if state.is_filled else 0
-            self.counting.add(chunk_hits=report.num_chunk_hits, chunk_misses=state.num_missing + num_lost)
+            # A stored chunk that could not be read is a miss, too, but not one whose job was dropped.
+            num_unread = len(state.stored) - report.num_chunk_hits if state.is_filled else 0
+            self.metrics.add(chunk_hits=report.num_chunk_hits, chunk_misses=state.num_missing + num_unread)
         if state.runs and len(report.chunks) == len(state.runs):
             join_runs(report, MatchedPrompt([], state.runs))
         return {PARAMS_KEY: report_to_json(report)}
 
     def _time_first_token(self, state: _RequestState) -> None:
-        """Between two steps: at most one step later than the token."""
+        """Record the request's first token, at most one engine step late."""
         if state.request is not None and state.request.num_output_tokens > 0:
             if state.params.mode != "ingest" and state.is_ours:
-                self.counting.record_first_token(state.report.mode, state.request.arrival_time)
+                self.metrics.record_first_token(state.report.mode, state.request.arrival_time)
             state.request = None
 
     def take_tombstones(self) -> AppliedTombstones:
-        """What other replicas have forgotten since the last call: the disk has, the workers are to."""
+        """Return the deletions by other replicas since the last call, which the workers have to apply, too."""
         return self.listener.take_applied() if self.listener is not None else AppliedTombstones()
 
     def close(self) -> None:
-        """End the threads that fetch."""
+        """End the threads for tombstones, fetches and lookups."""
         if self.listener is not None:
             self.listener.stop()
         if self._fetch is not None:
             self._fetch.close()
         self._lookup.close()
 
-    def _note_model(self, name: str, shape: KVSpec) -> None:
+    def _record_model(self, name: str, shape: KVSpec) -> None:
         models = self.disk.models()
         if self.fingerprint not in models:
             if models:
                 held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
-                log.warning("%s holds KV of %s, not of %s", self.config.store, held, name)
+                log.warning("%s contains KV of %s, but not of %s", self.config.store, held, name)
             try:
                 self.disk.put_model(self.fingerprint, {"model": name, **shape.as_facts()})
             except RagblendError as error:  # a read-only store still serves
                 log.warning("%s", error)
 
 
-def _unfit(request: Any) -> str:
-    """Return the reason in UNFIT why no stored KV can be used for a request; "" where it can."""
+def _no_reuse_reason(request: Any) -> str:
+    """Return the key in NO_REUSE_REASONS of why no stored KV can be used for a request; "" if it can be used."""
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "embeddings"
     if getattr(request, "mm_features", None):
@@ -528,15 +534,15 @@ def _unfit(request: Any) -> str:
     return "prompt_logprobs" if request.skip_reading_prefix_cache else ""
 
 
-def _as_prefill(report: BlendReport, reason: str) -> BlendReport:
-    """The report on a request that is left to vLLM."""
+def _as_prefill(report: BlendReport, reason: str = "") -> BlendReport:
+    """Return `report` changed to that of a request that is left to vLLM; `reason` if it could not be blended."""
     return replace(
         report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None, refused_reason=reason
     )
 
 
-def _behind(stored: Sequence[StoredSpan], start: int) -> tuple[StoredSpan, ...]:
-    """The parts of stored spans from position `start` on."""
+def _from(stored: Sequence[StoredSpan], start: int) -> tuple[StoredSpan, ...]:
+    """Return the parts of stored spans from position `start` on."""
     cut = (
         span._replace(start=max(start, span.start), chunk_start=span.chunk_start + max(0, start - span.start))
         for span in stored
@@ -545,7 +551,7 @@ def _behind(stored: Sequence[StoredSpan], start: int) -> tuple[StoredSpan, ...]:
 
 
 def _hide_from_prefix_cache(request: Any, state: _RequestState) -> None:
-    """Give a request a name of its own in vLLM's prefix cache: it finds nothing there, and nobody finds its blocks."""
+    """Give a request a unique salt, so that it shares no block in vLLM's prefix cache with other requests."""
     state.is_salted = True
     _hide(request)
 
@@ -555,16 +561,10 @@ def _hide(request: Any) -> None:
 
 
 def _hide_blocks(request: Any, num_seen: int) -> None:
-    """Let a request see its first `num_seen` blocks in vLLM's prefix cache, and hide those behind them."""
+    """Change the hashes of a request's blocks after the first `num_seen`, so that vLLM's prefix cache lacks them."""
     salt = uuid.uuid4().bytes
     hidden = [hashlib.sha256(salt + each).digest() for each in request.block_hashes[num_seen:]]
     request.block_hashes[num_seen:] = hidden
-
-
-def _salt_with_namespace(request: Any, namespace: str) -> None:
-    """Let a request share vLLM's prefix cache with its own namespace alone."""
-    if namespace:
-        _salt(request, cache_salt_of(namespace))
 
 
 def _salt(request: Any, salt: str | None) -> None:

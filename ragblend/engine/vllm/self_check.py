@@ -53,7 +53,7 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
 
 
 def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -> dict[str, float]:
-    """Return the relative error of each gate, by its name."""
+    """Return the relative error of each gate, by the gate's name."""
     ids = torch.randint(vocabulary, (total,), generator=torch.Generator().manual_seed(0)).to(layers.device)
     everything, context = torch.arange(total, device=layers.device), total - QUESTION_TOKENS
     question = everything[context:]
@@ -63,23 +63,23 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
         return KVHeader("check", "check", (), tuple(ids[start:end].tolist()), layers.num_layers, dtype)
 
     def paged(length: int = 0) -> PagedKV:
-        made = PagedKV(layers, blocks, total)
-        made.length = length
-        return made
+        target = PagedKV(layers, blocks, total)
+        target.length = length
+        return target
 
-    def outcome(rows: Tensor) -> Tensor:
-        hidden, behind = layers.embed(ids[rows]), paged()
+    def run_question() -> Tensor:
+        hidden, target = layers.embed(ids[question]), paged()
         for layer in range(layers.num_layers):
-            hidden = layers.run_layer(layer, hidden, rows, behind)
-        return layers.norm(hidden)[-QUESTION_TOKENS:]
+            hidden = layers.run_layer(layer, hidden, question, target)
+        return layers.norm(hidden)
 
     def blended(plan: FusePlan) -> Tensor:
         target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
-        with PagedSource((prefix, *plan.placements), layers, target, moves=plan.corrects_drift) as source:
+        with PagedSource((prefix, *plan.placements), layers, target, corrects_drift=plan.corrects_drift) as source:
             run_to_completion(layers, fuse_steps(layers, plan, target, source))
-        return outcome(question)
+        return run_question()
 
-    def asked(placement: Placement, num_resident: int = 0) -> Tensor:
+    def probed(placement: Placement, num_resident: int = 0) -> Tensor:
         target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS, num_resident)
         hidden = layers.embed(ids[question])
         placed: tuple[Placement, ...] = (prefix, placement)
@@ -99,11 +99,10 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
 
     full = torch.cat([layers.forward(ids[piece.span], piece) for piece in paged().attention_calls(everything)])
     expected = full[-QUESTION_TOKENS:]
-    prefix = Placement(prefill_chunk(layers, paged(), header(0, PREFIX_TOKENS)), 0, exact=True)  # stays in place
-    places = range(PREFIX_TOKENS, context, CHUNK_TOKENS)
+    prefix = Placement(prefill_chunk(layers, paged(), header(0, PREFIX_TOKENS)), 0, exact=True)
     chunks = [
-        Placement(prefill_chunk(layers, paged(PREFIX_TOKENS), header(at, at + CHUNK_TOKENS)), at, False)
-        for at in places
+        Placement(prefill_chunk(layers, paged(PREFIX_TOKENS), header(start, start + CHUNK_TOKENS)), start, False)
+        for start in range(PREFIX_TOKENS, context, CHUNK_TOKENS)
     ]
     sums = layers.sum_over_ranks
     first = chunks[0]._replace(exact=True)
@@ -123,7 +122,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
         )
 
     gates = {
-        "a chunk behind its prefix": blended(plan([first], "cacheblend", CheckLayer(1, 0.0))),
+        "a chunk after its prefix": blended(plan([first], "cacheblend", CheckLayer(1, 0.0))),
         "ratio 1.0 against full prefill": blended(plan(chunks, "cacheblend", CheckLayer(1, 1.0))),
     }
     exact = prefill_chunk(layers, paged(PREFIX_TOKENS), header(PREFIX_TOKENS, context))
@@ -132,15 +131,15 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     gates["scattered tokens over exact KV"] = blended(scattered)
     with _small_calls(layers, context // 2):
         gates["scattered tokens in several calls"] = blended(scattered)
-    gates["asking every layer over exact KV"] = blended(plan([whole], "ask", CheckLayer(0, 0.3)))
-    gates["the question asked ahead"] = asked(whole)
-    gates["the question asked ahead over what is in the blocks"] = asked(whole, context // 2)
+    gates["rule 'ask' over exact KV"] = blended(plan([whole], "ask", CheckLayer(0, 0.3)))
+    gates["a query probe over placed KV"] = probed(whole)
+    gates["a query probe over KV in the blocks"] = probed(whole, context // 2)
     return {gate: _error(found, expected) for gate, found in gates.items()}
 
 
 @contextmanager
 def _small_calls(layers: VllmLayers, max_rows: int) -> Iterator[None]:
-    """Split rows into several calls, all planned before the first one runs, as the calls of long prompts are."""
+    """Limit the size of calls, so that rows are split as in long prompts, with all calls planned first."""
     limits = layers.max_rows, layers.max_runs
     layers.max_rows, layers.max_runs = min(limits[0], max_rows), min(limits[1], _RUNS_OF_SMALL_CALLS)
     try:

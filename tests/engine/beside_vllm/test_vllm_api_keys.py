@@ -173,18 +173,18 @@ def asked(gate: AuthGate, engine: Engine, key: str, path: str, body: Any, method
 def test_the_gate_binds_what_any_body_hands_to_the_engine() -> None:
     engine = Engine()
     gate = AuthGate(parse_keys({"keys": {KEY: FACTS}}), engine)
-    foreign = {"kv_transfer_params": {"ragblend": {"namespace": "globex"}}}
+    forged = {"kv_transfer_params": {"ragblend": {"namespace": "globex"}}}
     for path in ("/v1/completions", "/invocations", "/inference/v1/generate"):
-        status, body = asked(gate, engine, KEY, path, {"extra_args": foreign})  # in no place that is known
+        status, body = asked(gate, engine, KEY, path, {"extra_args": forged})  # in no place that is known
         assert status == 403
         assert "'globex'" in body["error"]["message"]
-        assert asked(gate, engine, KEY, path, foreign)[0] == 403
+        assert asked(gate, engine, KEY, path, forged)[0] == 403
     assert engine.seen == []
     assert asked(gate, engine, KEY, "/v1/completions", {"extra_args": {"mine": 1}}) == (200, "app")
     assert engine.seen == [{"mine": 1, "kv_transfer_params": {TENANT_KEY: "acme"}}]
     for key, path, status in ((OTHER, "/v1/completions", 401), (KEY, "/metrics", 403), (KEY, "//v1/completions", 403)):
         assert asked(gate, engine, key, path, {})[0] == status
-    with pytest.raises(ForbiddenError):  # a task of nobody's
+    with pytest.raises(ForbiddenError):  # a task without a request
         engine.generate("prompt", SimpleNamespace(extra_args=None), "id")
     with pytest.raises(ForbiddenError):
         engine.encode("prompt")
@@ -214,11 +214,11 @@ def test_an_ingestion_has_a_limit_of_chunks() -> None:
 def test_errors_that_go_out_name_no_place(tmp_path: Path) -> None:
     remote = "redis://:secret@cache.internal:6379/0"
     config = ConnectorConfig(store=str(tmp_path / "kv"), remote=remote)
-    told = config.for_clients(StoreFullError(f"{tmp_path}/kv/aa/b needs 9 bytes; {remote} is away"))
-    assert told.startswith("STORE/aa/b needs 9 bytes")
+    message = config.message_for_clients(StoreFullError(f"{tmp_path}/kv/aa/b needs 9 bytes; {remote} is away"))
+    assert message.startswith("STORE/aa/b needs 9 bytes")
     for hidden in (str(tmp_path), "secret", "cache.internal"):
-        assert hidden not in told
-    assert "/etc" not in config.for_clients(OSError(13, "Permission denied", "/etc/passwd"))
+        assert hidden not in message
+    assert "/etc" not in config.message_for_clients(OSError(13, "Permission denied", "/etc/passwd"))
 
 
 def test_entries_and_notes_of_a_store_are_their_owners_alone(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.api import Engine
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.vllm.api_keys import DOCUMENTS_PATH
-from ragblend.engine.vllm.client import Connection, VllmClient, events
+from ragblend.engine.vllm.client import Connection, VllmClient, sse_events
 from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, report_to_json
 from ragblend.errors import (
     BackendUnreachableError,
@@ -294,7 +294,7 @@ def test_sampling_goes_to_the_server_by_vllms_names_and_what_is_not_said_does_no
     assert {name: plain[name] for name in asked} == dict.fromkeys(asked, 0) | {"repetition_penalty": 1}
     assert "logit_bias" not in plain
     assert {name: full[name] for name in (*asked, "logit_bias")} == asked | {"logit_bias": {"7": 3.0}}
-    with pytest.raises(UsageError, match="logprobs are given by backend='transformers' alone"):
+    with pytest.raises(UsageError, match="logprobs are only available with backend='transformers'"):
         client.generate(PROMPT, logprobs=True)
 
 
@@ -307,7 +307,7 @@ def test_bad_options_are_refused_before_anything_is_sent(client: VllmClient, scr
 
 def test_what_needs_ids_is_refused_with_where_to_do_it(client: VllmClient) -> None:
     for ask in (lambda: client.match(PROMPT), lambda: client.key(A), lambda: client.has_kv([1, 2])):
-        with pytest.raises(UsageError, match="run it on that machine"):
+        with pytest.raises(UsageError, match="run it on the server's machine"):
             ask()
 
 
@@ -374,7 +374,7 @@ def test_pieces_come_as_they_are_made_and_closing_hangs_up(client: VllmClient, s
 
 def test_events_skip_comments_and_other_fields() -> None:
     lines = [": ping", "event: x", 'data: {"a": 1}', "", 'data:{"a": 2}', "data: [DONE]", 'data: {"a": 3}']
-    assert list(events(lines)) == [{"a": 1}, {"a": 2}]
+    assert list(sse_events(lines)) == [{"a": 1}, {"a": 2}]
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ def test_a_server_that_dies_mid_stream_is_an_error_not_a_short_answer(
     script.answer = list("abcd")
     script.hang_up_after = after
     stream = client.stream(PROMPT)
-    with pytest.raises(BackendUnreachableError, match="went away"):
+    with pytest.raises(BackendUnreachableError, match="ended the connection"):
         list(stream)
     assert stream.result.text == "abcd"[:after]
     assert len(script.bodies) == 1  # what has begun is not begun again
@@ -457,10 +457,10 @@ def test_a_server_that_dies_mid_stream_is_an_error_not_a_short_answer(
 
 
 def test_a_stream_without_its_end_mark_is_an_error() -> None:
-    with pytest.raises(BackendUnreachableError, match="before it was complete"):
-        list(events(['data: {"a": 1}']))
+    with pytest.raises(BackendUnreachableError, match="ended the answer early"):
+        list(sse_events(['data: {"a": 1}']))
     with pytest.raises(BackendUnreachableError, match="instead of JSON"):
-        list(events(["data: <html>"]))
+        list(sse_events(["data: <html>"]))
 
 
 def test_an_error_inside_a_stream_is_raised(client: VllmClient, script: Script) -> None:
@@ -507,7 +507,7 @@ def test_a_chunk_is_a_document_of_its_own(client: VllmClient, script: Script) ->
 def test_documents_are_sent_as_texts_and_waited_for(client: VllmClient, script: Script) -> None:
     script.states = ["waiting", "unknown", "waiting"]  # "unknown": by another replica behind a balancer
     seen: list[tuple[str, int, int | None]] = []
-    report = precompute_documents([A, B, A], client, lambda *told: seen.append(told), ids=["a", "b", "a"])
+    report = precompute_documents([A, B, A], client, lambda *args: seen.append(args), ids=["a", "b", "a"])
     assert script.sent == [
         {"collection": "langchain", "documents": [{"id": "a", "chunks": [A, A]}, {"id": "b", "chunks": [B]}]}
     ]
@@ -574,7 +574,7 @@ def test_documents_that_a_server_has_lost_are_an_error(
 ) -> None:
     monkeypatch.setattr("ragblend.engine.vllm.client._LOST_S", 0.3)
     script.states = ["unknown"] * 100
-    with pytest.raises(BackendUnreachableError, match="knows no more of documents that it took"):
+    with pytest.raises(BackendUnreachableError, match="no longer reports documents that it accepted"):
         precompute_documents([A], client)
 
 
@@ -615,9 +615,9 @@ def test_models_of_one_server_share_an_engine_until_it_is_closed(url: str, scrip
     chat.engine.close()
     with pytest.raises(RagblendError, match="load it again"):
         again.invoke("who?")
-    anew = ChatBlend(**chat.model_dump(exclude_none=True), api_key="k")
-    assert anew.invoke("who?").response_metadata["finish_reason"] == "stop"
-    anew.engine.close()
+    copied = ChatBlend(**chat.model_dump(exclude_none=True), api_key="k")
+    assert copied.invoke("who?").response_metadata["finish_reason"] == "stop"
+    copied.engine.close()
 
 
 @pytest.mark.parametrize(("hits", "is_right"), [([True, True], True), ([True, False], False), ([], False)])
@@ -630,7 +630,7 @@ def test_strict_is_checked_by_the_report(url: str, script: Script, hits: list[bo
         assert chat.invoke(PROMPT.messages[0].content).content == "Kinport"
 
 
-# --- what is said, and how it ends ------------------------------------------------------------------------------------
+# --- logs and closing ------------------------------------------------------------------------------------
 
 
 def test_a_server_that_has_none_of_the_chunks_is_said_once_after_three_requests(

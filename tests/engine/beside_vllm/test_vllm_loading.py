@@ -1,4 +1,4 @@
-"""What vLLM's scheduler knows of loading, without vLLM: memory as the worker tells it, decisions, reading ahead."""
+"""Loading decisions of vLLM's scheduler, without vLLM: the workers' memory, the ratio, reading ahead."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[str, int]], eve
         if number % (every + 1) == 0 and (change := watch.take_delta(False)) is not None:
             loading.apply_delta(change)
     loading.apply_delta(watch.take_delta(True) or MemoryTierDelta())
-    assert {key for key in KEYS if loading.holds(key)} == set(memory.keys())
+    assert {key for key in KEYS if loading.is_in_memory(key)} == set(memory.keys())
 
 
 @pytest.mark.parametrize("in_memory", [0, 1, 3])
@@ -112,7 +112,7 @@ def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_
     ahead.on_request_started("a")
     ahead.on_request_queued("b", spans(4)[1:])
     assert [ahead.take(loading) for _ in range(3)] == [[], [], []]  # the disk is for a
-    ahead.on_request_done("a")
+    ahead.remove_request("a")
     loading.apply_delta(MemoryTierDelta((KEYS[1],)))
     assert ahead.take(loading) == KEYS[2:4]
 
@@ -130,9 +130,9 @@ def test_what_is_read_ahead_fits_into_memory() -> None:
     every = spans(5)
     for name, stored in (("large", every[:3]), ("first", every[:2]), ("second", every[2:4]), ("gone", every[4:])):
         ahead.on_request_queued(name, stored)
-    ahead.on_request_done("gone")
+    ahead.remove_request("gone")
     assert [ahead.take(loading) for _ in range(8)] == [[], [], [], KEYS[:2], [], [], [], []]
-    ahead.on_request_done("first")
+    ahead.remove_request("first")
     assert ahead.take(loading) == KEYS[2:4]
     no_memory = ReadAheadQueue(0)
     no_memory.on_request_queued("a", every)

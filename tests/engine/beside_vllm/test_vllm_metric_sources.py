@@ -43,4 +43,4 @@ def test_a_store_that_is_deleted_under_the_server_is_logged_and_counted(
     shutil.rmtree(disk.root, ignore_errors=True)
     shutil.move(tmp_path / "elsewhere", disk.root)
     assert listed(metrics)["store_missing"] == 0
-    assert caplog.text.count("is back") == 1
+    assert caplog.text.count("was restored") == 1

@@ -68,12 +68,12 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        ({"version": 1}, "version 1"),
+        ({"version": 1}, "parameters is 1, but this server reads 2"),
         ({"mode": "guess"}, "'guess'"),
         ({"ratio": 1.5}, "1.5"),
         ({"ratio": True}, "True"),
         ({"ratio": "all"}, "'all'"),
-        ({"spans": [[0, 5]]}, "leave spans out"),
+        ({"spans": [[0, 5]]}, "leave them out"),
         ({"mode": "ingest", "spans": [[4, 4]]}, r"\(4, 4\)"),
         ({"mode": "ingest", "spans": [[0, 5], [4, 9]]}, "starts at 4"),
         ({"mode": "ingest", "spans": [[0, 5, 9]]}, r"\(0, 5, 9\)"),

@@ -1,4 +1,4 @@
-"""A server that is told to stop, without vLLM: what it waits for, and whom it refuses. The rest: inside_vllm."""
+"""Graceful shutdown without vLLM: what a server waits for, and which requests it rejects. More: inside_vllm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POST = {"type": "http", "method": "POST"}
 
 
 class EngineClient:
-    """What vLLM calls when it is told to stop."""
+    """vLLM's engine client, whose `shutdown` vLLM calls on SIGTERM."""
 
     def __init__(self) -> None:
         self.timeouts: list[float | None] = []
@@ -61,7 +61,7 @@ async def test_vllm_stops_after_the_last_answer_is_sent_and_new_prompts_are_refu
 async def test_an_answer_that_takes_too_long_does_not_hold_up_the_stop(
     timeout: float | None, passed_on: float | None
 ) -> None:
-    """Ten seconds are left to write what is owed to the remote tier; without time to drain vLLM stops as ever."""
+    """Ten seconds remain for writes to the remote tier; without time to drain, vLLM stops as before."""
     client = EngineClient()
     readiness = Readiness(client, [])
 

@@ -92,8 +92,8 @@ def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(
 
 
 def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made: list[RemoteFetcher]) -> None:
-    """64 chunks from a server that takes 1 s for each, 8 at a time: what came in 1.8 s is on the disk, the rest is not
-    asked for afterwards."""
+    """64 chunks from a server that takes 1 s for each, 8 at a time: those sent within 1.8 s are on the disk, the
+    rest is not requested afterwards."""
     values, kvs = DictValues(), [make_kv(seed) for seed in range(64)]
     values.data = {kv.header.key: encode_chunk(kv) for kv in kvs}
     ask = values.get
@@ -129,7 +129,7 @@ def test_what_was_forgotten_while_it_was_on_its_way_does_not_stay(
     assert list(disk.keys()) == ([] if forgets else KEYS[:1])
 
 
-@pytest.mark.parametrize("trouble", ["down", "lying"])
+@pytest.mark.parametrize("trouble", ["down", "damaged"])
 def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(
     trouble: str, tmp_path: Path, made: list[RemoteFetcher]
 ) -> None:
@@ -142,10 +142,10 @@ def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(
     assert list(disk.keys()) == ([] if trouble == "down" else KEYS[:1])
     counters = made[0].remote.counters
     assert (counters.num_failures > 0, counters.num_damaged) == ((True, 0) if trouble == "down" else (False, 11))
-    assert breaker.is_closed == (trouble == "lying")
+    assert breaker.is_closed == (trouble == "damaged")
     num_asked = len(values.calls)
     wait_for(made[0].start(KEYS[:1]))
-    assert len(values.calls) == num_asked  # here by now, or left alone
+    assert len(values.calls) == num_asked  # is stored, or is not requested again
 
 
 def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path: Path, made: list[RemoteFetcher]) -> None:

@@ -46,9 +46,9 @@ def num_matched_tokens(
                 registry.add_ids([(f"text {kv.header.key}", kv.header.token_ids)], fingerprint, each)
     module = "ragblend.engine.vllm.scheduler"
     monkeypatch.setattr(f"{module}.model_fingerprint", lambda model: "model")
-    monkeypatch.setattr(f"{module}.model_shape", lambda model: KVSpec.from_kv_shapes("float32", [(2, 4, 4)] * 2))
+    monkeypatch.setattr(f"{module}.model_kv_spec", lambda model: KVSpec.from_kv_shapes("float32", [(2, 4, 4)] * 2))
     monkeypatch.setattr(f"{module}.machine_facts_of", lambda config: {})
-    monkeypatch.setattr(f"{module}.served_options", lambda model, place: AS_IT_IS)
+    monkeypatch.setattr(f"{module}.vllm_model_options", lambda model, place: AS_IT_IS)
     params: dict[str, Any] = {"namespace": namespace, "ratio": 0.5}
     request = SimpleNamespace(
         request_id="1",
@@ -84,7 +84,7 @@ def test_only_chunks_of_the_requests_namespace_are_found(
 
     monkeypatch.setattr(DiskStore, "peek", recording)
     assert num_matched_tokens(monkeypatch, tmp_path, tokenizer, [*PROMPT, 2], namespace) == expected
-    # What others have stored is not even asked for, so that it cannot be told by the time that takes.
+    # Other namespaces' entries are not requested, so that the response time does not reveal them.
     assert asked.isdisjoint(kv.header.key for kv in CHUNKS) == (namespace != "acme")
     assert bool(asked) == (namespace in ("acme", "known"))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragblend.server.api import report_in_streams
+from ragblend.server.api import add_reports_to_streams
 
 REPORT = {"ragblend": {"num_chunk_hits": 2}}
 TEXT = 'data: {"choices": [{"text": "mentions kv_transfer_params"}]}\n\n'
@@ -33,7 +33,7 @@ def sent_by_a_server(last: dict[str, Any] | None, is_chat: bool) -> list[str]:
         yield result if is_chat else (0, result)
 
     serving = SimpleNamespace(stream_generator=stream)
-    report_in_streams(serving, "stream_generator", 0 if is_chat else 1)
+    add_reports_to_streams(serving, "stream_generator", 0 if is_chat else 1)
     given = [results(), "r"] if is_chat else [None, results(), "r"]
     request = SimpleNamespace(kv_transfer_params={"ragblend": {"mode": "blend"}})
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ragblend.engine.vllm.launch import CONNECTOR, find_checkpoint, unsupported_model_reasons
-from ragblend.engine.vllm.plugin import reserving_memory
+from ragblend.engine.vllm.plugin import reserve_blend_memory
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     model_fingerprint,
@@ -24,7 +24,7 @@ from ragblend.engine.vllm.support import (
 )
 from ragblend.errors import RagblendError, UnsupportedModelError
 from ragblend.options import ModelOptions
-from ragblend.server.api import ServedChunks
+from ragblend.server.api import ServerResources
 
 
 def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **rest: Any) -> Any:
@@ -192,17 +192,17 @@ def test_more_than_one_kind_of_cache_is_refused():
 
     reject_kv_groups(groups(FullAttentionSpec()))
     for refused in (groups(FullAttentionSpec(), MambaSpec()), groups(MambaSpec()), groups()):
-        with pytest.raises(UnsupportedModelError, match="one cache of full attention"):
+        with pytest.raises(UnsupportedModelError, match="one KV cache of full attention"):
             reject_kv_groups(refused)
 
 
-REPO = "nobody/tiny"
+REPO = "someone/tiny"
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of Hugging Face, without network, that holds two revisions of one repo; the folder of their snapshots."""
-    repo = tmp_path / "models--nobody--tiny"
+    repo = tmp_path / "models--someone--tiny"
     (repo / "refs").mkdir(parents=True)
     for number, (revision, architecture) in enumerate((("main", "LlamaForCausalLM"), ("v2", "MambaForCausalLM"))):
         commit = f"{number}" * 40
@@ -234,7 +234,7 @@ def test_two_revisions_of_a_model_share_no_kv(hub: Path) -> None:
         assert any("MambaForCausalLM" in each for each in unsupported_model_reasons(REPO, options)) == (
             revision == "v2"
         )
-    # vLLM reads a directory as it is, whatever the revision.
+    # vLLM ignores the revision of a directory.
     assert model_fingerprint(served(str(hub / ("1" * 40)), revision="v2")) == of_v2
     # A config from elsewhere may compute other KV with the same weights.
     assert model_fingerprint(served(str(hub / ("0" * 40)), hf_config_path=str(hub / ("1" * 40)))) != of_main
@@ -244,7 +244,7 @@ def test_a_server_reports_the_fingerprint_of_its_revision(hub: Path, tmp_path: P
     model = served(REPO, revision="v2", max_model_len=64, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 32)
     model.hf_text_config = model.hf_config
     transfer = SimpleNamespace(kv_connector_extra_config={"store": str(tmp_path / "kv")})
-    facts = ServedChunks(SimpleNamespace(model_config=model, kv_transfer_config=transfer)).facts()
+    facts = ServerResources(SimpleNamespace(model_config=model, kv_transfer_config=transfer)).model_facts()
     assert facts["fingerprint"] == model_fingerprint(model) != model_fingerprint(served(REPO))
     assert facts["model"] == REPO
 
@@ -259,5 +259,5 @@ def test_vllms_kv_cache_on_a_gpu_leaves_room_for_the_layers_that_a_blend_holds(c
         kv_transfer_config=SimpleNamespace(kv_connector=connector),
     )
     served.cache_config.kv_cache_memory_bytes = given
-    measure = reserving_memory(lambda worker: 10 << 30)
+    measure = reserve_blend_memory(lambda worker: 10 << 30)
     assert measure(SimpleNamespace(vllm_config=served)) == (10 << 30) - reserved

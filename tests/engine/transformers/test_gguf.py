@@ -152,7 +152,7 @@ def test_without_the_packages_the_extra_is_named(file: Path, monkeypatch: pytest
 
 
 def test_vllm_rejects_a_gguf_and_names_the_other_backend(file: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="is a GGUF, which is read here with backend='transformers' alone"):
+    with pytest.raises(UnsupportedModelError, match="is a GGUF file, which only backend='transformers' reads"):
         find_checkpoint(str(file))
 
 
