@@ -1,8 +1,8 @@
-"""The chunks of one store that may be found in prompts: those of one tokenizer and one namespace.
+"""`KnownChunks`: finds the registered chunks of one tokenizer and one namespace in prompts.
 
-The token ids stand in the store's registry; an index over them is built at the first search, shared by all engines of
-the process, and brought up to date when ids were added or removed, by this process or another. Knows ids, the registry
-and the index. Knows nothing about texts' meaning, KV or engines.
+The token ids are in the store's registry. The first search builds an index over them, which all engines of the process
+share. Later searches add and remove what this process or another has changed. Depends on token ids and the registry,
+not on KV or engines.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _CACHED_CHUNKS = 4096
-_OUTAGE_PAUSE_S = 5.0  # a catalogue that did not answer is asked again after so long
+_OUTAGE_PAUSE_S = 5.0  # before the next query to a catalogue that did not answer
 
 
 class KnownChunks:
-    """Finds runs of the chunks that `registry` has of a tokenizer and a namespace. Thread-safe.
+    """Finds runs of the chunks in `registry` that have token ids for a tokenizer and a namespace. Thread-safe.
 
-    While the registry's server does not answer, no chunk is known: prompts are prefilled whole. A warning says so once.
-    Get one by `open_known_chunks`.
+    While the registry's server does not answer, no run is found, so prompts are prefilled without stored KV, and one
+    warning is logged. Create it with `open_known_chunks`.
     """
 
     def __init__(self, registry: ChunkRegistry, tokenizer: str, namespace: str) -> None:
@@ -53,11 +53,11 @@ class KnownChunks:
         self._clear()
 
     def add(self, chunks: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Add chunks by text and token ids; known ones stay as they are."""
+        """Add chunks as (text, token ids). Known chunks are not changed."""
         self._registry.add_ids(chunks, *self._owner)
 
     def remove(self, text: str) -> None:
-        """Remove the chunk of this text."""
+        """Remove the token ids of this text."""
         self._registry.remove_ids(text, *self._owner)
 
     def __contains__(self, text: object) -> bool:
@@ -72,7 +72,7 @@ class KnownChunks:
             return self._has_text(text)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
-        """Return the runs of chunks in a prompt, in its order; they do not overlap."""
+        """Return the runs of chunks in a prompt, in prompt order. They do not overlap."""
         return self._ask(lambda: self._find_runs(token_ids), [])
 
     def _find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
@@ -89,7 +89,7 @@ class KnownChunks:
     def _ask(self, call: Callable[[], T], default: T) -> T:
         """Return the call's result, or the default while the registry's server does not answer.
 
-        After a pause one caller asks again; the others do not wait for it.
+        After a pause, one caller queries the server again. Other callers get the default and do not wait.
         """
         if self._retry_at_s:
             with self._outage_lock:
@@ -103,12 +103,12 @@ class KnownChunks:
             return default
         if self._retry_at_s:
             self._retry_at_s = 0.0
-            log.warning("the catalogue answers again: stored chunks are found in prompts")
+            log.warning("the catalogue answers again, so stored chunks are found in prompts")
         return found
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold the lock. A call that failed while this one waited for it fails this one as well."""
+        """Hold the lock. Raise BackendUnreachableError if another call failed while this one waited for the lock."""
         num_failures = self._num_failures
         with self._lock:
             if num_failures != self._num_failures:
@@ -123,11 +123,11 @@ class KnownChunks:
     def _record_outage(self, error: BackendUnreachableError) -> None:
         with self._outage_lock:
             if not self._retry_at_s:
-                log.warning("no stored chunk is found in prompts, which are prefilled whole: %s", error)
+                log.warning("no stored chunk is found, so prompts are prefilled without stored KV: %s", error)
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Free the registry's file; the next call opens it again, be it the same file or another in its place."""
+        """Close the registry's file and drop the index. The next call opens the file at that path again."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()
@@ -141,17 +141,17 @@ class KnownChunks:
         self._num_removals = 0
 
     def _update(self) -> None:
-        """Bring the index to the state of the registry."""
+        """Add and remove what changed in the registry since the last call."""
         version = self._registry.version()
         if version == self._version:
             return
-        if self._version is not None and version < self._version:  # another database is in its place
+        if self._version is not None and version < self._version:  # another database replaced the file
             self._clear()
-        self._cached_ids.cache_clear()  # of removed chunks the index finds no ids, and so no run
+        self._cached_ids.cache_clear()  # the index ignores chunks without ids, which are removed ones
         self._cached_document.cache_clear()
         num_removals = self._registry.num_removals()
         added = self._registry.ids_after(self._last_number, *self._owner)
-        if num_removals != self._num_removals:  # counting takes long in PostgreSQL
+        if num_removals != self._num_removals:  # because counting is slow in PostgreSQL
             num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)
             if num_removed > len(self._index) // 4:
                 self._clear()
@@ -163,7 +163,7 @@ class KnownChunks:
 
 
 def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[ChunkRun]:
-    """Return the runs of these few chunks in a prompt, in its order; they do not overlap."""
+    """Return the runs of these few chunks (token ids) in a prompt, in prompt order. They do not overlap."""
     arrays = [np.asarray(ids) for ids in chunks]
     index = TokenIndex(arrays.__getitem__)
     index.add(enumerate(arrays))
@@ -178,18 +178,18 @@ _OPEN: WeakValueDictionary[tuple[object, str, str], KnownChunks] = WeakValueDict
 _OPEN_LOCK = threading.Lock()
 
 
-def _forget_parents() -> None:
-    """In a forked process: a thread that is not here may hold the parent's locks."""
+def _in_child() -> None:
+    """Replace the lock in a forked process: a thread of the parent may have held the old one."""
     global _OPEN_LOCK
     _OPEN_LOCK = threading.Lock()
     _OPEN.clear()
 
 
-os.register_at_fork(after_in_child=_forget_parents)
+os.register_at_fork(after_in_child=_in_child)
 
 
 def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -> KnownChunks:
-    """Return the chunks of a tokenizer and a namespace in a registry: one object for all who use its file."""
+    """Return the KnownChunks of a registry's database, a tokenizer and a namespace. All callers share one object."""
     key = (registry.key or id(registry), tokenizer, namespace)
     with _OPEN_LOCK:
         known = _OPEN.get(key)

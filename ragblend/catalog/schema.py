@@ -1,7 +1,7 @@
 """The tables of the catalogue, for SQLAlchemy.
 
-Rows carry checksums, because SQLite's pages do not: the `row_checksum` of the columns that a table's `info` names. A
-text needs none, because its key is its hash. Knows tables; opens nothing.
+Most tables have a `checksum` column, because SQLite's pages have no checksums. It is the `row_checksum` of the columns
+in the table's `info`. A text needs none, because its key is its hash. Opens no database.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ METADATA = MetaData()
 
 
 INDEX_MARK = "index:"
-"""Begins the collections of indexes."""
+"""Prefix of the collections that stand for an index."""
 
 
 class DocumentName(NamedTuple):
-    """What a document is named by: its id in a collection of a namespace. Texts that come without an id belong to the
-    document "". So do those of an index, whose collection is the index and which has no namespace.
+    """Identifies a document: its id in a collection of a namespace.
+
+    Texts that were added without an id belong to the document with the id "". All texts of an index belong to one such
+    document, in a collection that stands for the index, without a namespace.
     """
 
     collection: str = ""
@@ -51,7 +53,7 @@ class DocumentName(NamedTuple):
 
     @property
     def is_index(self) -> bool:
-        """True for what stands for all documents of an index."""
+        """True for the name under which an index registers the texts of all its documents."""
         return self.collection.startswith(INDEX_MARK) and not self.id
 
 
@@ -59,27 +61,27 @@ UNNAMED = DocumentName()
 
 
 class Blob(UserDefinedType[bytes]):
-    """Bytes as the database returns them, so that a damaged row is read as it is. LargeBinary would convert it."""
+    """Bytes, or a damaged row's value of another type, which LargeBinary would convert."""
 
     cache_ok = True
 
     def get_col_spec(self, **_: Any) -> str:
-        """Return the name of the type in SQL."""
+        """Return the SQL name of the type."""
         return "BLOB"
 
 
 class EscapedText(TypeDecorator[str]):
-    """Text in PostgreSQL, which takes no NUL character: that is written as two others. In the order of its bytes."""
+    """Text in PostgreSQL, sorted by bytes. A NUL character, which PostgreSQL rejects, is stored as two others."""
 
     impl = Text(collation="C")
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: object) -> str | None:
-        """Return the text escaped for the database, which stores no NUL character."""
+        """Return the text with NUL characters escaped."""
         return value if value is None else value.replace("\x1a", "\x1a1").replace("\x00", "\x1a0")
 
     def process_result_value(self, value: str | None, dialect: object) -> str | None:
-        """Return the text that was written."""
+        """Return the text with NUL characters restored."""
         return value if value is None else value.replace("\x1a0", "\x00").replace("\x1a1", "\x1a")
 
 
@@ -102,7 +104,10 @@ def _number() -> Column[int]:
 
 
 def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked: str, key: str = "") -> Table:
-    """Return a table with a checksum of the columns `checked`. `key`: its primary key, "" where one column is that."""
+    """Return a table with a checksum over the columns `checked`, names separated by spaces.
+
+    `key`: the columns of the primary key; "" if one column already is the primary key.
+    """
     for column in columns:
         if isinstance(column, Column) and column.name in key.split():
             column.primary_key = True
@@ -118,7 +123,7 @@ def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked:
 
 
 def _partial_index(name: str, column: Column[Any], where: ColumnElement[bool]) -> Index:
-    """Make an index of the rows of which `where` holds."""
+    """Create an index of the rows that meet the condition `where`."""
     return Index(name, column, sqlite_where=where, postgresql_where=where)
 
 
@@ -137,7 +142,7 @@ VERSIONS = _checked_table(
     key="collection id namespace",
     checked="collection id namespace version",
 )
-"""The version that each document has, where its caller named one."""
+"""The version of each document whose caller gave one."""
 DOCUMENT_TEXTS = _checked_table(
     "document_texts",
     *(_text(name) for name in DocumentName._fields),
@@ -145,12 +150,12 @@ DOCUMENT_TEXTS = _checked_table(
     key="collection id namespace key",
     checked="collection id namespace key",
 )
-"""The owners of each text."""
+"""The documents that each text belongs to."""
 Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)
 STORED_ENTRIES = _checked_table(
     "stored_entries", _text("entry"), _text("fingerprint"), key="entry", checked="entry fingerprint"
 )
-"""Entries that were stored and not deleted since, and the fingerprint of their model."""
+"""Entries that were stored and not deleted, with the fingerprint of their model."""
 ENTRY_CHUNKS = _checked_table(
     "entry_chunks",
     _blob("ids_hash"),
@@ -159,7 +164,7 @@ ENTRY_CHUNKS = _checked_table(
     key="ids_hash namespace entry",
     checked="ids_hash namespace entry",
 )
-"""Which chunks, by the hash of their token ids, an entry holds or was computed after."""
+"""The chunks, as hashes of their token ids, that an entry contains or was computed after."""
 Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
 VARIANTS = _checked_table(
     "variants",
@@ -171,7 +176,7 @@ VARIANTS = _checked_table(
     Column("is_stored", INTEGER, nullable=False),
     checked="entry key embedder vector",
 )
-"""Requested similar variants of the chunks that frameworks add, with the vectors that find their neighbours."""
+"""Requested similar variants of chunks that frameworks added, with the vectors that find their similar chunks."""
 Index("variants_by_key", VARIANTS.c.key)
 _partial_index("missing_variants", VARIANTS.c.embedder, VARIANTS.c.is_stored == text("0"))
 TOKEN_IDS = _checked_table(
@@ -184,7 +189,7 @@ TOKEN_IDS = _checked_table(
     UniqueConstraint("key", "tokenizer", "namespace"),
     checked="tokenizer namespace key ids",
 )
-"""The token ids of texts, by tokenizer (its fingerprint) and namespace."""
+"""The token ids of texts, for each tokenizer (its fingerprint) and namespace."""
 
 NUM_COUNTS = ("num_chunks", "num_tokens", "num_known_kv", "num_new_kv", "new_kv_bytes")
 SENT_DOCUMENTS = Table(
@@ -198,11 +203,11 @@ SENT_DOCUMENTS = Table(
     UniqueConstraint("namespace", "collection", "id"),
     sqlite_autoincrement=True,
 )
-"""The documents that a server was sent."""
+"""The documents that clients sent to a server."""
 _partial_index("sent_documents_waiting", SENT_DOCUMENTS.c.number, SENT_DOCUMENTS.c.body.is_not(None))
 
 SHARED_METADATA = MetaData()
-"""Tables of a catalogue that several servers have, in addition to the others."""
+"""Additional tables of a catalogue that several servers share."""
 LEASES = Table(
     "leases",
     SHARED_METADATA,
@@ -210,9 +215,9 @@ LEASES = Table(
     Column("owner", Text, nullable=False),
     Column("expires_at", DateTime(timezone=True), nullable=False),
 )
-"""Who is working on what, and until when."""
+"""The server that works on each document, and the end of its lease."""
 INDEX_FACTS = _checked_table("index_facts", _text("name"), _text("value"), key="name", checked="name value")
-"""What made the index, and how many times its documents changed."""
+"""Facts of the index (embedder, dimension, tokenizer, ...), and its generation."""
 FILES = _checked_table("files", _text("path"), _text("version"), _text("top"), key="path", checked="path version top")
 """The files from which the documents of the index came."""
 DOCUMENTS = _checked_table(
@@ -236,10 +241,10 @@ CHUNKS = _checked_table(
     checked="id document ordinal start end text metadata vector generation text_key",
 )
 Index("chunks_by_text", CHUNKS.c.text_key)
-# All that a search asks for when it looks for what is new, without reading texts and vectors.
+# A search lists new chunks from this index alone, without reading texts and vectors.
 Index("chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal)
 ORPHANED_TEXTS = _checked_table("orphaned_texts", _number(), _text("source"), _text("text"), checked="source text")
-"""The texts that a document of the index had before, until the entries of their KV are in `pending_deletions`."""
+"""Texts that documents of the index lost. The rows are deleted when the entries are in `pending_deletions`."""
 PENDING_DELETIONS = _checked_table(
     "pending_deletions",
     _number(),
@@ -248,7 +253,7 @@ PENDING_DELETIONS = _checked_table(
     UniqueConstraint("key", "place"),
     checked="key place source text_key",
 )
-"""The entries to be deleted from a place, which may be a remote tier that does not answer now."""
+"""Entries to be deleted, and the tier to delete them from, which may be unreachable."""
 INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)
 
 CHECKED_TABLES = {
@@ -265,7 +270,7 @@ CHECKED_TABLES = {
     "texts to be deleted": ORPHANED_TEXTS,
     "entries to be deleted": PENDING_DELETIONS,
 }
-"""The tables with checksums, by what messages call their rows."""
+"""The tables with checksums, by the name of their rows in messages."""
 
 
 def checksummed_columns(table: Table) -> list[Column[Any]]:
@@ -274,37 +279,37 @@ def checksummed_columns(table: Table) -> list[Column[Any]]:
 
 
 def is_intact(row: Sequence[Any]) -> bool:
-    """Return True if the values of `checksummed_columns` are those that were written."""
+    """Return True if the checksum of a row of `checksummed_columns` matches its values."""
     return bool(row[-1] == row_checksum(*row[:-1]))
 
 
 def with_checksum(table: Table, **values: object) -> dict[str, object]:
-    """Return the values of a row with their checksum."""
+    """Return the values of a row, and the checksum over the table's checked columns."""
     return {**values, "checksum": row_checksum(*(values[name] for name in table.info["checked"]))}
 
 
 def text_key(stripped: str) -> bytes:
-    """Return the key of a text that is stripped: 16 bytes."""
+    """Return the key of a text, a hash of 16 bytes. The caller strips the text first."""
     return hashlib.blake2b(stripped.encode(), digest_size=16).digest()
 
 
 MAX_VALUES = 500
-"""Values of one `IN`, whose number databases limit."""
+"""Values of one `IN` list, because databases limit their number."""
 
 
 def batches(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the values in lists that are short enough for one statement."""
+    """Yield the values in lists of at most `MAX_VALUES`."""
     listed = list(values)
     return (listed[start : start + MAX_VALUES] for start in range(0, len(listed), MAX_VALUES))
 
 
 def is_among(column: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Return the condition that a column has one of the parameter `values`."""
+    """Return the condition that a column's value is in the statement's parameter `values`, a list."""
     return column.in_(bindparam("values", expanding=True))
 
 
 def existing(connection: Connection, query: Select[Any], values: Iterable[Any], **parameters: object) -> set[Any]:
-    """Return those of `values` that `query` finds, a selection of one column by `is_among`."""
+    """Return the subset of `values` that the database contains. `query` selects one column by `is_among`."""
     found: set[Any] = set()
     for some in batches(values):
         found.update(connection.execute(query, {"values": some, **parameters}).scalars())

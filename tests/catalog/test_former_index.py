@@ -68,8 +68,9 @@ def test_the_index_is_read_in_once(folder: Path, caplog: pytest.LogCaptureFixtur
     for _ in range(2):
         with open_index(folder, HashingEmbedder(8)) as index:
             assert_whole(index)
+    former = folder / FORMER_INDEX_FILE
     assert [record.message for record in caplog.records] == [
-        f"{folder / FORMER_INDEX_FILE} was written by an earlier version: its 3 documents are in the catalogue now"
+        f"{former} was written by an earlier version; its 3 documents were copied into the catalogue"
     ]
     assert sorted(path.name for path in folder.iterdir()) == [CATALOG_FILE, VECTORS_FILE]
 
@@ -116,10 +117,10 @@ def test_damaged_rows_are_found_in_the_catalogue(folder: Path) -> None:
         change(folder / FORMER_INDEX_FILE, statement)
     with ChunkRegistry(folder / CATALOG_FILE) as registry:
         assert [problem.partition(": ")[2] for problem in registry.find_problems()] == [
-            "1 documents are not what was written",
-            "1 chunks are not what was written",
+            "the checksums of 1 documents do not match",
+            "the checksums of 1 chunks do not match",
         ]
-    with pytest.raises(CorruptError, match="not what was written"):
+    with pytest.raises(CorruptError, match=r"checksum of chunk .* does not match"):
         open_index(folder, HashingEmbedder(8))
 
 

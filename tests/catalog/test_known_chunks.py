@@ -145,7 +145,7 @@ def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(
     assert chunks_found(known, 4) == chunks_found(KnownChunks(ChunkRegistry(path), "t", ""), 4) == left
     assert ("text 0" in known, "text 3" in known) == (0 in left, False)
     assert [problem.rpartition(": ")[2] for problem in registry.find_problems()] == [
-        "1 token ids of texts are not what was written"
+        "the checksums of 1 token ids of texts do not match"
     ]
     if damage == "ids cut":
         registry.remove_damaged_rows()

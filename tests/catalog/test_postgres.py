@@ -203,7 +203,7 @@ def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothin
     assert "text" in known
     said = [record.getMessage() for record in caplog.records if record.name == known_chunks.__name__]
     assert [message.partition(":")[0] for message in said] == [
-        "no stored chunk is found in prompts, which are prefilled whole",
+        "no stored chunk is found, so prompts are prefilled without stored KV",
         "the catalogue answers again",
     ]
 
@@ -247,10 +247,10 @@ def test_a_writer_that_does_not_end_is_reported(shared_catalog: str, monkeypatch
 def test_who_may_not_open_it_is_told_what_to_correct(postgres: str) -> None:
     wrong = postgres.replace("hush%2Fhush", "other%2Fsecret")
     PIECES.extend(["other/secret", "other%2Fsecret", "secret"])
-    text = refused(BackendUnreachableError, lambda: ChunkRegistry(wrong), "refuses the connection", "password")
+    text = refused(BackendUnreachableError, lambda: ChunkRegistry(wrong), "rejects the connection", "password")
     assert "postgresql://***@127.0.0.1" in text
     missing = postgres.removesuffix("/postgres") + "/nowhere"
-    refused(BackendUnreachableError, lambda: ChunkRegistry(missing), "refuses the connection", "nowhere")
+    refused(BackendUnreachableError, lambda: ChunkRegistry(missing), "rejects the connection", "nowhere")
     nobody = "postgresql://user:hush%2Fhush@127.0.0.1:1/postgres"
     refused(BackendUnreachableError, lambda: ChunkRegistry(nobody), "does not answer", "refused", "127.0.0.1:1")
     unknown = "postgresql://user:hush%2Fhush@nowhere.invalid/postgres"
@@ -274,7 +274,7 @@ def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(
     execute(own_server.url, "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
         "'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$",
         "CREATE TRIGGER full_disk BEFORE INSERT ON texts EXECUTE FUNCTION full_disk()")  # fmt: skip
-    refused(StoreFullError, lambda: registry.add(["more"]), "has no room", "No space left on device")
+    refused(StoreFullError, lambda: registry.add(["more"]), "has no free space", "No space left on device")
     execute(own_server.url, "DROP TRIGGER full_disk ON texts")
     assert registry.add(["more"]) == 1
 
@@ -287,7 +287,7 @@ def test_all_connections_taken_is_named(own_server: PostgresServer) -> None:
     )
     url = own_server.url.replace("://ragblend:", "://one:")
     with psycopg.connect(url):
-        refused(BackendUnreachableError, lambda: ChunkRegistry(url), "refuses the connection", "max_connections")
+        refused(BackendUnreachableError, lambda: ChunkRegistry(url), "rejects the connection", "max_connections")
 
 
 def test_tables_of_another_version_or_of_others_are_refused(postgres: str) -> None:
@@ -296,7 +296,7 @@ def test_tables_of_another_version_or_of_others_are_refused(postgres: str) -> No
         execute(url, "UPDATE catalog_meta SET value = '0' WHERE name = 'schema'")
         from ragblend.catalog import postgres as dialect
 
-        refused(StoreMismatchError, lambda: ChunkRegistry(url), "version 0 of a catalogue")
+        refused(StoreMismatchError, lambda: ChunkRegistry(url), "a catalogue of version 0")
         made = f"UPDATE catalog_meta SET value = '{SCHEMA_VERSION}' WHERE name = 'schema'"
         execute(url, made, "DROP TABLE texts CASCADE")
         refused(StoreMismatchError, lambda: len(ChunkRegistry(url)), "other tables than a catalogue")
@@ -344,7 +344,7 @@ def test_a_damaged_row_is_found(shared_catalog: str) -> None:
     registry.add_ids([("text", IDS)], "t", "")
     execute(shared_catalog, "UPDATE token_ids SET ids = substr(ids, 1, 80)")
     assert [problem.rpartition(": ")[2] for problem in registry.find_problems()] == [
-        "1 token ids of texts are not what was written"
+        "the checksums of 1 token ids of texts do not match"
     ]
     registry.remove_damaged_rows()
     assert registry.find_problems() == []

@@ -128,7 +128,7 @@ def test_threads_share_a_registry(registry: ChunkRegistry) -> None:
 def test_damaged_file_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "r"
     path.write_bytes(b"not a database at all, but long enough to be read as one" * 20)
-    with pytest.raises(CorruptError, match=r"Mend it: ragblend verify --repair.*or delete "):
+    with pytest.raises(CorruptError, match=r"Repair it: ragblend verify --repair.*or delete "):
         ChunkRegistry(path)
 
 
@@ -243,7 +243,7 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(
         assert registry.entries_of([(1, 2)], "tenant") == [["entry-b"] if version == 5 else []]
         assert registry.find_problems() == other.find_problems() == []
     assert [record.message for record in caplog.records if str(former) in record.message] == [
-        f"{former} was written by an earlier version: its 3 texts are in the catalogue now"
+        f"{former} was written by an earlier version; its 3 texts were copied into the catalogue"
     ]
     assert [path.name for path in tmp_path.iterdir()] == [CATALOG_FILE]
 
@@ -253,8 +253,8 @@ def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path:
     write_former(tmp_path, *damages, "UPDATE text_holders SET document = 'other' WHERE document = 'langchain/a/b'")
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
         assert [problem.partition(": ")[2] for problem in registry.find_problems()] == [
-            "1 texts are not what was written",
-            "4 entries of chunks are not what was written",
+            "the checksums of 1 texts do not match",
+            "the checksums of 4 entries of chunks do not match",
         ]
         assert registry.documents_of(SLATE) == [DocumentName("index:1f")]
         registry.remove_damaged_rows()

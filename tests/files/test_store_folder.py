@@ -57,8 +57,8 @@ def assert_whole(folder: Path) -> None:
 def test_the_two_former_folders_are_one_store_under_either_name(former: Path, named: str, caplog) -> None:
     open_index(former / named).close()
     assert [record.message.rpartition(": ")[2] for record in caplog.records][-2:] == [
-        "its 4 texts are in the catalogue now",
-        "its 2 documents are in the catalogue now",
+        "its 4 texts were copied into the catalogue",
+        "its 2 documents were copied into the catalogue",
     ]
     caplog.clear()
     assert_whole(former)
