@@ -466,7 +466,7 @@ def test_blank_and_zero_width_texts_are_skipped_and_reported(tmp_path: Path, cap
         store.add_texts([B], ids=["blank"])
         assert store.add_texts(["", A, " \n", "\u200b\ufeff"], ids=["blank", "a", "space", "zero"]) == ["a"]
         assert [document.id for document in store.similarity_search("Who?", k=5)] == ["a"]
-        assert caplog.messages == ["not stored: blank, space, zero: no visible text"]
+        assert caplog.messages == ["documents without visible text were not stored: blank, space, zero"]
 
 
 def test_attributes_of_the_inner_store_are_reached(store: BlendVectorStore, tmp_path: Path) -> None:

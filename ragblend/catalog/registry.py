@@ -1,11 +1,14 @@
-"""Ingested chunks in the catalogue: their texts and token ids, so that they are found again in prompts.
+"""`ChunkRegistry`: the chunks for which a store has KV, as texts, token ids and keys of entries.
 
-Two texts are identical if they are equal after `strip()`. A text belongs to documents, each of a collection: an index
-is one, and so is each document to which a framework gives an id. When the last of them releases the text, its KV can be
-deleted. The catalogue also lists the chunks that each stored entry holds or was computed after, so that the entries of
-a removed text are found without reading them. It lists the stored entries, so that a missing one is noticed, and the
-vectors of chunks that frameworks add, which are in no index. Token ids belong to one tokenizer and one namespace. Knows
-strings and ids, not KV, engines or frameworks.
+- Texts belong to documents (`DocumentName`). Two texts are identical if they are equal after `strip()`. When the last
+  document releases a text, its KV can be deleted.
+- Token ids of a text are stored for each tokenizer and namespace. `KnownChunks` finds them in prompts.
+- Stored entries are recorded, so that `verify` reports missing ones.
+- Each entry's chunks are recorded: those that it contains and those that it was computed after. The entries of a
+  removed text are found by them, without reading files.
+- Similar variants of chunks that frameworks add are recorded with vectors, because these chunks are in no index.
+
+Depends on texts and ids, not on KV, engines or frameworks.
 """
 
 from __future__ import annotations
@@ -50,21 +53,21 @@ from ragblend.files.store_folder import FORMER_REGISTRY_FILE
 
 
 class SimilarVariant(NamedTuple):
-    """The variant, computed after similar chunks, of a chunk that a framework has brought."""
+    """The variant of a framework's chunk that is computed after the chunks most similar to it."""
 
-    entry: str  # the key of its KV: of one model, prefix and namespace
+    entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
     vector: bytes  # [dim] little-endian float32
     is_stored: bool = False
 
 
 def _of(table: Table, *names: str) -> list[Any]:
-    """Return conditions that columns equal the parameters `b_<column>`, where a statement is executed many times."""
+    """Return the conditions that columns equal the parameters `b_<column>`."""
     return [table.c[name] == bindparam(f"b_{name}") for name in names]
 
 
 def _checked(table: Table, *where: Any) -> Select[Any]:
-    """Return a query for the checked columns of rows; see `is_intact`."""
+    """Return a query for the columns that `is_intact` checks."""
     return select(*checksummed_columns(table)).where(*where)
 
 
@@ -127,11 +130,12 @@ _SET_VARIANT_STORED = update(VARIANTS).where(*_of(VARIANTS, "entry")).values(is_
 
 
 class ChunkRegistry(Catalog):
-    """Texts of ingested chunks, in the catalogue at `place`, or in memory if it is None. See `Catalog`."""
+    """Texts, token ids and entries of ingested chunks in the catalogue at `place`; None: in memory. See `Catalog`."""
 
     def add_model(self, fingerprint: str, name: str, *, new_model: bool) -> None:
-        """Record a model that the documents are stored for. Raises StoreMismatchError where they are stored for others,
-        unless `new_model` says that this one is to be added.
+        """Record a model for which documents are stored.
+
+        Raises StoreMismatchError if the catalogue has other models only, unless `new_model` allows one more.
         """
         key = f"model {fingerprint}"
         with self._write() as connection:
@@ -139,16 +143,16 @@ class ChunkRegistry(Catalog):
             known = {row.name: row.value for row in connection.execute(query)}
             if known and key not in known and not new_model:
                 raise StoreMismatchError(
-                    f"{self._dialect.name} is the catalogue of {', '.join(sorted(known.values()))}, the engine runs "
-                    f"{name}; name another database, or another schema of it: `catalog`"
+                    f"{self._dialect.name} is the catalogue of {', '.join(sorted(known.values()))}, but the engine "
+                    f"runs {name}; name another database or schema: `catalog`"
                 )
             if key not in known:
                 connection.execute(insert(META), {"name": key, "value": name})
 
-    # --- what it holds ---
+    # --- reading texts and documents ---
 
     def texts(self) -> Iterator[str]:
-        """Return every text, stripped, in the order in which they were added."""
+        """Yield every text, stripped, in the order of addition."""
         return (row.text for row in self._rows(select(TEXTS.c.text).order_by(TEXTS.c.number)))
 
     def __len__(self) -> int:
@@ -165,17 +169,19 @@ class ChunkRegistry(Catalog):
         return {row.text for row in self._rows(_TEXTS_OF, **_parameters(document))}
 
     def documents_of(self, text: str) -> list[DocumentName]:
-        """Return the documents that have a text."""
+        """Return the names of the documents that have a text."""
         return [DocumentName(*row) for row in self._rows(_OWNERS_OF, b_key=text_key(_normalize(text)))]
 
     def documents(self) -> dict[DocumentName, int]:
-        """Return the number of texts of each document that has some."""
+        """Return the number of texts of each document. Documents without texts are left out."""
         query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
         return {DocumentName(*row[:-1]): row[-1] for row in self._rows(query)}
 
     def count_by_collection(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of documents and chunks by collection, without indexes. Texts that were added without an
-        id are counted as such. A collection in a namespace has the namespace in parentheses after its name.
+        """Return `num_documents` and `num_chunks` by collection, without indexes.
+
+        Texts without a document id are counted under "texts without an id". A collection in a namespace is named
+        "COLLECTION (namespace NAMESPACE)".
         """
         counts: dict[str, dict[str, int]] = {}
         for document, num_chunks in self.documents().items():
@@ -188,29 +194,30 @@ class ChunkRegistry(Catalog):
         return counts
 
     def texts_of_documents(self) -> list[str]:
-        """Return the texts of the documents that frameworks, or clients of a server, have added by an id; of a shared
-        catalogue also those of indexes, which may be on other machines.
+        """Return the texts of documents with an id, which frameworks or clients of a server have added.
+
+        In a shared catalogue they include the texts of indexes, which may be on other machines.
         """
         return [row.text for row in self._rows(_OWNED_TEXTS if self.is_shared else _TEXTS_OF_DOCUMENTS)]
 
     def last_number(self) -> int:
-        """Return the number of the text that was added last, of those that are there; 0 for none."""
+        """Return the row number of the latest text; 0 for none. Numbers grow with each addition."""
         return self._rows(select(func.max(TEXTS.c.number)))[0][0] or 0
 
     def texts_after(self, number: int) -> list[str]:
-        """Return the texts that were added after the one of `number`."""
+        """Return the texts with larger row numbers, which were added later."""
         return [row.text for row in self._rows(select(TEXTS.c.text).where(TEXTS.c.number > number))]
 
-    # --- changing it: adding what is known writes nothing ---
+    # --- changing texts and documents: adding known texts writes nothing ---
 
     def add(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> int:
-        """Add texts to a document; blank ones are skipped. Return the number of new texts."""
+        """Add texts to a document, without blank ones. Return the number of texts that no document had."""
         key_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
         with self._locked() as connection:
             if not any(self._find_missing(connection, key_of, document)):
                 return 0
             with self._write():
-                new, unowned = self._find_missing(connection, key_of, document)  # another process may have been faster
+                new, unowned = self._find_missing(connection, key_of, document)  # another process may have added some
                 _insert(connection, TEXTS, ({"key": key, "text": key_of[key]} for key in new))
                 owner = document._asdict()
                 _insert(
@@ -222,7 +229,7 @@ class ChunkRegistry(Catalog):
     def _find_missing(
         connection: Connection, keys: Iterable[bytes], document: DocumentName
     ) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys that no text has, and those that the document does not own."""
+        """Return the keys without a text, and the keys of texts that the document does not have."""
         known = existing(connection, _KNOWN_KEYS, keys)
         owned = existing(connection, _KEYS_OF_DOCUMENT, keys, **_parameters(document))
         return [key for key in keys if key not in known], [key for key in keys if key not in owned]
@@ -240,8 +247,10 @@ class ChunkRegistry(Catalog):
                 _insert(connection, VERSIONS, [with_checksum(VERSIONS, **document._asdict(), version=version)])
 
     def preview_release(self, texts_of: Mapping[DocumentName, Iterable[str]]) -> list[str]:
-        """Return the texts that no document of their namespace would have if each of these documents had the texts
-        given here alone."""
+        """Return the texts that no document would have if each of these documents had only the texts given here.
+
+        Documents of other namespaces do not count.
+        """
         lost: dict[str, set[DocumentName]] = {}
         with self._locked():
             for document, texts in texts_of.items():
@@ -255,8 +264,9 @@ class ChunkRegistry(Catalog):
         return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
 
     def release(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> list[str]:
-        """Remove texts from a document. Return those that no other document has; they are deleted. Of those that only
-        documents of other namespaces have, the token ids of this one are deleted.
+        """Remove texts from a document. Delete and return the texts that no other document has.
+
+        If only documents of other namespaces have a text, its token ids for this namespace are deleted.
         """
         released = {text_key(text): text for text in map(_normalize, texts)}
         if not released:
@@ -279,7 +289,7 @@ class ChunkRegistry(Catalog):
         if not keys:
             return 0
         with self._write() as connection:
-            # By their keys: a row of which a bit changed is deleted as well.
+            # Deleting by key also deletes damaged rows.
             num_removed = len(existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
             for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
                 connection.execute(delete(table).where(*_of(table, "key")), keys)
@@ -288,10 +298,9 @@ class ChunkRegistry(Catalog):
 
     @contextmanager
     def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
-        """Prevent every process from adding texts inside the block. Yield a function that returns True for a stored
-        text's key.
+        """Prevent every process from adding texts inside the block. Writers wait, so keep the block short.
 
-        Hold the block briefly: writers of other processes wait for it.
+        Yield a function that returns True for the key of a stored text.
         """
         with self._write():
             yield self._has_key
@@ -299,8 +308,9 @@ class ChunkRegistry(Catalog):
     # --- token ids ---
 
     def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
-        """Store the token ids of texts for a tokenizer (its fingerprint) and a namespace; intact rows are left as they
-        are.
+        """Store token ids of (text, token ids) for a tokenizer (its fingerprint) and a namespace.
+
+        Rows that exist and are intact are not changed.
         """
         rows = {text_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
         owner = {"tokenizer": tokenizer, "namespace": namespace}
@@ -322,7 +332,7 @@ class ChunkRegistry(Catalog):
                     self._num_changes += 1
 
     def remove_ids(self, text: str, tokenizer: str, namespace: str) -> None:
-        """Delete the token ids of a text."""
+        """Delete the token ids of a text for a tokenizer and a namespace."""
         if is_unicode(text):
             owner = {"tokenizer": tokenizer, "namespace": namespace}
             with self._write() as connection:
@@ -330,7 +340,7 @@ class ChunkRegistry(Catalog):
                 self._count_removal(connection)
 
     def remove_ids_without_text(self) -> None:
-        """Delete the token ids of chunks that prompts named and no document has added."""
+        """Delete the token ids of texts that no document has."""
         with self._write() as connection:
             connection.execute(delete(TOKEN_IDS).where(TOKEN_IDS.c.key.not_in(select(TEXTS.c.key))))
             self._count_removal(connection)
@@ -342,43 +352,43 @@ class ChunkRegistry(Catalog):
         self._num_changes += 1
 
     def num_removals(self) -> int:
-        """Return how often token ids were removed, of any tokenizer and namespace."""
+        """Return the number of removals of token ids, of all tokenizers and namespaces."""
         rows = self._rows(_NUM_REMOVALS)
         return int(rows[0].value) if rows else 0
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
-        """Return the number and the token ids of each text added after the one of `number`, from intact rows."""
+        """Return (row number, token ids) of the intact rows with numbers above `number`."""
         rows = self._rows(_IDS_AFTER, number=number, tokenizer=tokenizer, namespace=namespace)
         return [(row.number, np.frombuffer(row.ids, "<u4")) for row in rows if is_intact(row[1:])]
 
     def read_ids(self, number: int) -> NDArray[np.uint32] | None:
-        """Return the token ids of the text of this number; None if it was deleted or its row is damaged."""
+        """Return the token ids of a row number; None if the row was deleted or is damaged."""
         rows = self._rows(_IDS_OF_NUMBER, b_number=number)
         return next((np.frombuffer(row.ids, "<u4") for row in rows if is_intact(row)), None)
 
     def document_with_ids(self, number: int, namespace: str) -> str:
-        """Return the id of a document of the namespace that has the text of this number; "" if there is none."""
+        """Return the id of a document in the namespace that has the text of this row number; "" for none."""
         rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
         return str(rows[0].id) if rows else ""
 
     def count_ids(self, tokenizer: str, namespace: str) -> int:
-        """Return the number of texts with token ids."""
+        """Return the number of texts with token ids for a tokenizer and a namespace."""
         return int(self._rows(_COUNT_IDS, tokenizer=tokenizer, namespace=namespace)[0][0])
 
     def has_ids(self, text: str, tokenizer: str, namespace: str) -> bool:
-        """Return True if an intact row has the token ids of this text."""
+        """Return True if an intact row has the token ids of a text."""
         key = text_key(_normalize(text))
         return any(map(is_intact, self._rows(_IDS_OF_TEXT, b_key=key, tokenizer=tokenizer, namespace=namespace)))
 
     def owners_of_ids(self, text: str) -> list[tuple[str, str]]:
-        """Return each tokenizer and namespace for which an intact row has the token ids of this text."""
+        """Return each (tokenizer, namespace) for which an intact row has the token ids of a text."""
         rows = self._rows(_OWNERS_OF_IDS, b_key=text_key(_normalize(text)))
         return [(row.tokenizer, row.namespace) for row in rows if is_intact(row)]
 
-    # --- the stored entries ---
+    # --- stored entries ---
 
     def record_stored(self, keys: Iterable[str], fingerprint: str) -> None:
-        """Record entries that were stored, and the fingerprint of their model."""
+        """Record the keys of stored entries with the fingerprint of their model."""
         given = list(dict.fromkeys(keys))
         with self._locked() as connection:
             if len(existing(connection, _KNOWN_ENTRIES, given)) < len(given):
@@ -392,21 +402,22 @@ class ChunkRegistry(Catalog):
                     _insert(connection, STORED_ENTRIES, rows)
 
     def remove_stored(self, keys: Iterable[str]) -> None:
-        """Remove the records of entries that are deleted, so that they do not count as missing."""
+        """Remove the records of deleted entries, so that `verify` does not report them as missing."""
         with self._write() as connection:
             _delete_entries(connection, STORED_ENTRIES, keys)
 
     def stored(self) -> dict[str, str]:
-        """Return the key of every entry that was stored and not deleted since, with its model's fingerprint; intact
-        rows only: a damaged key may name no file at all.
+        """Return the fingerprint of the model by key, for every entry that was stored and not deleted.
+
+        Damaged rows are left out, because their keys may be wrong.
         """
         rows = self._rows(_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
         return {row.entry: row.fingerprint for row in rows if is_intact(row)}
 
-    # --- which chunks an entry holds or was computed after ---
+    # --- chunks that an entry contains or was computed after ---
 
     def record_entry(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Record that the KV entry of this key holds the chunks of these token ids, or was computed after them."""
+        """Record the chunks (token ids) that the KV entry with this key contains or was computed after."""
         self._record_entry(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
     def _record_entry(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
@@ -424,44 +435,43 @@ class ChunkRegistry(Catalog):
                     _insert(connection, ENTRY_CHUNKS, rows)
 
     def entries_of(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
-        """Return for each chunk the entries that hold it, or were computed after it, from intact rows."""
+        """Return for each chunk (token ids) the keys of the entries that contain it or were computed after it."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
     def remove_entries(self, entries: Iterable[str]) -> None:
-        """Remove the records of entries that were deleted."""
+        """Remove the records of the chunks of deleted entries."""
         with self._write() as connection:
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
     def has_all_entries(self, folder: Path) -> bool:
-        """Return True if every entry in the store's folder is recorded, also those that an earlier version stored."""
+        """Return True if `set_has_all_entries` was called for the store's folder.
+
+        False means that an earlier version may have stored entries without recording their chunks.
+        """
         return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
     def set_has_all_entries(self, folder: Path) -> None:
-        """Record that every entry in the store's folder is recorded."""
+        """Record that the chunks of every entry in the store's folder are recorded."""
         self._record_entry("", [(b"", self._mark(folder))])
 
     def _mark(self, folder: Path) -> str:
-        """Return what names a folder in its own catalogue, or in one that folders of other machines share."""
+        """Return the name of the folder in a shared catalogue; "" in its own."""
         return f"{platform.node()}:{folder}" if self.is_shared else ""
 
-    # --- similar variants of what frameworks bring ---
+    # --- similar variants of framework chunks ---
 
     def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarVariant]]:
-        """Return the variants whose vectors this embedder made, with their numbers, in the order in which they were
-        recorded.
-
-        Variants up to `number` and damaged rows are left out.
-        """
+        """Return (row number, variant) of the intact rows of an embedder with numbers above `number`, ascending."""
         rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
         return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
 
     def count_variants(self, embedder: str) -> int:
-        """Return the number of variants whose vectors this embedder made."""
+        """Return the number of variants with vectors of this embedder."""
         return int(self._rows(_COUNT_VARIANTS, b_embedder=embedder)[0][0])
 
     def missing_variants(self, embedder: str) -> list[SimilarVariant]:
-        """Return the variants that are requested and not stored, from intact rows."""
+        """Return the variants with vectors of this embedder that are not stored. Damaged rows are left out."""
         rows = self._rows(_MISSING_VARIANTS, b_embedder=embedder)
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
@@ -470,7 +480,7 @@ class ChunkRegistry(Catalog):
         return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
 
     def similar_entries(self) -> list[str]:
-        """Return the keys of the entries of stored variants."""
+        """Return the keys of the stored variants, sorted."""
         query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
         return [row.entry for row in self._rows(query)]
 
@@ -480,7 +490,7 @@ class ChunkRegistry(Catalog):
         return bool(self._rows(query))
 
     def record_similar(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
-        """Record requested variants. They replace earlier records of the same entries."""
+        """Record variants, each in place of an earlier record of its entry."""
         row_of: dict[str, dict[str, object]] = {}
         for each in variants:
             values: dict[str, object] = {"entry": each.entry, "key": text_key(each.text.strip()), "embedder": embedder}
@@ -492,7 +502,7 @@ class ChunkRegistry(Catalog):
             _insert(connection, VARIANTS, row_of.values())
 
     def set_similar_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Record whether variants are stored now."""
+        """Record that variants are stored, or that they are not. `entries`: their keys."""
         if rows := [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in entries]:
             with self._write() as connection:
                 connection.execute(_SET_VARIANT_STORED, rows)
@@ -522,7 +532,7 @@ def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]
 
 
 def _normalize(text: str) -> str:
-    """Return the text in the form that is compared; "" for lone surrogates, which are no valid Unicode."""
+    """Return the stripped text; "" if it contains lone surrogates, which are not valid Unicode."""
     return text.strip() if is_unicode(text) else ""
 
 
@@ -535,19 +545,20 @@ _IN_MEMORY_LOCK = threading.Lock()
 
 
 def store_folders(store: Any) -> list[Path]:
-    """Return the local folders in which a KVStore stores its files."""
+    """Return the folder of a KVStore's disk tier as a list; [] without a disk tier."""
     return [] if store.disk_tier is None else [store.disk_tier.root]
 
 
 def catalog_of(store: Any) -> str | Path | None:
-    """Return where the catalogue of a KVStore is: a file in its folder, or a URL; None where the store has neither."""
+    """Return the location of a KVStore's catalogue: a file in its folder, or a URL; None if it has neither."""
     url: str | None = store.catalog
     return next((find_catalog(root, url) for root in store_folders(store)), url)
 
 
 def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new_model: bool) -> None:
-    """Record a model in a catalogue that several stores share. The models of a store in a folder are recorded in that
-    folder. See `ChunkRegistry.add_model`.
+    """Record a model in a shared catalogue, with the errors of `ChunkRegistry.add_model`.
+
+    Does nothing for a catalogue file: the models of its store are recorded in the store's folder.
     """
     if not isinstance(place, Path):
         with ChunkRegistry(place) as registry:
@@ -555,18 +566,18 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 
 
 def has_registry(store: Any) -> bool:
-    """Return True if the catalogue of a KVStore was made, be it by an earlier version."""
+    """Return True if a KVStore has a catalogue, or a file of an earlier version in its place."""
     place = catalog_of(store)
     return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
 
 
 def read_registry(store: Any) -> ChunkRegistry:
-    """Return the registry of a KVStore that may have none: then an empty one in memory, and no file is created."""
+    """Return the registry of a KVStore; if there is none, an empty one in memory. Creates no file."""
     return open_registry(store) if has_registry(store) else ChunkRegistry()
 
 
 def open_registry(store: Any) -> ChunkRegistry:
-    """Return the registry of a KVStore: in its catalogue, else one in memory that lives with the store."""
+    """Return the registry of a KVStore. For a store without a catalogue it is in memory, and all callers share it."""
     place = catalog_of(store)
     if place is not None:
         return ChunkRegistry(place)

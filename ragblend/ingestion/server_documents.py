@@ -1,4 +1,4 @@
-"""Precomputation by a server that stores documents itself: the documents that it is sent, and its answers.
+"""Sends documents to a server that precomputes and stores them, and adds its counts to a report.
 
 Depends on an engine that is the client of a server, not on how the server stores documents.
 """
@@ -24,7 +24,7 @@ from ragblend.prompt.types import Chunk
 logger = logging.getLogger(__name__)
 
 LANGCHAIN_COLLECTION = "langchain"
-"""Collection of documents for which the caller names none."""
+"""Default collection."""
 
 
 def is_document_server(engine: Any) -> bool:
@@ -40,9 +40,9 @@ def _send(
     progress: Progress | None,
     described: Mapping[str, str],
 ) -> Mapping[str, int]:
-    """Send documents to the server and add its counts to `report`. `described`: names of the documents for messages.
+    """Send documents to the server and add its counts and failures to `report`. Return the server's counts.
 
-    Return the server's counts.
+    described: names of the documents for messages, by id.
     """
     start_s = perf_counter()
     counts, reasons = engine.send_documents(collection, documents, progress or (lambda stage, done, total: None))
@@ -62,7 +62,7 @@ def send_indexed_chunks(
 ) -> IngestReport:
     """Run `precompute_chunks` on the server, and return `report` with the server's counts.
 
-    The server gets the vectors of the index, so that it finds the same similar chunks.
+    The chunks are sent with the index's vectors, so that the server finds the same similar chunks.
     """
     vectors = index.vectors(chunk.text for chunk in chunks)
     embedder = f"{index.manifest.embedder} {index.manifest.embedder_version}"
@@ -108,7 +108,7 @@ def document_id(document: Any) -> str:
 
 
 def describe_document(document: Any, chunk: Chunk) -> str:
-    """Return the id and source of a framework's document for messages; the beginning of its text if it has neither."""
+    """Return "ID of SOURCE" of a framework's document for messages; the beginning of its text without both."""
     metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
     found = (metadata.get(key) for key in ("source", "file_path", "file_name"))
     source = chunk.source or next(filter(None, found), owner)
@@ -130,5 +130,5 @@ def as_chunk(document: Any) -> Chunk:
             metadata = dict(getattr(document, "metadata", None) or {})
             return Chunk(text.strip(), str(metadata.get("source") or ""), metadata=metadata)
     raise UsageError(
-        f"cannot precompute a {type(document).__name__}; pass strings, Chunks, LangChain Documents or LlamaIndex nodes"
+        f"a document is a {type(document).__name__}; pass strings, Chunks, LangChain Documents or LlamaIndex nodes"
     )

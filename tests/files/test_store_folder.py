@@ -56,7 +56,7 @@ def assert_whole(folder: Path) -> None:
 @pytest.mark.parametrize("named", [".", "kv", "index"])
 def test_the_two_former_folders_are_one_store_under_either_name(former: Path, named: str, caplog) -> None:
     open_index(former / named).close()
-    assert [record.message.rpartition(": ")[2] for record in caplog.records][-2:] == [
+    assert [record.message.rpartition("; ")[2] for record in caplog.records][-2:] == [
         "its 4 texts were copied into the catalogue",
         "its 2 documents were copied into the catalogue",
     ]
@@ -142,7 +142,7 @@ def test_a_database_in_use_is_not_moved(former: Path, monkeypatch) -> None:
     with closing(sqlite3.connect(former / "index" / "chunks.sqlite", isolation_level=None)) as used:
         used.execute("PRAGMA journal_mode = WAL").fetchall()
         used.execute("BEGIN IMMEDIATE")
-        with pytest.raises(RagblendError, match="end the processes that use it"):
+        with pytest.raises(RagblendError, match="stop the processes that use it"):
             open_index(former)
     assert_whole(former)
 

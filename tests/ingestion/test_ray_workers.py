@@ -112,7 +112,7 @@ def find_no_cluster(**options: Any) -> None:
 def test_what_cannot_be_shared_out_is_refused(tmp_path, capsys, monkeypatch):
     with pytest.raises(UsageError, match="choose 1 or more"):
         RayWorkers("demo", tmp_path, count=0)
-    with pytest.raises(UsageError, match="prefills itself"):
+    with pytest.raises(UsageError, match="prefills in its own process"):
         RayWorkers("demo", tmp_path, backend="http://localhost:8000")
     # Another test of this machine may have a cluster, which "auto" would find.
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

@@ -495,7 +495,7 @@ def test_the_chunk_size_is_the_indexs_own_and_a_change_is_said(corpus):
     assert corpus.said == [line for line in corpus.said if "chunks are" not in line]
     report = corpus.ingest(corpus.docs / "a.txt", chunk_size=64)
     assert report.num_updated == 1
-    assert any("chunks are 64 tokens now and were 32 tokens" in line for line in corpus.said)
+    assert any("the chunker changes from 32 tokens to 64 tokens" in line for line in corpus.said)
     assert corpus.index.manifest.chunk_size == 64
     assert corpus.ingest().num_updated == 1, "the other one, now that it was given"
     assert corpus.index.num_chunks < num_chunks
@@ -512,7 +512,7 @@ def test_another_splitter_is_said_too_and_so_is_the_way_back(corpus):
     assert corpus.ingest(splitter=cut).num_unchanged == 1
     assert corpus.said == [line for line in corpus.said if "chunks are" not in line], "nothing was there before"
     corpus.ingest()
-    assert any("chunks are 32 tokens now and were CharacterTextSplitter" in line for line in corpus.said)
+    assert any("the chunker changes from CharacterTextSplitter" in line for line in corpus.said)
     assert corpus.index.num_chunks == 1
 
 

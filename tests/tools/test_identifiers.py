@@ -31,12 +31,8 @@ OTHERS = {
     "is_cuda_alike",  # vLLM's
 }
 UNFINISHED = (
-    "ragblend/catalog/",
     "ragblend/engine/vllm/",
-    "ragblend/files/store_folder.py", "ragblend/index.py", "ragblend/ingestion/contexts.py",
-    "ragblend/ingestion/deletion.py", "ragblend/ingestion/ray_workers.py", "ragblend/ingestion/registered_similar.py",
     "ragblend/server/",
-    "tests/corpus/test_folder_scan.py", "tests/test_index.py", "tests/test_precompute.py",
     "tests/tools/test_identifiers.py",  # it lists the words
 )  # fmt: skip
 """Files whose docstrings, comments and messages still have such words. Delete an entry when its files have none."""
@@ -57,6 +53,7 @@ SENTENCES = (
     *(f"tests/{pattern}" for pattern in TESTS),
 )
 ALLOWED = {
+    ("ragblend/catalog/former.py", "doomed"),  # the table of an earlier version
     ("ragblend/cli/app.py", "remedy"),  # a key of a JSON object
     ("ragblend/corpus/embedders.py", "whom"),  # a stop word of the embedder
     ("notebooks/src/07_your_own_pdf.py", "whatever"),  # in the sample document
